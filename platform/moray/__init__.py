@@ -1,0 +1,1 @@
+"""Moray: train, sweep and serve speculative-decoding drafters on Ray."""

@@ -1,0 +1,26 @@
+"""The errors that Moray raises on purpose.
+
+Every message names the field or file, the value received, what is accepted, and what to do. Entry points
+print the message on one line and exit with `exit_code`; anything else that escapes is a defect and keeps
+its traceback.
+"""
+
+
+class MorayError(Exception):
+    """Base of all errors a user can cause or mend. Picklable: built from its message alone."""
+
+    exit_code = 1
+
+
+class ConfigError(MorayError):
+    """A configuration that cannot be used: unknown key, wrong type, missing file, impossible value."""
+
+    exit_code = 2
+
+
+class DataError(MorayError):
+    """Chats, questions or cached activations that cannot be read or do not mean what they should."""
+
+
+class MismatchError(MorayError):
+    """Two artefacts that do not belong together, such as a drafter and a target it was not trained for."""
