@@ -1,56 +1,70 @@
 """Configuration: strict frozen models, YAML files merged left to right, then dotted overrides.
 
-This module knows how a configuration is read and how a wrong one is explained. It refuses to know any
-particular setting, and it imports neither torch nor ray, so that `--help` and every configuration error
-answer at once. For the same reason configuration classes live in torch-free modules.
+This module knows how a configuration is read; `moray.explain` words what is wrong with one. It refuses to
+know any particular setting, and it imports neither torch nor ray, so that `--help` and every configuration
+error answer at once. For the same reason configuration classes live in torch-free modules.
 """
 
 import argparse
-import difflib
 import json
 import re
 import sys
-import types
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moray.errors import ConfigError, MorayError
+from moray.explain import default_of, describe, element_of, explain, nearest_path, one_line, variant_of
 
 
 class Config(BaseModel):
-    """Base of every configuration: immutable, no unknown key, no silent conversion between types."""
+    """Base of every configuration: immutable, no unknown key, no silent conversion between types.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    A choice between classes is a union told apart by `type: Literal["name"]` on each of them and
+    `Field(discriminator="type")` on the union. Range checks belong in `Field`, checks across fields in a
+    `model_validator(mode="after")` that raises `ValueError`; `mode="before"` on a model would turn its
+    lists and paths into Python objects that strict validation refuses.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number and a repeated key is an error."""
+    """YAML as people write it: `1e-3` is a number, a key is its text, a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{key}' stands here twice", key_node.start_mark
-                )
-            seen.add(key)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be plain text", key.start_mark)
+            if key.value in seen:
+                message = f"the key '{key.value}' stands here twice"
+                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
+            seen.add(key.value)
+            key.tag = "tag:yaml.org,2002:str"  # `1:` and `on:` must meet the overrides `a.1=` and `a.on=`
         return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|nan)$"),
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),  # YAML 1.1 wants a dot and a signed exponent
     list("-+.0123456789"),
 )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as every other configuration error: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; write settings as key=value (see --help)")
 
 
 def load_config(config_class: type[AnyConfig], arguments: Sequence[str]) -> AnyConfig:
@@ -72,6 +86,8 @@ def load_config(config_class: type[AnyConfig], arguments: Sequence[str]) -> AnyC
         key, _, text = override.partition("=")
         nested: Any = _parse_yaml(text, source=override)
         for part in reversed(key.split(".")):
+            if not part:
+                raise ConfigError(f"override '{override}' has an empty key: write it as name=value or a.b=value")
             nested = {part: nested}
         merged = merge(merged, nested)
     return validate(config_class, merged)
@@ -80,19 +96,27 @@ def load_config(config_class: type[AnyConfig], arguments: Sequence[str]) -> AnyC
 def validate(config_class: type[AnyConfig], values: dict[str, Any]) -> AnyConfig:
     """Check plain values against a configuration class; raise `ConfigError` on the first problem."""
     try:
+        text = json.dumps(_complete(config_class, values), default=str)
+    except (ValueError, RecursionError):
+        raise ConfigError("the configuration refers to itself: remove the YAML alias that closes the circle") from None
+    try:
         # JSON mode is strict about types yet takes lists for tuples and strings for paths, which is all
         # that YAML can write.
-        return config_class.model_validate_json(json.dumps(values, default=str))
+        return config_class.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError(_explain(config_class, error)) from None
+        raise ConfigError(explain(config_class, error)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read one YAML mapping, or raise `ConfigError` naming the nearest existing file."""
+    if path.is_dir():
+        raise ConfigError(f"config file '{path}' is a folder: name a YAML file in it")
     if not path.is_file():
-        siblings = [str(other) for other in sorted(path.parent.glob("*.y*ml"))] if path.parent.is_dir() else []
-        raise ConfigError(f"config file '{path}' does not exist{_nearest(str(path), siblings)}")
-    values = _parse_yaml(path.read_text(encoding="utf-8"), source=str(path))
+        raise ConfigError(f"config file '{path}' does not exist{nearest_path(path)}")
+    try:
+        values = _parse_yaml(path.read_text(encoding="utf-8"), source=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file '{path}' cannot be read as UTF-8 text: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -109,27 +133,36 @@ def merge(base: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in update.items():
         old = merged.get(key)
-        same_variant = isinstance(old, dict) and isinstance(value, dict) and value.get("type") in (None, old.get("type"))
-        merged[key] = merge(old, value) if same_variant else value
+        if isinstance(old, dict) and isinstance(value, dict) and not _other_variant(old, value):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
     return merged
 
 
 def run_entry_point(
-    config_class: type[AnyConfig], description: str, main: Callable[[AnyConfig], None], argv: Sequence[str] | None = None
+    config_class: type[AnyConfig],
+    description: str,
+    main: Callable[[AnyConfig], None],
+    argv: Sequence[str] | None = None,
 ) -> None:
     """Parse the command line, run `main`, and turn our own errors into one line and an exit code.
 
     `main` imports torch and ray inside: nothing heavy is loaded before parsing has succeeded.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_describe(config_class)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    parser = _Parser(
+        prog=f"python -m {spec.name}" if spec is not None else None,
+        usage="%(prog)s [config.yaml ...] [key=value ...]",
+        description=description,
+        epilog=describe(config_class),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("arguments", nargs="*", metavar="config.yaml | key=value", help="merged from left to right")
-    arguments = parser.parse_args(argv).arguments
+    parser.add_argument("arguments", nargs="*", metavar="arguments", help="YAML files, left to right, then overrides")
     try:
-        main(load_config(config_class, arguments))
+        main(load_config(config_class, parser.parse_args(argv).arguments))
     except MorayError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("\ninterrupted: run the same command again to go on", file=sys.stderr)
@@ -137,83 +170,46 @@ def run_entry_point(
 
 
 def _is_override(argument: str) -> bool:
-    return re.match(r"^[A-Za-z_][\w.]*=", argument) is not None
+    key, separator, _ = argument.partition("=")
+    return bool(separator) and "/" not in key  # a path with `=` in its name is written ./a=b.yaml
 
 
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain values only
-    except yaml.YAMLError as error:
-        raise ConfigError(f"'{source}' is not valid YAML: {' '.join(str(error).split())}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = (
+            f" (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
+            if error.problem_mark
+            else ""
+        )
+        raise ConfigError(f"'{source}' is not valid YAML: {one_line(str(error.problem))}{mark}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: such as the date 2026-13-01
+        raise ConfigError(f"'{source}' is not valid YAML: {one_line(str(error))}") from None
 
 
-def _explain(config_class: type[BaseModel], error: ValidationError) -> str:
-    """One line for the first problem, and how many more there are."""
-    problems = error.errors(include_url=False)
-    problem = problems[0]
-    names = [part for part in problem["loc"] if not _is_variant_tag(config_class, problem["loc"], part)]
-    location = ".".join(str(part) for part in names)
-    more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
-    if problem["type"] == "extra_forbidden":
-        parent = [names for names, _, _ in _fields(config_class)]
-        return f"unknown key '{location}'{_nearest(location, parent)}{more}"
-    if problem["type"] == "missing":
-        return f"'{location}' is missing: give it in a YAML file or as {location}=VALUE{more}"
-    received = json.dumps(problem["input"], default=str)
-    return f"'{location}' is {received[:80]}: {problem['msg'][0].lower()}{problem['msg'][1:]}{more}"
+def _other_variant(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return None not in (old.get("type"), new.get("type")) and old["type"] != new["type"]
 
 
-def _is_variant_tag(config_class: type[BaseModel], location: tuple[int | str, ...], part: int | str) -> bool:
-    """Pydantic puts the tag of a union's variant into the location; it is no key that a user wrote."""
-    if not isinstance(part, str):
-        return False
-    known = {name.rsplit(".", 1)[-1] for name, _, _ in _fields(config_class)}
-    return part not in known and part != location[-1]
+def _complete(annotation: Any, value: Any) -> Any:
+    """Lay the given keys over the default of their field, so that `optim.lr=1` keeps its other defaults.
 
-
-def _nearest(name: str, candidates: Sequence[str]) -> str:
-    match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.4)
-    if not match:
-        leaf = name.rsplit(".", 1)[-1]
-        match = [c for c in candidates if difflib.get_close_matches(leaf, [c.rsplit(".", 1)[-1]], cutoff=0.7)][:1]
-    return f"; did you mean '{match[0]}'?" if match else ""
-
-
-def _describe(config_class: type[BaseModel]) -> str:
-    lines = ["keys:"]
-    for name, kind, default in _fields(config_class):
-        lines.append(f"  {name}: {kind}{default}")
-    return "\n".join(lines)
-
-
-def _fields(config_class: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Every dotted key of a configuration with its type and default, nested and union variants included."""
-    for name, field in config_class.model_fields.items():
-        nested = list(_config_classes(field.annotation))
-        default = "" if field.is_required() else f" = {json.dumps(_plain(field.get_default(call_default_factory=True)))}"
-        if nested:
-            yield prefix + name, " | ".join(cls.__name__ for cls in nested), ""
-            seen: set[str] = set()
-            for cls in nested:
-                for row in _fields(cls, f"{prefix}{name}."):
-                    if row[0] not in seen:
-                        seen.add(row[0])
-                        yield row
-        else:
-            yield prefix + name, _type_name(field.annotation), default
-
-
-def _config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, typing.Annotated):
-        for argument in typing.get_args(annotation):
-            yield from _config_classes(argument)
-
-
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=lambda v: v.model_dump() if isinstance(v, BaseModel) else str(v)))
+    Pydantic alone would build a partial mapping from the defaults of its class, which may differ from
+    the instance that the outer class declares as the default.
+    """
+    if isinstance(value, list):
+        return [_complete(element_of(annotation), item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    variant = variant_of(annotation, value.get("type"))
+    if variant is None:
+        return {key: _complete(element_of(annotation), item) for key, item in value.items()}
+    completed = dict(value)
+    for name in value.keys() & variant.model_fields.keys():
+        default = default_of(variant.model_fields[name])
+        given = value[name]
+        if isinstance(default, BaseModel) and isinstance(given, dict):
+            given = merge({name: default.model_dump(mode="json")}, {name: given})[name]
+        completed[name] = _complete(variant.model_fields[name].annotation, given)
+    return completed

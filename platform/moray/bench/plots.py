@@ -1,0 +1,346 @@
+"""The plots of a report, as SVG that can stand inside a page.
+
+Text stays text and takes the colour of the page (light and dark alike), ids are unique within the page,
+and nothing is fetched from elsewhere. Widths suit a phone; what grows with the number of rows is the
+height. A plot without its figures is left out with the reason. This module refuses to know the page.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moray.bench.report_schema import Measure, Phases, Report, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_INK = "#010203"  # stands for the page's text colour; replaced by `currentColor` in the SVG
+_WIDTH = 5.2  # inches at 72 units each: 374 units, about a phone's width
+_COLOURS = ("#0a7fc2", "#e08a00", "#009e73", "#d9480f", "#b75fa5", "#6a7f96")  # apart for the colour-blind as well
+_DASHES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_MAX_POINTS = 300  # of a curve; longer ones are averaged in buckets
+_LABEL_LENGTH = 52
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text as text: selectable, in the page's colour
+    "svg.hashsalt": "moray",  # the same report gives the same page
+    "text.parse_math": False,  # a "$" in a name is a dollar
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "axes.titlesize": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "x",
+    "axes.axisbelow": True,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "grid.color": _INK,
+    "grid.alpha": 0.15,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+}
+_PHASES = tuple(Phases.model_fields)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One picture of the page; `missing` says why there is none."""
+
+    name: str
+    title: str
+    description: str  # what a reader who cannot see it should know
+    svg: str | None = None
+    missing: str | None = None
+
+
+def draw_plots(report: Report) -> list[Plot]:
+    """Draw every plot that the report has figures for, in the order of the page."""
+    return [_speedups(report), _acceptance(report), _phases(report), _categories(report), *_training(report)]
+
+
+def _speedups(report: Report) -> Plot:
+    """Bars: what was reached; outlines: what the drafter's tau would allow."""
+    title = "Speed-up by tree shape"
+    rows = [row for row in report.rows if row.speedup_vs_plain is not None]
+    if not rows:
+        return Plot("speedup", title, "", missing="no row has a speed-up over plain decoding")
+
+    def draw(figure: "Figure") -> None:
+        axes = _labelled_bars(figure, [_row_name(row, report) for row in rows])
+        for index, row in enumerate(rows):
+            speedup, ideal = row.speedup_vs_plain or 0.0, row.ideal_speedup
+            axes.barh(index, speedup, height=0.36, color=_COLOURS[0])
+            text, ends = f"{speedup:.2f}x", [speedup]
+            if ideal is not None:
+                axes.barh(index, ideal, height=0.36, fill=False, edgecolor=_INK, linewidth=1.0, linestyle="--")
+                text, ends = f"{text} of {ideal:.2f}x", [speedup, ideal]
+            spread = [bound for bound in row.speedup_spread or () if bound is not None]
+            axes.plot(spread, [index] * len(spread), color=_INK, linewidth=1.2, marker="|", markersize=6)
+            _annotate(axes, text, max(ends + spread), index)
+        axes.axvline(1.0, color=_INK, linewidth=0.8, linestyle=":")
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.26)  # room for the last label
+        axes.set_xlabel("speed-up over plain decoding (dotted line: no gain)")
+
+    best = max(rows, key=lambda row: row.speedup_vs_plain or 0.0)
+    description = (
+        f"Bar: measured speed-up over plain decoding. Dashed outline: tau / (1 + gamma*c), what the drafter's tau "
+        f"would allow; the gap is the engine's. Thin line: spread over the prompts. "
+        f"Best: {_row_name(best, report)} with {best.speedup_vs_plain:.2f}x."
+    )
+    return Plot("speedup", title, description, _render("speedup", draw, _bar_height(len(rows)) + 0.15))
+
+
+def _acceptance(report: Report) -> Plot:
+    title = "Acceptance by position"
+    rows = [row for row in report.rows if _has_figures(row.acceptance_by_position)]
+    if not rows:
+        return Plot("acceptance", title, "", missing="no row has its acceptance by position")
+    drafters = list(dict.fromkeys(row.drafter for row in rows))
+    shapes = list(dict.fromkeys(_row_name(row, report, with_drafter=False) for row in rows))
+
+    lowest = min(value for row in rows for value in row.acceptance_by_position if value is not None)
+    bottom = max(0.0, int(10 * lowest - 0.5) / 10)
+
+    def draw(figure: "Figure") -> None:
+        panels = figure.subplots(len(drafters), 1, sharex=True, squeeze=False)[:, 0]
+        handles: dict[str, Any] = {}  # a tree looks the same in every panel, so one legend serves all
+        for axes, drafter in zip(panels, drafters, strict=True):
+            for row in (row for row in rows if row.drafter == drafter):
+                name = _row_name(row, report, with_drafter=False)
+                positions = range(1, len(row.acceptance_by_position) + 1)
+                style = _line(shapes.index(name))
+                handles[name] = axes.plot(positions, _numbers(row.acceptance_by_position), **style)[0]
+            axes.set_ylim(bottom, 1.02)
+            axes.set_title(_shorten(drafter), loc="left")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        panels[-1].set_xlabel("depth of the draft token")
+        _legend_below(figure, handles)
+
+    description = (
+        "For each drafter and tree: the share of draft tokens accepted at each depth, counting only cycles in which "
+        "the token before was accepted. A line that stays flat means the drafter does not tire with depth."
+    )
+    height = 0.4 + 1.55 * len(drafters) + _legend_height(shapes)
+    return Plot("acceptance", title, description, _render("acceptance", draw, height))
+
+
+def _phases(report: Report) -> Plot:
+    title = "Where a cycle's time goes"
+    rows = [row for row in report.rows if row.phases_ms and sum(_phase_times(row)) > 0]
+    if not rows:
+        return Plot("phases", title, "", missing="no row has the times of its phases")
+
+    def draw(figure: "Figure") -> None:
+        axes = _labelled_bars(figure, [_row_name(row, report) for row in rows])
+        starts = [0.0] * len(rows)
+        for phase, name in enumerate(_PHASES):
+            times = [_phase_times(row)[phase] for row in rows]
+            axes.barh(range(len(rows)), times, left=starts, height=0.36, color=_COLOURS[phase], label=name)
+            starts = [start + time for start, time in zip(starts, times, strict=True)]
+        for index, total in enumerate(starts):
+            _annotate(axes, f"{total:.2f} ms", total, index)
+        axes.set_xlim(0, max(starts) * 1.2)
+        axes.set_xlabel("milliseconds per cycle")
+        figure.legend(loc="outside upper left", ncols=3)
+
+    description = (
+        "Milliseconds of an average cycle by phase, first phase on the left. The table of costs holds the figures."
+    )
+    return Plot("phases", title, description, _render("phases", draw, _bar_height(len(rows)) + 0.5))
+
+
+def _categories(report: Report) -> Plot:
+    title = "Tau by category"
+    rows = [row for row in report.categories if row.tau is not None]
+    if not rows:
+        return Plot("categories", title, "", missing="the questions had no categories, or none was measured")
+    categories = list(dict.fromkeys(row.category for row in rows))
+    shapes = list(dict.fromkeys((row.drafter, row.tree) for row in rows))
+    names = [_shorten(" · ".join(shape)) for shape in shapes]
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        handles: dict[str, Any] = {}
+        for index, (shape, name) in enumerate(zip(shapes, names, strict=True)):
+            own = [row for row in rows if (row.drafter, row.tree) == shape]
+            heights = [categories.index(row.category) for row in own]
+            style: dict[str, Any] = {**_line(index), "linestyle": "none"}
+            handles[name] = axes.plot(_numbers([row.tau for row in own]), heights, **style)[0]
+        axes.set_yticks(range(len(categories)), [_shorten(name, 18) for name in categories])
+        axes.set_ylim(len(categories) - 0.5, -0.5)
+        axes.set_xlabel("tau, tokens per target pass")
+        axes.grid(axis="y", visible=True)
+        _legend_below(figure, handles)
+
+    description = "Tokens per target pass in each category, one mark per drafter and tree. The table holds the figures."
+    height = 0.6 + 0.27 * len(categories) + _legend_height(names)
+    return Plot("categories", title, description, _render("categories", draw, height))
+
+
+def _training(report: Report) -> list[Plot]:
+    """One plot per drafter: its losses in one panel, every other series in its own."""
+    if not report.training:
+        missing = "the report was made without the drafters' training logs"
+        return [Plot("training", "Training", "", missing=missing)]
+    plots = []
+    for number, (drafter, series) in enumerate(report.training.items()):
+        title, name = f"Training of {drafter}", f"training-{number}"
+        curves = {key: values for key, values in series.items() if key != "step" and _has_figures(values)}
+        losses = [key for key in curves if "loss" in key or key == "kl"]
+        panels = ([losses] if losses else []) + [[key] for key in curves if key not in losses]
+        if not panels or not _has_figures(series["step"]):
+            plots.append(Plot(name, title, "", missing="its training log holds no figure"))
+            continue
+        ends = ", ".join(f"{key} {_last(values):.3g}" for key, values in curves.items())
+        draw = _training_painter(series["step"], curves, panels)
+        description = f"Training curves over optimiser steps; at the end: {ends}."
+        if len(series["step"]) > _MAX_POINTS:
+            description += f" Every point is the mean of {_bucket_size(len(series['step']))} logged values."
+        plots.append(Plot(name, title, description, _render(name, draw, 1.75 * len(panels) + 0.2)))
+    return plots
+
+
+def _training_painter(
+    steps: Sequence[Measure], curves: dict[str, tuple[Measure, ...]], panels: list[list[str]]
+) -> Callable[["Figure"], None]:
+    def draw(figure: "Figure") -> None:
+        all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, keys in zip(all_axes, panels, strict=True):
+            for index, key in enumerate(keys):
+                points = _thin(steps, curves[key])
+                style: dict[str, Any] = {**_line(index), "marker": "." if len(points) < 40 else ""}
+                axes.plot([x for x, _ in points], [y for _, y in points], label=_shorten(key), **style)
+            axes.set_title(_shorten(keys[0]) if len(keys) == 1 else "losses", loc="left")
+            values = [value for key in keys for value in curves[key] if value is not None]
+            if "loss" in " ".join(keys) and min(values) > 0 and max(values) > 20 * min(values):
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # the usual one needs math text
+            if len(keys) > 1:
+                axes.legend(loc="upper right")
+        all_axes[-1].set_xlabel("optimiser step")
+
+    return draw
+
+
+def _labelled_bars(figure: "Figure", names: Sequence[str]) -> "Axes":
+    """Axes for horizontal bars, first on top, each under its own name: long names need no margin."""
+    axes = figure.subplots()
+    axes.set_yticks([])
+    axes.set_ylim(len(names) - 0.6, -0.7)
+    for index, name in enumerate(names):
+        place = axes.get_yaxis_transform()
+        axes.text(0.0, index - 0.24, " " + name, transform=place, va="bottom", fontsize=9.5)
+    return axes
+
+
+def _annotate(axes: "Axes", text: str, end: float, index: int) -> None:
+    axes.annotate(text, (end, index), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9.5)
+
+
+def _bar_height(num_bars: int) -> float:
+    return 0.6 + 0.48 * num_bars
+
+
+def _legend_columns(names: Collection[str]) -> int:
+    return 2 if max(map(len, names)) <= 20 else 1
+
+
+def _legend_below(figure: "Figure", handles: dict[str, Any]) -> None:
+    figure.legend(list(handles.values()), list(handles), loc="outside lower left", ncols=_legend_columns(handles))
+
+
+def _legend_height(names: Collection[str]) -> float:
+    return 0.15 + 0.21 * -(-len(names) // _legend_columns(names))
+
+
+def _line(index: int) -> dict[str, Any]:
+    dash = _DASHES[(index // len(_COLOURS)) % len(_DASHES)]
+    marker = _MARKERS[index % len(_MARKERS)]
+    return {"color": _COLOURS[index % len(_COLOURS)], "linestyle": dash, "marker": marker}
+
+
+def _row_name(row: Row, report: Report, with_drafter: bool = True) -> str:
+    name = f"{row.drafter} · {row.tree}" if with_drafter else row.tree
+    if len({other.temperature for other in report.rows}) > 1 and row.temperature is not None:
+        name += f" · T {row.temperature:g}"
+    return _shorten(name)
+
+
+def _shorten(name: str, length: int = _LABEL_LENGTH) -> str:
+    name = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())
+    if name.startswith("_"):
+        name = " " + name  # matplotlib would hide it from legends
+    return name if len(name) <= length else name[: length - 1] + "…"
+
+
+def _phase_times(row: Row) -> list[float]:
+    return [max(0.0, getattr(row.phases_ms, phase) or 0.0) for phase in _PHASES]
+
+
+def _numbers(values: Sequence[Measure]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]  # matplotlib leaves a gap at NaN
+
+
+def _has_figures(values: Sequence[Measure]) -> bool:
+    return any(value is not None for value in values)
+
+
+def _last(values: Sequence[Measure]) -> float:
+    return next(value for value in reversed(values) if value is not None)
+
+
+def _bucket_size(num_points: int) -> int:
+    return -(-num_points // _MAX_POINTS)
+
+
+def _thin(steps: Sequence[Measure], values: Sequence[Measure]) -> list[tuple[float, float]]:
+    """At most `_MAX_POINTS` points: means of equal buckets. Values that are missing are left out."""
+    size = _bucket_size(len(steps))
+    points = []
+    for start in range(0, len(steps), size):
+        pairs = zip(steps[start : start + size], values[start : start + size], strict=True)
+        bucket = [(x, y) for x, y in pairs if x is not None and y is not None]
+        if bucket:
+            points.append((sum(x for x, _ in bucket) / len(bucket), sum(y for _, y in bucket) / len(bucket)))
+    return points
+
+
+def _render(name: str, draw: Callable[["Figure"], None], height: float) -> str:
+    """Run a painter on a fresh figure and return its SVG, ready to stand inside a page."""
+    import matplotlib as mpl  # only when plotting: it takes a second
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the page's font has it
+        mpl.rcdefaults()
+        mpl.rcParams.update(_STYLE)
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        draw(figure)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
+    return _embed(buffer.getvalue(), name)
+
+
+def _embed(svg: str, name: str) -> str:
+    """The bare <svg> element: ids unique within the page, ink in the page's colour, width up to the page."""
+    svg = svg[svg.index("<svg") :].strip()
+    head, _, body = svg.partition(">")
+    view = re.search(r'viewBox="[^"]*"', head)
+    body = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'(<[a-zA-Z][^<>]*?\sid=")', rf"\g<1>{name}-", body)
+    body = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\g<1>{name}-", body)
+    body = body.replace("xlink:href", "href").replace(_INK, "currentColor")
+    label = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-description"'
+    return f"<svg {view[0] if view else ''} {label}>{body}"

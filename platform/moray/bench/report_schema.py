@@ -1,0 +1,149 @@
+"""The schema of report.json: which figures a run of an evaluation leaves behind, and under which names.
+
+Other programs read the file, so keys are only ever added. A figure that was not measured, or is not a
+number (NaN, infinity), is null. This module refuses to know how a figure was measured or will be shown; it
+needs neither torch nor ray.
+"""
+
+import json
+import math
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from moray.config import Config
+from moray.errors import DataError
+
+Measure = float | None
+Count = Annotated[int, Field(ge=0)]
+
+
+class Phases(Config):
+    """Milliseconds of one average cycle, by what they were spent on."""
+
+    propose: Measure = None
+    verify: Measure = None
+    accept: Measure = None
+    commit: Measure = None
+    observe: Measure = None
+    other: Measure = None
+
+
+class Row(Config):
+    """One drafter with one tree at one temperature."""
+
+    drafter: str
+    tree: str
+    temperature: Measure = 0.0
+    tau: Measure  # tokens emitted per target pass, bonus token included
+    tokens_per_second: Measure
+    speedup_vs_plain: Measure
+    speedup_vs_generate: Measure
+    efficiency: Measure  # speedup_vs_plain / (tau / (1 + draft_steps * draft_cost))
+    lossless: bool | None  # null: was not checked
+    num_prompts: Count
+    num_tokens: Count
+    draft_steps: Measure = None  # gamma, per cycle
+    draft_cost: Measure = None  # c: one draft step / one plain target step
+    verify_cost: Measure = None  # v: one verify pass / one plain target step
+    acceptance_by_position: tuple[Measure, ...] = ()  # [k]: P(depth k + 1 accepted | depth k accepted)
+    phases_ms: Phases | None = None
+    speedup_spread: tuple[Measure, Measure] | None = None  # low and high of speedup_vs_plain over the prompts
+
+    @property
+    def ideal_speedup(self) -> Measure:
+        """tau / (1 + gamma*c): the speed-up if verifying cost one plain step and all else nothing."""
+        if self.tau is None or self.draft_steps is None or self.draft_cost is None:
+            return None
+        return self.tau / (1 + self.draft_steps * self.draft_cost)
+
+
+class Baseline(Config):
+    """Decoding without a drafter: "plain" is our own loop, "generate" is Hugging Face's."""
+
+    name: str
+    tokens_per_second: Measure
+
+
+class CategoryRow(Config):
+    """One drafter with one tree on the questions of one category."""
+
+    category: str
+    drafter: str
+    tree: str
+    tau: Measure
+    speedup_vs_plain: Measure
+    speedup_vs_generate: Measure = None
+    num_prompts: Count
+    num_tokens: Count
+
+
+class Report(Config):
+    """Everything an evaluation found out. `training` maps a drafter to its series; each is as long as "step"."""
+
+    rows: tuple[Row, ...]
+    baselines: tuple[Baseline, ...] = ()
+    categories: tuple[CategoryRow, ...] = ()
+    training: dict[str, dict[str, tuple[Measure, ...]]] = Field(default_factory=dict)
+    machine: dict[str, Any] = Field(default_factory=dict)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_series(self) -> "Report":
+        for drafter, series in self.training.items():
+            if "step" not in series:
+                raise ValueError(f"training of '{drafter}' has no series 'step'")
+            expected = len(series["step"])
+            for name, values in series.items():
+                if len(values) != expected:
+                    raise ValueError(
+                        f"training of '{drafter}': '{name}' has {len(values)} values but 'step' has {expected};"
+                        f" put null where nothing was measured"
+                    )
+        return self
+
+
+def read_report(values: dict[str, Any] | Report) -> Report:
+    """Check a report's plain values, NaN and numpy scalars included; raise `DataError` naming the first problem."""
+    if isinstance(values, Report):
+        return values
+    try:
+        return Report.model_validate_json(json.dumps(_plain(values)))
+    except ValidationError as error:
+        raise DataError(_explain(error)) from None
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can write it: null for what is not a number, lists for arrays, text for the rest."""
+    if isinstance(value, dict):
+        return {_text(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if hasattr(value, "tolist"):  # numpy and torch scalars and arrays, without importing either
+        return _plain(value.tolist())
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    # A lone surrogate (from a strange file name, say) cannot be written as UTF-8.
+    return str(value).encode("utf-8", "replace").decode("utf-8")
+
+
+def _explain(error: ValidationError) -> str:
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    location = ".".join(str(part) for part in problem["loc"])
+    more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+    if problem["type"] == "value_error":
+        return f"report: {problem['msg'].removeprefix('Value error, ')}{more}"
+    if problem["type"] == "missing":
+        return f"report: '{location}' is missing; give it, null if it was not measured{more}"
+    if problem["type"] == "extra_forbidden":
+        return f"report: unknown key '{location}'; moray.bench.report_schema lists the keys{more}"
+    received = json.dumps(problem["input"])[:80]
+    return f"report: '{location}' is {received}: {problem['msg'][0].lower()}{problem['msg'][1:]}{more}"

@@ -1,0 +1,100 @@
+"""The lossless rules: which path of a verified tree is accepted, and which token follows it.
+
+Two rules cover every case (decoding.md). By choice: the target's token at each node is fixed by its logits
+(argmax, or Gumbel-max with the position's noise) and a child is accepted if it is that token. By
+rejection: a child x drawn from q is accepted with probability min(1, p(x)/q(x)); refused, p becomes
+norm((p - q)+) and the next sibling is tried. A deterministic child is the point mass q = 1 at x, for which
+this is: accept with p(x), else zero x and renormalise.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from moray.decoding.sampling import STREAM_RESIDUAL, STREAM_TEST, Sampler, gumbel
+from moray.trees.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """An accepted path (node indices below the root, in order), its tokens, and the token after it."""
+
+    path: list[int]
+    tokens: list[int]
+    next_token: int
+
+
+def accept(
+    tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int
+) -> Accepted:
+    """Apply the rule that `sampler.params` asks for.
+
+    Args:
+        tree: what was verified; its root sits at `root_position` of the sequence.
+        logits: the target's, at every node.
+        sampler: of this sequence.
+        root_position: index of the root in the sequence, counted from 0.
+    """
+    if sampler.params.is_greedy:
+        return accept_by_choice(tree, logits.argmax(dim=-1))
+    log_p = sampler.log_probs(logits)
+    if sampler.params.rule == "coupled":
+        noise = sampler.noise(root_position + 1, tree.max_depth + 1)  # all nodes of one depth share a position
+        return accept_by_choice(tree, (log_p + noise[tree.depths]).argmax(dim=-1))
+    return accept_by_rejection(tree, log_p.exp(), sampler, root_position)
+
+
+def accept_by_choice(tree: TokenTree, choices: Int[Tensor, " nodes"]) -> Accepted:
+    """Walk from the root along the target's choices. The only wait for the device is one small copy."""
+    tokens, parents, chosen = torch.stack([tree.tokens, tree.parents, choices]).tolist()
+    child_of: dict[tuple[int, int], int] = {}
+    for node in range(len(tokens) - 1, 0, -1):  # of equal siblings the first wins
+        child_of[parents[node], tokens[node]] = node
+    path: list[int] = []
+    node = 0
+    while (child := child_of.get((node, chosen[node]))) is not None:
+        path.append(child)
+        node = child
+    return Accepted(path, [tokens[child] for child in path], chosen[node])
+
+
+def accept_by_rejection(
+    tree: TokenTree, probs: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int
+) -> Accepted:
+    """Speculative sampling (arXiv 2211.17192) along a tree, siblings in order (arXiv 2305.09781).
+
+    Children of one node must be independent draws from that node's `draft_probs`, or distinct deterministic
+    proposals. Waits for the device once per tested child.
+    """
+    tokens, parents, depths = torch.stack([tree.tokens, tree.parents, tree.depths]).tolist()
+    children: list[list[int]] = [[] for _ in tokens]
+    for node in range(1, len(tokens)):
+        children[parents[node]].append(node)
+    path: list[int] = []
+    node = 0
+    while True:
+        position = root_position + depths[node] + 1
+        p = probs[node].double()
+        tests = sampler.uniform(STREAM_TEST, position, max(1, len(children[node])))
+        accepted = None
+        for test, child in zip(tests, children[node], strict=False):
+            token = tokens[child]
+            q = None if tree.draft_probs is None else tree.draft_probs[child].double()
+            q_token = 1.0 if q is None else q[token]
+            if bool(test * q_token < p[token]):
+                accepted = child
+                break
+            if q is None:
+                p = p.clone()
+                p[token] = 0.0
+            else:
+                p = (p - q).clamp(min=0.0)
+            p = p / p.sum().clamp(min=1e-300)
+        if accepted is None:
+            noise = gumbel(sampler.uniform(STREAM_RESIDUAL, position, p.shape[0]))
+            return Accepted(path, [tokens[child] for child in path], int((p.log() + noise).argmax()))
+        path.append(accepted)
+        node = accepted
+

@@ -1,0 +1,115 @@
+"""One sequence's side of the target: its cache, its mask, and the passes over them."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from moray.batch import TapNeeds, Taps
+from moray.errors import DataError
+from moray.targets.model import Target, TargetOutput
+from moray.trees.tree import PrefixMask, TokenTree
+
+PREFILL_CHUNK = 256
+
+
+class TargetSession:
+    """Target, cache and mask for one sequence at a time; everything is allocated here, once.
+
+    After each pass the cache holds every token but the last emitted one, the root of the next pass.
+    """
+
+    def __init__(self, target: Target, capacity: int, max_nodes: int, needs: TapNeeds | None = None) -> None:
+        """
+        Args:
+            target: shared by any number of sessions.
+            capacity: most tokens of prompt and answer together.
+            max_nodes: most nodes of a tree, root included.
+            needs: taps that a drafter observes.
+        """
+        if capacity > target.spec.max_positions:
+            raise DataError(
+                f"a context of {capacity} tokens was asked for; the target's is {target.spec.max_positions}"
+            )
+        self.target = target
+        self.capacity = capacity
+        self._needs = needs or TapNeeds()
+        slots = capacity + max(max_nodes, 1)
+        self.cache = target.new_cache(slots)
+        self._mask = PrefixMask(max(max_nodes, PREFILL_CHUNK), slots + PREFILL_CHUNK, target.device)
+        self._positions = torch.arange(slots, device=target.device)
+        self._lower = torch.ones(PREFILL_CHUNK, PREFILL_CHUNK, dtype=torch.bool, device=target.device).tril()
+        self._output: TargetOutput | None = None
+
+    def prefill(
+        self, prompt: list[int], on_chunk: Callable[[Int[Tensor, " new"], Taps], None] | None = None
+    ) -> Float[Tensor, "1 vocab"]:
+        """Start a new sequence; return the logits of its first generated token.
+
+        `on_chunk` receives each chunk's tokens and taps, so that memory stays bounded.
+
+        Raises:
+            DataError: the prompt is empty or leaves no room in the context.
+        """
+        if not 0 < len(prompt) < self.capacity:
+            raise DataError(
+                f"the prompt has {len(prompt)} tokens; 1 to {self.capacity - 1} fit into this context of {self.capacity}"
+            )
+        self.cache.reset()
+        self._mask.reset()
+        tokens = torch.tensor(prompt, device=self.target.device)
+        for begin in range(0, len(prompt), PREFILL_CHUNK):
+            chunk = tokens[begin : begin + PREFILL_CHUNK]
+            new = chunk.shape[0]
+            output = self._pass(chunk, self._positions[begin : begin + new], self._lower[:new, :new])
+            self._keep(new)
+            if on_chunk is not None:
+                on_chunk(chunk, self._taps(begin, begin + new, output, None))
+        return self.target.logits(output.last[0, -1:])
+
+    def decode(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
+        """Plain decoding: one token in, the next one's logits out, its keys and values kept."""
+        position = self.cache.length
+        output = self._pass(token, self._positions[position : position + 1], self._lower[:1, :1])
+        self._keep(1)
+        return self.target.logits(output.last[0])
+
+    def verify(self, tree: TokenTree) -> Float[Tensor, "nodes vocab"]:
+        """Score every node of a tree in one pass; nothing is kept until `commit`."""
+        self._output = self._pass(tree.tokens, tree.depths + self.cache.length, tree.ancestors)
+        return self.target.logits(self._output.last[0])
+
+    def commit(self, path: list[int]) -> Taps:
+        """Keep the root and the accepted path, drop the rest, and return the taps of what was kept."""
+        assert self._output is not None, "commit follows verify"
+        begin = self.cache.length
+        kept = [0, *path]
+        new = len(kept)
+        rows = None
+        if path and kept[-1] != new - 1:  # a first-children path already lies in order
+            rows = torch.tensor(kept, device=self.target.device)
+            self.cache.commit_path(rows)
+        else:
+            self.cache.commit(new)
+        self._mask.commit(new)
+        return self._taps(begin, begin + new, self._output, rows)
+
+    def _pass(
+        self, tokens: Int[Tensor, " new"], positions: Int[Tensor, " new"], block: Tensor
+    ) -> TargetOutput:
+        mask = self._mask.view(block)
+        return self.target.forward(
+            tokens[None], positions[None], mask, self.cache, self._needs.hidden_depths
+        )
+
+    def _keep(self, num_tokens: int) -> None:
+        self.cache.commit(num_tokens)
+        self._mask.commit(num_tokens)
+
+    def _taps(self, begin: int, end: int, output: TargetOutput, rows: Tensor | None) -> Taps:
+        kv = self.cache.flat(begin, end) if self._needs.kv_layers else None
+        if kv is not None and len(self._needs.kv_layers) != kv.shape[2]:
+            kv = kv[:, :, list(self._needs.kv_layers)]
+        index = slice(0, end - begin) if rows is None else rows
+        return Taps(kv, {depth: hidden[:, index] for depth, hidden in output.hidden.items()})

@@ -1,0 +1,140 @@
+"""Generating one answer: plainly, or with a drafter in cycles of propose, verify, accept, commit, observe."""
+
+import time
+from collections.abc import Callable, Collection
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from moray.batch import Taps
+from moray.decoding.accept import accept
+from moray.decoding.params import SamplingParams
+from moray.decoding.sampling import Sampler
+from moray.decoding.session import TargetSession
+from moray.decoding.stats import Generation
+from moray.drafters.base import Drafter
+from moray.targets.model import Target
+from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+
+OnTokens = Callable[[list[int], int], None]
+"""on_tokens(tokens, accepted): newly emitted tokens, of which the first `accepted` were drafted."""
+
+
+class PlainDecoder:
+    """The target alone, one token per pass: the baseline that speculation is measured against."""
+
+    def __init__(self, target: Target, capacity: int) -> None:
+        self.target = target
+        self._session = TargetSession(target, capacity, max_nodes=1)
+
+    @torch.inference_mode()
+    def generate(
+        self, prompt: list[int], params: SamplingParams, max_new_tokens: int, eos_ids: Collection[int]
+    ) -> Generation:
+        """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context."""
+        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device)
+        limit = min(max_new_tokens, self._session.capacity - len(prompt))
+        begin = time.perf_counter()
+        logits = self._session.prefill(prompt)
+        token = sampler.choose(logits, len(prompt))
+        generation = Generation([int(token)])
+        prefilled = time.perf_counter()
+        while not _is_finished(generation, limit, eos_ids):
+            logits = self._session.decode(token)
+            token = sampler.choose(logits, len(prompt) + len(generation.tokens))
+            generation.tokens.append(int(token))
+        generation.prefill_seconds = prefilled - begin
+        generation.seconds = time.perf_counter() - prefilled
+        return generation
+
+
+class SpeculativeDecoder:
+    """Target and drafter in one process. Output equals the target's own (see `decoding.accept`)."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, shape: ChainShape | FixedShape | DynamicShape, capacity: int
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.shape = shape
+        self._session = TargetSession(target, capacity, shape.num_nodes + 1, drafter.observed)
+        self._state = drafter.new_state(capacity, shape.num_expanded)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        max_new_tokens: int,
+        eos_ids: Collection[int],
+        on_tokens: OnTokens | None = None,
+    ) -> Generation:
+        """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context."""
+        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device)
+        limit = min(max_new_tokens, self._session.capacity - len(prompt))
+        begin = time.perf_counter()
+        self.drafter.reset(self._state)
+        logits = self._session.prefill(prompt, self._observe)
+        root = sampler.choose(logits, len(prompt))
+        generation = Generation([int(root)])
+        if on_tokens is not None:
+            on_tokens(generation.tokens[:], 0)
+        prefilled = time.perf_counter()
+        while not _is_finished(generation, limit, eos_ids):
+            root = self._cycle(root, len(prompt), sampler, generation, limit, eos_ids, on_tokens)
+        generation.prefill_seconds = prefilled - begin
+        generation.seconds = time.perf_counter() - prefilled
+        return generation
+
+    def _cycle(
+        self,
+        root: Int[Tensor, " 1"],
+        prompt_length: int,
+        sampler: Sampler,
+        generation: Generation,
+        limit: int,
+        eos_ids: Collection[int],
+        on_tokens: OnTokens | None,
+    ) -> Int[Tensor, " 1"]:
+        """One cycle; returns the next root."""
+        root_position = prompt_length + len(generation.tokens) - 1
+        is_chain = isinstance(self.shape, ChainShape)
+        with generation.timed("propose"):
+            select = sampler.selector(root_position, self.shape.depth, is_chain)
+            tree = self.drafter.propose(self._state, root, self.shape, select)
+        with generation.timed("verify"):
+            logits = self._session.verify(tree)
+        with generation.timed("accept"):
+            result = accept(tree, logits, sampler, root_position)
+        emitted = _cut([*result.tokens, result.next_token], limit - len(generation.tokens), eos_ids)
+        generation.accepted.append(len(result.path))
+        generation.emitted.append(len(emitted))
+        generation.drafted.append(self.shape.depth)
+        generation.tokens.extend(emitted)
+        if on_tokens is not None:
+            on_tokens(emitted, min(len(result.path), len(emitted)))
+        with generation.timed("commit"):
+            taps = self._session.commit(result.path)
+            verified = tree.tokens[[0, *result.path]]
+        with generation.timed("observe"):
+            self._observe(verified, taps)
+        return torch.tensor([result.next_token], device=root.device)
+
+    def _observe(self, tokens: Int[Tensor, " new"], taps: Taps) -> None:
+        self.drafter.extend(self._state, tokens, self.drafter.observe(taps))
+
+
+def _cut(tokens: list[int], room: int, eos_ids: Collection[int]) -> list[int]:
+    """Tokens up to and including the first end-of-sequence token, and no more than there is room for."""
+    for index, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: min(index + 1, room)]
+    return tokens[:room]
+
+
+def _is_finished(generation: Generation, limit: int, eos_ids: Collection[int]) -> bool:
+    if generation.tokens[-1] in eos_ids:
+        generation.finish_reason = "stop"
+        return True
+    return len(generation.tokens) >= limit

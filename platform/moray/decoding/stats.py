@@ -1,0 +1,58 @@
+"""What a generation did, cycle by cycle: the raw material of tau, acceptance and efficiency."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+PHASES = ("propose", "verify", "accept", "commit", "observe")
+
+
+@dataclass
+class Generation:
+    """One answer and how it was made."""
+
+    tokens: list[int]
+    finish_reason: str = "length"
+    """"stop" (an end-of-sequence token, which is the last of `tokens`) or "length"."""
+    accepted: list[int] = field(default_factory=list)
+    """Draft tokens accepted in each cycle."""
+    emitted: list[int] = field(default_factory=list)
+    """Tokens emitted by each cycle, the target's own one included; fewer where the answer ended."""
+    drafted: list[int] = field(default_factory=list)
+    """Levels drafted in each cycle: the most that could have been accepted."""
+    seconds: float = 0.0
+    """Decoding time; prefill is not in it."""
+    prefill_seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Seconds by phase of the cycle."""
+
+    @property
+    def num_cycles(self) -> int:
+        """Target passes after the prefill."""
+        return len(self.accepted)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the time spent inside to a phase."""
+        begin = time.perf_counter()
+        yield
+        self.phases[phase] += time.perf_counter() - begin
+
+
+def acceptance_by_position(generations: list[Generation]) -> list[float]:
+    """P(the draft token at depth k is accepted | its path up to depth k-1 was): index 0 is depth 1."""
+    depth = max((max(g.drafted, default=0) for g in generations), default=0)
+    reached, passed = [0] * depth, [0] * depth
+    for generation in generations:
+        for accepted, drafted in zip(generation.accepted, generation.drafted, strict=True):
+            for level in range(min(accepted + 1, drafted)):
+                reached[level] += 1
+                passed[level] += level < accepted
+    return [p / r for p, r in zip(passed, reached, strict=True) if r]
+
+
+def tau(generations: list[Generation]) -> float:
+    """Tokens emitted per target pass, bonus token included."""
+    cycles = sum(g.num_cycles for g in generations)
+    return sum(sum(g.emitted) for g in generations) / cycles if cycles else 0.0

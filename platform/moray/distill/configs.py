@@ -1,0 +1,91 @@
+"""Configuration of losses, optimisers, schedules and the training run. Torch-free."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moray.config import Config
+
+
+class LossConfig(Config):
+    """Weights of the distillation losses (MoA, table 6)."""
+
+    feature: float = Field(default=1.0, ge=0)
+    """Smooth L1 between predicted and real hidden states, mean over the hidden size."""
+    kl: float = Field(default=0.1, ge=0)
+    """KL(target || drafter) over the vocabulary."""
+
+
+class AdamWConfig(Config):
+    """AdamW for every parameter, as published."""
+
+    type: Literal["adamw"]
+    lr: float = Field(default=3e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.0, ge=0)
+
+
+class MuonConfig(Config):
+    """Muon for matrices, AdamW for norms and biases: far fewer steps on small budgets."""
+
+    type: Literal["muon"]
+    lr: float = Field(default=0.02, gt=0)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    vector_lr: float = Field(default=3e-3, gt=0)
+    """AdamW's learning rate for what is no matrix."""
+
+
+Optim = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
+
+
+class SpikeSchedule(Config):
+    """The published schedule: linear warm-up to `peak` times the base rate, linear decay to the base rate
+    over `decay_epochs`, then constant."""
+
+    type: Literal["spike"]
+    warmup_steps: int = Field(default=50, ge=1)
+    peak: float = Field(default=20.0, ge=1)
+    decay_epochs: float = Field(default=1.0, gt=0)
+
+    def factor(self, step: int, steps_per_epoch: int, total_steps: int) -> float:
+        """What the base learning rate is multiplied with at `step` (0-based)."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        decayed = (step - self.warmup_steps) / max(1.0, self.decay_epochs * steps_per_epoch - self.warmup_steps)
+        return max(1.0, self.peak + (1.0 - self.peak) * decayed)
+
+
+class LinearSchedule(Config):
+    """Linear warm-up to the base rate, linear decay to `final` times it at the last step."""
+
+    type: Literal["linear"]
+    warmup_steps: int = Field(default=20, ge=1)
+    final: float = Field(default=0.0, ge=0, le=1)
+
+    def factor(self, step: int, steps_per_epoch: int, total_steps: int) -> float:
+        """What the base learning rate is multiplied with at `step` (0-based)."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
+        return 1.0 + (self.final - 1.0) * done
+
+
+Schedule = Annotated[SpikeSchedule | LinearSchedule, Field(discriminator="type")]
+
+
+class TrainConfig(Config):
+    """Length, batch size and bookkeeping of a training run."""
+
+    epochs: int = Field(default=1, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    """Ends the run early; None for all epochs."""
+    batch_tokens: int = Field(default=16384, ge=16)
+    """Most tokens, padding included, of one worker's batch."""
+    seed: int = 0
+    clip: float = Field(default=1.0, gt=0)
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 runs the forward pass under autocast; weights stay float32."""
+    checkpoint_steps: int = Field(default=500, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    log_steps: int = Field(default=10, ge=1)

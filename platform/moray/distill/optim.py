@@ -1,0 +1,78 @@
+"""Optimisers behind one small face: set the learning rate, step, and go to and from flat tensors."""
+
+import torch
+from torch import Tensor, nn
+
+from moray.distill.configs import AdamWConfig, LinearSchedule, MuonConfig, SpikeSchedule
+from moray.errors import DataError
+
+
+class Optimiser:
+    """One or two torch optimisers over a drafter's parameters, with a shared schedule.
+
+    Its state is a flat mapping of tensors ("name/key"), so that checkpoints are safetensors and nothing is
+    unpickled.
+    """
+
+    def __init__(self, module: nn.Module, config: AdamWConfig | MuonConfig, schedule: SpikeSchedule | LinearSchedule):
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._names = {parameter: name for name, parameter in named}
+        self._schedule = schedule
+        self._optimisers: list[torch.optim.Optimizer]
+        if isinstance(config, AdamWConfig):
+            parameters = [parameter for _, parameter in named]
+            self._optimisers = [
+                torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+            ]
+        else:
+            matrices = [parameter for _, parameter in named if parameter.ndim == 2]
+            vectors = [parameter for _, parameter in named if parameter.ndim != 2]
+            self._optimisers = [
+                torch.optim.Muon(
+                    matrices, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+                ),
+                torch.optim.AdamW(vectors, lr=config.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
+            ]
+        self._base_rates = [group["lr"] for optimiser in self._optimisers for group in optimiser.param_groups]
+
+    def step(self, step: int, steps_per_epoch: int, total_steps: int) -> None:
+        """Set the learning rate of `step`, update, and clear the gradients."""
+        factor = self._schedule.factor(step, steps_per_epoch, total_steps)
+        groups = [group for optimiser in self._optimisers for group in optimiser.param_groups]
+        for group, rate in zip(groups, self._base_rates, strict=True):
+            group["lr"] = rate * factor
+        for optimiser in self._optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+
+    @property
+    def learning_rate(self) -> float:
+        """The current rate of the first group."""
+        return float(self._optimisers[0].param_groups[0]["lr"])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All moments and step counts as "parameter/key" tensors."""
+        state: dict[str, Tensor] = {}
+        for optimiser in self._optimisers:
+            for parameter, values in optimiser.state.items():
+                for key, value in values.items():
+                    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+                    state[f"{self._names[parameter]}/{key}"] = tensor.detach().contiguous()
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises:
+            DataError: the state names parameters that are not here.
+        """
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        owners = {p: o for o in self._optimisers for group in o.param_groups for p in group["params"]}
+        for full_name, value in state.items():
+            name, _, key = full_name.rpartition("/")
+            if name not in parameters:
+                raise DataError(f"optimiser state '{full_name}' belongs to no parameter of this drafter")
+            parameter = parameters[name]
+            # AdamW keeps its step count on the CPU; moments lie beside their parameter.
+            device = value.device if value.ndim == 0 else parameter.device
+            owners[parameter].state[parameter][key] = value.to(device)

@@ -1,0 +1,110 @@
+"""What every drafter is: observe beside the target, propose anywhere, and one forward pass for training.
+
+One class serves training, single-device decoding, Ray Serve and edge clients. A drafter knows the sizes of
+its target (`TargetSpec`) and its frozen head, never the target itself.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moray.batch import TapNeeds, Taps, TrainBatch
+from moray.drafters.configs import DrafterConfigBase
+from moray.targets.head import TargetHead
+from moray.trees.grow import Select, grow
+from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+from moray.trees.tree import TokenTree
+
+Memory = Mapping[str, Float[Tensor, "batch seq width"]]
+"""What crosses from target to drafter per verified token: named tensors, flat in their last dimension."""
+
+
+@dataclass(frozen=True)
+class DraftView:
+    """How much of each training sequence counts as verified (see `distill.masks`)."""
+
+    start: Int[Tensor, "batch seq"]
+    """Latest verified position <= i."""
+    staircase: Bool[Tensor, " batch"]
+    """Sequences whose self-attention must not look behind `start`."""
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """Predictions at every position of a training batch."""
+
+    last: Float[Tensor, "batch seq hidden"]
+    """Predicted last hidden state (after the final norm): what lm_head reads."""
+    features: dict[int, tuple[Float[Tensor, "batch seq hidden"], float]]
+    """By depth: predicted hidden state and the scale its loss is taken on (moa.md: rms of the feature)."""
+
+
+State = TypeVar("State")
+
+
+class Drafter(nn.Module, ABC, Generic[State]):
+    """A small trainable model that proposes token trees; `State` is one sequence's drafting state."""
+
+    def __init__(self, config: DrafterConfigBase, head: TargetHead) -> None:
+        super().__init__()
+        self.config = config
+        self.head = head  # frozen, and no nn.Module: never trained, moved or saved with the drafter
+        self.spec = head.spec
+
+    @property
+    @abstractmethod
+    def needs(self) -> TapNeeds:
+        """Taps that `observe` and `forward` read."""
+
+    @property
+    def observed(self) -> TapNeeds:
+        """Taps that `observe` alone reads; training may need more, as what it has to predict."""
+        return self.needs
+
+    @abstractmethod
+    def observe(self, taps: Taps) -> Memory:
+        """Turn taps of verified tokens into memory. Runs beside the target; depends on no other token."""
+
+    @abstractmethod
+    def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
+        """Predict the target's features at every position, all positions in parallel."""
+
+    @abstractmethod
+    def new_state(self, capacity: int, max_expanded: int) -> State:
+        """An empty drafting state for one sequence: preallocated for `capacity` tokens and one tree."""
+
+    @abstractmethod
+    def reset(self, state: State) -> None:
+        """Empty a state; its memory stays allocated."""
+
+    @abstractmethod
+    def extend(self, state: State, tokens: Int[Tensor, " new"], memory: Memory) -> None:
+        """Append newly verified tokens and their memory ([1, new, width] each) to a state."""
+
+    @abstractmethod
+    def step(
+        self, state: State, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
+    ) -> Float[Tensor, "new vocab"]:
+        """Score the children of tree nodes at `depth` below the root (see `trees.grow.Step`)."""
+
+    def propose(
+        self,
+        state: State,
+        root: Int[Tensor, " 1"],
+        shape: ChainShape | FixedShape | DynamicShape,
+        select: Select,
+    ) -> TokenTree:
+        """Draft a tree below `root`, the token that follows those given to `extend`."""
+        return grow(root, shape, lambda tokens, ancestors, depth: self.step(state, tokens, ancestors, depth), select)
+
+    def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
+        """Take the target's feature sizes from the cache's statistics; called once, before training."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters."""
+        return sum(parameter.numel() for parameter in self.parameters())

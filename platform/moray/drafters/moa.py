@@ -1,0 +1,201 @@
+"""Mixture of Attentions (arXiv 2410.03804): layer self-attention, self-attention, cross-attention and
+Target Layer Inference.
+
+    observe   kv of L layers --LSA over layers, mean, Linear--> m_t --kv_proj--> cross-attention keys/values
+    propose   token embedding --SA, causal--> query --CA over memory of verified tokens--> feature
+              feature --last N target layers (N > 0)--> last hidden --lm_head--> next token
+
+Memory covers verified tokens only, so drafting k tokens needs nothing new from the target.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moray.batch import TapNeeds, Taps, TrainBatch
+from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory
+from moray.drafters.configs import MoAConfig
+from moray.drafters.layers import Block, RotaryTable, block_mask, init_weights
+from moray.errors import ConfigError
+from moray.targets.head import TargetHead
+from moray.targets.kv_cache import KVCache, PastAndPredicted
+from moray.trees.tree import PrefixMask
+
+_LAYER_ROTARY_THETA = 10_000.0
+
+
+@dataclass
+class MoAState:
+    """One sequence: keys and values of both attentions, of the last N target layers, and the mask.
+
+    Slots 0..length-1 hold verified tokens; a tree's expanded nodes lie behind them and are overwritten by
+    the next tree.
+    """
+
+    own: Tensor  # [2, 1, kv_heads, slots, head_dim]
+    memory: Tensor
+    tail: KVCache | None
+    mask: PrefixMask
+    length: int = 0
+    num_expanded: int = 0
+
+
+class MoA(Drafter[MoAState]):
+    """The Mixture-of-Attentions drafter."""
+
+    def __init__(self, config: MoAConfig, head: TargetHead) -> None:
+        super().__init__(config, head)
+        self.config: MoAConfig = config
+        spec = self.spec
+        layer_heads = config.layer_self_attention.num_heads
+        if spec.kv_width % (2 * layer_heads):
+            raise ConfigError(
+                f"drafter.layer_self_attention.num_heads is {layer_heads}; it must divide the target's key/value "
+                f"width {spec.kv_width} into even head sizes"
+            )
+        if head.num_layers < config.target_layers:
+            raise ConfigError(f"drafter.target_layers is {config.target_layers} but the head has {head.num_layers}")
+        eps = spec.norm_eps
+        self.lsa = Block(spec.kv_width, config.layer_self_attention, spec.kv_width // layer_heads, eps)
+        self.to_memory = nn.Linear(spec.kv_width, spec.hidden_size, bias=True)
+        self.sa = Block(spec.hidden_size, config.self_attention, spec.head_dim, eps)
+        self.ca = Block(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
+        self.layer_rotary = RotaryTable(spec.kv_width // layer_heads, spec.num_layers, _LAYER_ROTARY_THETA)
+        self.rotary = RotaryTable(spec.head_dim, spec.max_positions, spec.rope_theta)
+        # Residual streams can be 20-30 times a norm's output: predict in units of their rms (moa.md).
+        self.feature_scale: Tensor
+        self.register_buffer("feature_scale", torch.ones(()))
+        init_weights(self, config.norm_init)
+
+    @property
+    def needs(self) -> TapNeeds:
+        depths = (-1,) if self.config.target_layers == 0 else (-1, -1 - self.config.target_layers)
+        return TapNeeds(tuple(range(self.spec.num_layers)), depths)
+
+    @property
+    def observed(self) -> TapNeeds:
+        return TapNeeds(tuple(range(self.spec.num_layers)))
+
+    def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
+        if self.config.target_layers:
+            self.feature_scale.fill_(hidden_rms[-1 - self.config.target_layers])
+
+    def observe(self, taps: Taps) -> Memory:
+        assert taps.kv is not None
+        memory = {"cross": self.ca.keys_values(self._remember(taps.kv))}
+        if self.config.target_layers:
+            memory["tail"] = taps.kv[:, :, -self.config.target_layers :].flatten(2)
+        return memory
+
+    def _remember(self, kv: Float[Tensor, "batch seq layers width"]) -> Float[Tensor, "batch seq hidden"]:
+        """Layer self-attention (section 3.1): attend over the layer axis, mean, project to the hidden size."""
+        batch, seq, layers, width = kv.shape
+        x = kv.reshape(batch * seq, layers, width).to(self.to_memory.weight.dtype)
+        rotary = self.layer_rotary.rows(0, layers)
+        key, value = self.lsa.attention.split(self.lsa.keys_values(x), rotary)
+        mixed = self.lsa.finish(x, key, value, None, rotary)
+        return self.to_memory(mixed.mean(dim=1)).view(batch, seq, -1)
+
+    def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
+        assert batch.taps.kv is not None
+        seq = batch.tokens.shape[1]
+        rotary = self.rotary.rows(0, seq)
+        own_mask, memory_mask = block_mask(view.start, view.staircase if self.config.staircase else None)
+        x = self.head.embed(batch.tokens).to(self.to_memory.weight.dtype)
+        key, value = self.sa.attention.split(self.sa.keys_values(x), rotary)
+        query = self.sa.finish(x, key, value, own_mask, rotary)
+        memory = self.ca.keys_values(self._remember(batch.taps.kv))
+        key, value = self.ca.attention.split(memory, rotary)
+        predicted = self.ca.finish(query, key, value, memory_mask, rotary)
+        if not self.config.target_layers:
+            return DraftOutput(predicted, {-1: (predicted, 1.0)})
+        feature = predicted * self.feature_scale
+        last = self._last_layers_in_one_pass(feature, batch.taps.kv, view.start, memory_mask)
+        deep = -1 - self.config.target_layers
+        return DraftOutput(last, {deep: (feature, float(self.feature_scale)), -1: (last, 1.0)})
+
+    def _last_layers_in_one_pass(
+        self,
+        feature: Float[Tensor, "batch seq hidden"],
+        kv: Float[Tensor, "batch seq layers width"],
+        start: Int[Tensor, "batch seq"],
+        memory_mask: Bool[Tensor, "batch 1 seq seq"],
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Target Layer Inference for all positions: real keys/values up to start(i), predicted ones after."""
+        batch, seq, _ = feature.shape
+        column = torch.arange(seq, device=feature.device)
+        drafted = (column > start[:, :, None]) & (column <= column[:, None])
+        mask = torch.cat([memory_mask, drafted[:, None]], dim=3)
+        # A verified position (i = start(i)) drafts nothing; it sees its past, and its output is not used.
+        first = self.spec.num_layers - self.config.target_layers
+        past = PastAndPredicted(kv[:, :, first:].to(self.head.weight.dtype), first, self.spec.head_dim)
+        positions = column.expand(batch, seq)
+        return self.head.run_last_layers(feature.to(self.head.weight.dtype), positions, mask, past)
+
+    def new_state(self, capacity: int, max_expanded: int) -> MoAState:
+        spec, config = self.spec, self.config
+        slots = capacity + max_expanded
+        weight = self.to_memory.weight
+
+        def buffer(num_kv_heads: int) -> Tensor:
+            return weight.new_zeros(2, 1, num_kv_heads, slots, spec.head_dim)
+
+        tail = self.head.new_cache(slots) if config.target_layers else None
+        return MoAState(
+            buffer(config.self_attention.num_kv_heads),
+            buffer(config.cross_attention.num_kv_heads),
+            tail,
+            PrefixMask(max_expanded, slots, weight.device),
+        )
+
+    def reset(self, state: MoAState) -> None:
+        state.length = state.num_expanded = 0
+        state.mask.reset()
+        if state.tail is not None:
+            state.tail.reset()
+
+    def extend(self, state: MoAState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
+        start, new = state.length, tokens.shape[0]
+        end = start + new
+        rotary = self.rotary.rows(start, end)
+        # SA is one layer over embeddings: a token's keys and values depend on nothing but itself.
+        x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
+        state.own[0, :, :, start:end], state.own[1, :, :, start:end] = self.sa.attention.split(
+            self.sa.keys_values(x), rotary
+        )
+        state.memory[0, :, :, start:end], state.memory[1, :, :, start:end] = self.ca.attention.split(
+            memory["cross"].to(x.dtype), rotary
+        )
+        if state.tail is not None:
+            state.tail.length = start
+            state.tail.write(memory["tail"].unflatten(2, (self.config.target_layers, -1)))
+        state.mask.commit(new)
+        state.length = end
+
+    def step(
+        self, state: MoAState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
+    ) -> Float[Tensor, "new vocab"]:
+        if depth == 0:
+            state.num_expanded = 0
+        position = state.length + depth
+        start = state.length + state.num_expanded
+        end = start + tokens.shape[0]
+        rotary = self.rotary.rows(position, position + 1)
+        mask = None if ancestors is None else state.mask.view(ancestors)
+        x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
+        state.own[0, :, :, start:end], state.own[1, :, :, start:end] = self.sa.attention.split(
+            self.sa.keys_values(x), rotary
+        )
+        query = self.sa.finish(x, state.own[0, :, :, :end], state.own[1, :, :, :end], mask, rotary)
+        memory = state.memory[..., : state.length, :]
+        hidden = self.ca.finish(query, memory[0], memory[1], None, rotary)
+        state.num_expanded = end - state.length
+        if state.tail is not None:
+            state.tail.length = start
+            positions = torch.full((1, tokens.shape[0]), position, device=tokens.device)
+            feature = (hidden * self.feature_scale).to(self.head.weight.dtype)
+            hidden = self.head.run_last_layers(feature, positions, mask, state.tail)
+        return self.head.logits(hidden.to(self.head.weight.dtype))[0]

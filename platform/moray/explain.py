@@ -1,0 +1,244 @@
+"""Words for configuration classes: what is wrong with given values, and which keys there are.
+
+Errors name the key as a user writes it, the value, what is accepted and the nearest valid name; `--help`
+lists every key with its type and default. This module refuses to know where the values came from.
+"""
+
+import collections.abc
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import annotated_types
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+_CONTAINERS = (tuple, list, set, frozenset, dict, collections.abc.Sequence, collections.abc.Mapping)
+
+
+def explain(config_class: type[BaseModel], error: ValidationError) -> str:
+    """Word the first problem on one line, and say how many more there are."""
+    # A misspelt required key is both unknown and missing; the unknown one shows what to mend.
+    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    keys = {_locate(config_class, problem["loc"])[0] for problem in problems}  # a plain union fails once per member
+    more = {1: "", 2: " (and 1 more problem)"}.get(len(keys), f" (and {len(keys) - 1} more problems)")
+    return one_line(_explain_one(config_class, problems[0])) + more
+
+
+def describe(config_class: type[BaseModel]) -> str:
+    """List every dotted key with its type and default, for `--help`."""
+    return "\n".join(["keys:", *(f"  {key}: {text}" for key, text in _rows(config_class))])
+
+
+def nearest_path(path: Path) -> str:
+    """Suggest a YAML file or folder that lies beside the first part of a path that does not exist."""
+    while not path.parent.is_dir():
+        path = path.parent
+    siblings = {other.stem: str(other) for other in sorted(path.parent.iterdir()) if _is_config_path(other)}
+    match = difflib.get_close_matches(path.stem, siblings, n=1)
+    return f"; did you mean '{siblings[match[0]]}'?" if match else ""
+
+
+def one_line(text: str) -> str:
+    """Join the lines of a text with single spaces."""
+    return " ".join(line.strip() for line in text.splitlines())
+
+
+def default_of(field: FieldInfo) -> Any:
+    """The declared default of a field, or `PydanticUndefined` for a required one."""
+    return PydanticUndefined if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def variant_of(annotation: Any, tag: Any) -> type[BaseModel] | None:
+    """The configuration class that an annotation means: the only one, or the union's member of that `type`."""
+    classes = _classes_of(annotation)
+    if len(classes) == 1:
+        return classes[0]
+    return next((cls for cls in classes if tag is not None and tag in _tags_of(cls)), None)
+
+
+def element_of(annotation: Any) -> Any:
+    """What a container holds (the values of a mapping), or None for anything that is no container."""
+    for member in _members(annotation):
+        if typing.get_origin(member) in _CONTAINERS:
+            arguments = typing.get_args(member)
+            return arguments[1] if len(arguments) == 2 and arguments[1] is not Ellipsis else arguments[0]
+    return None
+
+
+def _explain_one(config_class: type[BaseModel], problem: ErrorDetails) -> str:
+    key, owner, annotation = _locate(config_class, problem["loc"])
+    kind, context = problem["type"], problem.get("ctx", {})
+    received = json.dumps(problem["input"], default=str, ensure_ascii=False)
+    received = received if len(received) <= 80 else received[:77] + "..."
+    tags = [tag for cls in _classes_of(annotation) for tag in _tags_of(cls)]
+    match kind:
+        case "extra_forbidden":
+            return f"unknown key '{key}'{_nearest_key(config_class, owner, key)}"
+        case "missing" if isinstance(problem["loc"][-1], int):
+            return f"'{key.rpartition('.')[0]}' is {received}: it needs more items"
+        case "missing":
+            return f"'{key}' is missing: give it in a YAML file or as {key}=VALUE"
+        case "union_tag_not_found":
+            return f"'{key}.type' is missing: accepted are {', '.join(tags)}"
+        case "union_tag_invalid":
+            tag = str(context["tag"])
+            return f"'{key}.type' is \"{tag}\": accepted are {', '.join(tags)}{_did_you_mean(tag, tags)}"
+        case "value_error":
+            return f"'{key}': {context['error']}" if key else str(context["error"])
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"'{key}' is {received}: a mapping of keys is needed, such as {key}.NAME=VALUE"
+        case "literal_error":
+            accepted = re.findall(r"'([^']*)'", str(context["expected"]))
+            nearest = _did_you_mean(str(problem["input"]), accepted)
+            return f"'{key}' is {received}: accepted are {context['expected']}{nearest}"
+        case _ if kind.endswith("_type") and len(list(_members(annotation))) > 1:
+            return f"'{key}' is {received}: accepted are {_annotation_name(annotation)}"
+        case _:
+            return f"'{key}' is {received}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+
+
+def _locate(config_class: type[BaseModel], location: Sequence[int | str]) -> tuple[str, type[BaseModel], Any]:
+    """The dotted key as a user writes it, the class it was looked up in, and its annotation.
+
+    Pydantic puts the tag of a union's variant, and the member of a plain union, into the location.
+    """
+    names: list[str] = []
+    annotation: Any = config_class
+    owner = config_class
+    for part in location:
+        variant = variant_of(annotation, part)
+        if variant is not None and len(_classes_of(annotation)) > 1:
+            annotation = variant
+            continue
+        if variant is None and element_of(annotation) is None:
+            break
+        names.append(str(part))
+        owner = variant or owner
+        field = variant.model_fields.get(str(part)) if variant is not None else None
+        annotation = field.annotation if field is not None else element_of(annotation)
+    return ".".join(names), owner, annotation
+
+
+def _nearest_key(config_class: type[BaseModel], owner: type[BaseModel], key: str) -> str:
+    """Suggest a key of the same mapping, else one of any other; failing both, list what the mapping takes."""
+    prefix, _, leaf = key.rpartition(".")
+    match = difflib.get_close_matches(leaf, owner.model_fields, n=1)
+    if match:
+        return f"; did you mean '{prefix + '.' * bool(prefix) + match[0]}'?"
+    rows = _rows(config_class)
+    takes = f"; '{prefix}' takes {_listing(owner)}" if prefix else f"; accepted are {_listing(owner)}"
+    if key in dict(rows):  # a key of another variant of the union
+        return f"; '{prefix}.type' is another one, and {takes[2:]}"
+    names = {name.rpartition(".")[2]: name for name, _ in reversed(rows) if "[" not in name}
+    match = difflib.get_close_matches(leaf, names, n=1, cutoff=0.8)
+    return f"; did you mean '{names[match[0]]}'?" if match else takes
+
+
+def _listing(config_class: type[BaseModel]) -> str:
+    return ", ".join(config_class.model_fields) or "no keys"
+
+
+def _did_you_mean(name: str, candidates: Sequence[str]) -> str:
+    match = difflib.get_close_matches(name, candidates, n=1)
+    return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def _is_config_path(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml") or path.is_dir()
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The alternatives of a union, looking through `Annotated` and leaving None out."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        yield from _members(typing.get_args(annotation)[0])
+    elif origin in (typing.Union, types.UnionType):
+        for argument in typing.get_args(annotation):
+            yield from _members(argument)
+    elif annotation not in (None, type(None)):
+        yield annotation
+
+
+def _classes_of(annotation: Any) -> list[type[BaseModel]]:
+    return [member for member in _members(annotation) if isinstance(member, type) and issubclass(member, BaseModel)]
+
+
+def _tags_of(config_class: type[BaseModel]) -> tuple[str, ...]:
+    field = config_class.model_fields.get("type")
+    return typing.get_args(field.annotation) if field is not None else ()
+
+
+def _rows(config_class: type[BaseModel], prefix: str = "", default: Any = PydanticUndefined) -> list[tuple[str, str]]:
+    """Every dotted key with its type and default; `default` is the instance that the outer class declares."""
+    rows: list[tuple[str, str]] = []
+    for name, field in config_class.model_fields.items():
+        declared = getattr(default, name) if isinstance(default, BaseModel) else default_of(field)
+        key = prefix + name
+        classes = _classes_of(field.annotation)
+        if len(classes) > 1:
+            shown = getattr(declared, "type", declared)
+            rows.append((f"{key}.type", _type_name(field) + _default_text(shown)))
+        elif not classes or not isinstance(declared, BaseModel):
+            rows.append((key, _type_name(field) + _default_text(declared)))
+        if not classes:
+            classes = _classes_of(element_of(field.annotation))
+            key += "[]"
+        rows += _variant_rows(classes, f"{key}.", declared)
+    return rows
+
+
+def _variant_rows(classes: list[type[BaseModel]], prefix: str, default: Any) -> list[tuple[str, str]]:
+    """The keys below a field; of a union, each key says which variants have it."""
+    tags_by_row: dict[tuple[str, str], list[str]] = {}
+    for cls in classes:
+        for key, text in _rows(cls, prefix, default if isinstance(default, cls) else PydanticUndefined):
+            if len(classes) == 1 or key != f"{prefix}type":
+                tags_by_row.setdefault((key, text), []).append("|".join(_tags_of(cls)))
+    return [
+        (key, text if len(tags) == len(classes) else f"{text}  [{', '.join(tags)}]")
+        for (key, text), tags in tags_by_row.items()
+    ]
+
+
+def _default_text(value: Any) -> str:
+    if value is PydanticUndefined:
+        return " (required)"
+    plain = json.dumps(value, default=lambda v: v.model_dump(mode="json") if isinstance(v, BaseModel) else str(v))
+    return f" = {plain}"
+
+
+def _type_name(field: FieldInfo) -> str:
+    """A type as YAML shows it, with the limits of its value."""
+    limits = ((annotated_types.Ge, ">=", "ge"), (annotated_types.Gt, ">", "gt"))
+    limits += ((annotated_types.Le, "<=", "le"), (annotated_types.Lt, "<", "lt"))
+    pairs = [(item, limit) for item in field.metadata for limit in limits if isinstance(item, limit[0])]
+    return _annotation_name(field.annotation) + ",".join(
+        f" {sign} {getattr(item, name)}" for item, (_, sign, name) in pairs
+    )
+
+
+def _annotation_name(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (None, type(None)):
+        return "null"
+    if origin is typing.Annotated:
+        return _annotation_name(arguments[0])
+    if origin is typing.Literal:
+        return " | ".join(str(argument) for argument in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_annotation_name(argument) for argument in arguments)
+    if origin in (dict, collections.abc.Mapping):
+        return f"{{{_annotation_name(arguments[0])}: {_annotation_name(arguments[1])}}}"
+    if origin in _CONTAINERS:
+        return f"[{', '.join('...' if argument is Ellipsis else _annotation_name(argument) for argument in arguments)}]"
+    if isinstance(annotation, type):
+        tags = _tags_of(annotation) if issubclass(annotation, BaseModel) else ()
+        return "path" if issubclass(annotation, Path) else " | ".join(tags) or annotation.__name__
+    return str(annotation).replace("typing.", "")

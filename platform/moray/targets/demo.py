@@ -1,0 +1,382 @@
+"""Trains the embedded demo target from nothing in about a minute on two CPU cores.
+
+A laptop without a network has no target to distil a drafter from. This module makes one: a byte-level BPE
+tokenizer and a small Llama, trained on the chats of `moray.targets.demo_chats` and saved as an ordinary
+Hugging Face folder that the rest of Moray treats like any other. It refuses to know drafters, taps and
+caches. One process with two threads: two data-parallel processes were 11 % faster at best, not worth it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from moray.targets import demo_chats
+from moray.targets.demo_chats import DemoChat, generate_chats, generate_questions
+from moray.targets.demo_config import DemoModelConfig, DemoOptimConfig, DemoTargetConfig
+
+SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}\
+{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}\
+{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{{ '\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+
+MARKER = "demo_target.json"
+"""Written last, with the configuration and the result in it; without it the output does not count."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Whole chats laid end to end in rows of equal length, so that no compute goes into padding."""
+
+    tokens: Int[Tensor, "row token"]
+    is_response: Bool[Tensor, "row token"]
+
+    def batch(self, step: int, num_rows: int) -> "PackedRows":
+        """Rows of one step; past the end it begins again."""
+        index = torch.arange(step * num_rows, (step + 1) * num_rows) % len(self.tokens)
+        return PackedRows(self.tokens[index], self.is_response[index])
+
+
+@dataclass(frozen=True)
+class DemoTargetResult:
+    """What the training ended with, as the marker file keeps it."""
+
+    num_steps: int
+    heldout_loss: float
+    heldout_accuracy: float
+    seconds: float
+    sample_question: str
+    sample_answer: str
+
+
+def read_result(config: DemoTargetConfig) -> DemoTargetResult | None:
+    """The finished result for exactly this configuration and this code, or None if there is work to do."""
+    try:
+        marker = json.loads((config.output / MARKER).read_text(encoding="utf-8"))
+        return DemoTargetResult(**marker["result"]) if marker["key"] == _key(config) else None
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+        return None  # a torn or foreign marker means the same as none: make it again
+
+
+def train_demo_target(config: DemoTargetConfig, console: Console) -> DemoTargetResult:
+    """Write the chats, the questions and the trained target below `config.output`.
+
+    Interrupted work leaves no marker and is done again from the start: it is a minute.
+    """
+    began = time.monotonic()
+    (config.output / MARKER).unlink(missing_ok=True)
+    train_chats = list(generate_chats(config.num_train_chats, config.seed, heldout=False))
+    heldout_chats = list(generate_chats(config.num_heldout_chats, config.seed, heldout=True))
+    questions = generate_questions(config.num_questions, config.seed)
+    _write_jsonl(config.output / "chats" / "train.jsonl", [chat.as_row() for chat in train_chats])
+    _write_jsonl(config.output / "chats" / "heldout.jsonl", [chat.as_row() for chat in heldout_chats])
+    _write_jsonl(config.output / "questions.jsonl", questions)
+
+    tokenizer = build_tokenizer(train_chats, config.model)
+    row_length = config.optim.row_length
+    num_tokens = config.optim.num_steps * config.optim.rows_per_step * row_length
+    rows = pack(tokenizer, train_chats, row_length, num_tokens)
+    heldout = pack(tokenizer, heldout_chats, row_length, num_tokens)
+    console.print(
+        f"{len(train_chats)} chats to train on, {len(heldout_chats)} held out, {len(questions)} questions; "
+        f"vocabulary {len(tokenizer)}"
+    )
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(config.num_threads)
+    try:
+        model = build_model(tokenizer, config.model, config.seed)
+        num_steps = _train(model, rows, config, console)
+        loss, accuracy = evaluate(model, heldout)
+        question = str(questions[0]["turns"][0])  # type: ignore[index]
+        answer = generate_answer(model, tokenizer, question)
+    finally:
+        torch.set_num_threads(num_threads)
+    _save(model, tokenizer, config.output / "target")
+    result = DemoTargetResult(num_steps, loss, accuracy, round(time.monotonic() - began, 1), question, answer)
+    _write_marker(config, result)
+    return result
+
+
+def build_tokenizer(chats: Sequence[DemoChat], config: DemoModelConfig) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on the chats' text and give it special tokens and a chat template."""
+    bpe = Tokenizer(models.BPE())
+    # One token per digit: sums are then carried out on digits, and numbers cost no vocabulary.
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((text for chat in chats for turn in chat.turns for text in turn), trainer)
+    pad, begin, end, *roles = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=pad,
+        bos_token=begin,
+        eos_token=end,
+        additional_special_tokens=roles,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=config.max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def pack(
+    tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], row_length: int, num_tokens: int
+) -> PackedRows:
+    """Lay chats end to end in rows of `row_length` until there are `num_tokens` or no chats are left.
+
+    A chat that does not fit in what is left of a row begins the next one; only a chat longer than a whole
+    row is cut. The few tokens left over are padding and are never trained on.
+    """
+    token_rows: list[list[int]] = [[]]
+    response_rows: list[list[int]] = [[]]
+    for tokens, is_response in _encode(tokenizer, chats):
+        if len(token_rows[-1]) + len(tokens) > row_length:
+            if len(token_rows) * row_length >= num_tokens:
+                break
+            token_rows.append([])
+            response_rows.append([])
+        token_rows[-1] += tokens[:row_length]
+        response_rows[-1] += is_response[:row_length]
+    pad = tokenizer.pad_token_id
+    for row, flags in zip(token_rows, response_rows, strict=True):
+        row += [pad] * (row_length - len(row))
+        flags += [0] * (row_length - len(flags))
+    return PackedRows(torch.tensor(token_rows), torch.tensor(response_rows, dtype=torch.bool))
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, seed: int) -> LlamaForCausalLM:
+    """An untrained Llama, unmodified, initialised so that few steps take it far."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab_size,
+                hidden_size=config.hidden_size,
+                num_hidden_layers=config.num_layers,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                intermediate_size=config.intermediate_size,
+                max_position_embeddings=config.max_positions,
+                tie_word_embeddings=False,
+                pad_token_id=tokenizer.pad_token_id,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        )
+        # Embeddings of unit size keep the layers' early contributions small beside them; a head of zeros
+        # starts from the uniform distribution. Both were measured to save steps.
+        nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
+        nn.init.zeros_(model.lm_head.weight)
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=[tokenizer.eos_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+class BatchedMuon(torch.optim.Optimizer):
+    """Muon (K. Jordan) with equal matrices orthogonalised together.
+
+    `torch.optim.Muon` walks the matrices one by one; at a hundred small matrices that costs a third of a
+    step on a CPU, and its bfloat16 is slow where the hardware has none.
+    """
+
+    def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self._by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        for matrix in matrices:
+            self._by_shape.setdefault(matrix.shape, []).append(matrix)
+        self._momenta = {shape: torch.zeros(len(group), *shape) for shape, group in self._by_shape.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Move every matrix by its orthogonalised Nesterov momentum."""
+        settings = self.param_groups[0]
+        for shape, matrices in self._by_shape.items():
+            gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
+            momentum = self._momenta[shape].lerp_(gradients, 1 - settings["momentum"])
+            updates = _orthogonalise(gradients.lerp_(momentum, settings["momentum"]))
+            torch._foreach_mul_(matrices, 1 - settings["lr"] * settings["weight_decay"])
+            scale = settings["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
+            torch._foreach_add_(matrices, list(updates.unbind(0)), alpha=-scale)
+
+
+def _orthogonalise(matrices: Float[Tensor, "matrix row column"]) -> Float[Tensor, "matrix row column"]:
+    """Bring all singular values near 1 with five Newton-Schulz iterations."""
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if is_tall else x
+
+
+def _train(model: LlamaForCausalLM, rows: PackedRows, config: DemoTargetConfig, console: Console) -> int:
+    """Run the step budget, or what fits into `max_seconds` of it; return the number of steps done."""
+    optim = config.optim
+    optimizers = _optimizers(model, optim)
+    began = time.monotonic()
+    step, num_steps, num_tokens = 0, optim.num_steps, 0
+    model.train()
+    with _progress(console) as progress:
+        bar = progress.add_task("training the demo target", total=num_steps, loss=float("nan"), speed=0.0)
+        while step < num_steps:
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["initial_lr"] * _learning_rate_factor(step, num_steps, optim)
+            loss, _ = _loss_and_hits(model, rows.batch(step, optim.rows_per_step))
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+            num_tokens += optim.rows_per_step * optim.row_length
+            seconds = time.monotonic() - began
+            affordable = max(step, int(step * config.max_seconds / seconds))
+            if affordable < num_steps and step >= min(10, num_steps):
+                num_steps = affordable
+            progress.update(bar, completed=step, total=num_steps, loss=loss.item(), speed=num_tokens / seconds)
+    if step < optim.num_steps:
+        console.print(
+            f"[yellow]slow machine:[/] {step} of {optim.num_steps} steps fit into max_seconds={config.max_seconds:g}; "
+            "the target is weaker than it should be. Raise max_seconds for the full budget."
+        )
+    model.eval()
+    return step
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, rows: PackedRows) -> tuple[float, float]:
+    """Mean loss per response token, and the share of response tokens predicted exactly."""
+    losses, hits, count = 0.0, 0, 0
+    for index in range(len(rows.tokens)):
+        loss, hit = _loss_and_hits(model, rows.batch(index, 1))
+        losses, hits, count = losses + loss.item() * len(hit), hits + int(hit.sum()), count + len(hit)
+    return losses / count, hits / count
+
+
+def generate_answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, question: str) -> str:
+    """The greedy answer to one question, at most 128 tokens of it."""
+    encoded: Any = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tokens = model.generate(**encoded, max_new_tokens=128)
+    return str(tokenizer.decode(tokens[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def _loss_and_hits(model: LlamaForCausalLM, rows: PackedRows) -> tuple[Float[Tensor, ""], Bool[Tensor, " response"]]:
+    """Mean loss over the response tokens, and which of them were predicted.
+
+    Neighbours in a row see each other: a causal mask is the fastest one, and a chat starts with its own
+    begin token, behind which the others fade. The head runs on the response positions only.
+    """
+    hidden = model.model(input_ids=rows.tokens, use_cache=False).last_hidden_state
+    wanted = rows.is_response[:, 1:]  # position i predicts token i + 1
+    logits = model.lm_head(hidden[:, :-1][wanted])
+    truth = rows.tokens[:, 1:][wanted]
+    return nn.functional.cross_entropy(logits, truth), logits.argmax(-1) == truth
+
+
+def _optimizers(model: LlamaForCausalLM, config: DemoOptimConfig) -> list[torch.optim.Optimizer]:
+    layers = list(model.model.layers.parameters())
+    matrices = [p for p in layers if p.ndim == 2]
+    norms = [p for p in layers if p.ndim == 1] + list(model.model.norm.parameters())
+    muon = BatchedMuon(matrices, config.matrix_lr, config.weight_decay)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [model.model.embed_tokens.weight], "lr": config.embedding_lr},
+            {"params": [model.lm_head.weight], "lr": config.other_lr},
+            {"params": norms, "lr": config.other_lr, "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        weight_decay=config.weight_decay,
+    )
+    for group in [*muon.param_groups, *adamw.param_groups]:
+        group["initial_lr"] = group["lr"]
+    return [muon, adamw]
+
+
+def _learning_rate_factor(step: int, num_steps: int, config: DemoOptimConfig) -> float:
+    """Linear warm-up, a plateau, then a linear fall to zero."""
+    rise = (step + 1) / (config.warmup_steps + 1)
+    fall = (num_steps - step) / (num_steps * config.decay_share)
+    return min(1.0, rise, fall)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], chunk: int = 256
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Token ids and response mask of each chat, by the template that decoding will use too."""
+    for start in range(0, len(chats), chunk):
+        conversations = [chat.as_row()["messages"] for chat in chats[start : start + chunk]]
+        encoded: Any = tokenizer.apply_chat_template(
+            conversations,  # type: ignore[arg-type]
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        yield from zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:.0f} tokens/s  left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)  # a file of an older kind must not survive in it
+    model.save_pretrained(folder, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_jsonl(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def _write_marker(config: DemoTargetConfig, result: DemoTargetResult) -> None:
+    path = config.output / MARKER
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"key": _key(config), "result": vars(result)}, indent=2), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _key(config: DemoTargetConfig) -> dict[str, Any]:
+    """What the output depends on: the configuration and the code that made it."""
+    code = hashlib.sha256()
+    for source in (demo_chats.__file__, __file__):
+        code.update(Path(source).read_bytes())
+    return {"config": config.model_dump(mode="json"), "code": code.hexdigest()}

@@ -1,0 +1,63 @@
+"""Settings of the embedded demo target: its sizes, its training budget and where it is written.
+
+Torch-free, so that `--help` and configuration errors answer at once; `moray.targets.demo` does the work.
+"""
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from moray.config import Config
+
+
+class DemoModelConfig(Config):
+    """Sizes of the demo target. Depth, not width, is what makes speculation pay on a CPU."""
+
+    vocab_size: int = Field(default=1024, ge=512, le=65536)
+    hidden_size: int = Field(default=128, ge=32)
+    num_layers: int = Field(default=12, ge=1)
+    num_heads: int = Field(default=4, ge=1)
+    num_kv_heads: int = Field(default=2, ge=1)
+    head_dim: int = Field(default=32, ge=2, multiple_of=2)
+    intermediate_size: int = Field(default=320, ge=32)
+    max_positions: int = Field(default=1024, ge=64)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "DemoModelConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}")
+        return self
+
+
+class DemoOptimConfig(Config):
+    """How the demo target learns: Muon for the matrices of the layers, AdamW for the rest."""
+
+    num_steps: int = Field(default=320, ge=1)
+    rows_per_step: int = Field(default=4, ge=1)
+    row_length: int = Field(default=256, ge=32)
+    """Tokens of a row; whole chats are laid end to end in it."""
+    matrix_lr: float = Field(default=0.02, gt=0)
+    embedding_lr: float = Field(default=0.02, gt=0)
+    other_lr: float = Field(default=0.004, gt=0)
+    """For the output head and the norms."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    warmup_steps: int = Field(default=10, ge=0)
+    decay_share: float = Field(default=0.6, gt=0, le=1)
+    """Share of the steps, at the end, over which the learning rates fall to zero."""
+
+
+class DemoTargetConfig(Config):
+    """The demo's target and its chats: what `python -m pipelines.train_demo_target` makes."""
+
+    output: Path = Path("runs/demo")
+    """Receives `target/`, `chats/train.jsonl`, `chats/heldout.jsonl` and `questions.jsonl`."""
+    seed: int = 0
+    num_train_chats: int = Field(default=4000, ge=16)
+    num_heldout_chats: int = Field(default=400, ge=8)
+    num_questions: int = Field(default=78, ge=1)
+    num_threads: int = Field(default=2, ge=1)
+    """Fixed, because sums of floats depend on it: same seed and threads, same weights."""
+    max_seconds: float = Field(default=150.0, gt=0)
+    """Training drops steps rather than run longer than this; it says so when it does."""
+    model: DemoModelConfig = DemoModelConfig()
+    optim: DemoOptimConfig = DemoOptimConfig()

@@ -1,0 +1,135 @@
+"""The parts of a target that a drafter replica holds: embeddings, the last N layers, final norm, lm_head.
+
+Shared with a loaded target in the same process, or read alone from its safetensors: a drafter replica
+never loads the whole target. All of it is frozen and none of it is ever saved with a drafter.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moray.errors import ConfigError
+from moray.targets.kv_cache import KVCache, PastAndPredicted
+from moray.targets.model import Target, pick_device
+from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
+
+
+class TargetHead:
+    """Frozen embeddings, last `num_layers` layers, norm and lm_head of a target."""
+
+    def __init__(self, model: nn.Module, spec: TargetSpec, num_layers: int) -> None:
+        if not 0 <= num_layers < spec.num_layers:
+            raise ConfigError(
+                f"drafter.target_layers is {num_layers}; the target has {spec.num_layers} layers, so 0 to "
+                f"{spec.num_layers - 1} are accepted"
+            )
+        whole: Any = model
+        self.spec = spec
+        self.num_layers = num_layers
+        self._embed_tokens = whole.model.embed_tokens
+        self._rotary = whole.model.rotary_emb
+        self._layers = list(whole.model.layers)[spec.num_layers - num_layers : spec.num_layers]
+        self._norm = whole.model.norm
+        self._lm_head = whole.lm_head
+
+    @classmethod
+    def of(cls, target: Target, num_layers: int = 0) -> "TargetHead":
+        """Share the modules of a loaded target."""
+        return cls(target.model, target.spec, num_layers)
+
+    @classmethod
+    def load(cls, config: TargetConfig, num_layers: int = 0) -> "TargetHead":
+        """Read only the needed tensors of a target from disk."""
+        spec = read_spec(config.model)
+        folder = resolve_folder(config.model)
+        model_config = AutoConfig.from_pretrained(folder)
+        dtype = getattr(torch, config.dtype)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation="sdpa")
+        device = pick_device(config.device)
+        # The rotary tables are no weights: they are computed, and a meta device cannot hold them.
+        model.model.rotary_emb = type(model.model.rotary_emb)(model_config).to(device)
+        head = cls(model.eval(), spec, num_layers)
+        for prefix, module in head._parts():
+            _fill(module, prefix, folder, dtype, device)
+        if model_config.tie_word_embeddings:
+            head._lm_head.weight = head._embed_tokens.weight
+        for _, module in head._parts():
+            module.requires_grad_(False)
+        return head
+
+    @property
+    def weight(self) -> Tensor:
+        """A frozen weight, to read device and dtype from."""
+        return self._lm_head.weight
+
+    def embed(self, tokens: Int[Tensor, "*any"]) -> Float[Tensor, "*any hidden"]:
+        """Token embeddings as the target's first layer receives them."""
+        return self._embed_tokens(tokens)
+
+    def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any vocab"]:
+        """Logits of final-norm hidden states."""
+        return self._lm_head(hidden)
+
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """An empty cache for the last layers alone."""
+        spec = self.spec
+        layers = range(spec.num_layers - self.num_layers, spec.num_layers)
+        return KVCache(layers, spec.num_kv_heads, spec.head_dim, capacity, batch, self.weight)
+
+    def run_last_layers(
+        self,
+        hidden: Float[Tensor, "batch new hidden"],
+        positions: Int[Tensor, "batch new"],
+        mask: Bool[Tensor, "#batch 1 new slots"] | None,
+        cache: KVCache | PastAndPredicted,
+    ) -> Float[Tensor, "batch new hidden"]:
+        """Target Layer Inference (MoA, section 3.3): the target's last N layers and its final norm."""
+        rotary = self._rotary(hidden, positions)
+        for layer in self._layers:
+            hidden = layer(
+                hidden,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                position_embeddings=rotary,
+            )
+        return self._norm(hidden)
+
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        first = self.spec.num_layers - self.num_layers
+        parts = [("model.embed_tokens", self._embed_tokens), ("model.norm", self._norm), ("lm_head", self._lm_head)]
+        return parts + [(f"model.layers.{first + i}", layer) for i, layer in enumerate(self._layers)]
+
+
+def _fill(module: nn.Module, prefix: str, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a meta-device module its tensors from the model's safetensors files."""
+    weight_map = _weight_map(folder)
+    state: dict[str, Tensor] = {}
+    for name in module.state_dict():
+        full = f"{prefix}.{name}"
+        if full not in weight_map:
+            if prefix == "lm_head":  # tied: the embeddings take its place
+                return
+            raise ConfigError(f"target.model '{folder}': tensor '{full}' is missing from its safetensors files")
+        with safe_open(folder / weight_map[full], framework="pt", device=str(device)) as file:
+            state[name] = file.get_tensor(full).to(dtype)
+    module.load_state_dict(state, assign=True)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    names: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names.update(dict.fromkeys(file.keys(), path.name))
+    return names

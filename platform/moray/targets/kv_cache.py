@@ -1,0 +1,103 @@
+"""The target's key/value cache: preallocated, addressed by slot, compacted by index.
+
+Stands where a `transformers` cache would, so that the model itself stays unmodified. It knows slots, not
+positions: a tree's nodes lie side by side in consecutive slots whatever their positions are.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+class KVCache(Cache):
+    """Keys (after rotary) and values of every layer in one tensor.
+
+    `data` is [layers, 2, batch, kv_heads, capacity, head_dim]. Slots 0..length-1 hold committed tokens; a
+    forward pass of q tokens writes slots length..length+q-1, which `commit` keeps or drops. Nothing is
+    allocated after construction.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], num_kv_heads: int, head_dim: int, capacity: int, batch: int, like: Tensor
+    ) -> None:
+        super().__init__(layers=[])
+        shape = (len(layers), 2, batch, num_kv_heads, capacity, head_dim)
+        self.data = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.length = 0
+        self.capacity = capacity
+        # Absolute layer number -> row, so that the last N layers alone can own a smaller cache.
+        self._rows = {layer: row for row, layer in enumerate(layers)}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values behind the committed ones; return views of both together."""
+        end = self.length + key_states.shape[2]
+        layer = self.data[self._rows[layer_idx]]
+        layer[0, :, :, self.length : end] = key_states
+        layer[1, :, :, self.length : end] = value_states
+        return layer[0, :, :, :end], layer[1, :, :, :end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Number of committed tokens."""
+        return self.length
+
+    def commit(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` of the slots just written."""
+        self.length += num_tokens
+
+    def commit_path(self, path: Int[Tensor, " path"]) -> None:
+        """Keep the slots `length + path` in that order: an accepted path through a tree.
+
+        `path` ascends and path[i] >= i, so moving left to right never overwrites a slot still needed;
+        `index_select` copies first in any case.
+        """
+        num_tokens = path.shape[0]
+        kept = self.data[..., self.length :, :].index_select(-2, path)
+        self.data[..., self.length : self.length + num_tokens, :] = kept
+        self.length += num_tokens
+
+    def write(self, kv: Float[Tensor, "batch new layers width"]) -> None:
+        """Append committed tokens whose keys and values came from elsewhere (see `flat`)."""
+        batch, new, layers, _ = kv.shape
+        heads, head_dim = self.data.shape[3], self.data.shape[5]
+        unpacked = kv.view(batch, new, layers, heads, 2, head_dim).permute(2, 4, 0, 3, 1, 5)
+        self.data[..., self.length : self.length + new, :] = unpacked
+        self.length += new
+
+    def flat(self, start: int, end: int) -> Float[Tensor, "batch new layers width"]:
+        """Keys and values of slots start..end-1 as a tap: per token and layer, heads as [k_h ; v_h] (moa.md)."""
+        window = self.data[..., start:end, :]
+        layers, _, batch, heads, new, head_dim = window.shape
+        return window.permute(2, 4, 0, 3, 1, 5).reshape(batch, new, layers, 2 * heads * head_dim)
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+        self.length = 0
+
+
+class PastAndPredicted:
+    """Keys and values that a layer sees while Target Layer Inference is trained on all positions at once.
+
+    For every layer: the target's own (cached) keys and values of all positions, followed by those that
+    the layer computes from predicted features. The mask then picks, per query, real ones up to the last
+    verified position and predicted ones after it.
+    """
+
+    def __init__(self, kv: Float[Tensor, "batch seq layers width"], first_layer: int, head_dim: int) -> None:
+        batch, seq, layers, width = kv.shape
+        unpacked = kv.view(batch, seq, layers, width // (2 * head_dim), 2, head_dim)
+        self._past = unpacked.permute(2, 4, 0, 3, 1, 5)
+        self._first_layer = first_layer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Return [past ; predicted] keys and values, each [batch, kv_heads, 2 * seq, head_dim]."""
+        past_key, past_value = self._past[layer_idx - self._first_layer]
+        key = torch.cat([past_key.to(key_states.dtype), key_states], dim=2)
+        value = torch.cat([past_value.to(value_states.dtype), value_states], dim=2)
+        return key, value

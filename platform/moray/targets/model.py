@@ -1,0 +1,120 @@
+"""The target: an unmodified Hugging Face causal LM, driven with our masks, positions and cache.
+
+Everything a drafter may read leaves through here as taps. It does not know drafters, trees or sampling.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from moray.errors import ConfigError
+from moray.targets.kv_cache import KVCache
+from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """Hidden states of one forward pass: `last` after the final norm, `hidden` by depth (-1-N)."""
+
+    last: Float[Tensor, "batch new hidden"]
+    hidden: dict[int, Float[Tensor, "batch new hidden"]]
+
+
+class Target:
+    """A frozen LLM whose output must come out unchanged."""
+
+    def __init__(self, model: nn.Module, spec: TargetSpec, eos_ids: tuple[int, ...]) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
+        self.spec = spec
+        self.eos_ids = eos_ids
+        self.device: torch.device = self.model.lm_head.weight.device
+        self.dtype: torch.dtype = self.model.lm_head.weight.dtype
+
+    @classmethod
+    def load(cls, config: TargetConfig) -> "Target":
+        """Load the weights in `config.dtype` onto `config.device`.
+
+        Raises:
+            ConfigError: no such model, unsupported family, or no such device.
+        """
+        spec = read_spec(config.model)
+        folder = resolve_folder(config.model)
+        device = pick_device(config.device)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, config.dtype), attn_implementation="sdpa", use_safetensors=True
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"target.model '{config.model}' cannot be loaded: {' '.join(str(error).split())}") from None
+        return cls(model.to(device), spec, read_eos_ids(config.model))
+
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """An empty cache for `capacity` slots per sequence.
+
+        Raises:
+            ConfigError: more slots than the target has positions.
+        """
+        like = self.model.lm_head.weight
+        spec = self.spec
+        return KVCache(range(spec.num_layers), spec.num_kv_heads, spec.head_dim, capacity, batch, like)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch new"],
+        positions: Int[Tensor, "batch new"],
+        mask: Bool[Tensor, "#batch 1 new slots"],
+        cache: KVCache,
+        hidden_depths: Sequence[int] = (),
+    ) -> TargetOutput:
+        """Run `new` tokens behind the cache's committed slots; their keys and values stay uncommitted.
+
+        Args:
+            tokens: token ids.
+            positions: rotary positions, which need not follow the slots.
+            mask: True where a token (row) sees a slot (column); slots = cache.length + new.
+            cache: receives the keys and values of the new tokens.
+            hidden_depths: negative depths to return as well (-1 = after the final norm).
+        """
+        deep = [depth for depth in hidden_depths if depth != -1]
+        output = self.model.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            **({"output_hidden_states": True} if deep else {}),
+        )
+        hidden = {depth: output.hidden_states[depth] for depth in deep}
+        if -1 in hidden_depths:
+            hidden[-1] = output.last_hidden_state
+        return TargetOutput(output.last_hidden_state, hidden)
+
+    def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any vocab"]:
+        """Logits of final-norm hidden states."""
+        return self.model.lm_head(hidden)
+
+
+def pick_device(name: str) -> torch.device:
+    """Resolve "auto"; refuse a GPU that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("target.device is 'cuda' but torch sees no GPU; use 'auto' or 'cpu'")
+    return torch.device(name)
+
+
+def read_eos_ids(model: str) -> tuple[int, ...]:
+    """Every id that ends a generation, from generation_config.json, else from config.json."""
+    folder = resolve_folder(model)
+    eos = GenerationConfig.from_pretrained(folder).eos_token_id if (folder / "generation_config.json").is_file() else None
+    if eos is None:
+        from transformers import AutoConfig
+
+        eos = AutoConfig.from_pretrained(folder).eos_token_id
+    return tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),)

@@ -1,0 +1,1 @@
+"""Token trees: their shapes, their masks, and how they grow level by level."""

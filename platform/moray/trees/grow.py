@@ -1,0 +1,120 @@
+"""Growing a token tree level by level with any drafter that can score the children of some nodes.
+
+Knows neither models nor sampling: a `Step` scores, a `Select` picks children from the scores. Nothing here
+waits for the device.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+from moray.trees.tree import Structure, TokenTree, fixed_structure
+
+Step = Callable[[Int[Tensor, " new"], Bool[Tensor, "new expanded"] | None, int], Float[Tensor, "new vocab"]]
+"""step(tokens, ancestors, depth) -> logits of each node's child.
+
+`ancestors` says which of all nodes expanded so far (these included, in order) each new node descends from,
+itself among them; None where every new node sees all of them (a chain).
+"""
+
+Select = Callable[
+    [Float[Tensor, "new vocab"], int, int],
+    tuple[Int[Tensor, "new children"], Float[Tensor, "new children"], Float[Tensor, "new vocab"] | None],
+]
+"""select(logits, depth, k) -> k child tokens per node, best first; their log-probabilities; and the
+distribution they were sampled from, or None for deterministic proposals."""
+
+
+def grow(
+    root: Int[Tensor, " 1"], shape: ChainShape | FixedShape | DynamicShape, step: Step, select: Select
+) -> TokenTree:
+    """Draft a tree of `shape` below `root`."""
+    if isinstance(shape, DynamicShape):
+        return _grow_dynamic(root, shape, step, select)
+    branching = (1,) * shape.depth if isinstance(shape, ChainShape) else shape.branching
+    return _grow_fixed(root, branching, step, select)
+
+
+def _grow_fixed(root: Int[Tensor, " 1"], branching: tuple[int, ...], step: Step, select: Select) -> TokenTree:
+    structure = _structure(branching, root.device)
+    levels, probs = [root], []
+    start, end = 0, 1
+    for depth, width in enumerate(branching):
+        is_chain = end == depth + 1
+        logits = step(levels[-1], None if is_chain else structure.ancestors[start:end, :end], depth)
+        children, _, draft_probs = select(logits, depth, width)
+        levels.append(children.reshape(-1))
+        if draft_probs is not None:
+            probs.append(draft_probs.repeat_interleave(width, dim=0))
+        start, end = end, end + levels[-1].shape[0]
+    # The root was not drafted: its row of draft_probs is never read.
+    draft = torch.cat([probs[0][:1], *probs]) if probs else None
+    return TokenTree(
+        torch.cat(levels), structure.parents, structure.depths, structure.ancestors, len(branching), draft
+    )
+
+
+def _grow_dynamic(root: Int[Tensor, " 1"], shape: DynamicShape, step: Step, select: Select) -> TokenTree:
+    """EAGLE-2 (arXiv 2406.16858, section 4): expand by cumulative log-probability, then rerank all candidates.
+
+        level 0   root                                   expanded[0]
+        level 1   breadth candidates, all expanded       expanded[1 : 1 + breadth]
+        level k   breadth * breadth candidates, the best `breadth` of them expanded
+    """
+    device, breadth = root.device, shape.breadth
+    tokens, parents, scores = [root], [torch.full_like(root, -1)], [torch.zeros(1, device=device)]
+    frontier_tokens = root
+    frontier_scores = torch.zeros(1, device=device)
+    frontier_nodes = torch.zeros_like(root)  # index of each frontier node among all candidates
+    ancestors = torch.ones(1, 1, dtype=torch.bool, device=device)  # frontier x expanded
+    num_candidates = 1
+    for depth in range(shape.depth):
+        logits = step(frontier_tokens, None if depth == 0 else ancestors, depth)
+        children, log_probs, _ = select(logits, depth, breadth)
+        cumulative = (frontier_scores[:, None] + log_probs).reshape(-1)
+        tokens.append(children.reshape(-1))
+        parents.append(frontier_nodes.repeat_interleave(breadth))
+        scores.append(cumulative)
+        if depth + 1 < shape.depth:
+            frontier_scores, best = cumulative.topk(min(breadth, cumulative.shape[0]))
+            frontier_tokens = tokens[-1][best]
+            frontier_nodes = best + num_candidates
+            inherited = ancestors[torch.div(best, breadth, rounding_mode="floor")]
+            itself = torch.eye(best.shape[0], dtype=torch.bool, device=device)
+            ancestors = torch.cat([inherited, itself], dim=1)
+        num_candidates += cumulative.shape[0]
+    return _keep_best(torch.cat(tokens), torch.cat(parents), torch.cat(scores), shape)
+
+
+def _keep_best(
+    tokens: Int[Tensor, " candidates"],
+    parents: Int[Tensor, " candidates"],
+    scores: Float[Tensor, " candidates"],
+    shape: DynamicShape,
+) -> TokenTree:
+    """The `nodes` likeliest candidates and the root. A child scores at most its parent's score and stands
+    behind it, so a stable sort keeps every kept node's parent too."""
+    order = scores.sort(descending=True, stable=True).indices[: shape.nodes + 1]
+    kept = order.sort().values
+    rank = torch.zeros_like(parents).scatter_(0, kept, torch.arange(kept.shape[0], device=kept.device))
+    new_parents = torch.where(kept == 0, -1, rank[parents[kept].clamp(min=0)])
+    size = kept.shape[0]
+    ancestors = torch.eye(size, dtype=torch.bool, device=kept.device)
+    hop = new_parents.clamp(min=0)
+    rows = torch.arange(size, device=kept.device)
+    depths = torch.zeros_like(new_parents)
+    node = rows
+    for _ in range(shape.depth):
+        depths += (node != 0).long()
+        node = hop[node]
+        ancestors[rows, node] = True
+    return TokenTree(tokens[kept], new_parents, depths, ancestors, shape.depth)
+
+
+@lru_cache(maxsize=64)
+def _structure(branching: tuple[int, ...], device: torch.device) -> Structure:
+    return fixed_structure(branching, device)

@@ -1,0 +1,102 @@
+"""Shapes of token trees: how deep, how wide, how many nodes. Torch-free configuration."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from moray.config import Config
+
+
+class ChainShape(Config):
+    """One token per level."""
+
+    type: Literal["chain"]
+    depth: int = Field(ge=1, le=64)
+
+    @property
+    def name(self) -> str:
+        """Short name for tables."""
+        return f"chain-{self.depth}"
+
+    @property
+    def num_nodes(self) -> int:
+        """Most draft nodes (root not counted) that one target pass verifies."""
+        return self.depth
+
+    @property
+    def num_expanded(self) -> int:
+        """Most nodes that the drafter expands, the root among them."""
+        return self.depth
+
+
+class FixedShape(Config):
+    """Every node of level k has `branching[k]` children."""
+
+    type: Literal["fixed"]
+    branching: tuple[int, ...] = Field(min_length=1, max_length=16)
+
+    @model_validator(mode="after")
+    def _check(self) -> "FixedShape":
+        if min(self.branching) < 1 or self.num_nodes > 512:
+            raise ValueError(f"branching {self.branching} must be positive and make at most 512 nodes")
+        return self
+
+    @property
+    def name(self) -> str:
+        """Short name for tables."""
+        return "fixed-" + "x".join(str(width) for width in self.branching)
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return len(self.branching)
+
+    @property
+    def num_nodes(self) -> int:
+        """Draft nodes (root not counted)."""
+        level, total = 1, 0
+        for width in self.branching:
+            level *= width
+            total += level
+        return total
+
+    @property
+    def num_expanded(self) -> int:
+        """Nodes that the drafter expands: all levels but the last."""
+        return self.num_nodes // self.branching[-1] if self.depth == 1 else 1 + FixedShape(
+            type="fixed", branching=self.branching[:-1]
+        ).num_nodes
+
+
+class DynamicShape(Config):
+    """EAGLE-2's tree: expand the `breadth` likeliest nodes per level, keep the `nodes` likeliest overall."""
+
+    type: Literal["dynamic"]
+    depth: int = Field(ge=1, le=32)
+    breadth: int = Field(ge=1, le=64)
+    nodes: int = Field(ge=1, le=512)
+
+    @model_validator(mode="after")
+    def _check(self) -> "DynamicShape":
+        most = self.breadth + (self.depth - 1) * self.breadth**2
+        if self.nodes > most:
+            raise ValueError(f"nodes is {self.nodes}, but depth {self.depth} and breadth {self.breadth} make {most}")
+        return self
+
+    @property
+    def name(self) -> str:
+        """Short name for tables."""
+        return f"dynamic-{self.depth}x{self.breadth}-{self.nodes}"
+
+    @property
+    def num_nodes(self) -> int:
+        """Draft nodes that one target pass verifies (root not counted)."""
+        return self.nodes
+
+    @property
+    def num_expanded(self) -> int:
+        """Most nodes that the drafter expands, the root among them."""
+        return 1 + (self.depth - 1) * self.breadth
+
+
+Shape = Annotated[ChainShape | FixedShape | DynamicShape, Field(discriminator="type")]

@@ -1,0 +1,97 @@
+"""A token tree: tokens and parents, flattened level by level with the root first."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A root (the last emitted token, not yet verified) and the drafted nodes below it.
+
+        index      0     1     2     3     4
+        token     the   cat   dog   sat   ran
+        parent    -1     0     0     1     1
+        depth      0     1     1     2     2
+
+    A parent always stands before its children. `ancestors[i, j]` is True where j is i or above it.
+    `draft_probs[i]`, if there, is the distribution that node i was really sampled from; without it every
+    node is a deterministic proposal.
+    """
+
+    tokens: Int[Tensor, " nodes"]
+    parents: Int[Tensor, " nodes"]
+    depths: Int[Tensor, " nodes"]
+    ancestors: Bool[Tensor, "nodes nodes"]
+    max_depth: int
+    draft_probs: Float[Tensor, "nodes vocab"] | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, root included."""
+        return self.tokens.shape[0]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Parents, depths and ancestors of a tree whose form is known before its tokens."""
+
+    parents: Int[Tensor, " nodes"]
+    depths: Int[Tensor, " nodes"]
+    ancestors: Bool[Tensor, "nodes nodes"]
+
+
+def fixed_structure(branching: tuple[int, ...], device: torch.device) -> Structure:
+    """The structure of a tree in which every node of level k has `branching[k]` children."""
+    parents, depths = [-1], [0]
+    level = [0]
+    for depth, width in enumerate(branching, start=1):
+        next_level = []
+        for parent in level:
+            for _ in range(width):
+                next_level.append(len(parents))
+                parents.append(parent)
+                depths.append(depth)
+        level = next_level
+    return structure_of(parents, depths, device)
+
+
+def structure_of(parents: list[int], depths: list[int], device: torch.device) -> Structure:
+    """Build a structure from host-side lists."""
+    ancestors = torch.eye(len(parents), dtype=torch.bool)
+    for node in range(1, len(parents)):
+        ancestors[node] |= ancestors[parents[node]]
+    return Structure(
+        torch.tensor(parents, device=device), torch.tensor(depths, device=device), ancestors.to(device)
+    )
+
+
+class PrefixMask:
+    """Preallocated attention mask: every row sees all committed slots plus a block of new ones.
+
+    Holds [rows, capacity] booleans; committing n tokens touches n columns and viewing touches only the
+    new block, so a cycle's work does not grow with the sequence.
+    """
+
+    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
+        self._data = torch.zeros(rows, capacity, dtype=torch.bool, device=device)
+        self.length = 0
+
+    def commit(self, num_tokens: int) -> None:
+        """Make `num_tokens` more slots visible to every row."""
+        self._data[:, self.length : self.length + num_tokens] = True
+        self.length += num_tokens
+
+    def view(self, block: Bool[Tensor, "new scratch"]) -> Bool[Tensor, "1 1 new slots"]:
+        """The mask for `new` rows that see the committed slots and, behind them, what `block` says."""
+        new, scratch = block.shape
+        end = self.length + scratch
+        self._data[:new, self.length : end] = block
+        return self._data[None, None, :new, :end]
+
+    def reset(self) -> None:
+        """Forget the committed slots."""
+        self._data.zero_()
+        self.length = 0
