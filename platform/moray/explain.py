@@ -134,8 +134,9 @@ def _nearest_key(config_class: type[BaseModel], owner: type[BaseModel], key: str
         return f"; did you mean '{prefix + '.' * bool(prefix) + match[0]}'?"
     rows = _rows(config_class)
     takes = f"; '{prefix}' takes {_listing(owner)}" if prefix else f"; accepted are {_listing(owner)}"
-    if key in dict(rows):  # a key of another variant of the union
-        return f"; '{prefix}.type' is another one, and {takes[2:]}"
+    tags = re.search(r"\[([^\]]*)\]$", dict(rows).get(key, ""))
+    if tags:  # a key of another variant of the union
+        return f"; only type {tags[1]} takes it{takes}"
     names = {name.rpartition(".")[2]: name for name, _ in reversed(rows) if "[" not in name}
     match = difflib.get_close_matches(leaf, names, n=1, cutoff=0.8)
     return f"; did you mean '{names[match[0]]}'?" if match else takes

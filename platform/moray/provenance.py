@@ -132,11 +132,15 @@ def git_state(source: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    return _output("git", "--no-optional-locks", "-C", str(folder), *arguments)
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None if it is absent, fails or hangs: the record then does without."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None  # no git, or a file system too slow for it: the record does without
+        return None
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
@@ -152,11 +156,11 @@ def _gpu_names() -> list[str]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
-    # In a process that has not used CUDA yet, asking for a name would initialise it, and a process that
-    # did can no longer fork workers that use it: there only the number of devices is told.
-    if not torch.cuda.is_initialized():
-        return ["CUDA device"] * torch.cuda.device_count()
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if torch.cuda.is_initialized():
+        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    # Asking torch would initialise CUDA: a driver process must not take memory from the GPU of its workers.
+    listed = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return listed.splitlines() if listed else ["unnamed"] * torch.cuda.device_count()
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -63,7 +63,7 @@ class _Marks:
     """What a template puts around the turns, learnt from two small renderings."""
 
     prompt_tail: str  # from the end of a user's content to where the target begins to write
-    generation_prompt: str  # the part of it that add_generation_prompt adds: the assistant's role header
+    header: str  # the part of it that belongs to the answer: what add_generation_prompt adds
     turn_end: str  # from the end of an assistant's content to the end of the end-of-turn token; may be empty
     turn_end_id: int | None
 
@@ -271,8 +271,8 @@ class ChatTokenizer:
         after_user = number > 0 and messages[scaffold.slots[number - 1]]["role"] == "user"
         if after_user and before.startswith(self._marks.prompt_tail):
             start -= len(before) - len(self._marks.prompt_tail)
-        elif (header := before.rfind(self._marks.generation_prompt)) >= 0 and self._marks.generation_prompt:
-            start -= len(before) - header - len(self._marks.generation_prompt)
+        elif self._marks.header and (found := before.rfind(self._marks.header)) >= 0:
+            start -= len(before) - found - len(self._marks.header)
         return start, end + (len(self._marks.turn_end) if behind.startswith(self._marks.turn_end) else 0)
 
     def _spans_by_prefixes(self, text: str, messages: Sequence[Message]) -> Iterator[Span]:
@@ -312,7 +312,7 @@ class ChatTokenizer:
 
     def _tidy(self, text: str, start: int, end: int) -> Span:
         """Leave the role header and what follows the end of turn out of a span; take the end of turn in."""
-        header, turn_end = self._marks.generation_prompt, self._marks.turn_end
+        header, turn_end = self._marks.header, self._marks.turn_end
         if header and text.startswith(header, start, end):
             start += len(header)
         else:  # a header that ends otherwise when prompting, such as one that opens the reasoning
@@ -333,15 +333,21 @@ class ChatTokenizer:
             answered = self._render(_placeholders(("user", "assistant")))
         except DataError as error:
             raise ConfigError(f"{error}; a template must accept one question and its answer") from None
-        tails = _PLACEHOLDER.split(answered)
-        # With fewer than two contents in sight the template rewrites them: nothing certain follows the last one.
-        found = self._added_tokens.search(tails[-1]) if len(tails) == 5 else None
-        return _Marks(
-            prompt_tail=_PLACEHOLDER.split(opened)[-1],
-            generation_prompt=opened[len(asked) :] if opened.startswith(asked) else "",
-            turn_end=tails[-1][: found.end()] if found else "",
-            turn_end_id=int(self.tokenizer.get_added_vocab()[found.group()]) if found else None,
-        )
+        prompt_tail = _PLACEHOLDER.split(opened)[-1]
+        header = opened[len(asked) :] if opened.startswith(asked) else ""
+        parts = _PLACEHOLDER.split(answered)
+        if len(parts) != 5:  # the template rewrites contents: nothing certain stands around them
+            return _Marks(prompt_tail, header, "", None)
+        between, tail = parts[2], parts[4]
+        if not header and between.startswith(prompt_tail):
+            # A template that ignores add_generation_prompt: text before the answer is a header all the same.
+            header = between[len(prompt_tail) :].rstrip(" ")
+            prompt_tail += header
+        found = self._added_tokens.search(tail)
+        if found is None:
+            return _Marks(prompt_tail, header, "", None)
+        turn_end_id = int(self.tokenizer.get_added_vocab()[found.group()])
+        return _Marks(prompt_tail, header, tail[: found.end()], turn_end_id)
 
 
 def _mask_tokens(text: str, offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -26,9 +26,7 @@ class Accepted:
     next_token: int
 
 
-def accept(
-    tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int
-) -> Accepted:
+def accept(tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int) -> Accepted:
     """Apply the rule that `sampler.params` asks for.
 
     Args:
@@ -97,4 +95,3 @@ def accept_by_rejection(
             return Accepted(path, [tokens[child] for child in path], int((p.log() + noise).argmax()))
         path.append(accepted)
         node = accepted
-

@@ -95,13 +95,9 @@ class TargetSession:
         self._mask.commit(new)
         return self._taps(begin, begin + new, self._output, rows)
 
-    def _pass(
-        self, tokens: Int[Tensor, " new"], positions: Int[Tensor, " new"], block: Tensor
-    ) -> TargetOutput:
+    def _pass(self, tokens: Int[Tensor, " new"], positions: Int[Tensor, " new"], block: Tensor) -> TargetOutput:
         mask = self._mask.view(block)
-        return self.target.forward(
-            tokens[None], positions[None], mask, self.cache, self._needs.hidden_depths
-        )
+        return self.target.forward(tokens[None], positions[None], mask, self.cache, self._needs.hidden_depths)
 
     def _keep(self, num_tokens: int) -> None:
         self.cache.commit(num_tokens)

@@ -1,9 +1,9 @@
 """Checkpoints of drafters and of training runs: safetensors and JSON, written atomically, never pickled.
 
-    drafter.safetensors   trainable weights and buffers
-    drafter.json          its configuration, its target's sizes and fingerprints
-    training.safetensors  optimiser state           (resumable checkpoints only)
-    training.json         step, epoch, seed         (resumable checkpoints only)
+drafter.safetensors   trainable weights and buffers
+drafter.json          its configuration, its target's sizes and fingerprints
+training.safetensors  optimiser state           (resumable checkpoints only)
+training.json         step, epoch, seed         (resumable checkpoints only)
 """
 
 import json
@@ -68,7 +68,9 @@ def read_drafter_config(folder: Path) -> tuple[DrafterConfig, TargetSpec, str]:
             description["text_fingerprint"],
         )
     except FileNotFoundError:
-        raise DataError(f"'{folder}' holds no drafter: drafter.json is missing; train one with pipelines.distill") from None
+        raise DataError(
+            f"'{folder}' holds no drafter: drafter.json is missing; train one with pipelines.distill"
+        ) from None
     except (json.JSONDecodeError, KeyError, ValidationError) as error:
         raise DataError(f"'{path}' is damaged: {' '.join(str(error).split())[:200]}") from None
 
@@ -94,7 +96,9 @@ def load_weights(folder: Path, drafter: Drafter) -> None:
     try:
         drafter.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise DataError(f"'{path}' does not hold this drafter's weights: {' '.join(str(error).split())[:200]}") from None
+        raise DataError(
+            f"'{path}' does not hold this drafter's weights: {' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 def save_training(folder: Path, optimiser: Optimiser, progress: Progress) -> None:

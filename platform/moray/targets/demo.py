@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from moray.targets import demo_chats
 from moray.targets.demo_chats import DemoChat, generate_chats, generate_questions
@@ -142,9 +143,7 @@ def build_tokenizer(chats: Sequence[DemoChat], config: DemoModelConfig) -> PreTr
     )
 
 
-def pack(
-    tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], row_length: int, num_tokens: int
-) -> PackedRows:
+def pack(tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], row_length: int, num_tokens: int) -> PackedRows:
     """Lay chats end to end in rows of `row_length` until there are `num_tokens` or no chats are left.
 
     A chat that does not fit in what is left of a row begins the next one; only a chat longer than a whole
@@ -243,26 +242,26 @@ def _train(model: LlamaForCausalLM, rows: PackedRows, config: DemoTargetConfig, 
     optim = config.optim
     optimizers = _optimizers(model, optim)
     began = time.monotonic()
-    step, num_steps, num_tokens = 0, optim.num_steps, 0
+    step, done = 0, 0.0
     model.train()
     with _progress(console) as progress:
-        bar = progress.add_task("training the demo target", total=num_steps, loss=float("nan"), speed=0.0)
-        while step < num_steps:
+        bar = progress.add_task("training the demo target", total=optim.num_steps, loss=float("nan"), speed=0.0)
+        while done < 1.0:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = group["initial_lr"] * _learning_rate_factor(step, num_steps, optim)
+                    group["lr"] = group["initial_lr"] * _learning_rate_factor(step, done, optim)
             loss, _ = _loss_and_hits(model, rows.batch(step, optim.rows_per_step))
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             step += 1
-            num_tokens += optim.rows_per_step * optim.row_length
             seconds = time.monotonic() - began
-            affordable = max(step, int(step * config.max_seconds / seconds))
-            if affordable < num_steps and step >= min(10, num_steps):
-                num_steps = affordable
-            progress.update(bar, completed=step, total=num_steps, loss=loss.item(), speed=num_tokens / seconds)
+            # The clock only counts when it is ahead of the steps; until then the run is deterministic.
+            done = max(step / optim.num_steps, seconds / config.max_seconds)
+            speed = step * optim.rows_per_step * optim.row_length / seconds
+            total = step if done >= 1.0 else math.ceil(step / done)
+            progress.update(bar, completed=step, total=total, loss=loss.item(), speed=speed)
     if step < optim.num_steps:
         console.print(
             f"[yellow]slow machine:[/] {step} of {optim.num_steps} steps fit into max_seconds={config.max_seconds:g}; "
@@ -323,10 +322,10 @@ def _optimizers(model: LlamaForCausalLM, config: DemoOptimConfig) -> list[torch.
     return [muon, adamw]
 
 
-def _learning_rate_factor(step: int, num_steps: int, config: DemoOptimConfig) -> float:
-    """Linear warm-up, a plateau, then a linear fall to zero."""
+def _learning_rate_factor(step: int, done: float, config: DemoOptimConfig) -> float:
+    """Linear warm-up, a plateau, then a linear fall to zero; `done` is the share of the run behind us."""
     rise = (step + 1) / (config.warmup_steps + 1)
-    fall = (num_steps - step) / (num_steps * config.decay_share)
+    fall = (1.0 - done) / config.decay_share
     return min(1.0, rise, fall)
 
 
@@ -358,7 +357,9 @@ def _progress(console: Console) -> Progress:
 def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)  # a file of an older kind must not survive in it
-    model.save_pretrained(folder, safe_serialization=True)
+    transformers_logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    transformers_logging.enable_progress_bar()
     tokenizer.save_pretrained(folder)
 
 

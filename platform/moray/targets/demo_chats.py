@@ -227,7 +227,14 @@ photography|it teaches you to look closely|take one picture every day|any camera
 swimming|it is gentle and uses the whole body|swim two calm lengths|a towel and a warm pool""".splitlines()
 ]
 
-_PLACES = ("a quiet village", "the old forest", "a small island", "the snowy mountains", "a busy harbour", "the dusty desert")
+_PLACES = (
+    "a quiet village",
+    "the old forest",
+    "a small island",
+    "the snowy mountains",
+    "a busy harbour",
+    "the dusty desert",
+)
 _FINDS = (
     ("a golden key", "a tiny door in an old oak", "a library full of talking books"),
     ("a torn map", "a cave behind a waterfall", "a chest with letters from long ago"),
@@ -265,7 +272,10 @@ def _arithmetic(rng: random.Random) -> list[Turn]:
     total = a + b
     first = rng.choice(
         (
-            (_ask(rng, f"What is {a} + {b}?", f"Add {a} and {b}.", f"Can you work out {a} plus {b}?"), _add_worked(a, b)),
+            (
+                _ask(rng, f"What is {a} + {b}?", f"Add {a} and {b}.", f"Can you work out {a} plus {b}?"),
+                _add_worked(a, b),
+            ),
             (
                 _ask(rng, f"{name} has {a} {item} and gets {b} more. How many {item} does {name} have now?"),
                 f"{name} starts with {a} {item} and gets {b} more. {_add_worked(a, b)} {name} now has {total} {item}.",
@@ -462,7 +472,9 @@ def _clock(rng: random.Random) -> list[Turn]:
             if end < 60:
                 return h, end, f"{m} + {d} = {end} minutes, which is less than an hour. The time will be {h}:{end:02d}."
             rest = end - 60
-            text = f"{m} + {d} = {end} minutes, which is one hour and {rest} minutes. The time will be {h + 1}:{rest:02d}."
+            text = (
+                f"{m} + {d} = {end} minutes, which is one hour and {rest} minutes. The time will be {h + 1}:{rest:02d}."
+            )
             return h + 1, rest, text
 
         next_hour, next_minute, first = later(hour, minute, delay)

@@ -50,7 +50,9 @@ class Target:
                 folder, dtype=getattr(torch, config.dtype), attn_implementation="sdpa", use_safetensors=True
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(f"target.model '{config.model}' cannot be loaded: {' '.join(str(error).split())}") from None
+            raise ConfigError(
+                f"target.model '{config.model}' cannot be loaded: {' '.join(str(error).split())}"
+            ) from None
         return cls(model.to(device), spec, read_eos_ids(config.model))
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
@@ -112,7 +114,9 @@ def pick_device(name: str) -> torch.device:
 def read_eos_ids(model: str) -> tuple[int, ...]:
     """Every id that ends a generation, from generation_config.json, else from config.json."""
     folder = resolve_folder(model)
-    eos = GenerationConfig.from_pretrained(folder).eos_token_id if (folder / "generation_config.json").is_file() else None
+    eos = (
+        GenerationConfig.from_pretrained(folder).eos_token_id if (folder / "generation_config.json").is_file() else None
+    )
     if eos is None:
         from transformers import AutoConfig
 

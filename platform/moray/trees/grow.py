@@ -53,17 +53,15 @@ def _grow_fixed(root: Int[Tensor, " 1"], branching: tuple[int, ...], step: Step,
         start, end = end, end + levels[-1].shape[0]
     # The root was not drafted: its row of draft_probs is never read.
     draft = torch.cat([probs[0][:1], *probs]) if probs else None
-    return TokenTree(
-        torch.cat(levels), structure.parents, structure.depths, structure.ancestors, len(branching), draft
-    )
+    return TokenTree(torch.cat(levels), structure.parents, structure.depths, structure.ancestors, len(branching), draft)
 
 
 def _grow_dynamic(root: Int[Tensor, " 1"], shape: DynamicShape, step: Step, select: Select) -> TokenTree:
     """EAGLE-2 (arXiv 2406.16858, section 4): expand by cumulative log-probability, then rerank all candidates.
 
-        level 0   root                                   expanded[0]
-        level 1   breadth candidates, all expanded       expanded[1 : 1 + breadth]
-        level k   breadth * breadth candidates, the best `breadth` of them expanded
+    level 0   root                                   expanded[0]
+    level 1   breadth candidates, all expanded       expanded[1 : 1 + breadth]
+    level k   breadth * breadth candidates, the best `breadth` of them expanded
     """
     device, breadth = root.device, shape.breadth
     tokens, parents, scores = [root], [torch.full_like(root, -1)], [torch.zeros(1, device=device)]

@@ -63,9 +63,11 @@ class FixedShape(Config):
     @property
     def num_expanded(self) -> int:
         """Nodes that the drafter expands: all levels but the last."""
-        return self.num_nodes // self.branching[-1] if self.depth == 1 else 1 + FixedShape(
-            type="fixed", branching=self.branching[:-1]
-        ).num_nodes
+        return (
+            self.num_nodes // self.branching[-1]
+            if self.depth == 1
+            else 1 + FixedShape(type="fixed", branching=self.branching[:-1]).num_nodes
+        )
 
 
 class DynamicShape(Config):

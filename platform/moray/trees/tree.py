@@ -63,9 +63,7 @@ def structure_of(parents: list[int], depths: list[int], device: torch.device) ->
     ancestors = torch.eye(len(parents), dtype=torch.bool)
     for node in range(1, len(parents)):
         ancestors[node] |= ancestors[parents[node]]
-    return Structure(
-        torch.tensor(parents, device=device), torch.tensor(depths, device=device), ancestors.to(device)
-    )
+    return Structure(torch.tensor(parents, device=device), torch.tensor(depths, device=device), ancestors.to(device))
 
 
 class PrefixMask:

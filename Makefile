@@ -1,0 +1,47 @@
+# The two commands a fresh machine needs are `make demo` and `make test`. Both set up .venv once, here.
+PYTHON ?= python3
+PIP := .venv/bin/python -m pip
+STAMP := .venv/.installed
+
+# pyright's wrapper asks npm for a newer version unless told not to, and would download one if its bundled
+# copy were switched off.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+export PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+demo: $(STAMP) ## the whole chain on a small model, in minutes, without a GPU
+	.venv/bin/python -m pipelines.demo configs/demo.yaml
+
+test: lint ## lint, then every test that is not slow
+	.venv/bin/python -m pytest -m "not slow"
+
+test-slow: $(STAMP) ## the tests that take minutes
+	.venv/bin/python -m pytest -m slow
+
+lint: $(STAMP) ## ruff, pyright and the import contracts
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+	.venv/bin/lint-imports --no-logo
+
+format: $(STAMP) ## rewrite the files as ruff wants them
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+clean: ## remove built files and caches; runs/ and .venv stay
+	rm -rf dist .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -not -path './runs/*' -not -path './.venv/*' -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@[ -x .venv/bin/python ] || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: Moray needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3" >&2; exit 1; }
+	[ -x .venv/bin/python ] || $(PYTHON) -m venv .venv
+	@# torch first and by its exact pin: resolved along with the rest, it may come as the CUDA build
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e ".[dev]"
+	@touch $@

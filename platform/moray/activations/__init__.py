@@ -1,0 +1,1 @@
+"""The activation cache: chats in, the target's activations out, as Parquet that training reads."""

@@ -1,0 +1,21 @@
+"""Ray: the only library package that imports it. Sessions, capture on Ray Data, training on Ray Train.
+
+Importing this package sets defaults for Ray's environment variables. It is the one place where something
+happens at import: Ray reads most of them when it is itself imported, once and for good.
+"""
+
+import os
+
+ENVIRONMENT = {
+    # Explicit on both sides: Ray's own default depends on which files an earlier run left behind.
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_DATA_USE_DATASOURCE_V2": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)

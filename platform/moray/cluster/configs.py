@@ -1,0 +1,41 @@
+"""Configuration of everything that runs on Ray. Imports neither ray nor torch."""
+
+from pydantic import Field
+
+from moray.config import Config
+
+
+class RayConfig(Config):
+    """Which cluster to use."""
+
+    address: str | None = None
+    """None: the cluster that started this job (RAY_ADDRESS), else a new one on this machine."""
+    num_cpus: int | None = Field(default=None, ge=1)
+    """Logical CPUs of a new local cluster; None for the cores plus a few for data tasks."""
+    dashboard: bool = False
+    """Start the dashboard of a new local cluster."""
+
+
+class CaptureConfig(Config):
+    """How the cache is made in parallel."""
+
+    num_tokenisers: int = Field(default=1, ge=1)
+    """Processes that read and tokenise chats."""
+    num_targets: int = Field(default=1, ge=1)
+    """Target replicas, one actor each."""
+    cpus_per_target: float = Field(default=1.0, gt=0)
+    gpus_per_target: float = Field(default=0.0, ge=0)
+    threads_per_target: int = Field(default=1, ge=1)
+
+
+class WorkersConfig(Config):
+    """Ray Train workers of one distillation run."""
+
+    num_workers: int = Field(default=1, ge=1)
+    use_gpu: bool = False
+    cpus_per_worker: float = Field(default=1.0, gt=0)
+    threads_per_worker: int = Field(default=1, ge=1)
+    max_failures: int = Field(default=3, ge=0)
+    """How often the worker group is restarted from the last checkpoint."""
+    prefetch_windows: int = Field(default=2, ge=1)
+    """Windows of the cache that Ray Data reads ahead, per worker."""

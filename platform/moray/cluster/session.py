@@ -1,0 +1,73 @@
+"""Connecting to Ray: one place that knows addresses, environment variables and what workers import."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moray.cluster import ENVIRONMENT
+from moray.cluster.configs import RayConfig
+from moray.errors import ConfigError
+
+_DATA_CPUS = 4
+_OBJECT_STORE_BYTES = 512 << 20
+
+@contextmanager
+def ray_session(config: RayConfig) -> Iterator[None]:
+    """A connection to Ray for the length of a pipeline; joins a session that is already open.
+
+    Raises:
+        ConfigError: no cluster answers at `config.address`.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    _quieten()
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            ray.init(address=address, runtime_env=_runtime_env(), log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=config.num_cpus or (os.cpu_count() or 1) + _DATA_CPUS,
+                include_dashboard=config.dashboard,
+                dashboard_host="127.0.0.1",
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except ConnectionError as error:
+        raise ConfigError(f"ray.address is '{address}' but no cluster answers there: {error}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _runtime_env() -> dict[str, object]:
+    """What workers of a remote cluster import; a submitted job has been given its own already."""
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        return {}
+    root = Path(__file__).resolve().parents[3]
+    return {
+        "working_dir": str(root),
+        "py_modules": [str(root / "platform" / "moray")],
+        "excludes": ["runs", ".venv", ".git"],
+        "env_vars": {name: value for name, value in ENVIRONMENT.items() if name != "RAY_AUTH_MODE"},
+    }
+
+
+def _quieten() -> None:
+    for name in ("ray", "ray.data", "ray.train", "ray.tune"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    # Batches must come in plan order, or a resumed run would not repeat an unbroken one.
+    context.execution_options.preserve_order = True

@@ -1,0 +1,67 @@
+"""Every entry point answers `--help` at once and explains a wrong key on one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MODULES = [
+    f"pipelines.{path.stem}" for path in sorted((REPOSITORY / "pipelines").glob("*.py")) if path.stem != "__init__"
+]
+HEAVY = {"torch", "ray", "transformers", "datasets"}
+MAX_CPU_SECONDS = 2.0
+
+
+class Outcome(NamedTuple):
+    exit_code: int
+    out: str
+    err: str
+    cpu_seconds: float
+
+
+def run(folder: Path, *arguments: str) -> Outcome:
+    """Run Python and measure its own processor time, which a loaded machine does not stretch."""
+    out, err = folder / "out.txt", folder / "err.txt"
+    with out.open("w") as out_file, err.open("w") as err_file:
+        process = subprocess.Popen([sys.executable, *arguments], cwd=REPOSITORY, stdout=out_file, stderr=err_file)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = usage.ru_utime + usage.ru_stime
+    return Outcome(process.returncode, out.read_text(), err.read_text(), seconds)
+
+
+def imported_modules(importtime: str) -> set[str]:
+    """The top-level names in what `python -X importtime` wrote."""
+    lines = (line for line in importtime.splitlines() if line.startswith("import time:"))
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_help_is_fast_and_imports_nothing_heavy(tmp_path, module):
+    outcome = run(tmp_path, "-m", module, "--help")
+    assert outcome.exit_code == 0, outcome.err
+    assert outcome.out.startswith(f"usage: python -m {module} ")
+    assert "keys:" in outcome.out
+    assert outcome.cpu_seconds < MAX_CPU_SECONDS
+    imported = imported_modules(run(tmp_path, "-X", "importtime", "-m", module, "--help").err)
+    assert "moray" in imported
+    assert imported & HEAVY == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_an_unknown_key_gives_one_line_and_exit_code_2(tmp_path, module):
+    outcome = run(tmp_path, "-m", module, "no_such_key=1")
+    assert outcome.exit_code == 2
+    assert outcome.out == ""
+    assert outcome.err.startswith("error: unknown key 'no_such_key'")
+    assert outcome.err.count("\n") == 1
+    assert outcome.cpu_seconds < MAX_CPU_SECONDS
+
+
+def test_the_import_check_sees_a_heavy_import(tmp_path):
+    imported = imported_modules(run(tmp_path, "-X", "importtime", "-c", "import moray.config, pyarrow").err)
+    assert {"moray", "pyarrow"} <= imported

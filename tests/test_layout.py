@@ -1,0 +1,66 @@
+"""The layout that imports, packaging and readers rely on."""
+
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moray.config import read_yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LIBRARY = REPOSITORY / "platform" / "moray"
+FOLDERS = {"platform", "pipelines", "serve", "sweeps", "configs", "tests"}
+OUTPUTS = {"runs", "dist", "__pycache__"}
+MAX_LINES = 330
+YAMLS = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.y*ml"))
+
+
+def test_platform_is_a_source_root_and_no_package():
+    assert not (REPOSITORY / "platform" / "__init__.py").exists()
+    assert not Path(platform.__file__).is_relative_to(REPOSITORY / "platform")
+    assert platform.python_version()
+
+
+def test_top_level_folders_are_the_known_ones():
+    found = {path.name for path in REPOSITORY.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    assert found - OUTPUTS <= FOLDERS
+    assert {path.name for path in (REPOSITORY / "platform").iterdir()} - {"__pycache__"} == {"moray", "README.md"}
+
+
+def test_every_folder_of_the_library_is_a_package():
+    modules = {path.parent for path in LIBRARY.rglob("*.py")}
+    assert LIBRARY in modules
+    assert [str(folder) for folder in modules if not (folder / "__init__.py").is_file()] == []
+
+
+def test_no_file_of_the_library_is_too_long():
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in LIBRARY.rglob("*.py")}
+    assert {str(path): length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_test_files_have_unique_names_and_no_packages():
+    files = list((REPOSITORY / "tests").rglob("*.py"))
+    assert [str(path) for path in files if path.name == "__init__.py"] == []
+    names = [path.name for path in files if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_file_names_this_machine():
+    listed = subprocess.run(
+        ["git", "-C", str(REPOSITORY), "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    machine_path = re.compile(rb"(?<![\w./])/(work|root|home|mnt)/[\w.]")
+    files = [REPOSITORY / name for name in listed.stdout.split("\0") if name]
+    assert [str(path) for path in files if path.is_file() and machine_path.search(path.read_bytes())] == []
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_every_yaml_is_read_by_our_loader(name):
+    assert read_yaml(REPOSITORY / name)

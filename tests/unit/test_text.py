@@ -1,0 +1,301 @@
+"""Chats to tokens: the mask must name exactly the tokens that the target would write."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moray.errors import ConfigError, DataError
+from moray.text import ChatTokenizer, Message, TokenisedChat
+
+DATA = (Path(__file__).resolve().parents[2] / "../shared/data").resolve()
+REAL = {"llama3-instruct": "<|eot_id|>", "qwen-chatml": "<|im_end|>", "llama2-vicuna": "</s>"}
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+LLAMA2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+VICUNA = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ ' USER: ' + m['content'] }}"
+    "{% else %}{{ ' ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+MARKED = (  # as some models ship it: the markers take in the header and what follows the end of turn
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ '<|im_start|>assistant\n' + m['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+FORGETFUL = (  # like Qwen3: the reasoning of an answer is kept only while no later question follows
+    "{% for m in messages %}{% set c = m['content'] %}{% if '</think>' in c and not loop.last %}"
+    "{% set c = c.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + c + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+def assistant(content: str) -> Message:
+    return Message(role="assistant", content=content)
+
+
+TRICKY = [
+    user("assistant"),  # contents that look like the template's own words
+    assistant("user"),
+    user("two\u2028lines, é, 漢字 and 🙂"),
+    assistant("  it's 🙂🙃\u2028 done\n\n"),
+    user("user"),
+    assistant("assistant\nassistant"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer, trained here, saved as Hugging Face saves it."""
+    return build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def build_tokenizer(path: Path, trim_offsets: bool = False, corpus: str = "hello there, how are you today?") -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([corpus, " ASSISTANT: USER: assistant user system"] * 4, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    return path
+
+
+def with_template(folder: Path, tmp_path: Path, template: str) -> ChatTokenizer:
+    file = tmp_path / "template.jinja"
+    file.write_text(template, encoding="utf-8")
+    return ChatTokenizer.load(str(folder), str(file))
+
+
+def responses(tokenizer: ChatTokenizer, chat: TokenisedChat) -> list[str]:
+    """The text of every run of marked tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], chat.response_mask, [False])).astype(int)))
+    runs = zip(edges[::2], edges[1::2], strict=True)
+    return [tokenizer.decode(chat.tokens[start:end], skip_special_tokens=False) for start, end in runs]
+
+
+def reference_ids(tokenizer: ChatTokenizer, messages: list[Message]) -> list[int]:
+    return tokenizer.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+
+
+@pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM + CHATML, MARKED])
+def test_mask_is_every_answer_and_its_end_of_turn(folder: Path, tmp_path: Path, template: str) -> None:
+    tokenizer = with_template(folder, tmp_path, template)
+    chat = tokenizer.encode_chat(TRICKY, 10_000)
+    answers = [message["content"] + "<|im_end|>" for message in TRICKY if message["role"] == "assistant"]
+    assert responses(tokenizer, chat) == answers
+    assert chat.tokens.tolist() == reference_ids(tokenizer, TRICKY)
+    assert chat.tokens.dtype == np.int32
+    assert chat.response_mask.dtype == np.bool_
+
+
+def test_mask_follows_a_template_that_strips_and_has_no_generation_prompt(folder: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(folder, tmp_path, LLAMA2)
+    chat = tokenizer.encode_chat(TRICKY, 10_000)
+    assert responses(tokenizer, chat) == [
+        f" {message['content'].strip()} </s>" for message in TRICKY if message["role"] == "assistant"
+    ]
+    assert chat.tokens.tolist() == reference_ids(tokenizer, TRICKY)
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_header_is_left_out_whether_or_not_offsets_are_trimmed(tmp_path: Path, trim_offsets: bool) -> None:
+    tokenizer = with_template(build_tokenizer(tmp_path / "tokenizer", trim_offsets), tmp_path, VICUNA)
+    messages = [user("hello there"), assistant("how are you"), user("today"), assistant("  \n hello")]
+    assert responses(tokenizer, tokenizer.encode_chat(messages, 10_000)) == [" how are you</s>", "   \n hello</s>"]
+
+
+def test_header_written_by_a_template_without_generation_prompt_is_left_out(folder: Path, tmp_path: Path) -> None:
+    loop = "{% for m in messages %}{{ bos_token + m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    tokenizer = with_template(folder, tmp_path, loop)
+    assert responses(tokenizer, tokenizer.encode_chat(TRICKY[:2], 10_000)) == [" user</s>"]
+
+
+def test_answers_that_the_template_rewrites_are_found_by_prefixes(folder: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(folder, tmp_path, FORGETFUL)
+    messages = [user("one"), assistant("<think>a</think>first"), user("two"), assistant("<think>b</think>second")]
+    chat = tokenizer.encode_chat(messages, 10_000)
+    assert responses(tokenizer, chat) == ["first<|im_end|>", "<think>b</think>second<|im_end|>"]
+    assert chat.tokens.tolist() == reference_ids(tokenizer, messages)
+
+
+def test_template_that_hides_the_turns_is_refused_with_the_way_out(folder: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(folder, tmp_path, "{{ messages | tojson }}")
+    with pytest.raises(DataError, match=r"message 1 .* no prefix .*generation"):
+        tokenizer.encode_chat(TRICKY, 10_000)
+
+
+def test_chat_without_an_assistant_turn_has_an_empty_mask(folder: Path, tmp_path: Path) -> None:
+    for template in (CHATML, MARKED):
+        chat = with_template(folder, tmp_path, template).encode_chat([user("hello")], 100)
+        assert len(chat.tokens) > 3
+        assert not chat.response_mask.any()
+
+
+def test_truncation_cuts_tokens_and_mask_alike(folder: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(folder, tmp_path, CHATML)
+    whole = tokenizer.encode_chat(TRICKY, 10_000)
+    for length in (1, 17, len(whole.tokens) - 1):
+        cut = tokenizer.encode_chat(TRICKY, length)
+        assert cut.tokens.tolist() == whole.tokens[:length].tolist()
+        assert cut.response_mask.tolist() == whole.response_mask[:length].tolist()
+    with pytest.raises(ConfigError, match="max_length is 0"):
+        tokenizer.encode_chat(TRICKY, 0)
+
+
+def test_prompt_is_the_chat_up_to_the_answer(folder: Path, tmp_path: Path) -> None:
+    for template in (CHATML, DEFAULT_SYSTEM + CHATML, LLAMA2, VICUNA):
+        tokenizer = with_template(folder, tmp_path, template)
+        messages = [user("hello there"), assistant("how are you")]
+        chat = tokenizer.encode_chat(messages, 10_000)
+        assert tokenizer.encode_prompt(messages[:1]) == chat.tokens[: chat.response_mask.argmax()].tolist()
+
+
+def test_plain_template_writes_contents_alone_and_answers_run_to_eos(folder: Path) -> None:
+    tokenizer = ChatTokenizer.load(str(folder), "plain")
+    chat = tokenizer.encode_chat([user("hello"), assistant(" there, how"), user(" are"), assistant(" you")], 1000)
+    text = tokenizer.decode(chat.tokens, skip_special_tokens=False)
+    assert text == "<s>hello there, how</s> are you</s>"
+    assert responses(tokenizer, chat) == [" there, how</s>", " you</s>"]
+    assert tokenizer.decode(tokenizer.encode_prompt([user("hello")]), skip_special_tokens=False) == "<s>hello"
+    assert tokenizer.eos_ids == (1,)
+
+
+def test_eos_ids_are_the_end_of_turn_and_the_tokenizers_own(folder: Path, tmp_path: Path) -> None:
+    assert with_template(folder, tmp_path, CHATML).eos_ids == (3, 1)
+    assert with_template(folder, tmp_path, VICUNA).eos_ids == (1,)
+
+
+def test_fingerprint_changes_with_template_and_vocabulary_alone(folder: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(folder, tmp_path, CHATML)
+    before = tokenizer.fingerprint
+    again = with_template(folder, tmp_path, CHATML)
+    again.tokenizer("hello", truncation=True, max_length=2)  # leaves a setting behind in the tokenizer
+    assert again.fingerprint == before
+    assert with_template(folder, tmp_path, CHATML + " ").fingerprint != before
+    other = build_tokenizer(tmp_path / "other", corpus="quite another corpus altogether")
+    assert with_template(other, tmp_path, CHATML).fingerprint != before
+
+
+def test_missing_templates_and_tokenizers_are_explained(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no chat template; set template to 'plain'"):
+        ChatTokenizer.load(str(folder))
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    with pytest.raises(ConfigError, match=r"did you mean '.*chatml\.jinja'"):
+        ChatTokenizer.load(str(folder), str(tmp_path / "chatm.jinja"))
+    with pytest.raises(ConfigError, match=f"did you mean '{folder}'"):
+        ChatTokenizer.load(str(folder)[:-1] + "x", "plain")
+    with pytest.raises(ConfigError, match=r"cannot be loaded|has no tokenizer\.json"):
+        ChatTokenizer.load(str(tmp_path), "plain")
+    with pytest.raises(ConfigError, match="refuses a chat with roles user: unexpected"):
+        with_template(folder, tmp_path, "{% for m in messages %}{{ m }")
+    with pytest.raises(ConfigError, match="a template must accept one question"):
+        with_template(folder, tmp_path, "{{ raise_exception('never') }}")
+
+
+def test_chat_that_the_template_or_tokenizer_refuses_is_a_data_error(folder: Path, tmp_path: Path) -> None:
+    guard = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    tokenizer = with_template(folder, tmp_path, guard + CHATML)
+    with pytest.raises(DataError, match="roles system: no system turns"):
+        tokenizer.encode_chat([Message(role="system", content="x")], 10)
+    with pytest.raises(DataError, match="at least one"):
+        tokenizer.encode_chat([], 10)
+    with pytest.raises(DataError, match="surrogate"):
+        tokenizer.encode_chat([user("\ud83d")], 10)
+
+
+def test_import_loads_neither_transformers_nor_torch() -> None:
+    code = "import sys, moray.text; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    source = Path(__file__).resolve().parents[2] / "platform"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(source)})
+
+
+# --- Real tokenizers and chats ---
+
+
+@pytest.fixture(scope="module", params=sorted(REAL))
+def real(request: pytest.FixtureRequest) -> ChatTokenizer:
+    path = DATA / "tokenizers" / request.param
+    if not path.is_dir():
+        pytest.skip(f"{path} is absent")
+    return ChatTokenizer.load(str(path))
+
+
+def real_chats(name: str, count: int) -> list[list[Message]]:
+    path = DATA / "chats" / name
+    if not path.is_file():
+        pytest.skip(f"{path} is absent")
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line)["messages"] for _, line in zip(range(count), lines, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("ultrachat_200k_real_sample.jsonl", 4), ("sgd_dialogues_ccbysa.jsonl", 200), ("test_sft.jsonl", 300)],
+)
+def test_real_chats_are_masked_exactly(real: ChatTokenizer, name: str, count: int) -> None:
+    turn_end = REAL[Path(real.name).name]
+    for messages in real_chats(name, count):
+        chat = real.encode_chat(messages, 1_000_000)
+        assert chat.tokens.tolist() == reference_ids(real, messages)
+        # Llama-3's template trims contents; Vicuna's puts a space, which the target writes, before an answer.
+        assert [text.removesuffix(turn_end).strip() for text in responses(real, chat)] == [
+            message["content"].strip() for message in messages if message["role"] == "assistant"
+        ]
+        assert all(text.endswith(turn_end) for text in responses(real, chat))
+
+
+def test_real_tokenizers_on_tricky_contents(real: ChatTokenizer) -> None:
+    chat = real.encode_chat(TRICKY, 10_000)
+    turn_end = REAL[Path(real.name).name]
+    assert chat.tokens.tolist() == reference_ids(real, TRICKY)
+    assert [text.strip() for text in responses(real, chat)] == [
+        (message["content"].strip() if "llama3" in real.name else message["content"].lstrip()) + turn_end
+        for message in TRICKY
+        if message["role"] == "assistant"
+    ]
+    assert real.eos_ids[0] == real.tokenizer.convert_tokens_to_ids(turn_end)
+    assert real.tokenizer.eos_token_id in real.eos_ids
+    assert real.vocab_size == len(real.tokenizer)
+
+
+def test_real_base_model_reads_stories_plainly() -> None:
+    path = DATA / "models" / "stories3M-hf"
+    if not path.is_dir():
+        pytest.skip(f"{path} is absent")
+    with pytest.raises(ConfigError, match="'plain'"):
+        ChatTokenizer.load(str(path))
+    tokenizer = ChatTokenizer.load(str(path), "plain")
+    whole = 0
+    chats = real_chats("stories3M_selfgen.jsonl", 300)
+    for messages in chats:
+        chat = tokenizer.encode_chat(messages, 512)
+        assert chat.tokens[0] == tokenizer.tokenizer.bos_token_id
+        assert not chat.response_mask[0]
+        (text,) = responses(tokenizer, chat)
+        missing = len(messages[-1]["content"].strip()) - len(text.removesuffix("</s>").strip())
+        # Where the story goes on within a word of the prompt, the token across the border is not the story's alone.
+        assert messages[-1]["content"].strip().endswith(text.removesuffix("</s>").strip())
+        assert 0 <= missing < 8
+        whole += missing == 0
+    assert whole >= 0.8 * len(chats)
