@@ -50,6 +50,15 @@ class EpochPlan:
                 windows.append(Window(window.row_groups, window.batches[done:], window.first_step + done))
         return EpochPlan(windows, self.num_steps)
 
+    def before(self, step: int) -> "EpochPlan":
+        """What there is until `step` steps are done."""
+        windows = [
+            Window(window.row_groups, window.batches[: step - window.first_step], window.first_step)
+            for window in self.windows
+            if window.first_step < step
+        ]
+        return EpochPlan(windows, min(step, self.num_steps))
+
 
 def plan_epoch(
     shards: dict[str, list[list[int]]], batch_tokens: int, seed: int, epoch: int, num_workers: int
@@ -82,7 +91,7 @@ def plan_epoch(
         rng.shuffle(share)
         plans.append(_plan_worker(share, batch_tokens, rng))
     num_steps = min(sum(len(window.batches) for window in plan) for plan in plans)
-    return [EpochPlan(_truncate(plan, num_steps), num_steps) for plan in plans]
+    return [EpochPlan(plan, num_steps).before(num_steps) for plan in plans]
 
 
 def _plan_worker(units: list[tuple[str, int, list[int]]], batch_tokens: int, rng: random.Random) -> list[Window]:
@@ -112,14 +121,6 @@ def _cut(lengths: Sequence[int], batch_tokens: int, rng: random.Random) -> list[
         batches[-1].append(row)
     rng.shuffle(batches)
     return batches
-
-
-def _truncate(windows: list[Window], num_steps: int) -> list[Window]:
-    return [
-        Window(window.row_groups, window.batches[: num_steps - window.first_step], window.first_step)
-        for window in windows
-        if window.first_step < num_steps
-    ]
 
 
 def needed_columns(needs: TapNeeds, columns: dict[str, Any]) -> list[str]:

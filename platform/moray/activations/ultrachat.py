@@ -417,7 +417,7 @@ def _hub_table(path: str, split: str | None) -> Any:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.rstrip().decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise _UnusableRowError(f"not valid JSON: {error.msg} at character {error.pos + 1}") from None
     except UnicodeDecodeError as error:

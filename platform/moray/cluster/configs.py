@@ -3,6 +3,9 @@
 from pydantic import Field
 
 from moray.config import Config
+from moray.distill.configs import LossConfig, Optim, Schedule, SpikeSchedule, TrainConfig
+from moray.drafters.configs import DrafterConfig
+from moray.targets.spec import TargetConfig
 
 
 class RayConfig(Config):
@@ -39,3 +42,20 @@ class WorkersConfig(Config):
     """How often the worker group is restarted from the last checkpoint."""
     prefetch_windows: int = Field(default=2, ge=1)
     """Windows of the cache that Ray Data reads ahead, per worker."""
+
+
+class DistilConfig(Config):
+    """One distillation run."""
+
+    target: TargetConfig
+    activations: str
+    """Folder or URI of the activation cache."""
+    output: str
+    """Folder of the drafter, its checkpoints and metrics."""
+    drafter: DrafterConfig
+    losses: LossConfig = LossConfig()
+    optim: Optim
+    schedule: Schedule = SpikeSchedule(type="spike")
+    train: TrainConfig = TrainConfig()
+    workers: WorkersConfig = WorkersConfig()
+    ray: RayConfig = RayConfig()

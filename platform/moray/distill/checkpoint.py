@@ -3,12 +3,11 @@
 drafter.safetensors   trainable weights and buffers
 drafter.json          its configuration, its target's sizes and fingerprints
 training.safetensors  optimiser state           (resumable checkpoints only)
-training.json         step, epoch, seed         (resumable checkpoints only)
+training.json         updates made              (resumable checkpoints only)
 """
 
 import json
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ from moray.targets.head import TargetHead
 from moray.targets.spec import TargetSpec
 
 _FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a training run has come: `step` updates have been made."""
-
-    step: int = 0
 
 
 def save_drafter(folder: Path, drafter: Drafter, text_fingerprint: str) -> None:
@@ -101,20 +93,20 @@ def load_weights(folder: Path, drafter: Drafter) -> None:
         ) from None
 
 
-def save_training(folder: Path, optimiser: Optimiser, progress: Progress) -> None:
+def save_training(folder: Path, optimiser: Optimiser, step: int) -> None:
     """Write what a run needs, beside its drafter, to go on exactly where it was."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu() for name, tensor in optimiser.state_dict().items()}
     _atomically(folder / "training.safetensors", lambda path: save_file(state, path))
-    _atomically(folder / "training.json", lambda path: path.write_text(json.dumps(asdict(progress))))
+    _atomically(folder / "training.json", lambda path: path.write_text(json.dumps({"step": step})))
 
 
-def load_training(folder: Path, optimiser: Optimiser) -> Progress:
-    """Restore an optimiser and say how far the run had come."""
+def load_training(folder: Path, optimiser: Optimiser) -> int:
+    """Restore an optimiser and say how many updates had been made."""
     try:
         optimiser.load_state_dict(load_file(folder / "training.safetensors"))
-        return Progress(**json.loads((folder / "training.json").read_text(encoding="utf-8")))
-    except (OSError, SafetensorError, json.JSONDecodeError, TypeError) as error:
+        return int(json.loads((folder / "training.json").read_text(encoding="utf-8"))["step"])
+    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise DataError(f"checkpoint '{folder}' cannot be resumed: {' '.join(str(error).split())[:200]}") from None
 
 

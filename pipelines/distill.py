@@ -1,0 +1,28 @@
+"""Distil a drafter from cached activations, on Ray Train.
+
+    python -m pipelines.distill configs/targets/demo.yaml configs/drafters/moa.yaml \\
+        activations=runs/demo/activations output=runs/demo/moa
+
+Killed at any instant, the same command goes on from its last checkpoint.
+"""
+
+from moray.cluster.configs import DistilConfig
+from moray.config import run_entry_point
+
+
+def main(config: DistilConfig) -> None:
+    """Train or go on, then say where the drafter is."""
+    from moray.cluster.distil import distil
+    from moray.cluster.session import ray_session
+    from moray.distill.runs import claim_run
+
+    if claim_run(config.output, config):
+        print(f"{config.output} is complete for this configuration: nothing to do")
+        return
+    with ray_session(config.ray):
+        folder = distil(config)
+    print(f"drafter: {folder}")
+
+
+if __name__ == "__main__":
+    run_entry_point(DistilConfig, __doc__ or "", main)

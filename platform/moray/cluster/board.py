@@ -1,0 +1,69 @@
+"""A board that a remote worker pins its progress to and the driver reads: works on any cluster, without a
+shared disk."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from moray.cluster.progress import progress_bar
+
+_POLL_SECONDS = 0.5
+
+
+@ray.remote
+class Board:
+    """Holds the latest progress of one run."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Any] = {"step": 0, "total": None, "metrics": {}}
+
+    def start(self, step: int, total: int) -> None:
+        """A worker group has started, or started again, at `step` of `total`."""
+        self._latest = {"step": step, "total": total, "metrics": {}}
+
+    def update(self, step: int, metrics: dict[str, float]) -> None:
+        """`step` updates are done."""
+        self._latest |= {"step": step, "metrics": metrics}
+
+    def latest(self) -> dict[str, Any]:
+        """What was pinned last."""
+        return self._latest
+
+
+@contextmanager
+def follow(board: Any, title: str) -> Iterator[None]:
+    """Show a progress bar that follows the board while the block runs."""
+    stop = threading.Event()
+    with progress_bar() as bar:
+        task = bar.add_task(title, total=None, note="starting workers")
+
+        def poll() -> None:
+            while True:
+                stopped = stop.wait(_POLL_SECONDS)
+                try:
+                    latest = ray.get(board.latest.remote(), timeout=5)
+                except ray.exceptions.RayError:
+                    return  # the cluster is going down: the run itself reports why
+                if latest["total"] is not None:
+                    bar.update(task, total=latest["total"], completed=latest["step"], note=_note(latest["metrics"]))
+                if stopped:
+                    return
+
+        thread = threading.Thread(target=poll, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(timeout=10)
+
+
+def _note(metrics: dict[str, float]) -> str:
+    if not metrics:
+        return ""
+    return (
+        f"loss {metrics['loss']:.3f}  accuracy {metrics['accuracy']:.3f}  simulated tau {metrics['simulated_tau']:.2f}"
+    )

@@ -1,0 +1,170 @@
+"""Distillation on Ray Train: data-parallel workers around the torch-only loop, checkpoints, exact resume."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train.torch import TorchTrainer, get_device
+
+from moray.activations.collate import EpochPlan, needed_columns, plan_epoch
+from moray.activations.manifest import Manifest, read_manifest
+from moray.activations.store import CacheStore
+from moray.batch import TrainBatch
+from moray.cluster.board import Board, follow
+from moray.cluster.configs import DistilConfig
+from moray.cluster.stream import stream_batches
+from moray.distill.checkpoint import load_training, load_weights, save_drafter, save_training
+from moray.distill.configs import TrainConfig
+from moray.distill.loop import Span, train
+from moray.distill.metrics import MetricsWriter
+from moray.distill.optim import Optimiser
+from moray.drafters.base import Drafter
+from moray.errors import DataError, MismatchError
+from moray.targets.head import TargetHead
+from moray.targets.spec import TargetSpec, read_spec
+from moray.text import ChatTokenizer
+
+_RUN_NAME = "train"
+
+
+def distil(config: DistilConfig) -> Path:
+    """Train a drafter, or go on with one; returns the folder that holds it. Needs a Ray session.
+
+    The run's name and folder are functions of `config.output`: the same command after a kill finds its last
+    checkpoint. Workers that die are replaced up to `max_failures` times.
+
+    Raises:
+        MismatchError: the cache was made from another target.
+        DataError: no complete cache, a missing column, or a gradient that is not finite.
+    """
+    manifest = read_manifest(CacheStore(config.activations))
+    check_same_target(manifest, read_spec(config.target.model), config)
+    output = Path(config.output).absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    board = Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    trainer = TorchTrainer(
+        _worker,
+        train_loop_config={"config": config.model_dump_json(), "board": board, "output": str(output)},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.workers.num_workers,
+            use_gpu=config.workers.use_gpu,
+            resources_per_worker={"CPU": config.workers.cpus_per_worker},
+        ),
+        run_config=ray.train.RunConfig(
+            name=_RUN_NAME,
+            storage_path=str(output / "ray"),
+            failure_config=ray.train.FailureConfig(max_failures=config.workers.max_failures),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.train.keep_checkpoints),
+        ),
+    )
+    with follow(board, f"distil {config.drafter.type}"):
+        result = trainer.fit()
+    if result.checkpoint is None:
+        raise DataError(f"'{output}' holds no checkpoint although training ended: is the cache empty?")
+    with result.checkpoint.as_directory() as folder:
+        for name in ("drafter.safetensors", "drafter.json"):
+            shutil.copyfile(Path(folder) / name, output / f".{name}.tmp")
+            (output / f".{name}.tmp").replace(output / name)
+    return output
+
+
+def check_same_target(manifest: Manifest, spec: TargetSpec, config: DistilConfig) -> None:
+    """Refuse a cache of another target, tokenizer or template, and a cache without the needed columns."""
+    cached = manifest.plan["target"]["fingerprint"]
+    if cached != spec.fingerprint:
+        raise MismatchError(
+            f"activations '{config.activations}' were cached from a target with fingerprint {cached}; "
+            f"target.model '{config.target.model}' has {spec.fingerprint}: cache again or point to the right one"
+        )
+    text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
+    if manifest.plan["text_fingerprint"] != text:
+        raise MismatchError(
+            f"activations '{config.activations}' were cached with tokenizer and template "
+            f"{manifest.plan['text_fingerprint']}, the target now has {text}: cache again"
+        )
+
+
+def _worker(settings: dict[str, Any]) -> None:
+    """One Ray Train worker."""
+    config = DistilConfig.model_validate_json(settings["config"])
+    torch.set_num_threads(config.workers.threads_per_worker)
+    context = ray.train.get_context()
+    rank, num_workers = context.get_world_rank(), context.get_world_size()
+    store = CacheStore(config.activations)
+    manifest = read_manifest(store)
+    drafter = build_drafter(config, manifest).to(get_device())
+    needed_columns(drafter.needs, manifest.columns)
+    optimiser = Optimiser(drafter, config.optim, config.schedule)
+    first_step = 0
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            load_weights(Path(folder), drafter)
+            first_step = load_training(Path(folder), optimiser)
+    plans = [
+        plan_epoch(manifest.lengths, config.train.batch_tokens, config.train.seed, epoch, num_workers)[rank]
+        for epoch in range(config.train.epochs)
+    ]
+    span = _span(plans, config.train, first_step)
+    batches = _batches(plans, span, config, manifest, drafter)
+    is_first = rank == 0
+    writer = MetricsWriter(Path(settings["output"]), first_step) if is_first else None
+    board = settings["board"] if is_first else None
+    if board is not None:
+        board.start.remote(first_step, span.total_steps)
+
+    def report(step: int, metrics: dict[str, float]) -> None:
+        if writer is not None and board is not None:
+            writer.write(step, metrics)
+            board.update.remote(step, metrics)
+
+    def save(step: int) -> None:
+        if not is_first:
+            ray.train.report({"step": step})
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            save_drafter(Path(folder), drafter, manifest.plan["text_fingerprint"])
+            save_training(Path(folder), optimiser, step)
+            ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+    train(drafter, optimiser, batches, span, config.losses, config.train, report, save)
+    if writer is not None:
+        writer.close()
+
+
+def build_drafter(config: DistilConfig, manifest: Manifest) -> Drafter:
+    """A freshly initialised drafter: the same on every worker, for the same seed."""
+    head = TargetHead.load(config.target, config.drafter.num_target_layers)
+    torch.manual_seed(config.train.seed)
+    drafter = config.drafter.build(head)
+    drafter.set_scale(manifest.hidden_rms)
+    return drafter
+
+
+def _span(plans: list[EpochPlan], train_config: TrainConfig, first_step: int) -> Span:
+    total = sum(plan.num_steps for plan in plans)
+    if total == 0:
+        raise DataError("the cache holds fewer batches than there are workers; lower train.batch_tokens or workers")
+    per_epoch = -(-total // len(plans))
+    return Span(first_step, min(total, train_config.max_steps or total), per_epoch, len(plans))
+
+
+def _batches(
+    plans: list[EpochPlan], span: Span, config: DistilConfig, manifest: Manifest, drafter: Drafter
+) -> Iterator[TrainBatch]:
+    """This worker's batches from `span.first_step` to the last, epoch after epoch."""
+    begin = 0
+    for plan in plans:
+        end = min(begin + plan.num_steps, span.total_steps)
+        if span.first_step < end:
+            rest = plan.after(max(0, span.first_step - begin)).before(end - begin)
+            yield from stream_batches(
+                config.activations, manifest, rest, drafter.needs, config.workers.prefetch_windows
+            )
+        begin = end
+
