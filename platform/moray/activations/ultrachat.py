@@ -5,48 +5,27 @@ any process, at any time, with the same result. A row that cannot be used is han
 in silence; whoever reads counts them against `max_bad_rows`. This module refuses to know tokenizers, Ray and torch.
 """
 
-import bisect
 import difflib
 import glob
 import itertools
-import json
 import mmap
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from moray.activations.chat_shapes import ACCEPTED, NO_ANSWER, UnusableRowError, parse_row, row_id, row_messages
+from moray.activations.chat_tables import HUB, ParquetCursor, hub_table, parquet_cursor
 from moray.config import Config
 from moray.errors import ConfigError, DataError
 from moray.text import Message
 
-_HUB = "hub:"
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _PROBE_ROWS = 20
-_PARQUET_BATCH = 256  # rows decoded at a time: what a reader holds beyond its chunk
-_NO_ANSWER = "no assistant turn with text in it"
-_ACCEPTED = (
-    "accepted are 'messages' or 'conversations' (lists of {role, content} or {from, value}), 'data' (texts of user "
-    "and assistant in turn), 'instruction' (+ 'input') with 'output', and 'prompt' with 'completion' or 'response'"
-)
-_ROLES = {
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "system": "system",
-}
-_PAIRS = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"), ("instruction", "response"))
-_IDS = ("prompt_id", "id", "conversation_id", "uuid", "uid", "_id")
 # Strings are matched whole, so that brackets inside them do not count.
 _JSON_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 _parquet_lock = threading.Lock()
@@ -97,10 +76,6 @@ class BadRow(NamedTuple):
     reason: str
 
 
-class _UnusableRowError(Exception):
-    """Why a row is no chat; becomes a `BadRow`."""
-
-
 class _Extent(NamedTuple):
     """Where one row of a JSON file lies."""
 
@@ -147,7 +122,7 @@ def plan_chunks(config: ChatsConfig, chats_per_chunk: int = 1024) -> list[ChatCh
         elif skip:
             skip -= sum(1 for _ in _extents(whole, 0, skip))
         else:
-            raise DataError(f"'{whole.file}' holds no row; {_ACCEPTED}")
+            raise DataError(f"'{whole.file}' holds no row; {ACCEPTED}")
         left = None if left is None else left - num_rows
     if not chunks:
         raise DataError(
@@ -165,12 +140,12 @@ def read_chunk(chunk: ChatChunk) -> Iterator[Chat | BadRow]:
     for number, row in _read_rows(chunk):
         try:
             if isinstance(row, bytes):
-                row = _parse(row)
+                row = parse_row(row)
             uid = f"{chunk.label}#{number}"
-            if own_id := next((str(row[key]) for key in _IDS if row.get(key) is not None), ""):
-                uid += f"#{own_id[:80]}"
-            yield Chat(uid, _messages(row))
-        except _UnusableRowError as error:
+            if own_id := row_id(row):
+                uid += f"#{own_id}"
+            yield Chat(uid, row_messages(row))
+        except UnusableRowError as error:
             yield BadRow(chunk.file, number, str(error))
 
 
@@ -179,7 +154,7 @@ def read_chunk(chunk: ChatChunk) -> Iterator[Chat | BadRow]:
 
 def _sources(config: ChatsConfig) -> Iterator[ChatChunk]:
     """Every file of a configuration, as a chunk whose rows are not yet known."""
-    if config.path.startswith(_HUB):
+    if config.path.startswith(HUB):
         yield ChatChunk(0, config.path, config.path, "hub", 1, 0, split=config.split)
         return
     for file, label in _find_files(config):
@@ -244,7 +219,7 @@ def _extents(whole: ChatChunk, skip: int, limit: int | None) -> Iterator[_Extent
         return itertools.islice(_line_extents(whole.file), skip, stop)
     if whole.kind == "array":
         return itertools.islice(_array_extents(whole.file), skip, stop)
-    num_rows = len(_hub_table(whole.file, whole.split)) if whole.kind == "hub" else _ParquetCursor(whole.file).num_rows
+    num_rows = len(hub_table(whole.file, whole.split)) if whole.kind == "hub" else ParquetCursor(whole.file).num_rows
     return (_Extent(row + 1, 0, 0) for row in range(num_rows)[skip:stop])
 
 
@@ -292,7 +267,7 @@ def _array_elements(buffer: mmap.mmap | bytes, file: str) -> Iterator[tuple[int,
 def _probe(chunk: ChatChunk) -> None:
     """Refuse at once a file that holds something else than chats."""
     rows = list(itertools.islice(read_chunk(chunk), _PROBE_ROWS))
-    bad = [row for row in rows if isinstance(row, BadRow) and row.reason != _NO_ANSWER]
+    bad = [row for row in rows if isinstance(row, BadRow) and row.reason != NO_ANSWER]
     if rows and len(bad) == len(rows):
         raise DataError(
             f"none of the first {len(rows)} rows of '{chunk.file}' is a chat; row {bad[0].row}: {bad[0].reason}"
@@ -305,7 +280,7 @@ def _probe(chunk: ChatChunk) -> None:
 def _read_rows(chunk: ChatChunk) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
     if chunk.kind == "hub":
         first = chunk.first_row - 1
-        table = _hub_table(chunk.file, chunk.split)[first : first + chunk.num_rows]
+        table = hub_table(chunk.file, chunk.split)[first : first + chunk.num_rows]
         yield from enumerate(table.to_pylist(), start=chunk.first_row)
         return
     try:
@@ -318,7 +293,7 @@ def _read_rows(chunk: ChatChunk) -> Iterator[tuple[int, bytes | dict[str, Any]]]
         )
     if chunk.kind == "parquet":
         with _parquet_lock:
-            rows = _parquet_cursor(chunk.file, chunk.file_bytes).take(chunk.first_row - 1, chunk.num_rows)
+            rows = parquet_cursor(chunk.file, chunk.file_bytes).take(chunk.first_row - 1, chunk.num_rows)
         yield from enumerate(rows, start=chunk.first_row)
         return
     with Path(chunk.file).open("rb") as stream:
@@ -335,146 +310,3 @@ def _read_rows(chunk: ChatChunk) -> Iterator[tuple[int, bytes | dict[str, Any]]]
             position += len(line)
             if line.strip():
                 yield number, line
-
-
-class _ParquetCursor:
-    """Reads ranges of rows, going on from where the last range ended.
-
-    Row groups can be large and cannot be entered in the middle; a reader that takes its chunks in order decodes
-    each row once.
-    """
-
-    def __init__(self, path: str) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        self._path = path
-        try:
-            self._file = pq.ParquetFile(path, pre_buffer=False)
-        except pa.ArrowException as error:
-            raise DataError(f"'{path}' is no readable Parquet file: {' '.join(str(error).split())}") from None
-        metadata = self._file.metadata
-        self.num_rows: int = metadata.num_rows
-        counts = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-        self._group_starts = list(itertools.accumulate(counts, initial=0))[:-1]
-        self._seek(0)
-
-    def take(self, first: int, count: int) -> list[dict[str, Any]]:
-        """Rows [first, first + count), counted from 0."""
-        import pyarrow as pa
-
-        group = bisect.bisect_right(self._group_starts, first) - 1
-        if first < self._position or self._group_starts[group] > self._position:
-            self._seek(group)
-        rows: list[dict[str, Any]] = []
-        try:
-            while len(rows) < count:
-                if self._batch is None:
-                    self._batch = next(self._batches)
-                skip = min(max(first - self._position, 0), self._batch.num_rows)
-                piece = self._batch.slice(skip, count - len(rows))
-                rows.extend(piece.to_pylist())
-                used = skip + piece.num_rows
-                self._position += used
-                self._batch = self._batch.slice(used) if used < self._batch.num_rows else None
-        except (StopIteration, pa.ArrowException) as error:
-            raise DataError(f"'{self._path}' is damaged near row {self._position + 1}: {error}") from None
-        return rows
-
-    def _seek(self, group: int) -> None:
-        groups = list(range(group, len(self._group_starts)))
-        self._batches = iter(self._file.iter_batches(batch_size=_PARQUET_BATCH, row_groups=groups))
-        self._batch: Any = None  # the rows of the last batch that nobody has asked for yet
-        self._position = self._group_starts[group] if self._group_starts else 0
-
-
-@lru_cache(maxsize=1)
-def _parquet_cursor(path: str, num_bytes: int) -> _ParquetCursor:  # the size tells a rewritten file from the old one
-    return _ParquetCursor(path)
-
-
-@lru_cache(maxsize=1)
-def _hub_table(path: str, split: str | None) -> Any:
-    """A hub data set whose slices are Arrow tables; it lies memory-mapped in the cache of `datasets`."""
-    import datasets
-
-    name, _, revision = path.removeprefix(_HUB).partition("@")
-    try:
-        splits = datasets.load_dataset(name, revision=revision or None)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"chats.path '{path}' cannot be loaded: {' '.join(str(error).split())[:300]}; "
-            "give hub:OWNER/NAME[@REVISION], or a local file"
-        ) from None
-    chosen = next(iter(splits)) if split is None and len(splits) == 1 else split
-    if chosen not in splits:
-        raise ConfigError(f"chats.split is {split or 'null'}, but '{path}' has: {', '.join(map(str, splits))}")
-    return splits[chosen].with_format("arrow")
-
-
-# --- Shapes ---
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.rstrip().decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise _UnusableRowError(f"not valid JSON: {error.msg} at character {error.pos + 1}") from None
-    except UnicodeDecodeError as error:
-        raise _UnusableRowError(f"not UTF-8 text: byte {error.start + 1} of the row") from None
-    except RecursionError:
-        raise _UnusableRowError("not valid JSON: nested too deeply") from None
-    if not isinstance(row, dict):
-        raise _UnusableRowError(f"a row is a {type(row).__name__}; an object is needed")
-    return row
-
-
-def _messages(row: Mapping[str, Any]) -> list[Message]:
-    """The turns of a row of any accepted shape."""
-    row = {key: value for key, value in row.items() if value is not None}  # tables have every column in every row
-    turns = list(_turns(row))
-    if isinstance(row.get("system"), str) and row["system"] and turns and turns[0]["role"] != "system":
-        turns.insert(0, _message("system", row["system"], 0))
-    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
-        raise _UnusableRowError(_NO_ANSWER)
-    return turns
-
-
-def _turns(row: Mapping[str, Any]) -> Iterable[Message]:
-    for key in ("messages", "conversations", "data"):
-        if key in row:
-            if not isinstance(row[key], list):
-                raise _UnusableRowError(f"'{key}' is a {type(row[key]).__name__}; a list of turns is needed")
-            if key == "data":
-                roles = itertools.cycle(("user", "assistant"))
-                return [_message(role, text, number) for number, (role, text) in enumerate(zip(roles, row[key]))]  # noqa: B905
-            return [_read_turn(turn, number) for number, turn in enumerate(row[key])]
-    for question, answer in _PAIRS:
-        if question in row and answer in row:
-            asked = row[question]
-            if question == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():
-                asked = f"{asked}\n\n{row['input']}"
-            return [_message("user", asked, 0), _message("assistant", row[answer], 1)]
-    if "prompt" in row or "instruction" in row:
-        raise _UnusableRowError(_NO_ANSWER)
-    raise _UnusableRowError(f"unknown shape with keys {', '.join(map(repr, row)) or 'none'}; {_ACCEPTED}")
-
-
-def _read_turn(turn: Any, number: int) -> Message:
-    if not isinstance(turn, dict):
-        raise _UnusableRowError(
-            f"turn {number} is a {type(turn).__name__}; {{role, content}} or {{from, value}} is needed"
-        )
-    name = turn.get("role", turn.get("from"))
-    role = _ROLES.get(name.lower()) if isinstance(name, str) else None
-    if role is None:
-        raise _UnusableRowError(f"turn {number} has the role {name!r}; accepted are {', '.join(_ROLES)}")
-    return _message(role, turn.get("content", turn.get("value")), number)
-
-
-def _message(role: str, content: Any, number: int) -> Message:
-    if not isinstance(content, str):
-        raise _UnusableRowError(f"turn {number} is a {type(content).__name__}; a text is needed")
-    if not content.isascii() and any("\ud800" <= character <= "\udfff" for character in content):
-        raise _UnusableRowError(f"turn {number} holds half a surrogate pair, which is no text")
-    return Message(role=role, content=content)

@@ -170,7 +170,9 @@ def _run_target(
     done = set(store.committed())
     missing = [plan for plan in plans if plan.name not in done]
     total = sum(tokens_of.values())
-    print(f"{total:,} tokens in {len(plans)} shards, {total * token_bytes / 2**20:,.0f} MiB; {len(missing)} shards to do")
+    print(
+        f"{total:,} tokens in {len(plans)} shards, {total * token_bytes / 2**20:,.0f} MiB; {len(missing)} shards to do"
+    )
     if not missing:
         return
     items = [{"plan": json.dumps(asdict(plan))} for plan in missing]

@@ -167,4 +167,3 @@ def _batches(
                 config.activations, manifest, rest, drafter.needs, config.workers.prefetch_windows
             )
         begin = end
-

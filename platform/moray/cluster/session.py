@@ -13,6 +13,7 @@ from moray.errors import ConfigError
 _DATA_CPUS = 4
 _OBJECT_STORE_BYTES = 512 << 20
 
+
 @contextmanager
 def ray_session(config: RayConfig) -> Iterator[None]:
     """A connection to Ray for the length of a pipeline; joins a session that is already open.

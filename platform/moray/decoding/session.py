@@ -71,7 +71,8 @@ class TargetSession:
     def decode(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
         """Plain decoding: one token in, the next one's logits out, its keys and values kept."""
         position = self.cache.length
-        output = self._pass(token, self._positions[position : position + 1], self._lower[:1, :1])
+        positions = self._positions[None, position : position + 1]
+        output = self.target.forward(token[None], positions, None, self.cache)
         self._keep(1)
         return self.target.logits(output.last[0])
 

@@ -6,39 +6,35 @@ positions at once, drafting keeps them in preallocated buffers.
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Complex, Float, Int
 from torch import Tensor, nn
 
 from moray.drafters.configs import BlockConfig
 
-Rotary = tuple[Float[Tensor, "*rows head_dim"], Float[Tensor, "*rows head_dim"]]
-"""Cosines and sines of some positions."""
+Rotary = Complex[Tensor, "seq half"]
+"""Unit complex numbers by which pairs of neighbouring features turn, for some positions."""
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines for positions 0..num_positions-1, computed once and never saved."""
+    """Rotations for positions 0..num_positions-1, computed once and never saved."""
 
     def __init__(self, head_dim: int, num_positions: int, theta: float) -> None:
         super().__init__()
         frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency
-        angle = torch.cat([angle, angle], dim=-1)
-        self.cos: Tensor
-        self.sin: Tensor
-        self.register_buffer("cos", angle.cos().float(), persistent=False)
-        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        # Kept as pairs of reals: `module.to(dtype)` would drop the imaginary part of a complex buffer.
+        self.pairs: Tensor
+        self.register_buffer("pairs", torch.stack([angle.cos(), angle.sin()], dim=-1).float(), persistent=False)
 
     def rows(self, start: int, end: int) -> Rotary:
-        """Tables for positions start..end-1: views, no copy."""
-        return self.cos[start:end], self.sin[start:end]
+        """Rotations of positions start..end-1: a view, no copy."""
+        return torch.view_as_complex(self.pairs[start:end])
 
 
 def rotate(x: Float[Tensor, "batch heads seq head_dim"], rotary: Rotary) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Rotary position embedding (arXiv 2104.09864), halves convention."""
-    cos, sin = rotary
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
+    """Rotary position embedding (arXiv 2104.09864) on neighbouring pairs: one complex product."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotary).flatten(-2).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -96,8 +92,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `keys_values` and `finish` are apart so that self-attention, cross-attention and cached drafting use the
-    same weights through the same code.
+    Taken apart, so that self-attention, cross-attention and cached drafting use the same weights through the
+    same code: `input_norm` and the attention's projections first, then `finish`.
     """
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
@@ -107,21 +103,25 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(width, eps=norm_eps)
         self.mlp = SwiGLU(width, config.intermediate_size)
 
-    def keys_values(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq kv_width"]:
-        """Unrotated keys and values of `x`, as they may be cached or sent."""
-        return self.attention.kv_proj(self.input_norm(x))
-
     def finish(
         self,
         x: Float[Tensor, "batch seq width"],
+        query: Float[Tensor, "batch heads seq head_dim"],
         key: Float[Tensor, "batch kv_heads slots head_dim"],
         value: Float[Tensor, "batch kv_heads slots head_dim"],
         mask: Bool[Tensor, "#batch 1 seq slots"] | None,
-        rotary: Rotary,
     ) -> Float[Tensor, "batch seq width"]:
-        """The layer's output for queries `x` over given keys and values."""
-        x = x + self.attention.attend(self.attention.query(self.input_norm(x), rotary), key, value, mask)
+        """The layer's output for the residual stream `x` and the queries made from it."""
+        x = x + self.attention.attend(query, key, value, mask)
         return x + self.mlp(self.mlp_norm(x))
+
+    def forward(
+        self, x: Float[Tensor, "batch seq width"], mask: Bool[Tensor, "#batch 1 seq seq"] | None, rotary: Rotary
+    ) -> Float[Tensor, "batch seq width"]:
+        """Self-attention over all of `x`."""
+        normed = self.input_norm(x)
+        key, value = self.attention.split(self.attention.kv_proj(normed), rotary)
+        return self.finish(x, self.attention.query(normed, rotary), key, value, mask)
 
 
 def init_weights(module: nn.Module, norm_init: str, generator: torch.Generator | None = None) -> None:

@@ -22,6 +22,7 @@ from moray.drafters.layers import Block, RotaryTable, block_mask, init_weights
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache, PastAndPredicted
+from moray.trees.shapes import MAX_DEPTH
 from moray.trees.tree import PrefixMask
 
 _LAYER_ROTARY_THETA = 10_000.0
@@ -64,7 +65,7 @@ class MoA(Drafter[MoAState]):
         self.sa = Block(spec.hidden_size, config.self_attention, spec.head_dim, eps)
         self.ca = Block(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
         self.layer_rotary = RotaryTable(spec.kv_width // layer_heads, spec.num_layers, _LAYER_ROTARY_THETA)
-        self.rotary = RotaryTable(spec.head_dim, spec.max_positions, spec.rope_theta)
+        self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         # Residual streams can be 20-30 times a norm's output: predict in units of their rms (moa.md).
         self.feature_scale: Tensor
         self.register_buffer("feature_scale", torch.ones(()))
@@ -85,19 +86,19 @@ class MoA(Drafter[MoAState]):
 
     def observe(self, taps: Taps) -> Memory:
         assert taps.kv is not None
-        memory = {"cross": self.ca.keys_values(self._remember(taps.kv))}
+        memory = {"cross": self._cross_keys_values(taps.kv)}
         if self.config.target_layers:
             memory["tail"] = taps.kv[:, :, -self.config.target_layers :].flatten(2)
         return memory
 
-    def _remember(self, kv: Float[Tensor, "batch seq layers width"]) -> Float[Tensor, "batch seq hidden"]:
-        """Layer self-attention (section 3.1): attend over the layer axis, mean, project to the hidden size."""
+    def _cross_keys_values(self, kv: Float[Tensor, "batch seq layers width"]) -> Float[Tensor, "batch seq kv_width"]:
+        """Layer self-attention (section 3.1) over the layer axis, mean, projection to the hidden size: the
+        memory m_t; then cross-attention's keys and values of it, not yet rotated."""
         batch, seq, layers, width = kv.shape
         x = kv.reshape(batch * seq, layers, width).to(self.to_memory.weight.dtype)
-        rotary = self.layer_rotary.rows(0, layers)
-        key, value = self.lsa.attention.split(self.lsa.keys_values(x), rotary)
-        mixed = self.lsa.finish(x, key, value, None, rotary)
-        return self.to_memory(mixed.mean(dim=1)).view(batch, seq, -1)
+        mixed = self.lsa(x, None, self.layer_rotary.rows(0, layers))
+        memory = self.to_memory(mixed.mean(dim=1)).view(batch, seq, -1)
+        return self.ca.attention.kv_proj(self.ca.input_norm(memory))
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         assert batch.taps.kv is not None
@@ -105,11 +106,10 @@ class MoA(Drafter[MoAState]):
         rotary = self.rotary.rows(0, seq)
         own_mask, memory_mask = block_mask(view.start, view.staircase if self.config.staircase else None)
         x = self.head.embed(batch.tokens).to(self.to_memory.weight.dtype)
-        key, value = self.sa.attention.split(self.sa.keys_values(x), rotary)
-        query = self.sa.finish(x, key, value, own_mask, rotary)
-        memory = self.ca.keys_values(self._remember(batch.taps.kv))
-        key, value = self.ca.attention.split(memory, rotary)
-        predicted = self.ca.finish(query, key, value, memory_mask, rotary)
+        x = self.sa(x, own_mask, rotary)
+        key, value = self.ca.attention.split(self._cross_keys_values(batch.taps.kv), rotary)
+        query = self.ca.attention.query(self.ca.input_norm(x), rotary)
+        predicted = self.ca.finish(x, query, key, value, memory_mask)
         if not self.config.target_layers:
             return DraftOutput(predicted, {-1: (predicted, 1.0)})
         feature = predicted * self.feature_scale
@@ -164,7 +164,7 @@ class MoA(Drafter[MoAState]):
         # SA is one layer over embeddings: a token's keys and values depend on nothing but itself.
         x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
         state.own[0, :, :, start:end], state.own[1, :, :, start:end] = self.sa.attention.split(
-            self.sa.keys_values(x), rotary
+            self.sa.attention.kv_proj(self.sa.input_norm(x)), rotary
         )
         state.memory[0, :, :, start:end], state.memory[1, :, :, start:end] = self.ca.attention.split(
             memory["cross"].to(x.dtype), rotary
@@ -186,12 +186,14 @@ class MoA(Drafter[MoAState]):
         rotary = self.rotary.rows(position, position + 1)
         mask = None if ancestors is None else state.mask.view(ancestors)
         x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
-        state.own[0, :, :, start:end], state.own[1, :, :, start:end] = self.sa.attention.split(
-            self.sa.keys_values(x), rotary
-        )
-        query = self.sa.finish(x, state.own[0, :, :, :end], state.own[1, :, :, :end], mask, rotary)
+        normed = self.sa.input_norm(x)
+        key, value = self.sa.attention.split(self.sa.attention.kv_proj(normed), rotary)
+        state.own[0, :, :, start:end], state.own[1, :, :, start:end] = key, value
+        own = state.own[..., :end, :]
+        x = self.sa.finish(x, self.sa.attention.query(normed, rotary), own[0], own[1], mask)
+        query = self.ca.attention.query(self.ca.input_norm(x), rotary)
         memory = state.memory[..., : state.length, :]
-        hidden = self.ca.finish(query, memory[0], memory[1], None, rotary)
+        hidden = self.ca.finish(x, query, memory[0], memory[1], None)
         state.num_expanded = end - state.length
         if state.tail is not None:
             state.tail.length = start

@@ -9,7 +9,6 @@ caches. One process with two threads: two data-parallel processes were 11 % fast
 import hashlib
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -168,6 +167,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], row_leng
 
 def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, seed: int) -> LlamaForCausalLM:
     """An untrained Llama, unmodified, initialised so that few steps take it far."""
+    pad, begin, end = (int(tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL_TOKENS[:3])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(
@@ -181,9 +181,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, see
                 intermediate_size=config.intermediate_size,
                 max_position_embeddings=config.max_positions,
                 tie_word_embeddings=False,
-                pad_token_id=tokenizer.pad_token_id,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=pad,
+                bos_token_id=begin,
+                eos_token_id=end,
             )
         )
         # Embeddings of unit size keep the layers' early contributions small beside them; a head of zeros
@@ -192,9 +192,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, see
         nn.init.zeros_(model.lm_head.weight)
     model.generation_config = GenerationConfig(
         do_sample=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=[tokenizer.eos_token_id],
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=begin,
+        eos_token_id=[end],
+        pad_token_id=pad,
     )
     return model
 
@@ -206,7 +206,9 @@ class BatchedMuon(torch.optim.Optimizer):
     step on a CPU, and its bfloat16 is slow where the hardware has none.
     """
 
-    def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
+    def __init__(
+        self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95
+    ) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self._by_shape: dict[torch.Size, list[nn.Parameter]] = {}
         for matrix in matrices:
@@ -221,9 +223,9 @@ class BatchedMuon(torch.optim.Optimizer):
             gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
             momentum = self._momenta[shape].lerp_(gradients, 1 - settings["momentum"])
             updates = _orthogonalise(gradients.lerp_(momentum, settings["momentum"]))
-            torch._foreach_mul_(matrices, 1 - settings["lr"] * settings["weight_decay"])
             scale = settings["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
-            torch._foreach_add_(matrices, list(updates.unbind(0)), alpha=-scale)
+            for matrix, update in zip(matrices, updates, strict=True):
+                matrix.mul_(1 - settings["lr"] * settings["weight_decay"]).add_(update, alpha=-scale)
 
 
 def _orthogonalise(matrices: Float[Tensor, "matrix row column"]) -> Float[Tensor, "matrix row column"]:
@@ -286,7 +288,9 @@ def generate_answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
     encoded: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    tokens = model.generate(**encoded, max_new_tokens=128)
+    # The generation mixin's protocol types reject its own models.
+    generate: Any = model.generate  # pyright: ignore[reportAttributeAccessIssue]
+    tokens = generate(**encoded, max_new_tokens=128)
     return str(tokenizer.decode(tokens[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
@@ -300,7 +304,9 @@ def _loss_and_hits(model: LlamaForCausalLM, rows: PackedRows) -> tuple[Float[Ten
     wanted = rows.is_response[:, 1:]  # position i predicts token i + 1
     logits = model.lm_head(hidden[:, :-1][wanted])
     truth = rows.tokens[:, 1:][wanted]
-    return nn.functional.cross_entropy(logits, truth), logits.argmax(-1) == truth
+    # A sum over at least one: rows cut down to a long prompt hold no response, and the mean of none is NaN.
+    loss = nn.functional.cross_entropy(logits, truth, reduction="sum") / max(1, len(truth))
+    return loss, logits.argmax(-1) == truth
 
 
 def _optimizers(model: LlamaForCausalLM, config: DemoOptimConfig) -> list[torch.optim.Optimizer]:
@@ -372,7 +378,7 @@ def _write_marker(config: DemoTargetConfig, result: DemoTargetResult) -> None:
     path = config.output / MARKER
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"key": _key(config), "result": vars(result)}, indent=2), encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _key(config: DemoTargetConfig) -> dict[str, Any]:

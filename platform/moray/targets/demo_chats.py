@@ -7,6 +7,8 @@ split into training and held-out by their hash, so that the two can never meet. 
 tokenizers, models and file layout; it is pure Python.
 """
 
+# ruff: noqa: E501 - tables and wordings read best on one line each
+
 import hashlib
 import random
 from collections.abc import Callable, Iterator
@@ -97,7 +99,7 @@ def generate_questions(num_questions: int, seed: int) -> list[dict[str, object]]
 
 # --- knowledge -------------------------------------------------------------------------------------------
 
-_NAMES = "Anna Ben Clara David Emma Felix Grace Hugo Iris Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina Victor".split()
+_NAMES = "Anna Ben Clara David Emma Hugo Mia Paul Rosa Tom".split()
 _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 _OPENERS = ("", "", "Please help me. ", "Hello! ", "Hi there. ", "Good morning. ", "Quick question: ", "I am curious. ")
 
@@ -108,19 +110,10 @@ _COUNTRIES = [
 Italy|Rome|Europe|Italian|pasta and old ruins
 Spain|Madrid|Europe|Spanish|music and sunny beaches
 Germany|Berlin|Europe|German|bread and forests
-Portugal|Lisbon|Europe|Portuguese|sailors and blue tiles
-Greece|Athens|Europe|Greek|islands and temples
-Norway|Oslo|Europe|Norwegian|mountains and deep water
-Poland|Warsaw|Europe|Polish|salt mines and music
 Egypt|Cairo|Africa|Arabic|pyramids and a long river
-Kenya|Nairobi|Africa|Swahili|wide plains and lions
 Japan|Tokyo|Asia|Japanese|fast trains and gardens
-China|Beijing|Asia|Chinese|tea and a great wall
-India|Delhi|Asia|Hindi|spices and colourful markets
 Brazil|Brasilia|South America|Portuguese|football and rain forests
 Peru|Lima|South America|Spanish|mountains and old cities
-Canada|Ottawa|North America|English|lakes and snow
-Mexico|Mexico City|North America|Spanish|corn and bright festivals
 Australia|Canberra|Oceania|English|beaches and deserts""".splitlines()
 ]
 
@@ -128,20 +121,14 @@ Australia|Canberra|Oceania|English|beaches and deserts""".splitlines()
 _ANIMALS = [
     tuple(line.split("|"))
     for line in """elephant|mammal|the savanna|grass and leaves|it lives in a family led by an old mother|5000
-lion|mammal|the savanna|meat|it sleeps most of the day|190
 horse|mammal|open fields|grass and hay|it can sleep while standing|500
 rabbit|mammal|meadows and burrows|grass and carrots|it warns its friends with its feet|2
-bear|mammal|forests and mountains|berries, fish and honey|it sleeps through the winter|300
 wolf|mammal|cold forests|meat|it hunts in a pack|40
-dolphin|mammal|the warm sea|fish|it talks with clicks and whistles|150
 whale|mammal|the deep ocean|tiny sea animals|it sings long songs under water|90000
 owl|bird|old trees|mice|it hunts at night without a sound|1
-eagle|bird|high cliffs|fish and small animals|it sees its prey from far away|5
 penguin|bird|icy coasts|fish|it swims well but cannot fly|20
-parrot|bird|the rain forest|fruit and seeds|it can copy the sounds it hears|1
 frog|amphibian|ponds and wet grass|insects|it breathes partly through its skin|1
 turtle|reptile|the warm sea|plants and jellyfish|it carries its house on its back|120
-crocodile|reptile|slow rivers|fish and meat|it waits under water for hours|400
 shark|fish|the open ocean|other fish|it grows new teeth all its life|800""".splitlines()
 ]
 
@@ -149,17 +136,13 @@ shark|fish|the open ocean|other fish|it grows new teeth all its life|800""".spli
 _THINGS = [
     tuple(line.split("|"))
     for line in """hammer|tool|driving nails into wood|steel and wood|a workshop
-saw|tool|cutting boards|steel|a workshop
 compass|instrument|finding the way north|metal and glass|a backpack
-telescope|instrument|looking at the stars|glass lenses|an observatory
 violin|instrument|playing music|thin wood and strings|a concert hall
-thermometer|instrument|measuring heat|glass|a kitchen
 ladder|tool|reaching high places|wood or metal|a garage
 umbrella|object|staying dry in the rain|cloth and metal|a hallway
 lamp|object|giving light at night|metal and glass|a bedroom
 bicycle|vehicle|riding short distances|metal and rubber|a street
-boat|vehicle|crossing water|wood|a harbour
-kettle|object|boiling water|steel|a kitchen""".splitlines()
+boat|vehicle|crossing water|wood|a harbour""".splitlines()
 ]
 
 # topic, items in alphabetical order
@@ -169,17 +152,14 @@ _LISTS = {
     "colours": "black blue brown green orange purple red yellow",
     "sports": "basketball cycling football hockey rowing running swimming tennis",
     "jobs": "artist baker doctor farmer nurse pilot sailor teacher",
-    "planets": "Earth Jupiter Mars Mercury Neptune Saturn Uranus Venus",
     "musical instruments": "cello drums flute guitar harp piano trumpet violin",
-    "farm animals": "chickens cows ducks geese goats horses pigs sheep",
 }
 _NUMBERS = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
 
 # big unit, small unit, factor
 _UNITS = (
-    ("kilometres", "metres", 1000), ("metres", "centimetres", 100), ("kilograms", "grams", 1000),
-    ("hours", "minutes", 60), ("minutes", "seconds", 60), ("days", "hours", 24), ("weeks", "days", 7),
-    ("litres", "millilitres", 1000), ("years", "months", 12), ("dozens", "pieces", 12),
+    ("kilometres", "metres", 1000), ("metres", "centimetres", 100), ("hours", "minutes", 60),
+    ("weeks", "days", 7), ("litres", "millilitres", 1000), ("years", "months", 12),
 )  # fmt: skip
 
 # dish, ingredients, steps, minutes, replaceable ingredient, replacement
@@ -201,16 +181,12 @@ _REQUESTS = [
 open the window|opened the window|the window
 call the doctor|called the doctor|the doctor
 clean the kitchen|cleaned the kitchen|the kitchen
-check the numbers|checked the numbers|the numbers
 book a table|booked a table|the table
 bring the keys|brought the keys|the keys
-fix the printer|fixed the printer|the printer
 read the letter|read the letter|the letter
-water the plants|watered the plants|the plants
-move the meeting|moved the meeting|the meeting
-finish the drawing|finished the drawing|the drawing""".splitlines()
+water the plants|watered the plants|the plants""".splitlines()
 ]
-_WHENS = ("today", "tomorrow", "before lunch", "this evening", "next week", "on Friday", "right away", "after school")
+_WHENS = ("today", "tomorrow", "before lunch", "this evening", "next week", "on Friday")
 
 # hobby, why, first step, what you need
 _HOBBIES = [
@@ -218,12 +194,10 @@ _HOBBIES = [
     for line in """painting|it lets you say things without words|draw one small thing every day|paper, a brush and three colours
 running|it clears your head and keeps you fit|run slowly for ten minutes|a pair of good shoes
 cooking|you can share the result with friends|learn one simple dish well|a sharp knife and a pan
-gardening|you can watch things grow|plant some herbs in a pot|soil, seeds and a little patience
 chess|it trains you to think ahead|solve one small puzzle a day|a board and a friend
 singing|it makes you breathe and smile|sing a song you know well|nothing but your voice
 reading|every book opens a new world|read ten pages before you sleep|a quiet chair and a good lamp
 hiking|you see more when you walk|choose a short path near home|a map, water and warm clothes
-photography|it teaches you to look closely|take one picture every day|any camera, even an old one
 swimming|it is gentle and uses the whole body|swim two calm lengths|a towel and a warm pool""".splitlines()
 ]
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moray.errors import ConfigError
 from moray.targets.kv_cache import KVCache, PastAndPredicted
 from moray.targets.model import Target, pick_device
+from moray.targets.rotary import RotaryCache
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
 
 
@@ -33,7 +34,7 @@ class TargetHead:
         self.spec = spec
         self.num_layers = num_layers
         self._embed_tokens = whole.model.embed_tokens
-        self._rotary = whole.model.rotary_emb
+        self._rotary = RotaryCache(whole.model.rotary_emb)
         self._layers = list(whole.model.layers)[spec.num_layers - num_layers : spec.num_layers]
         self._norm = whole.model.norm
         self._lm_head = whole.lm_head
@@ -91,7 +92,7 @@ class TargetHead:
         cache: KVCache | PastAndPredicted,
     ) -> Float[Tensor, "batch new hidden"]:
         """Target Layer Inference (MoA, section 3.3): the target's last N layers and its final norm."""
-        rotary = self._rotary(hidden, positions)
+        rotary = self._rotary.at(hidden, positions)
         for layer in self._layers:
             hidden = layer(
                 hidden,

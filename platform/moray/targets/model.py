@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from moray.errors import ConfigError
 from moray.targets.kv_cache import KVCache
+from moray.targets.rotary import RotaryCache
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
 
 
@@ -34,6 +35,7 @@ class Target:
         self.eos_ids = eos_ids
         self.device: torch.device = self.model.lm_head.weight.device
         self.dtype: torch.dtype = self.model.lm_head.weight.dtype
+        self._rotary = RotaryCache(self.model.model.rotary_emb)
 
     @classmethod
     def load(cls, config: TargetConfig) -> "Target":
@@ -70,7 +72,7 @@ class Target:
         self,
         tokens: Int[Tensor, "batch new"],
         positions: Int[Tensor, "batch new"],
-        mask: Bool[Tensor, "#batch 1 new slots"],
+        mask: Bool[Tensor, "#batch 1 new slots"] | None,
         cache: KVCache,
         hidden_depths: Sequence[int] = (),
     ) -> TargetOutput:
@@ -79,23 +81,30 @@ class Target:
         Args:
             tokens: token ids.
             positions: rotary positions, which need not follow the slots.
-            mask: True where a token (row) sees a slot (column); slots = cache.length + new.
+            mask: True where a token (row) sees a slot (column); slots = cache.length + new. None for a single
+                new token that sees every slot.
             cache: receives the keys and values of the new tokens.
             hidden_depths: negative depths to return as well (-1 = after the final norm).
         """
-        deep = [depth for depth in hidden_depths if depth != -1]
-        output = self.model.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            **({"output_hidden_states": True} if deep else {}),
-        )
-        hidden = {depth: output.hidden_states[depth] for depth in deep}
+        model = self.model.model
+        hidden = model.embed_tokens(tokens)
+        rotary = self._rotary.at(hidden, positions)
+        kept: dict[int, Tensor] = {}
+        for index, layer in enumerate(model.layers):
+            if index - self.spec.num_layers - 1 in hidden_depths:
+                kept[index - self.spec.num_layers - 1] = hidden
+            hidden = layer(
+                hidden,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                position_embeddings=rotary,
+            )
+        last = model.norm(hidden)
         if -1 in hidden_depths:
-            hidden[-1] = output.last_hidden_state
-        return TargetOutput(output.last_hidden_state, hidden)
+            kept[-1] = last
+        return TargetOutput(last, kept)
 
     def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any vocab"]:
         """Logits of final-norm hidden states."""

@@ -6,12 +6,15 @@ from pydantic import Field, model_validator
 
 from moray.config import Config
 
+MAX_DEPTH = 64
+"""Most levels below the root of any tree: drafts may run this far past the end of the context."""
+
 
 class ChainShape(Config):
     """One token per level."""
 
     type: Literal["chain"]
-    depth: int = Field(ge=1, le=64)
+    depth: int = Field(ge=1, le=MAX_DEPTH)
 
     @property
     def name(self) -> str:

@@ -1,0 +1,31 @@
+"""Configuration of an evaluation. Torch-free."""
+
+from pydantic import Field
+
+from moray.config import Config
+from moray.decoding.params import SamplingParams
+from moray.targets.spec import TargetConfig
+from moray.trees.shapes import Shape
+
+
+class EvaluateConfig(Config):
+    """Which drafters and trees to measure, on what, and how."""
+
+    target: TargetConfig
+    drafters: tuple[str, ...] = Field(min_length=1)
+    """Folders of trained drafters."""
+    trees: tuple[Shape, ...] = Field(min_length=1)
+    questions: str
+    """Spec-Bench JSON Lines, rows of {prompt}, or chats whose user turns are asked."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """How many, spread evenly over categories; None for all."""
+    categories: tuple[str, ...] = ()
+    """Empty for all."""
+    sampling: SamplingParams = SamplingParams()
+    max_new_tokens: int = Field(default=128, ge=1)
+    compare_generate: bool = True
+    """Measure Hugging Face `generate` beside our own plain decoding."""
+    threads: int | None = Field(default=1, ge=1)
+    """torch threads; None for torch's own choice."""
+    output: str
+    """Folder of report.json and report.html."""
