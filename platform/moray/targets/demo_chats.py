@@ -155,6 +155,7 @@ _LISTS = {
     "musical instruments": "cello drums flute guitar harp piano trumpet violin",
 }
 _NUMBERS = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 # big unit, small unit, factor
 _UNITS = (
@@ -475,15 +476,20 @@ def _clock(rng: random.Random) -> list[Turn]:
 
 
 def _counting(rng: random.Random) -> list[Turn]:
-    start, step, count = rng.randint(1, 30), rng.choice((1, 2, 3, 5, 10)), rng.randint(5, 9)
+    start, step, count = rng.randint(1, 30), rng.choice((1, 2, 3, 5, 10)), rng.choice(list(_NUMBERS)[:4])
     numbers = [start + i * step for i in range(count)]
-    line, back = ", ".join(map(str, numbers)), ", ".join(map(str, reversed(numbers)))
+    number = _NUMBERS[count]
+
+    def counted(line: list[int]) -> str:
+        # Ordinals let a small model know where it stands, and so when to stop.
+        return ", ".join(f"{ordinal} {n}" for ordinal, n in zip(_ORDINALS, line, strict=False))
+
     return [
         (
-            _ask(rng, f"Count from {start} to {numbers[-1]} in steps of {step}.", f"Start at {start} and add {step} until {numbers[-1]}."),
-            f"Counting in steps of {step}: {line}. We stop at {numbers[-1]}.",
+            _ask(rng, f"Count {number} numbers from {start} in steps of {step}.", f"Start at {start} and add {step}. Give me {number} numbers."),
+            f"Here are {number} numbers in steps of {step}: {counted(numbers)}. We stop at {numbers[-1]}.",
         ),
-        ("Now backwards.", f"Counting backwards in steps of {step}: {back}. We are back at {start}."),
+        ("Now backwards.", f"Here are the {number} numbers backwards: {counted(numbers[::-1])}. We are back at {start}."),
     ]  # fmt: skip
 
 

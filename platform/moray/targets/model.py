@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -51,7 +52,7 @@ class Target:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=getattr(torch, config.dtype), attn_implementation="sdpa", use_safetensors=True
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(
                 f"target.model '{config.model}' cannot be loaded: {' '.join(str(error).split())}"
             ) from None
