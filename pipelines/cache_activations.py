@@ -38,5 +38,7 @@ def main(config: CacheActivationsConfig) -> None:
     )
 
 
+CONFIG = CacheActivationsConfig
+
 if __name__ == "__main__":
-    run_entry_point(CacheActivationsConfig, __doc__ or "", main)
+    run_entry_point(CONFIG, __doc__ or "", main)

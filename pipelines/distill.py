@@ -24,5 +24,7 @@ def main(config: DistilConfig) -> None:
     print(f"drafter: {folder}")
 
 
+CONFIG = DistilConfig
+
 if __name__ == "__main__":
-    run_entry_point(DistilConfig, __doc__ or "", main)
+    run_entry_point(CONFIG, __doc__ or "", main)

@@ -28,5 +28,7 @@ def main(config: EvaluateConfig) -> None:
     console.print(f"report: {json_path} and {html_path}")
 
 
+CONFIG = EvaluateConfig
+
 if __name__ == "__main__":
-    run_entry_point(EvaluateConfig, __doc__ or "", main)
+    run_entry_point(CONFIG, __doc__ or "", main)

@@ -34,5 +34,7 @@ def main(config: DemoTargetConfig) -> None:
     console.print(f"[bold]user:[/] {result.sample_question}\n[bold]target:[/] {result.sample_answer}", highlight=False)
 
 
+CONFIG = DemoTargetConfig
+
 if __name__ == "__main__":
-    run_entry_point(DemoTargetConfig, __doc__ or "", main)
+    run_entry_point(CONFIG, __doc__ or "", main)

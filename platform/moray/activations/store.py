@@ -7,8 +7,9 @@ instant, a job finds every finished shard and redoes the others.
 
 import hashlib
 import json
+import uuid
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -118,12 +119,15 @@ class CacheStore:
             ) from None
 
     def claim(self, plan: dict[str, Any]) -> None:
-        """Start a cache, or go on with one that was started for the same plan.
+        """Start a cache, or go on with one that was started for the same plan; clears what a kill left half-written.
 
         Raises:
             MismatchError: something else is cached here; the first differing entry and both values are named.
         """
         plan = json.loads(json.dumps(plan))
+        for folder in ("tokens", "shards"):
+            for name in self.names(folder, ".tmp"):
+                self.filesystem.delete_file(self.path(f"{folder}/{name}"))
         if not self.exists("plan.json"):
             self.write_json("plan.json", plan)
             return
@@ -169,7 +173,8 @@ class AtomicFile:
         self._filesystem = filesystem
         self._final = path
         self._is_local = isinstance(filesystem, pafs.LocalFileSystem)
-        self._path = f"{path}.tmp" if self._is_local else path
+        # A name of its own: a job killed a moment ago may still have a worker that writes.
+        self._path = f"{path}.{uuid.uuid4().hex[:8]}.tmp" if self._is_local else path
         self._stream: Any = None
         self._digest = hashlib.sha256()
         self.num_bytes = 0
@@ -179,13 +184,15 @@ class AtomicFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stream.close()
-        if not self._is_local:
-            return
-        if kind is None:
-            self._filesystem.move(self._path, self._final)
-        else:
-            self._filesystem.delete_file(self._path)
+        closed = False
+        try:
+            self._stream.close()
+            closed = True
+        finally:
+            if self._is_local and kind is None and closed:
+                self._filesystem.move(self._path, self._final)
+            elif self._is_local:
+                self._filesystem.delete_file(self._path)
 
     def write(self, data: Any) -> int:
         """Write bytes or anything with a buffer."""
@@ -215,11 +222,6 @@ class AtomicFile:
     def sha256(self) -> str:
         """Hash of everything written."""
         return self._digest.hexdigest()
-
-
-def verify_sha256(stream: IO[bytes]) -> str:
-    """Hash a file in bounded memory."""
-    return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _absolute(path: str) -> str:

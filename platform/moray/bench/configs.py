@@ -29,3 +29,15 @@ class EvaluateConfig(Config):
     """torch threads; None for torch's own choice."""
     output: str
     """Folder of report.json and report.html."""
+
+
+class LiveConfig(Config):
+    """One prompt to decode in the terminal."""
+
+    target: TargetConfig
+    drafter: str
+    """Folder of a trained drafter."""
+    tree: Shape
+    prompt: str
+    sampling: SamplingParams = SamplingParams()
+    max_new_tokens: int = Field(default=128, ge=1)

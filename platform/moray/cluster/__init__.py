@@ -13,6 +13,8 @@ ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_DATA_USE_DATASOURCE_V2": "0",
+    # Say nothing of a task that failed and will be tried again.
+    "RAY_enable_output_error_log_if_still_retry": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",

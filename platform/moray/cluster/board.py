@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+import ray.exceptions
 
 from moray.cluster.progress import progress_bar
+from moray.errors import MorayError
 
 _POLL_SECONDS = 0.5
 
@@ -19,6 +21,7 @@ class Board:
 
     def __init__(self) -> None:
         self._latest: dict[str, Any] = {"step": 0, "total": None, "metrics": {}}
+        self._failure: MorayError | None = None
 
     def start(self, step: int, total: int) -> None:
         """A worker group has started, or started again, at `step` of `total`."""
@@ -27,6 +30,14 @@ class Board:
     def update(self, step: int, metrics: dict[str, float]) -> None:
         """`step` updates are done."""
         self._latest |= {"step": step, "metrics": metrics}
+
+    def fail(self, error: MorayError) -> None:
+        """A worker met an error that will come again however often it is restarted."""
+        self._failure = self._failure or error
+
+    def failure(self) -> MorayError | None:
+        """The error that ended the run, if one did."""
+        return self._failure
 
     def latest(self) -> dict[str, Any]:
         """What was pinned last."""
@@ -44,7 +55,7 @@ def follow(board: Any, title: str) -> Iterator[None]:
             while True:
                 stopped = stop.wait(_POLL_SECONDS)
                 try:
-                    latest = ray.get(board.latest.remote(), timeout=5)
+                    latest: Any = ray.get(board.latest.remote(), timeout=5)
                 except ray.exceptions.RayError:
                     return  # the cluster is going down: the run itself reports why
                 if latest["total"] is not None:

@@ -7,6 +7,7 @@ job knows what is missing.
 
 import json
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -14,11 +15,12 @@ import ray
 import ray.data
 
 from moray.activations.extract import ShardPlan, ShardWriter, bytes_per_token, plan_shards, tap_columns
-from moray.activations.manifest import Manifest, write_manifest
+from moray.activations.manifest import Manifest, read_manifest, write_manifest
 from moray.activations.schema import FORMAT, TOKENS_SCHEMA, CacheConfig
 from moray.activations.store import CacheStore
 from moray.activations.ultrachat import BadRow, ChatChunk, ChatsConfig, plan_chunks, read_chunk
 from moray.cluster.configs import CaptureConfig
+from moray.cluster.errors import own_errors
 from moray.cluster.progress import progress_bar
 from moray.errors import DataError
 from moray.targets.spec import TargetConfig, read_spec
@@ -40,63 +42,74 @@ def cache_activations(
     spec = read_spec(target.model)
     columns = tap_columns(spec, cache)
     tokenizer = ChatTokenizer.load(target.model, target.template)
+    chunks = plan_chunks(chats, cache.chats_per_part)
     store.claim(
         {
             "format": FORMAT,
             "target": spec.model_dump(mode="json"),
             "text_fingerprint": tokenizer.fingerprint,
-            "chats": chats.model_dump(mode="json"),
+            "chats": chats.model_dump(mode="json", exclude={"max_bad_rows"}),
+            "files": {chunk.label: chunk.file_bytes for chunk in chunks},
             "cache": cache.model_dump(mode="json"),
             "columns": columns,
         }
     )
-    counts = _tokenise(store, target, chats, cache, capture)
-    _run_target(store, target, cache, capture, bytes_per_token(columns))
+    if store.exists("manifest.json"):
+        manifest = read_manifest(store)
+        if manifest.shards.keys() == store.committed().keys():  # else a damaged shard was removed
+            return manifest
+    with own_errors():
+        counts = _tokenise(store, target, chunks, chats.max_bad_rows, cache.max_length, capture)
+        _run_target(store, target, cache, capture, bytes_per_token(columns))
     return write_manifest(store, counts)
 
 
-class _PartWriter:
-    """Tokenises one chunk of the input into one part."""
+# Tokenising is a task and no actor, so that the targets' actors find processes that have torch loaded.
+def _write_parts(batch: dict[str, Any], uri: str, model: str, template: str | None, max_length: int) -> dict[str, Any]:
+    """Tokenise chunks of the input into parts."""
+    tokenizer = _load_tokenizer(model, template)
+    pairs = zip(batch["name"], batch["chunk"], strict=True)
+    summaries = [_write_part(CacheStore(uri), name, chunk, tokenizer, max_length) for name, chunk in pairs]
+    return {"summary": [json.dumps(summary) for summary in summaries]}
 
-    def __init__(self, uri: str, target: dict[str, Any], max_length: int) -> None:
-        config = TargetConfig.model_validate(target)
-        self._store = CacheStore(uri)
-        self._tokenizer = ChatTokenizer.load(config.model, config.template)
-        self._max_length = max_length
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        summaries = [self._write(*pair) for pair in zip(batch["name"], batch["chunk"], strict=True)]
-        return {"summary": [json.dumps(summary) for summary in summaries]}
+@lru_cache(maxsize=1)
+def _load_tokenizer(model: str, template: str | None) -> ChatTokenizer:
+    """Loaded once per process: a process serves many tasks."""
+    return ChatTokenizer.load(model, template)
 
-    def _write(self, name: str, chunk: ChatChunk) -> dict[str, Any]:
-        columns: dict[str, list[Any]] = {"uid": [], "tokens": [], "response_mask": []}
-        bad: list[str] = []
-        num_dropped = 0
-        for row in read_chunk(chunk):
-            if isinstance(row, BadRow):
-                bad.append(str(row))
-                continue
-            try:
-                chat = self._tokenizer.encode_chat(row.messages, self._max_length)
-            except DataError as error:
-                bad.append(f"chat '{row.uid}': {error}")
-                continue
-            if not chat.response_mask.any():
-                num_dropped += 1
-                continue
-            columns["uid"].append(row.uid)
-            columns["tokens"].append(chat.tokens)
-            columns["response_mask"].append(chat.response_mask)
-        self._store.write_table(f"tokens/{name}.parquet", pa.table(columns, schema=TOKENS_SCHEMA))
-        summary = {
-            "chats": len(columns["uid"]),
-            "dropped": num_dropped,
-            "bad": len(bad),
-            "bad_rows": bad[:_KEPT_BAD_ROWS],
-            "lengths": [len(tokens) for tokens in columns["tokens"]],
-        }
-        self._store.write_json(f"tokens/{name}.json", summary)
-        return summary
+
+def _write_part(
+    store: CacheStore, name: str, chunk: ChatChunk, tokenizer: ChatTokenizer, max_length: int
+) -> dict[str, Any]:
+    columns: dict[str, list[Any]] = {"uid": [], "tokens": [], "response_mask": []}
+    bad: list[str] = []
+    num_dropped = 0
+    for row in read_chunk(chunk):
+        if isinstance(row, BadRow):
+            bad.append(str(row))
+            continue
+        try:
+            chat = tokenizer.encode_chat(row.messages, max_length)
+        except DataError as error:
+            bad.append(f"chat '{row.uid}': {error}")
+            continue
+        if not chat.response_mask.any():
+            num_dropped += 1
+            continue
+        columns["uid"].append(row.uid)
+        columns["tokens"].append(chat.tokens)
+        columns["response_mask"].append(chat.response_mask)
+    store.write_table(f"tokens/{name}.parquet", pa.table(columns, schema=TOKENS_SCHEMA))
+    summary = {
+        "chats": len(columns["uid"]),
+        "dropped": num_dropped,
+        "bad": len(bad),
+        "bad_rows": bad[:_KEPT_BAD_ROWS],
+        "lengths": [len(tokens) for tokens in columns["tokens"]],
+    }
+    store.write_json(f"tokens/{name}.json", summary)
+    return summary
 
 
 class _ShardActor:
@@ -117,18 +130,23 @@ class _ShardActor:
 
 
 def _tokenise(
-    store: CacheStore, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, capture: CaptureConfig
+    store: CacheStore,
+    target: TargetConfig,
+    planned: list[ChatChunk],
+    max_bad_rows: int,
+    max_length: int,
+    capture: CaptureConfig,
 ) -> dict[str, int]:
     """Stage 1: write the parts that are missing; return counts over all parts."""
-    chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(plan_chunks(chats, cache.chats_per_part))}
+    chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(planned)}
     done = {name[:-5] for name in store.names("tokens", ".json")}
     missing = [{"name": name, "chunk": chunk} for name, chunk in chunks.items() if name not in done]
     if missing:
         dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map_batches(
-            _PartWriter,
-            fn_constructor_args=(store.uri, target.model_dump(), cache.max_length),
+            _write_parts,
+            fn_args=(store.uri, target.model, target.template, max_length),
             batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(capture.num_tokenisers, len(missing))),
+            compute=ray.data.TaskPoolStrategy(size=min(capture.num_tokenisers, len(missing))),
             num_cpus=1,
         )
         with progress_bar() as bar:
@@ -139,7 +157,7 @@ def _tokenise(
                 bar.update(task, advance=1, note=f"{chats_done:,} chats")
     summaries = [store.read_json(f"tokens/{name}.json") for name in chunks]
     counts = {key: sum(summary[key] for summary in summaries) for key in ("chats", "dropped", "bad")}
-    _report_bad_rows(counts, [line for summary in summaries for line in summary["bad_rows"]], chats.max_bad_rows)
+    _report_bad_rows(counts, [line for summary in summaries for line in summary["bad_rows"]], max_bad_rows)
     return counts
 
 
@@ -148,7 +166,8 @@ def _report_bad_rows(counts: dict[str, int], lines: list[str], most: int) -> Non
         print(f"bad row: {line}")
     if counts["bad"] > most:
         raise DataError(
-            f"{counts['bad']} bad rows, chats.max_bad_rows allows {most}; the first: {lines[0]}; mend them or allow more"
+            f"{counts['bad']} bad rows, chats.max_bad_rows allows {most}; the first: {lines[0]}; "
+            "mend them or allow more"
         )
     if not counts["chats"]:
         raise DataError(f"no chat with an assistant turn is left: {counts['dropped']} dropped, {counts['bad']} bad")

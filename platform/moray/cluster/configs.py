@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from moray.activations.ultrachat import ChatsConfig
 from moray.config import Config
 from moray.distill.configs import LossConfig, Optim, Schedule, SpikeSchedule, TrainConfig
 from moray.drafters.configs import DrafterConfig
@@ -29,6 +30,26 @@ class CaptureConfig(Config):
     cpus_per_target: float = Field(default=1.0, gt=0)
     gpus_per_target: float = Field(default=0.0, ge=0)
     threads_per_target: int = Field(default=1, ge=1)
+
+
+class RegenerateConfig(Config):
+    """Which chats the target answers anew, and how."""
+
+    target: TargetConfig
+    chats: ChatsConfig
+    output: str
+    """Folder of JSON Lines parts; give it to pipelines.cache_activations as chats.path."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """Most tokens of one answer."""
+    batch_size: int = Field(default=32, ge=1)
+    chats_per_part: int = Field(default=512, ge=1)
+    """Chats that are answered and written together: what a kill costs at most."""
+    num_targets: int = Field(default=1, ge=1)
+    """Target replicas, one actor each."""
+    cpus_per_target: float = Field(default=1.0, gt=0)
+    gpus_per_target: float = Field(default=0.0, ge=0)
+    threads_per_target: int = Field(default=1, ge=1)
+    ray: RayConfig = RayConfig()
 
 
 class WorkersConfig(Config):

@@ -17,6 +17,7 @@ from moray.activations.store import CacheStore
 from moray.batch import TrainBatch
 from moray.cluster.board import Board, follow
 from moray.cluster.configs import DistilConfig
+from moray.cluster.errors import own_errors
 from moray.cluster.stream import stream_batches
 from moray.distill.checkpoint import load_training, load_weights, save_drafter, save_training
 from moray.distill.configs import TrainConfig
@@ -24,7 +25,7 @@ from moray.distill.loop import Span, train
 from moray.distill.metrics import MetricsWriter
 from moray.distill.optim import Optimiser
 from moray.drafters.base import Drafter
-from moray.errors import DataError, MismatchError
+from moray.errors import DataError, MismatchError, MorayError
 from moray.targets.head import TargetHead
 from moray.targets.spec import TargetSpec, read_spec
 from moray.text import ChatTokenizer
@@ -46,7 +47,7 @@ def distil(config: DistilConfig) -> Path:
     check_same_target(manifest, read_spec(config.target.model), config)
     output = Path(config.output).absolute()
     output.mkdir(parents=True, exist_ok=True)
-    board = Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    board: Any = Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"config": config.model_dump_json(), "board": board, "output": str(output)},
@@ -62,8 +63,11 @@ def distil(config: DistilConfig) -> Path:
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.train.keep_checkpoints),
         ),
     )
-    with follow(board, f"distil {config.drafter.type}"):
+    with follow(board, f"distil {config.drafter.type}"), own_errors():
         result = trainer.fit()
+    failure: Any = ray.get(board.failure.remote())
+    if failure is not None:
+        raise failure
     if result.checkpoint is None:
         raise DataError(f"'{output}' holds no checkpoint although training ended: is the cache empty?")
     with result.checkpoint.as_directory() as folder:
@@ -90,7 +94,19 @@ def check_same_target(manifest: Manifest, spec: TargetSpec, config: DistilConfig
 
 
 def _worker(settings: dict[str, Any]) -> None:
-    """One Ray Train worker."""
+    """One Ray Train worker. Only failures of the machine are worth a restart: ours would come again."""
+    board = settings["board"]
+    if ray.get(board.failure.remote()) is not None:
+        return
+    try:
+        with own_errors():
+            _train(settings)
+    except MorayError as error:
+        ray.get(board.fail.remote(error))
+        raise
+
+
+def _train(settings: dict[str, Any]) -> None:
     config = DistilConfig.model_validate_json(settings["config"])
     torch.set_num_threads(config.workers.threads_per_worker)
     context = ray.train.get_context()

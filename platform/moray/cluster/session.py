@@ -2,6 +2,8 @@
 
 import logging
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ from moray.cluster import ENVIRONMENT
 from moray.cluster.configs import RayConfig
 from moray.errors import ConfigError
 
+_CPP_LOG_LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _DATA_CPUS = 4
 _OBJECT_STORE_BYTES = 512 << 20
 
@@ -29,18 +32,21 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     _quieten()
     address = config.address or os.environ.get("RAY_ADDRESS")
     try:
-        if address:
-            ray.init(address=address, runtime_env=_runtime_env(), log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            ray.init(
-                address="local",
-                num_cpus=config.num_cpus or (os.cpu_count() or 1) + _DATA_CPUS,
-                include_dashboard=config.dashboard,
-                dashboard_host="127.0.0.1",
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        with _stderr_held():
+            if address:
+                ray.init(address=address, runtime_env=_runtime_env(), log_to_driver=False, logging_level=logging.ERROR)
+            else:
+                # One machine is never announced to be taken away: spare the process that would watch for it.
+                os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+                ray.init(
+                    address="local",
+                    num_cpus=config.num_cpus or (os.cpu_count() or 1) + _DATA_CPUS,
+                    include_dashboard=config.dashboard,
+                    dashboard_host="127.0.0.1",
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
     except ConnectionError as error:
         raise ConfigError(f"ray.address is '{address}' but no cluster answers there: {error}") from None
     try:
@@ -62,11 +68,36 @@ def _runtime_env() -> dict[str, object]:
     }
 
 
+@contextmanager
+def _stderr_held() -> Iterator[None]:
+    """Hold back stderr while Ray starts, to drop the one line in which its C++ reports the level we set."""
+    with tempfile.TemporaryFile() as held:
+        sys.stderr.flush()
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            for line in held:
+                if _CPP_LOG_LEVEL.encode() not in line:
+                    os.write(2, line)
+
+
 def _quieten() -> None:
-    for name in ("ray", "ray.data", "ray.train", "ray.tune"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    """Leave the console to progress and errors; Ray's log files keep everything."""
+    # Ray Data sets up its actors so that Ray's C++ calls them a danger, on every run. `putenv` reaches the C++
+    # of this process alone: what Ray starts gets `os.environ`, and logs as ever.
+    if _CPP_LOG_LEVEL not in os.environ:
+        os.putenv(_CPP_LOG_LEVEL, "fatal")
     import ray.data
 
+    # What fails comes as an exception: its log lines would say it a second time, across the progress bar.
+    for name in ("ray", "ray.data", "ray.train", "ray.tune"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moray.drafters.configs import BlockConfig
 
-Rotary = Complex[Tensor, "seq half"]
+Rotary = Complex[Tensor, "#seq half"]
 """Unit complex numbers by which pairs of neighbouring features turn, for some positions."""
 
 

@@ -1,0 +1,45 @@
+"""Watching speculation at work: one answer in the terminal, drafted tokens in one colour, the target's in another."""
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from moray.bench.configs import LiveConfig
+from moray.bench.evaluation import load_drafters
+from moray.decoding.speculate import SpeculativeDecoder
+from moray.decoding.stats import tau
+from moray.targets.model import Target
+from moray.text import ChatTokenizer
+
+ACCEPTED, CORRECTED = "green", "bold yellow"
+
+
+def show_live(config: LiveConfig, console: Console) -> None:
+    """Decode `config.prompt` and print every token as it is emitted."""
+    torch.set_num_threads(1)
+    tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
+    target = Target.load(config.target)
+    drafter = next(iter(load_drafters((config.drafter,), target, tokenizer).values()))
+    decoder = SpeculativeDecoder(target, drafter, config.tree, target.spec.max_positions)
+    prompt = tokenizer.encode_prompt([{"role": "user", "content": config.prompt}])
+    shown: list[int] = []
+
+    def show(tokens: list[int], accepted: int) -> None:
+        for index, token in enumerate(tokens):
+            before = tokenizer.decode(shown)
+            shown.append(token)
+            # Decoding the whole answer each time keeps multi-token characters and leading spaces right.
+            console.print(Text(tokenizer.decode(shown)[len(before) :], ACCEPTED if index < accepted else CORRECTED), end="")
+
+    console.print(Text.assemble("user: ", config.prompt))
+    eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
+    generation = decoder.generate(prompt, config.sampling, config.max_new_tokens, eos_ids, show)
+    console.print()
+    console.print(
+        Text.assemble(
+            (f"{sum(generation.emitted) - generation.num_cycles} drafted and accepted", ACCEPTED),
+            ", ",
+            (f"{generation.num_cycles + 1} from the target", CORRECTED),
+            f": {len(generation.tokens)} tokens in {generation.num_cycles} target passes, tau {tau([generation]):.2f}",
+        )
+    )

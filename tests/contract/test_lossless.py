@@ -1,0 +1,253 @@
+"""Speculation gives the target's own text: every family, every drafter, every tree, greedy and sampled.
+
+In fp32 the comparison is exact. Two drafters stand in for all degrees of acceptance: those of the union, overfitted
+on one answer, and the target itself as a drafter, exact or with noise.
+"""
+
+import pytest
+import torch
+from support import (
+    MAX_POSITIONS,
+    SHAPES,
+    TARGETS,
+    VARIANTS,
+    Rehearsed,
+    build,
+    is_lossless,
+    plainly,
+    speculate,
+)
+
+from moray.decoding.params import SamplingParams
+from moray.decoding.session import PREFILL_CHUNK
+from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.errors import DataError
+
+GREEDY = SamplingParams()
+COUPLED = SamplingParams(temperature=0.8, seed=7)
+FILTERED = SamplingParams(temperature=1.3, top_k=20, top_p=0.9, seed=3)
+CHAIN, FIXED, DYNAMIC = SHAPES["chain"], SHAPES["fixed"], SHAPES["dynamic"]
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request):
+    return SHAPES[request.param]
+
+
+# --- The same text ---
+
+
+def test_plain_decoding_is_what_transformers_generates(tiny, greedy, target_name):
+    target = tiny(target_name)
+    for seed, length in ((0, 9), (1, 1), (2, 30)):
+        assert plainly(target, target.prompt(seed, length), GREEDY, 40) == greedy(target_name, seed, length)
+    assert len(set(greedy(target_name))) > 10, "a text that repeats one token proves nothing"
+
+
+def test_greedy_equals_transformers(tiny, greedy, learnt, target_name, variant, shape):
+    target, drafter = tiny(target_name), learnt(target_name, variant)
+    decoder = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
+    known = decoder.generate(target.prompt(), GREEDY, 40, ())
+    assert known.tokens == greedy(target_name)
+    assert max(known.accepted) >= 2, "no long path was accepted: the drafter has not learnt its text"
+    assert min(known.accepted) < shape.depth, "nothing was refused"
+    assert decoder.generate(target.prompt(1, 1), GREEDY, 25, ()).tokens == greedy(target_name, 1, 1)[:25]
+
+
+def test_coupled_sampling_equals_plain_sampling(tiny, learnt, target_name, variant, shape):
+    target, drafter = tiny(target_name), learnt(target_name, variant)
+    assert is_lossless(target, drafter, shape, COUPLED, [target.prompt(), target.prompt(1)], 25)
+
+
+def test_untrained_drafters_cost_nothing_but_time(tiny, variant, shape):
+    target = tiny("llama")
+    drafter = build(target, VARIANTS[variant], seed=5)
+    assert is_lossless(target, drafter, shape, GREEDY, [target.prompt(3)], 20)
+    assert is_lossless(target, drafter, shape, FILTERED, [target.prompt(3)], 20)
+
+
+@pytest.mark.parametrize("params", [GREEDY, COUPLED, FILTERED], ids=["greedy", "coupled", "filtered"])
+@pytest.mark.parametrize("noise", [0.3, 1.0])
+def test_every_degree_of_acceptance_gives_the_same_text(tiny, shape, params, noise):
+    target = tiny("qwen2")
+    drafter = Rehearsed(target.target, noise)
+    assert is_lossless(target, drafter, shape, params, [target.prompt(), target.prompt(4, 20)])
+
+
+def test_sampled_text_depends_on_the_seed(tiny):
+    target = tiny("llama")
+    texts = [plainly(target, target.prompt(), SamplingParams(temperature=0.8, seed=seed), 20) for seed in range(4)]
+    assert len(set(map(tuple, texts))) == 4
+
+
+# --- The target as its own drafter ---
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, COUPLED, FILTERED, SamplingParams(temperature=0.8, top_p=0.9, rule="rejection")],
+    ids=["greedy", "coupled", "filtered", "rejection"],
+)
+def test_the_target_accepts_all_of_its_own_chain(tiny, target_name, params):
+    target = tiny(target_name)
+    generation = speculate(target, Rehearsed(target.target), CHAIN, target.prompt(), params, 31)
+    assert generation.accepted == [CHAIN.depth] * 6
+    assert generation.emitted == [CHAIN.depth + 1] * 6
+
+
+def test_the_target_accepts_all_levels_of_its_own_fixed_tree(tiny, target_name):
+    target = tiny(target_name)
+    for params in (GREEDY, COUPLED):
+        generation = speculate(target, Rehearsed(target.target), FIXED, target.prompt(), params, 29)
+        assert generation.accepted == [FIXED.depth] * 7
+
+
+# --- Where an answer ends ---
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_an_answer_ends_at_whichever_end_token_comes_first(tiny, greedy, shape, noise):
+    """Every place is tried, so that the end falls on roots, inside accepted paths and on bonus tokens."""
+    target, text = tiny("llama"), greedy("llama")
+    decoder = SpeculativeDecoder(target.target, Rehearsed(target.target, noise), shape, MAX_POSITIONS)
+    plain = PlainDecoder(target.target, MAX_POSITIONS)
+    inside = 0
+    for place in range(12):
+        eos_ids = {text[place], text[place + 3], 96}
+        first = next(i for i, token in enumerate(text) if token in eos_ids)
+        for decode in (plain, decoder):
+            generation = decode.generate(target.prompt(), GREEDY, 40, eos_ids)
+            assert generation.tokens == text[: first + 1]
+            assert generation.finish_reason == "stop"
+        inside += bool(generation.emitted) and generation.emitted[-1] <= generation.accepted[-1]
+    assert inside >= 3, "no answer ended inside an accepted path"
+    assert target.hugging_face(target.prompt(), 40, [text[5], text[8]])[-1] in (text[5], text[8])
+
+
+def test_an_end_token_in_the_prompt_ends_nothing(tiny, greedy):
+    target, text = tiny("llama"), greedy("llama")
+    eos = next(token for token in target.prompt() if token not in text)
+    assert speculate(target, Rehearsed(target.target), CHAIN, target.prompt(), GREEDY, 40, (eos,)).tokens == text
+
+
+def test_max_new_tokens_holds_inside_an_accepted_path(tiny, greedy, shape):
+    target, text = tiny("llama"), greedy("llama")
+    decoder = SpeculativeDecoder(target.target, Rehearsed(target.target), shape, MAX_POSITIONS)
+    for count in range(1, 14):
+        generation = decoder.generate(target.prompt(), GREEDY, count, ())
+        assert generation.tokens == text[:count]
+        assert generation.finish_reason == "length"
+        assert sum(generation.emitted) == count - 1, "the first token comes from the prefill"
+        assert min(generation.emitted, default=1) >= 1
+
+
+def test_tokens_are_handed_on_as_they_are_emitted(tiny, greedy, shape):
+    target = tiny("llama")
+    decoder = SpeculativeDecoder(target.target, Rehearsed(target.target, 0.5), shape, MAX_POSITIONS)
+    pieces: list[tuple[list[int], int]] = []
+    generation = decoder.generate(
+        target.prompt(), GREEDY, 38, (), on_tokens=lambda tokens, accepted: pieces.append((tokens, accepted))
+    )
+    assert [token for tokens, _ in pieces for token in tokens] == generation.tokens == greedy("llama")[:38]
+    assert [len(tokens) for tokens, _ in pieces] == [1, *generation.emitted]
+    assert pieces[0][1] == 0
+    for (tokens, drafted), accepted in zip(pieces[1:], generation.accepted, strict=True):
+        assert drafted == min(accepted, len(tokens))
+
+
+# --- The context ---
+
+
+def test_an_answer_ends_with_the_context(tiny, greedy, learnt, variant, shape):
+    target = tiny("llama")
+    prompt = target.prompt()
+    for room in (1, 2, 7):
+        capacity = len(prompt) + room
+        plain = PlainDecoder(target.target, capacity).generate(prompt, GREEDY, 40, ())
+        decoder = SpeculativeDecoder(target.target, learnt("llama", variant), shape, capacity)
+        generation = decoder.generate(prompt, GREEDY, 40, ())
+        assert generation.tokens == plain.tokens == greedy("llama")[:room]
+        assert generation.finish_reason == "length"
+
+
+def test_drafts_may_look_past_the_target_s_last_position(tiny, variant, shape):
+    target = tiny("llama")
+    prompt = target.prompt(5, MAX_POSITIONS - 8)
+    plain = plainly(target, prompt, GREEDY, 40)
+    assert len(plain) == 8
+    for drafter in (build(target, VARIANTS[variant]), Rehearsed(target.target)):
+        assert speculate(target, drafter, shape, prompt, GREEDY, 40).tokens == plain
+
+
+@pytest.mark.parametrize("length", [0, 40, 41, 700])
+def test_a_prompt_that_does_not_fit_is_refused_with_both_sizes(tiny, length):
+    target = tiny("llama")
+    drafter = build(target, VARIANTS["moa-0"])
+    decoders = (PlainDecoder(target.target, 40), SpeculativeDecoder(target.target, drafter, CHAIN, 40))
+    for decoder in decoders:
+        with pytest.raises(DataError, match=rf"{length} tokens; 1 to 39 fit .*40"):
+            decoder.generate([1] * length, GREEDY, 5, ())
+        assert len(decoder.generate([1] * 5, GREEDY, 5, ()).tokens) == 5, "usable afterwards"
+
+
+def test_a_context_longer_than_the_target_s_is_refused_with_both_sizes(tiny):
+    target = tiny("llama").target
+    for make in (lambda: PlainDecoder(target, 513), lambda: SpeculativeDecoder(target, Rehearsed(target), CHAIN, 513)):
+        with pytest.raises(DataError, match=r"513 .*512"):
+            make()
+
+
+@pytest.mark.parametrize("length", [PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, PREFILL_CHUNK + 150])
+def test_long_prompts_are_read_in_chunks(tiny, greedy, variant, length):
+    """A random drafter accepts nothing, so that its memory is checked apart: against one built at once."""
+    target = tiny("qwen3")
+    prompt = target.prompt(6, length)
+    text = greedy("qwen3", 6, length)[:12]
+    assert plainly(target, prompt, GREEDY, 12) == text
+    drafter = build(target, VARIANTS[variant])
+    assert speculate(target, drafter, DYNAMIC, prompt, GREEDY, 12).tokens == text
+    rehearsed = speculate(target, Rehearsed(target.target), CHAIN, prompt, GREEDY, 11)
+    assert rehearsed.tokens == text[:11]
+    assert rehearsed.accepted == [4, 4]
+
+
+# --- One decoder, many answers ---
+
+
+def test_a_decoder_keeps_nothing_from_one_answer_to_the_next(tiny, learnt, variant, shape):
+    target, drafter = tiny("llama"), learnt("llama", variant)
+    used = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
+    prompts = [target.prompt(), target.prompt(1, 60), target.prompt(), target.prompt(2, 3)]
+    for prompt in prompts:
+        fresh = speculate(target, drafter, shape, prompt, GREEDY, 20)
+        again = used.generate(prompt, GREEDY, 20, ())
+        assert again.tokens == fresh.tokens
+        assert again.accepted == fresh.accepted, "the drafts changed, so the drafter has not forgotten"
+
+
+def test_two_sessions_on_one_target_and_one_drafter_do_not_meet(tiny, greedy, learnt):
+    """Interleaved: the second answer is generated whole between two cycles of the first."""
+    target, drafter = tiny("llama"), learnt("llama", "moa-1")
+    outer = SpeculativeDecoder(target.target, drafter, DYNAMIC, MAX_POSITIONS)
+    inner = SpeculativeDecoder(target.target, drafter, CHAIN, MAX_POSITIONS)
+    texts: list[list[int]] = []
+
+    def interrupt(tokens: list[int], accepted: int) -> None:
+        if len(texts) < 3:
+            texts.append(inner.generate(target.prompt(1), GREEDY, 10, ()).tokens)
+
+    assert outer.generate(target.prompt(), GREEDY, 40, (), interrupt).tokens == greedy("llama")
+    assert texts == [greedy("llama", 1)[:10]] * 3
+
+
+def test_every_supported_family_is_tested():
+    from moray.targets.spec import FAMILIES
+
+    assert {options["family"] for options in TARGETS.values()} == set(FAMILIES)
+
+
+def test_generation_leaves_no_gradients_behind(tiny, learnt):
+    target, drafter = tiny("llama"), learnt("llama", "moa-2")
+    speculate(target, drafter, DYNAMIC, target.prompt(), GREEDY, 5)
+    assert all(parameter.grad is None for parameter in target.target.model.parameters())
+    assert torch.is_grad_enabled()

@@ -1,0 +1,240 @@
+"""What the tests on Ray share: a tiny target with its tokenizer, chats, a cache of them, and processes to kill."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RUN_MARK = "MORAY_TEST_RUN"
+
+# Ray's processes inherit the environment of their driver: so they are told from those of other sessions.
+os.environ[RUN_MARK] = uuid.uuid4().hex
+
+
+def save_target(folder: Path, seed: int = 0) -> Path:
+    """A random Llama of three layers with a byte-level tokenizer and a chat template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from moray.targets.demo import CHAT_TEMPLATE, SPECIAL_TOKENS
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*SPECIAL_TOKENS, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _write_chats(path: Path, num_chats: int, seed: int = 0) -> Path:
+    """Chats of one to three turns and very different lengths, in UltraChat's schema."""
+    rng = random.Random(seed)
+    words = "one two three four five six seven eight nine ten".split()
+
+    def text(most: int) -> str:
+        return " ".join(rng.choice(words) for _ in range(rng.randint(1, most)))
+
+    rows = []
+    for number in range(num_chats):
+        messages = []
+        for _ in range(rng.randint(1, 3)):
+            messages += [{"role": "user", "content": text(6)}, {"role": "assistant", "content": text(30)}]
+        rows.append({"prompt": messages[0]["content"], "prompt_id": f"chat-{number}", "messages": messages})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny target."""
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def other_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same sizes and tokenizer, other weights."""
+    return save_target(tmp_path_factory.mktemp("other"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def write_chats() -> Callable[[Path, int], Path]:
+    """Write that many chats to a file."""
+    return _write_chats
+
+
+@pytest.fixture(scope="session")
+def chats_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty chats."""
+    return _write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", 60)
+
+
+CACHE_SETTINGS: dict[str, Any] = {"max_length": 384, "batch_tokens": 1024, "shard_mib": 1, "chats_per_part": 12}
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(
+    ray_session: None, tiny_target: Path, chats_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A complete cache of the sixty chats. Not to be written to."""
+    from moray.activations.schema import CacheConfig
+    from moray.activations.ultrachat import ChatsConfig
+    from moray.cluster.capture import cache_activations
+    from moray.cluster.configs import CaptureConfig
+    from moray.targets.spec import TargetConfig
+
+    folder = tmp_path_factory.mktemp("cache")
+    cache_activations(
+        str(folder),
+        TargetConfig(model=str(tiny_target)),
+        ChatsConfig(path=str(chats_file)),
+        CacheConfig(**CACHE_SETTINGS),
+        CaptureConfig(),
+    )
+    return folder
+
+
+class Pipeline:
+    """`python -m pipelines.NAME ...` in a process of its own, with all that it starts."""
+
+    def __init__(self, name: str, arguments: list[str], log: Path, **environment: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self._log = log
+        with log.open("w") as sink:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"pipelines.{name}", *arguments],
+                cwd=REPOSITORY,
+                env={**os.environ, **environment, RUN_MARK: self.mark},
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far, errors included."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def finish(self) -> int:
+        """Wait for it; the exit code."""
+        return self._process.wait(timeout=280)
+
+    def kill_when(self, ready: Callable[[], bool]) -> None:
+        """kill -9 the driver as soon as `ready`, then wait until all that works for it has gone by itself.
+
+        Ray's two agents, which touch no file of ours, first try for a minute to tell the dead cluster's head.
+        """
+        self.wait_until(ready)
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.wait_until_gone(60, but=("DashboardAgent", "RuntimeEnvAgent"))
+
+    def wait_until_gone(self, seconds: float, but: tuple[str, ...] = ()) -> None:
+        """Wait until nothing that it has started lives any more."""
+        deadline = time.monotonic() + seconds
+        while left := [name for name in self.processes("").values() if not any(part in name for part in but)]:
+            assert time.monotonic() < deadline, f"it left processes behind: {[name[:80] for name in left]}"
+            time.sleep(0.1)
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait for something that the run does."""
+        while not ready():
+            assert self._process.poll() is None, f"it ended before it could be killed:\n{self.output}"
+            time.sleep(0.003)
+
+    def processes(self, title: str) -> dict[int, str]:
+        """What it has started, by (part of) its command line or Ray's title."""
+        return marked_processes(self.mark, title)
+
+    def close(self) -> None:
+        """End what a failed test left running."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for pid in marked_processes(self.mark):
+            _kill(pid)
+
+
+def marked_processes(mark: str, title: str = "") -> dict[int, str]:
+    """Living processes whose environment carries the mark, and whose command line holds `title`."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            environment = (folder / "environ").read_bytes()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it has just ended, or is not ours
+        if f"{RUN_MARK}={mark}".encode() in environment and title in command:
+            found[int(folder.name)] = command
+    return found
+
+
+def _kill(pid: int) -> None:
+    """kill -9, if it still lives."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@pytest.fixture(scope="session")
+def kill() -> Callable[[int], None]:
+    """kill -9 a process by its id."""
+    return _kill
+
+
+@pytest.fixture(scope="module")
+def start_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Pipeline]]:
+    """Start pipelines as a user would; whatever is left of them ends with the module."""
+    started: list[Pipeline] = []
+    logs = tmp_path_factory.mktemp("logs")
+
+    def start(name: str, *arguments: str, **environment: str) -> Pipeline:
+        started.append(Pipeline(name, list(arguments), logs / f"run-{len(started)}.log", **environment))
+        return started[-1]
+
+    yield start
+    for pipeline in started:
+        pipeline.close()
+
+
+@pytest.fixture
+def ray_processes() -> Callable[[str], dict[int, str]]:
+    """Processes of this test session's own Ray by (part of) their title."""
+    return lambda title: marked_processes(os.environ[RUN_MARK], title)

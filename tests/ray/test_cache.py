@@ -1,0 +1,275 @@
+"""The activation cache on Ray Data: complete, exact, resumable, picky; and the stream of batches read from it."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from moray.activations.collate import Window, collate, needed_columns, plan_epoch
+from moray.activations.manifest import Manifest, read_manifest
+from moray.activations.schema import CacheConfig
+from moray.activations.store import CacheStore
+from moray.activations.ultrachat import ChatsConfig
+from moray.batch import TapNeeds, TrainBatch
+from moray.errors import ConfigError, DataError, MismatchError
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+
+SETTINGS: dict[str, Any] = {"max_length": 384, "batch_tokens": 1024, "shard_mib": 1, "chats_per_part": 12}
+NEEDS = TapNeeds(kv_layers=(0, 2), hidden_depths=(-1, -2))
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def _cache(output: Path, target: Path, chats: Path, max_bad_rows: int = 100, **changes: Any) -> Manifest:
+    from moray.cluster.capture import cache_activations
+    from moray.cluster.configs import CaptureConfig
+
+    return cache_activations(
+        str(output),
+        TargetConfig(model=str(target)),
+        ChatsConfig(path=str(chats), max_bad_rows=max_bad_rows),
+        CacheConfig(**(SETTINGS | changes)),
+        CaptureConfig(),
+    )
+
+
+def _all_rows(folder: Path) -> list[dict[str, Any]]:
+    names = sorted(path.stem for path in (folder / "shards").glob("*.json"))
+    return [row for name in names for row in pq.read_table(folder / "shards" / f"{name}.parquet").to_pylist()]
+
+
+def test_cache_holds_every_chat_once_and_its_totals_are_right(
+    tiny_cache: Path, tiny_target: Path, chats_file: Path
+) -> None:
+    tokenizer = ChatTokenizer.load(str(tiny_target))
+    expected = {}
+    for number, line in enumerate(chats_file.read_text().splitlines(), start=1):
+        row = json.loads(line)
+        chat = tokenizer.encode_chat(row["messages"], SETTINGS["max_length"])
+        expected[f"chats.jsonl#{number}#{row['prompt_id']}"] = (chat.tokens.tolist(), chat.response_mask.tolist())
+    rows = _all_rows(tiny_cache)
+    assert len(rows) == 60
+    assert {row["uid"]: (row["tokens"], row["response_mask"]) for row in rows} == expected
+
+    manifest = json.loads((tiny_cache / "manifest.json").read_text())
+    files = sorted((tiny_cache / "shards").glob("*.parquet"))
+    assert manifest["totals"] == {
+        "shards": len(files),
+        "rows": 60,
+        "tokens": sum(len(tokens) for tokens, _ in expected.values()),
+        "bytes": sum(file.stat().st_size for file in files),
+    }
+    assert len(files) >= 5
+    assert manifest["chats"] == {"chats": 60, "dropped": 0, "bad": 0}
+    final = torch.cat(
+        [torch.frombuffer(bytearray(row["hidden.-1"]), dtype=torch.bfloat16).float().view(-1, 64) for row in rows]
+    )
+    assert manifest["hidden_rms"]["hidden.-1"] == pytest.approx(float(final.pow(2).mean().sqrt()), rel=1e-3)
+
+
+def test_second_run_touches_nothing_and_a_removed_shard_is_made_again(
+    tiny_target: Path, chats_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "cache"
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(line + "\n" for line in chats_file.read_text().splitlines()[:24]))
+    first = _cache(output, tiny_target, chats)
+    times = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    assert _cache(output, tiny_target, chats) == first
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == times
+
+    name = next(iter(first.shards))
+    (output / "shards" / f"{name}.json").unlink()
+    (output / "shards" / f"{name}.parquet").unlink()
+    assert _cache(output, tiny_target, chats) == first
+    changed = {path.name for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert changed == {f"{name}.json", f"{name}.parquet", "manifest.json"}
+
+    with pytest.raises(MismatchError, match=r"cached with cache = .*\"max_length\": 384.* now it is .*100"):
+        _cache(output, tiny_target, chats, max_length=100)
+    with chats.open("a") as file:
+        file.write("\n")
+    with pytest.raises(MismatchError, match=r"cached with files = .*chats.jsonl"):
+        _cache(output, tiny_target, chats)
+
+
+def test_bad_rows_are_counted_reported_and_limited(
+    tiny_target: Path, chats_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = chats_file.read_text().splitlines()[:8]
+    lines[2] = '{"messages": [{"role": "user"'
+    lines[5] = json.dumps({"messages": [{"role": "dog", "content": "wuff"}]})
+    lines[7] = json.dumps({"messages": [{"role": "user", "content": "nobody answers"}]})
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(line + "\n" for line in lines))
+    with pytest.raises(DataError, match=r"bad rows, chats.max_bad_rows allows 1; the first: .*chats.jsonl.*3"):
+        _cache(tmp_path / "cache", tiny_target, chats, max_bad_rows=1)
+    assert not (tmp_path / "cache" / "manifest.json").exists()
+    capsys.readouterr()
+
+    # Allowing more is no other cache: the parts stay.
+    manifest = _cache(tmp_path / "cache", tiny_target, chats, max_bad_rows=3)
+    counts = json.loads((tmp_path / "cache" / "manifest.json").read_text())["chats"]
+    assert counts["chats"] == 5
+    assert counts["bad"] + counts["dropped"] == 3
+    assert sum(shard.rows for shard in manifest.shards.values()) == 5
+    printed = capsys.readouterr().out
+    assert printed.count("bad row: ") == counts["bad"] >= 2
+    assert "5 chats kept" in printed
+
+
+def test_values_that_are_not_finite_stop_the_job_with_our_own_one_line_error(
+    tiny_target: Path, chats_file: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_target, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"][0, 0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"^column 'kv.01' of chat 'chats.jsonl#\d+#chat-\d+' is not finite") as caught:
+        _cache(tmp_path / "cache", broken, chats_file)
+    assert type(caught.value) is DataError
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache" / "shards").glob("*"))
+
+
+def test_an_error_in_an_actors_constructor_is_our_own_one_line_error_too(
+    tiny_target: Path, chats_file: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_target, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights at all")
+    with pytest.raises(ConfigError, match=r"^target.model '.*broken' cannot be loaded") as caught:
+        _cache(tmp_path / "cache", broken, chats_file)
+    assert type(caught.value) is ConfigError
+
+
+def test_a_killed_actor_is_replaced_and_the_cache_is_complete(
+    tiny_cache: Path,
+    tiny_target: Path,
+    chats_file: Path,
+    tmp_path: Path,
+    ray_processes: Callable[[str], dict[int, str]],
+) -> None:
+    output = tmp_path / "cache"
+    killed: list[int] = []
+    with _meanwhile(lambda: _kill_shard_actor(output, ray_processes, killed)):
+        manifest = _cache(output, tiny_target, chats_file, chats_per_part=3)
+    assert killed, "no actor could be killed while it worked"
+    assert manifest.num_tokens == read_manifest(CacheStore(str(tiny_cache))).num_tokens
+    rows, wanted = _all_rows(output), _all_rows(tiny_cache)
+    assert sorted(row["uid"] for row in rows) == sorted(row["uid"] for row in wanted)
+    tokens = {row["uid"]: row["tokens"] for row in wanted}
+    assert all(row["tokens"] == tokens[row["uid"]] for row in rows)
+    assert not list(output.rglob("*.tmp"))
+
+
+def _kill_shard_actor(output: Path, ray_processes: Callable[[str], dict[int, str]], killed: list[int]) -> None:
+    import os
+    import signal
+
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if list((output / "shards").glob("*.json")):
+            for pid in ray_processes("_ShardActor"):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+                return
+        time.sleep(0.002)
+
+
+@contextmanager
+def _meanwhile(work: Callable[[], None]) -> Iterator[None]:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    thread.join(timeout=130)
+
+
+def _tensors(batch: TrainBatch) -> list[torch.Tensor]:
+    assert batch.taps.kv is not None
+    return [batch.tokens, batch.response_mask, batch.lengths, batch.taps.kv, *batch.taps.hidden.values()]
+
+
+def _same(one: TrainBatch, two: TrainBatch) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(_tensors(one), _tensors(two), strict=True))
+
+
+def _expected(store: CacheStore, manifest: Manifest, windows: list[Window]) -> Iterator[TrainBatch]:
+    """The plan's batches, read row by row with nothing but pyarrow."""
+    columns = needed_columns(NEEDS, manifest.columns)
+    import pyarrow as pa
+
+    for window in windows:
+        groups = [store.read_row_groups(shard, [group], columns) for shard, group in window.row_groups]
+        table = pa.concat_tables(groups)
+        for rows in window.batches:
+            yield collate(table.take(rows), NEEDS, manifest.columns)
+
+
+def test_stream_yields_exactly_the_plan_and_resumes_in_its_middle(tiny_cache: Path) -> None:
+    from moray.cluster.stream import stream_batches
+
+    store = CacheStore(str(tiny_cache))
+    manifest = read_manifest(store)
+    plan = plan_epoch(manifest.lengths, batch_tokens=384, seed=3, epoch=1, num_workers=1)[0]
+    assert plan.num_steps >= 20
+    assert len(plan.windows) >= 2
+    whole = list(stream_batches(str(tiny_cache), manifest, plan, NEEDS))
+    expected = list(_expected(store, manifest, plan.windows))
+    assert len(whole) == len(expected) == plan.num_steps
+    assert all(_same(got, wanted) for got, wanted in zip(whole, expected, strict=True))
+    assert whole[0].taps.kv is not None
+    assert whole[0].taps.kv.shape[2:] == (2, 64)
+    assert set(whole[0].taps.hidden) == {-1, -2}
+
+    middle = len(plan.windows[0].batches) // 2 + 1
+    tail = list(stream_batches(str(tiny_cache), manifest, plan.after(middle), NEEDS))
+    assert len(tail) == plan.num_steps - middle
+    assert all(_same(got, wanted) for got, wanted in zip(tail, whole[middle:], strict=True))
+    head = list(stream_batches(str(tiny_cache), manifest, plan.before(middle), NEEDS))
+    assert len(head) == middle
+    assert list(stream_batches(str(tiny_cache), manifest, plan.after(plan.num_steps), NEEDS)) == []
+
+
+def test_stream_reads_the_needed_columns_only(tiny_cache: Path, tmp_path: Path) -> None:
+    """A cache whose other columns were cut out of its files serves the same batches."""
+    import shutil
+
+    from moray.cluster.stream import stream_batches
+
+    pruned = tmp_path / "pruned"
+    shutil.copytree(tiny_cache, pruned)
+    manifest = read_manifest(CacheStore(str(tiny_cache)))
+    columns = needed_columns(NEEDS, manifest.columns)
+    for path in (pruned / "shards").glob("*.parquet"):
+        source = pq.ParquetFile(path)
+        with pq.ParquetWriter(path.with_suffix(".new"), source.read(columns=columns).schema) as writer:
+            for group in range(source.num_row_groups):
+                table = source.read_row_group(group, columns=columns)
+                writer.write_table(table, row_group_size=table.num_rows)
+        path.with_suffix(".new").replace(path)
+    plan = plan_epoch(manifest.lengths, 384, 0, 0, 1)[0].before(3)
+    for got, wanted in zip(
+        stream_batches(str(pruned), manifest, plan, NEEDS),
+        stream_batches(str(tiny_cache), manifest, plan, NEEDS),
+        strict=True,
+    ):
+        assert _same(got, wanted)
+    whole = TapNeeds(kv_layers=(1,))
+    with pytest.raises(Exception, match=r"kv\.01"):
+        list(stream_batches(str(pruned), manifest, plan, whole))

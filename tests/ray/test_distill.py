@@ -1,0 +1,145 @@
+"""Distillation on Ray Train with one worker: it learns, writes what it should, and refuses what does not fit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moray.activations.manifest import read_manifest
+from moray.activations.store import CacheStore
+from moray.cluster.configs import DistilConfig
+from moray.config import validate
+from moray.distill.checkpoint import load_drafter, read_drafter_config
+from moray.distill.metrics import read_metrics
+from moray.distill.runs import claim_run
+from moray.errors import DataError, MismatchError
+from moray.targets.head import TargetHead
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+
+BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def _config(target: Path, cache: Path, output: Path, **train: Any) -> DistilConfig:
+    values = {
+        "target": {"model": str(target)},
+        "activations": str(cache),
+        "output": str(output),
+        "drafter": {
+            "type": "moa",
+            "target_layers": 1,
+            "layer_self_attention": BLOCK,
+            "self_attention": BLOCK,
+            "cross_attention": BLOCK,
+        },
+        "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
+        "schedule": {"type": "linear", "warmup_steps": 3},
+        "train": {"epochs": 2, "max_steps": 24, "batch_tokens": 512, "checkpoint_steps": 10, "log_steps": 2} | train,
+    }
+    return validate(DistilConfig, values)
+
+
+@pytest.fixture(scope="module")
+def distilled(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> DistilConfig:
+    from moray.cluster.distil import distil
+
+    config = _config(tiny_target, tiny_cache, tmp_path_factory.mktemp("run") / "drafter")
+    assert not claim_run(config.output, config)
+    assert distil(config) == Path(config.output)
+    return config
+
+
+def test_loss_falls_and_every_report_is_written(distilled: DistilConfig) -> None:
+    rows = read_metrics(Path(distilled.output))
+    assert [row["step"] for row in rows] == list(range(2, 25, 2))
+    first, last = rows[0], rows[-1]
+    assert sum(row["loss"] for row in rows[-3:]) / 3 < 0.9 * first["loss"]
+    assert last["learning_rate"] < 0.1 * max(row["learning_rate"] for row in rows)
+    assert all(0 <= row["accuracy"] <= 1 <= row["simulated_tau"] for row in rows)
+
+
+def test_tensorboard_shows_the_same_losses(distilled: DistilConfig) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(Path(distilled.output) / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    rows = read_metrics(Path(distilled.output))
+    assert [step for step, _ in shown] == [row["step"] for row in rows]
+    assert [value for _, value in shown] == pytest.approx([row["loss"] for row in rows], rel=1e-5)
+
+
+def test_the_drafter_loads_and_has_learnt(distilled: DistilConfig, tiny_target: Path) -> None:
+    import torch
+
+    folder = Path(distilled.output)
+    head = TargetHead.load(distilled.target, 1)
+    text = ChatTokenizer.load(str(tiny_target)).fingerprint
+    drafter = load_drafter(folder, head, text)
+    assert read_drafter_config(folder)[0] == distilled.drafter
+    torch.manual_seed(distilled.train.seed)
+    fresh = dict(distilled.drafter.build(head).named_parameters())
+    trained = dict(drafter.named_parameters())
+    assert trained.keys() == fresh.keys()
+    assert all(bool(parameter.isfinite().all()) for parameter in trained.values())
+    moved = [name for name in trained if not torch.equal(trained[name], fresh[name])]
+    assert len(moved) > 0.8 * len(trained)
+
+
+def test_checkpoints_are_kept_as_told(distilled: DistilConfig) -> None:
+    kept = sorted(Path(distilled.output).glob("ray/train/checkpoint_2*"))
+    assert len(kept) == distilled.train.keep_checkpoints == 2
+    assert {path.name for path in kept[-1].iterdir()} >= {
+        "drafter.safetensors",
+        "training.safetensors",
+        "training.json",
+    }
+
+
+def test_the_same_command_finds_it_complete_and_another_configuration_is_refused(
+    distilled: DistilConfig, tiny_target: Path, tiny_cache: Path
+) -> None:
+    assert claim_run(distilled.output, distilled)
+    other = _config(tiny_target, tiny_cache, Path(distilled.output), batch_tokens=256)
+    with pytest.raises(MismatchError, match=r"holds a run with train.batch_tokens = 512, now it is 256; give another"):
+        claim_run(other.output, other)
+
+
+def test_a_cache_of_another_target_is_refused(other_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
+    from moray.cluster.distil import distil
+
+    cached = read_manifest(CacheStore(str(tiny_cache))).plan["target"]["fingerprint"]
+    config = _config(other_target, tiny_cache, tmp_path / "run")
+    with pytest.raises(MismatchError, match=rf"fingerprint {cached}; target.model '{other_target}' has [0-9a-f]+: "):
+        distil(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_cache_is_a_one_line_error(tiny_target: Path, tmp_path: Path) -> None:
+    from moray.cluster.distil import distil
+
+    with pytest.raises(DataError, match=r"activation cache '.*nothing' is not there: run pipelines.cache_activations"):
+        distil(_config(tiny_target, tmp_path / "nothing", tmp_path / "run"))
+
+
+def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
+    tiny_target: Path, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """A shard that is damaged after the manifest was read: only a data task of a worker can notice."""
+    import shutil
+
+    from moray.cluster.distil import distil
+
+    damaged = tmp_path / "cache"
+    shutil.copytree(tiny_cache, damaged)
+    for path in (damaged / "shards").glob("*.parquet"):
+        path.write_bytes(path.read_bytes()[:100])
+    config = _config(tiny_target, damaged, tmp_path / "run")
+    assert config.workers.max_failures == 3
+    with pytest.raises(DataError, match=r"^shard '.*/shards/0000\d-00000.parquet' cannot be read: ") as caught:
+        distil(config)
+    assert type(caught.value) is DataError
+    assert TargetConfig(model=str(tiny_target)) == config.target
+    assert not (tmp_path / "run" / "drafter.json").exists()

@@ -1,0 +1,128 @@
+"""kill -9 of the distil driver and of a worker half-way: the weights end as those of an unbroken run, bit for bit."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moray.distill.metrics import read_metrics
+
+CHECKPOINT_STEPS = 20
+MAX_STEPS = 140
+BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def arguments(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two workers, seven checkpoints; only the output is missing."""
+    config = {
+        "target": {"model": str(tiny_target)},
+        "activations": str(tiny_cache),
+        "drafter": {
+            "type": "moa",
+            "target_layers": 1,
+            "layer_self_attention": BLOCK,
+            "self_attention": BLOCK,
+            "cross_attention": BLOCK,
+        },
+        "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
+        "schedule": {"type": "linear", "warmup_steps": 5},
+        "train": {
+            "epochs": 20,
+            "max_steps": MAX_STEPS,
+            "batch_tokens": 256,
+            "checkpoint_steps": CHECKPOINT_STEPS,
+            "log_steps": 5,
+        },
+        "workers": {"num_workers": 2},
+    }
+    path = tmp_path_factory.mktemp("config") / "distill.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return [str(path)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(
+    arguments: list[str], start_pipeline: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run that nobody disturbs."""
+    output = tmp_path_factory.mktemp("unbroken") / "drafter"
+    run = start_pipeline("distill", *arguments, f"output={output}")
+    assert run.finish() == 0, run.output
+    lines = [line for line in run.output.splitlines() if line.strip()]
+    assert lines[-1] == f"drafter: {output}"
+    assert len(lines) == 2, f"more on the console than the bar and the result:\n{run.output}"
+    assert _starts(output) == [0]
+    return output
+
+
+def _digest(output: Path) -> str:
+    return hashlib.sha256((output / "drafter.safetensors").read_bytes()).hexdigest()
+
+
+def _half_way(output: Path) -> Callable[[], bool]:
+    """Two checkpoints are written and more is still to come."""
+    return lambda: any(row["step"] >= 2 * CHECKPOINT_STEPS + 5 for row in read_metrics(output))
+
+
+def _starts(output: Path) -> list[int]:
+    """The step at which each start of training began: TensorBoard has a file for each."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    starts = []
+    for path in sorted((output / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        events = EventAccumulator(str(path))
+        events.Reload()
+        starts.append(events.Scalars("train/loss")[0].step - 5)
+    return starts
+
+
+def _check(output: Path, unbroken: Path) -> None:
+    first, second = _starts(output)
+    assert first == 0
+    assert second % CHECKPOINT_STEPS == 0
+    assert 2 * CHECKPOINT_STEPS <= second < MAX_STEPS, "it began anew instead of going on"
+    rows, wanted = read_metrics(output), read_metrics(unbroken)
+    assert [row["step"] for row in rows] == list(range(5, MAX_STEPS + 1, 5))
+    assert rows == wanted
+    assert _digest(output) == _digest(unbroken)
+
+
+def test_after_a_kill_of_the_driver_the_same_command_ends_with_the_same_weights(
+    arguments: list[str], unbroken: Path, start_pipeline: Callable[..., Any], tmp_path: Path
+) -> None:
+    output = tmp_path / "drafter"
+    start_pipeline("distill", *arguments, f"output={output}").kill_when(_half_way(output))
+    assert not (output / "drafter.safetensors").exists()
+    again = start_pipeline("distill", *arguments, f"output={output}")
+    assert again.finish() == 0, again.output
+    _check(output, unbroken)
+
+    third = start_pipeline("distill", *arguments, f"output={output}")
+    assert third.finish() == 0
+    assert third.output.strip() == f"{output} is complete for this configuration: nothing to do"
+    other = start_pipeline("distill", *arguments, f"output={output}", "train.seed=1")
+    assert other.finish() == 1
+    assert other.output.startswith(f"error: '{output}' holds a run with train.seed = 0, now it is 1")
+
+
+def test_after_a_kill_of_a_worker_the_run_goes_on_by_itself_and_ends_with_the_same_weights(
+    arguments: list[str],
+    unbroken: Path,
+    start_pipeline: Callable[..., Any],
+    kill: Callable[[int], None],
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "drafter"
+    run = start_pipeline("distill", *arguments, f"output={output}")
+    run.wait_until(_half_way(output))
+    workers = run.processes("RayTrainWorker")
+    assert len(workers) == 2, workers
+    kill(max(workers))
+    assert run.finish() == 0, run.output
+    _check(output, unbroken)

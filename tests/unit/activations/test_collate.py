@@ -1,0 +1,164 @@
+"""From shards to batches: plans that every worker agrees on and that can be cut anywhere, and padded tensors."""
+
+import random
+
+import pyarrow as pa
+import pytest
+import torch
+
+from moray.activations.codec import codec
+from moray.activations.collate import EpochPlan, collate, needed_columns, plan_epoch
+from moray.batch import TapNeeds
+from moray.errors import DataError
+
+BATCH_TOKENS = 2048
+COLUMNS = {
+    "kv.00": {"codec": "bfloat16", "width": 4},
+    "kv.01": {"codec": "bfloat16", "width": 4},
+    "hidden.-1": {"codec": "float32", "width": 3},
+    "hidden.-2": {"codec": "float16", "width": 3},
+}
+
+
+def _shards(seed: int = 0) -> dict[str, list[list[int]]]:
+    rng = random.Random(seed)
+    return {
+        f"{shard:05d}-00000": [
+            [min(1024, max(4, int(rng.lognormvariate(4.5, 0.8)))) for _ in range(rng.randint(4, 24))] for _ in range(6)
+        ]
+        for shard in range(12)
+    }
+
+
+def _batches(plan: EpochPlan, shards: dict[str, list[list[int]]]) -> list[tuple[int, list[tuple[str, int, int]]]]:
+    """Step and chats (shard, row group, row) of every batch."""
+    found = []
+    for window in plan.windows:
+        rows = [(shard, group, row) for shard, group in window.row_groups for row in range(len(shards[shard][group]))]
+        for offset, batch in enumerate(window.batches):
+            found.append((window.first_step + offset, [rows[index] for index in batch]))
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_every_chat_comes_at_most_once_and_workers_make_equal_steps(num_workers: int) -> None:
+    shards = _shards()
+    plans = plan_epoch(shards, BATCH_TOKENS, seed=5, epoch=2, num_workers=num_workers)
+    assert len(plans) == num_workers
+    assert len({plan.num_steps for plan in plans}) == 1
+    seen = []
+    for plan in plans:
+        batches = _batches(plan, shards)
+        assert [step for step, _ in batches] == list(range(plan.num_steps))
+        for _, chats in batches:
+            lengths = [shards[shard][group][row] for shard, group, row in chats]
+            assert max(lengths) * len(lengths) <= BATCH_TOKENS
+            seen += chats
+    assert len(seen) == len(set(seen))
+    total = sum(len(group) for groups in shards.values() for group in groups)
+    if num_workers == 1:
+        assert len(seen) == total
+    else:
+        assert len(seen) > 0.85 * total
+
+
+def test_padding_waste_of_training_batches_is_small() -> None:
+    shards = _shards()
+    batches = _batches(plan_epoch(shards, 4 * BATCH_TOKENS, 0, 0, 1)[0], shards)
+    lengths = [[shards[shard][group][row] for shard, group, row in chats] for _, chats in batches]
+    assert sum(map(sum, lengths)) / sum(max(batch) * len(batch) for batch in lengths) > 0.9
+
+
+def test_plans_are_deterministic_and_differ_from_epoch_to_epoch_and_seed_to_seed() -> None:
+    shards = _shards()
+    backwards = dict(reversed(list(shards.items())))
+    assert plan_epoch(shards, BATCH_TOKENS, 1, 0, 2) == plan_epoch(backwards, BATCH_TOKENS, 1, 0, 2)
+    first = plan_epoch(shards, BATCH_TOKENS, 1, 0, 1)[0]
+    for other in (plan_epoch(shards, BATCH_TOKENS, 1, 1, 1)[0], plan_epoch(shards, BATCH_TOKENS, 2, 0, 1)[0]):
+        assert {tuple(sorted(chats)) for _, chats in _batches(first, shards)} != {
+            tuple(sorted(chats)) for _, chats in _batches(other, shards)
+        }
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_before_and_after_cut_an_epoch_anywhere_without_loss(num_workers: int) -> None:
+    shards = _shards()
+    for plan in plan_epoch(shards, BATCH_TOKENS, 0, 0, num_workers):
+        whole = _batches(plan, shards)
+        assert len(plan.windows) > 1
+        for step in range(plan.num_steps + 1):
+            assert _batches(plan.before(step), shards) == whole[:step]
+            assert _batches(plan.after(step), shards) == whole[step:]
+        assert _batches(plan.after(3).before(7), shards) == whole[3:7]
+
+
+def test_more_workers_than_row_groups_leave_no_steps() -> None:
+    plans = plan_epoch({"a": [[5, 6]]}, 64, 0, 0, num_workers=2)
+    assert [plan.num_steps for plan in plans] == [0, 0]
+    assert all(not plan.windows for plan in plans)
+
+
+def _row(length: int, seed: int) -> dict[str, object]:
+    generator = torch.Generator().manual_seed(seed)
+    row: dict[str, object] = {
+        "num_tokens": length,
+        "tokens": [seed * 100 + i for i in range(length)],
+        "response_mask": [i % 2 == 0 for i in range(length)],
+    }
+    for name, column in COLUMNS.items():
+        values = torch.randn(length, column["width"], generator=generator)
+        row[name] = codec(column["codec"]).encode(values).numpy().tobytes()
+    return row
+
+
+def _table(lengths: list[int]) -> pa.Table:
+    fields = [("num_tokens", pa.int32()), ("tokens", pa.list_(pa.int32())), ("response_mask", pa.list_(pa.bool_()))]
+    schema = pa.schema([*fields, *((name, pa.binary()) for name in COLUMNS)])
+    rows = [_row(length, seed) for seed, length in enumerate(lengths)]
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def _decoded(row: dict[str, object], name: str) -> torch.Tensor:
+    dtype = getattr(torch, COLUMNS[name]["codec"])
+    return torch.frombuffer(bytearray(row[name]), dtype=dtype).view(-1, COLUMNS[name]["width"])  # type: ignore[arg-type]
+
+
+def test_collate_pads_right_and_keeps_every_value() -> None:
+    lengths = [3, 7, 1, 5]
+    needs = TapNeeds(kv_layers=(1, 0), hidden_depths=(-2, -1))
+    # A slice of a chunked, reordered table: offsets into shared buffers, as the stream hands them over.
+    table = pa.concat_tables([_table(lengths).take([1, 3, 0]), _table(lengths).take([2])]).slice(1, 3)
+    batch = collate(table, needs, COLUMNS)
+    order = [3, 0, 2]
+    assert batch.lengths.tolist() == [5, 3, 1]
+    assert batch.tokens.shape == batch.response_mask.shape == (3, 5)
+    assert batch.taps.kv is not None
+    assert batch.taps.kv.shape == (3, 5, 2, 4)
+    assert batch.taps.kv.dtype == torch.bfloat16
+    for position, seed in enumerate(order):
+        row, length = _row(lengths[seed], seed), lengths[seed]
+        assert batch.tokens[position, :length].tolist() == row["tokens"]
+        assert batch.response_mask[position, :length].tolist() == row["response_mask"]
+        assert not batch.tokens[position, length:].any()
+        assert not batch.response_mask[position, length:].any()
+        for index, layer in enumerate(needs.kv_layers):
+            assert torch.equal(batch.taps.kv[position, :length, index], _decoded(row, f"kv.0{layer}"))
+        assert not batch.taps.kv[position, length:].any()
+        for depth in needs.hidden_depths:
+            assert torch.equal(batch.taps.hidden[depth][position, :length], _decoded(row, f"hidden.{depth}"))
+            assert not batch.taps.hidden[depth][position, length:].any()
+
+
+def test_without_layers_there_are_no_keys_and_values() -> None:
+    batch = collate(_table([2, 3]), TapNeeds(hidden_depths=(-1,)), COLUMNS)
+    assert batch.taps.kv is None
+    assert list(batch.taps.hidden) == [-1]
+
+
+def test_needed_columns_are_those_and_no_more_and_a_missing_one_is_named() -> None:
+    needs = TapNeeds(kv_layers=(1,), hidden_depths=(-1,))
+    assert needed_columns(needs, COLUMNS) == ["num_tokens", "tokens", "response_mask", "kv.01", "hidden.-1"]
+    with pytest.raises(DataError, match=r"no column 'hidden.-3'.*it has kv.00, kv.01, .*cache.hidden_depths"):
+        needed_columns(TapNeeds(hidden_depths=(-3,)), COLUMNS)
+    with pytest.raises(DataError, match=r"no column 'kv\.07'"):
+        needed_columns(TapNeeds(kv_layers=(7,)), COLUMNS)
