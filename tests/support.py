@@ -1,6 +1,6 @@
 """Tiny real targets, drafters of every kind, and drafters that are right as often as a test wants."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -106,6 +106,8 @@ class TinyTarget:
     name: str
     folder: Path
     target: Target
+    known: dict[Any, list[int]] = field(default_factory=dict)
+    """Answers that plain decoding has given already."""
 
     @property
     def config(self) -> TargetConfig:
@@ -168,9 +170,9 @@ def build(tiny: TinyTarget, config: DrafterConfigBase, seed: int = 0) -> Drafter
     return drafter.eval()
 
 
-def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_length: int, steps: int = 40) -> Drafter:
+def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_length: int, steps: int = 35) -> Drafter:
     """Distil until the drafter knows this sequence nearly by heart."""
-    batch = batch_of(tiny.target, [sequence] * 4, prompt_length, drafter.needs)
+    batch = batch_of(tiny.target, [sequence] * 3, prompt_length, drafter.needs)
     optimiser = Optimiser(
         drafter, MuonConfig(type="muon", lr=0.02), LinearSchedule(type="linear", warmup_steps=5, final=0.1)
     )
@@ -209,7 +211,7 @@ class Rehearsed(Drafter[RehearsedState]):
 
     def new_state(self, capacity: int, max_expanded: int) -> RehearsedState:
         slots = capacity + max_expanded
-        mask = PrefixMask(max(capacity, max_expanded), slots + capacity, self._target.device)
+        mask = PrefixMask(max(capacity, max_expanded), slots + capacity, self._target.model.lm_head.weight)
         return RehearsedState(self._target.new_cache(slots), mask)
 
     def reset(self, state: RehearsedState) -> None:
@@ -241,8 +243,11 @@ class Rehearsed(Drafter[RehearsedState]):
 
 
 def plainly(tiny: TinyTarget, prompt: list[int], params: SamplingParams, count: int, eos: tuple[int, ...] = ()) -> list:
-    """What the target alone generates."""
-    return PlainDecoder(tiny.target, MAX_POSITIONS).generate(prompt, params, count, eos).tokens
+    """What the target alone generates; remembered."""
+    key = (tuple(prompt), params, count, eos)
+    if key not in tiny.known:
+        tiny.known[key] = PlainDecoder(tiny.target, MAX_POSITIONS).generate(prompt, params, count, eos).tokens
+    return tiny.known[key]
 
 
 def speculate(

@@ -14,7 +14,6 @@ from moray.distill.metrics import read_metrics
 from moray.distill.runs import claim_run
 from moray.errors import DataError, MismatchError
 from moray.targets.head import TargetHead
-from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
 
 BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
@@ -138,8 +137,8 @@ def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
         path.write_bytes(path.read_bytes()[:100])
     config = _config(tiny_target, damaged, tmp_path / "run")
     assert config.workers.max_failures == 3
-    with pytest.raises(DataError, match=r"^shard '.*/shards/0000\d-00000.parquet' cannot be read: ") as caught:
+    with pytest.raises(DataError, match=r"^shard '.*/shards/\d{5}-\d{5}.parquet' cannot be read: ") as caught:
         distil(config)
     assert type(caught.value) is DataError
-    assert TargetConfig(model=str(tiny_target)) == config.target
     assert not (tmp_path / "run" / "drafter.json").exists()
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1, "it trained again after an error of ours"

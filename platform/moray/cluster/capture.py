@@ -7,7 +7,6 @@ job knows what is missing.
 
 import json
 from dataclasses import asdict
-from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -64,52 +63,48 @@ def cache_activations(
     return write_manifest(store, counts)
 
 
-# Tokenising is a task and no actor, so that the targets' actors find processes that have torch loaded.
-def _write_parts(batch: dict[str, Any], uri: str, model: str, template: str | None, max_length: int) -> dict[str, Any]:
-    """Tokenise chunks of the input into parts."""
-    tokenizer = _load_tokenizer(model, template)
-    pairs = zip(batch["name"], batch["chunk"], strict=True)
-    summaries = [_write_part(CacheStore(uri), name, chunk, tokenizer, max_length) for name, chunk in pairs]
-    return {"summary": [json.dumps(summary) for summary in summaries]}
+class _PartWriter:
+    """Tokenises one chunk of the input into one part."""
 
+    def __init__(self, uri: str, target: dict[str, Any], max_length: int) -> None:
+        config = TargetConfig.model_validate(target)
+        self._store = CacheStore(uri)
+        self._tokenizer = ChatTokenizer.load(config.model, config.template)
+        self._max_length = max_length
 
-@lru_cache(maxsize=1)
-def _load_tokenizer(model: str, template: str | None) -> ChatTokenizer:
-    """Loaded once per process: a process serves many tasks."""
-    return ChatTokenizer.load(model, template)
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        summaries = [self._write(*pair) for pair in zip(batch["name"], batch["chunk"], strict=True)]
+        return {"summary": [json.dumps(summary) for summary in summaries]}
 
-
-def _write_part(
-    store: CacheStore, name: str, chunk: ChatChunk, tokenizer: ChatTokenizer, max_length: int
-) -> dict[str, Any]:
-    columns: dict[str, list[Any]] = {"uid": [], "tokens": [], "response_mask": []}
-    bad: list[str] = []
-    num_dropped = 0
-    for row in read_chunk(chunk):
-        if isinstance(row, BadRow):
-            bad.append(str(row))
-            continue
-        try:
-            chat = tokenizer.encode_chat(row.messages, max_length)
-        except DataError as error:
-            bad.append(f"chat '{row.uid}': {error}")
-            continue
-        if not chat.response_mask.any():
-            num_dropped += 1
-            continue
-        columns["uid"].append(row.uid)
-        columns["tokens"].append(chat.tokens)
-        columns["response_mask"].append(chat.response_mask)
-    store.write_table(f"tokens/{name}.parquet", pa.table(columns, schema=TOKENS_SCHEMA))
-    summary = {
-        "chats": len(columns["uid"]),
-        "dropped": num_dropped,
-        "bad": len(bad),
-        "bad_rows": bad[:_KEPT_BAD_ROWS],
-        "lengths": [len(tokens) for tokens in columns["tokens"]],
-    }
-    store.write_json(f"tokens/{name}.json", summary)
-    return summary
+    def _write(self, name: str, chunk: ChatChunk) -> dict[str, Any]:
+        columns: dict[str, list[Any]] = {"uid": [], "tokens": [], "response_mask": []}
+        bad: list[str] = []
+        num_dropped = 0
+        for row in read_chunk(chunk):
+            if isinstance(row, BadRow):
+                bad.append(str(row))
+                continue
+            try:
+                chat = self._tokenizer.encode_chat(row.messages, self._max_length)
+            except DataError as error:
+                bad.append(f"chat '{row.uid}': {error}")
+                continue
+            if not chat.response_mask.any():
+                num_dropped += 1
+                continue
+            columns["uid"].append(row.uid)
+            columns["tokens"].append(chat.tokens)
+            columns["response_mask"].append(chat.response_mask)
+        self._store.write_table(f"tokens/{name}.parquet", pa.table(columns, schema=TOKENS_SCHEMA))
+        summary = {
+            "chats": len(columns["uid"]),
+            "dropped": num_dropped,
+            "bad": len(bad),
+            "bad_rows": bad[:_KEPT_BAD_ROWS],
+            "lengths": [len(tokens) for tokens in columns["tokens"]],
+        }
+        self._store.write_json(f"tokens/{name}.json", summary)
+        return summary
 
 
 class _ShardActor:
@@ -143,10 +138,10 @@ def _tokenise(
     missing = [{"name": name, "chunk": chunk} for name, chunk in chunks.items() if name not in done]
     if missing:
         dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map_batches(
-            _write_parts,
-            fn_args=(store.uri, target.model, target.template, max_length),
+            _PartWriter,
+            fn_constructor_args=(store.uri, target.model_dump(), max_length),
             batch_size=1,
-            compute=ray.data.TaskPoolStrategy(size=min(capture.num_tokenisers, len(missing))),
+            compute=ray.data.ActorPoolStrategy(size=min(capture.num_tokenisers, len(missing))),
             num_cpus=1,
         )
         with progress_bar() as bar:

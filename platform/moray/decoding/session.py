@@ -37,7 +37,7 @@ class TargetSession:
         self._needs = needs or TapNeeds()
         slots = capacity + max(max_nodes, 1)
         self.cache = target.new_cache(slots)
-        self._mask = PrefixMask(max(max_nodes, PREFILL_CHUNK), slots + PREFILL_CHUNK, target.device)
+        self._mask = PrefixMask(max(max_nodes, PREFILL_CHUNK), slots + PREFILL_CHUNK, self.cache.data)
         self._positions = torch.arange(slots, device=target.device)
         self._lower = torch.ones(PREFILL_CHUNK, PREFILL_CHUNK, dtype=torch.bool, device=target.device).tril()
         self._output: TargetOutput | None = None

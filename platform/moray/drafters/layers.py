@@ -67,7 +67,7 @@ class Attention(nn.Module):
         query: Float[Tensor, "batch heads seq head_dim"],
         key: Float[Tensor, "batch kv_heads slots head_dim"],
         value: Float[Tensor, "batch kv_heads slots head_dim"],
-        mask: Bool[Tensor, "#batch 1 seq slots"] | None,
+        mask: Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | None,
     ) -> Float[Tensor, "batch seq width"]:
         """Attention output after the output projection."""
         grouped = self.num_heads != self.num_kv_heads
@@ -109,7 +109,7 @@ class Block(nn.Module):
         query: Float[Tensor, "batch heads seq head_dim"],
         key: Float[Tensor, "batch kv_heads slots head_dim"],
         value: Float[Tensor, "batch kv_heads slots head_dim"],
-        mask: Bool[Tensor, "#batch 1 seq slots"] | None,
+        mask: Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | None,
     ) -> Float[Tensor, "batch seq width"]:
         """The layer's output for the residual stream `x` and the queries made from it."""
         x = x + self.attention.attend(query, key, value, mask)

@@ -148,7 +148,7 @@ class MoA(Drafter[MoAState]):
             buffer(config.self_attention.num_kv_heads),
             buffer(config.cross_attention.num_kv_heads),
             tail,
-            PrefixMask(max_expanded, slots, weight.device),
+            PrefixMask(max_expanded, slots, weight),
         )
 
     def reset(self, state: MoAState) -> None:

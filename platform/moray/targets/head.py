@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moray.errors import ConfigError
+from moray.targets.attention import attention_backend
 from moray.targets.kv_cache import KVCache, PastAndPredicted
 from moray.targets.model import Target, pick_device
 from moray.targets.rotary import RotaryCache
@@ -51,9 +52,10 @@ class TargetHead:
         folder = resolve_folder(config.model)
         model_config = AutoConfig.from_pretrained(folder)
         dtype = getattr(torch, config.dtype)
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation="sdpa")
         device = pick_device(config.device)
+        backend = attention_backend(device.type)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=backend)
         # The rotary tables are no weights: they are computed, and a meta device cannot hold them.
         model.model.rotary_emb = type(model.model.rotary_emb)(model_config).to(device)
         head = cls(model.eval(), spec, num_layers)
@@ -88,7 +90,7 @@ class TargetHead:
         self,
         hidden: Float[Tensor, "batch new hidden"],
         positions: Int[Tensor, "batch new"],
-        mask: Bool[Tensor, "#batch 1 new slots"] | None,
+        mask: Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
         cache: KVCache | PastAndPredicted,
     ) -> Float[Tensor, "batch new hidden"]:
         """Target Layer Inference (MoA, section 3.3): the target's last N layers and its final norm."""

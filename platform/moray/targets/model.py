@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from moray.errors import ConfigError
+from moray.targets.attention import attention_backend
 from moray.targets.kv_cache import KVCache
 from moray.targets.rotary import RotaryCache
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
@@ -50,7 +51,7 @@ class Target:
         device = pick_device(config.device)
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, config.dtype), attn_implementation="sdpa", use_safetensors=True
+                folder, dtype=getattr(torch, config.dtype), attn_implementation=attention_backend(device.type), use_safetensors=True
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(
@@ -73,7 +74,7 @@ class Target:
         self,
         tokens: Int[Tensor, "batch new"],
         positions: Int[Tensor, "batch new"],
-        mask: Bool[Tensor, "#batch 1 new slots"] | None,
+        mask: Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
         cache: KVCache,
         hidden_depths: Sequence[int] = (),
     ) -> TargetOutput:
@@ -82,8 +83,8 @@ class Target:
         Args:
             tokens: token ids.
             positions: rotary positions, which need not follow the slots.
-            mask: True where a token (row) sees a slot (column); slots = cache.length + new. None for a single
-                new token that sees every slot.
+            mask: True (or 0 in an additive mask) where a token (row) sees a slot (column); slots = cache.length
+                + new. None for a single new token that sees every slot.
             cache: receives the keys and values of the new tokens.
             hidden_depths: negative depths to return as well (-1 = after the final norm).
         """

@@ -69,27 +69,30 @@ def structure_of(parents: list[int], depths: list[int], device: torch.device) ->
 class PrefixMask:
     """Preallocated attention mask: every row sees all committed slots plus a block of new ones.
 
-    Holds [rows, capacity] booleans; committing n tokens touches n columns and viewing touches only the
-    new block, so a cycle's work does not grow with the sequence.
+    Holds [rows, capacity] additive values (0 seen, -inf hidden), which attention kernels take as they are.
+    Committing n tokens touches n columns and viewing touches only the new block, so a cycle's work does not
+    grow with the sequence.
     """
 
-    def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
-        self._data = torch.zeros(rows, capacity, dtype=torch.bool, device=device)
+    def __init__(self, rows: int, capacity: int, like: Tensor) -> None:
+        self._data = torch.full((rows, capacity), -torch.inf, dtype=like.dtype, device=like.device)
+        self._hidden = torch.tensor(-torch.inf, dtype=like.dtype, device=like.device)
+        self._seen = torch.zeros_like(self._hidden)
         self.length = 0
 
     def commit(self, num_tokens: int) -> None:
         """Make `num_tokens` more slots visible to every row."""
-        self._data[:, self.length : self.length + num_tokens] = True
+        self._data[:, self.length : self.length + num_tokens] = 0
         self.length += num_tokens
 
-    def view(self, block: Bool[Tensor, "new scratch"]) -> Bool[Tensor, "1 1 new slots"]:
+    def view(self, block: Bool[Tensor, "new scratch"]) -> Float[Tensor, "1 1 new slots"]:
         """The mask for `new` rows that see the committed slots and, behind them, what `block` says."""
         new, scratch = block.shape
         end = self.length + scratch
-        self._data[:new, self.length : end] = block
+        self._data[:new, self.length : end] = torch.where(block, self._seen, self._hidden)
         return self._data[None, None, :new, :end]
 
     def reset(self) -> None:
         """Forget the committed slots."""
-        self._data.zero_()
+        self._data.fill_(-torch.inf)
         self.length = 0
