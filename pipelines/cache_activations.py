@@ -33,9 +33,8 @@ def main(config: CacheActivationsConfig) -> None:
         manifest = cache_activations(config.output, config.target, config.chats, config.cache, config.capture)
     rows = sum(shard.rows for shard in manifest.shards.values())
     size = sum(shard.bytes for shard in manifest.shards.values())
-    print(
-        f"{config.output}: {rows:,} chats, {manifest.num_tokens:,} tokens, {len(manifest.shards)} shards, {size:,} bytes"
-    )
+    contents = f"{rows:,} chats, {manifest.num_tokens:,} tokens, {len(manifest.shards)} shards, {size:,} bytes"
+    print(f"{config.output}: {contents}")
 
 
 CONFIG = CacheActivationsConfig

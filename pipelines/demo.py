@@ -10,12 +10,16 @@ import importlib
 import os
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from moray.bench.configs import LiveConfig
 from moray.cluster.configs import RayConfig
 from moray.config import Config, load_config, run_entry_point
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class DemoConfig(Config):
@@ -52,7 +56,7 @@ def main(config: DemoConfig) -> None:
     console.print(f"{parts}; {time.perf_counter() - begin:.0f} s in all", highlight=False)
 
 
-def run_stage(console: "Console", name: str, arguments: Sequence[str]) -> None:  # noqa: F821
+def run_stage(console: "Console", name: str, arguments: Sequence[str]) -> None:
     """Show a stage's command and run it in this process."""
     module = importlib.import_module(f"pipelines.{name}")
     console.rule(name)

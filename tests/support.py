@@ -56,9 +56,7 @@ DRAFTERS: dict[str, list[DrafterConfigBase]] = {
 }
 """Small configurations of every member of the union: each of them must keep the whole contract."""
 
-VARIANTS = {
-    f"{kind}-{index}": config for kind, configs in DRAFTERS.items() for index, config in enumerate(configs)
-}
+VARIANTS = {f"{kind}-{index}": config for kind, configs in DRAFTERS.items() for index, config in enumerate(configs)}
 
 
 def union_members() -> set[str]:
@@ -108,6 +106,8 @@ class TinyTarget:
     target: Target
     known: dict[Any, list[int]] = field(default_factory=dict)
     """Answers that plain decoding has given already."""
+    stock: dict[str, Any] = field(default_factory=dict)
+    """The same weights in an unmodified model that our code never touches."""
 
     @property
     def config(self) -> TargetConfig:
@@ -118,9 +118,11 @@ class TinyTarget:
         return torch.randint(self.target.spec.vocab_size, (length,), generator=generator).tolist()
 
     def hugging_face(self, prompt: list[int], max_new_tokens: int, eos_ids: list[int] | None = None) -> list[int]:
-        """What `generate` of transformers gives, greedily."""
+        """What `generate` of transformers gives, greedily; a model of its own, with the stock attention."""
         tokens = torch.tensor([prompt])
-        output = self.target.model.generate(
+        if self.name not in self.stock:
+            self.stock[self.name] = AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="eager")
+        output = self.stock[self.name].generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=max_new_tokens,

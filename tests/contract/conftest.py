@@ -1,7 +1,7 @@
 """The tiny targets of every family, read from disk, and drafters that have learnt a text of theirs by heart."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import pytest
 from support import TARGETS, VARIANTS, TinyTarget, build, load_target, overfit
@@ -15,7 +15,7 @@ LEARNT_TOKENS = 40
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyTarget]:
     """tiny(name): the target of that name (see `support.TARGETS`), made once."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def make(name: str) -> TinyTarget:
         return load_target(tmp_path_factory.mktemp(name), name)
 
@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyTarget
 def greedy(tiny: Callable[[str], TinyTarget]) -> Callable[..., list[int]]:
     """greedy(name, seed, length): what transformers generates for that prompt, LEARNT_TOKENS long."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def generate(name: str, seed: int = 0, length: int = 9) -> list[int]:
         target = tiny(name)
         return target.hugging_face(target.prompt(seed, length), LEARNT_TOKENS)
@@ -38,7 +38,7 @@ def greedy(tiny: Callable[[str], TinyTarget]) -> Callable[..., list[int]]:
 def learnt(tiny: Callable[[str], TinyTarget], greedy: Callable[..., list[int]]) -> Callable[[str, str], Drafter]:
     """learnt(target, variant): a drafter overfitted on the target's greedy answer to prompt 0."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def make(name: str, variant: str) -> Drafter:
         target = tiny(name)
         prompt = target.prompt()

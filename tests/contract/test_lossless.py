@@ -185,7 +185,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_sizes(tiny, length):
     drafter = build(target, VARIANTS["moa-0"])
     decoders = (PlainDecoder(target.target, 40), SpeculativeDecoder(target.target, drafter, CHAIN, 40))
     for decoder in decoders:
-        with pytest.raises(DataError, match=rf"{length} tokens; 1 to 39 fit .*40"):
+        with pytest.raises(DataError, match=rf"has {length} tokens; .* of 40 takes 1 to 39"):
             decoder.generate([1] * length, GREEDY, 5, ())
         assert len(decoder.generate([1] * 5, GREEDY, 5, ()).tokens) == 5, "usable afterwards"
 

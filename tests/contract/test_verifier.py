@@ -5,9 +5,10 @@ one known fault, which must fail the very same check.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from itertools import product
 
+import jaxtyping
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -23,6 +24,7 @@ from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.targets.kv_cache import KVCache
 from moray.trees.grow import grow
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+from moray.trees.tree import PrefixMask
 
 CPU = torch.device("cpu")
 SIGNIFICANCE = 0.01  # seeds are fixed: a check that passes once passes always
@@ -32,6 +34,14 @@ COUPLED = SamplingParams(temperature=1.0, rule="coupled")
 CHAIN = ChainShape(type="chain", depth=2)
 SIBLINGS = FixedShape(type="fixed", branching=(2, 2))
 DYNAMIC = DynamicShape(type="dynamic", depth=2, breadth=2, nodes=4)
+
+
+@pytest.fixture(autouse=True)
+def _unchecked_shapes():
+    """Thousands of tiny cycles: checking the tensors' shapes, as all other tests do, would cost five times as much."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 # --- A world that can be enumerated: the next token depends on the last one ---
@@ -117,7 +127,7 @@ def fits(counts: torch.Tensor, law: torch.Tensor) -> bool:
 
 
 def keeps_the_law(
-    shape, params: SamplingParams, siblings: bool = False, world: TableWorld | None = None, samples: int = 1500
+    shape, params: SamplingParams, siblings: bool = False, world: TableWorld | None = None, samples: int = 1200
 ) -> bool:
     """Whether texts of three tokens, one per seed, have the target's law."""
     world = world or TableWorld()
@@ -147,11 +157,11 @@ def test_every_rule_gives_the_target_s_law(rule):
 @pytest.mark.parametrize("shape", [CHAIN, SIBLINGS], ids=["chain", "tree"])
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 def test_filters_hold_under_every_rule(shape, rule):
-    world = TableWorld(vocabulary=4, seed=2)
-    params = SamplingParams(temperature=0.7, top_k=3, top_p=0.8, rule=rule)
+    world = TableWorld(vocabulary=4, sharpness=0.7, seed=2)
+    params = SamplingParams(temperature=0.9, top_k=3, top_p=0.9, rule=rule)
     law = world.law(params, 3)
-    assert 0 < int((law == 0).sum()) < law.numel() - 8, "the filters forbid some texts and leave many"
-    assert keeps_the_law(shape, params, world=world, samples=1000)
+    assert 8 <= int((law > 0).sum()) < law.numel() - 8, "the filters forbid many texts and leave many"
+    assert keeps_the_law(shape, params, world=world)
 
 
 @pytest.mark.parametrize("name", ["drafter is the target", "drafter is sure and wrong"])
@@ -167,7 +177,7 @@ def test_the_check_tells_close_laws_apart():
     world, warmer = TableWorld(), TableWorld()
     warmer.target = world.target / 1.3
     counts = torch.zeros(27, dtype=torch.float64)
-    for seed in range(1500):
+    for seed in range(800):
         a, b, c = warmer.generate(CHAIN, COUPLED.model_copy(update={"seed": seed}), 3)
         counts[(a * 3 + b) * 3 + c] += 1
     assert fits(counts, warmer.law(COUPLED, 3))
@@ -276,7 +286,7 @@ def four_tokens(tmp_path_factory) -> TinyTarget:
 PROMPT = [1, 3, 0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def law_of_answers(tiny_id: int, params: SamplingParams, model) -> torch.Tensor:
     """Exact law of the first two tokens, from the model's own forward pass over every text."""
     texts = torch.tensor([[*PROMPT, token] for token in range(4)])
@@ -350,7 +360,6 @@ FAULTS = {
     "residual from p": ("accept_by_rejection", with_residual(lambda p, q: p)),
     "residual from |p - q|": ("accept_by_rejection", with_residual(lambda p, q: (p - q).abs())),
     "draft and test share a stream": ("STREAM_TEST", STREAM_DRAFT),
-    "draft and residual share a stream": ("STREAM_RESIDUAL", STREAM_DRAFT),
 }
 
 
@@ -430,14 +439,11 @@ def test_coupled_noise_that_ignores_the_position_fails_the_check(monkeypatch):
 
 
 def takes_the_second_best(tree, logits, sampler, root_position) -> Accepted:
-    """Also accepts a child that is only the target's second choice."""
-    result = accept(tree, logits, sampler, root_position)
-    if not result.path:
-        second = logits[0].topk(2).indices[1]
-        for node in range(1, tree.num_nodes):
-            if int(tree.parents[node]) == 0 and int(tree.tokens[node]) == int(second):
-                return Accepted([node], [int(second)], int(logits[node].argmax()))
-    return result
+    """Also accepts a first child that is only the target's second choice."""
+    first = int(tree.tokens[1])
+    if first in logits[0].topk(2).indices.tolist():
+        return Accepted([1], [first], int(logits[1].argmax()))
+    return accept(tree, logits, sampler, root_position)
 
 
 def keep_first_slots(self, path) -> None:
@@ -462,11 +468,9 @@ def drop_the_last_slot(self, path):
     taps = _commit(self, path)
     if path:
         self.cache.length -= 1
-        self._mask._data[:, self._mask.length - 1] = False
         self._mask.length -= 1
+        self._mask._data[:, self._mask.length :] = -torch.inf
     return taps
-
-
 
 
 def is_greedy_lossless(tiny: TinyTarget, shape_name: str) -> bool:
@@ -494,13 +498,13 @@ def test_a_faulty_greedy_path_fails_the_check(tiny, fault, monkeypatch):
 
 
 def test_a_stale_mask_fails_the_check(tiny, monkeypatch):
-    """A mask that stays as it was after an answer lets the next one see slots of the first."""
-    from moray.trees.tree import PrefixMask
+    """A mask that keeps what earlier trees showed lets refused branches be seen."""
 
     def view(self, block):
         new, scratch = block.shape
         end = self.length + scratch
-        self._data[:new, self.length : end] |= block
+        seen = self._data[:new, self.length : end]
+        self._data[:new, self.length : end] = torch.where(block, torch.zeros_like(seen), seen)
         return self._data[None, None, :new, :end]
 
     with monkeypatch.context() as patch:

@@ -27,7 +27,7 @@ def save_target(folder: Path, seed: int = 0) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from moray.targets.demo import CHAT_TEMPLATE, SPECIAL_TOKENS
+    from moray.targets.demo_data import CHAT_TEMPLATE, SPECIAL_TOKENS
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate([*SPECIAL_TOKENS, *letters])}

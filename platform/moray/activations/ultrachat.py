@@ -37,7 +37,7 @@ class ChatsConfig(Config):
     Rows are counted as they stand in the files, bad ones included, so that a plan never depends on their contents.
     """
 
-    path: str = Field(description="a file, a folder, a glob pattern, or hub:OWNER/NAME[@REVISION]")
+    path: str = Field(description="a file, a folder, a glob pattern of both, or hub:OWNER/NAME[@REVISION]")
     split: str | None = Field(default=None, description="of a hub data set, or of a folder's file names")
     max_chats: int | None = Field(default=None, ge=1)
     skip_chats: int = Field(default=0, ge=0, description="rows to leave out at the start, such as held-out ones")
@@ -183,7 +183,10 @@ def _find_files(config: ChatsConfig) -> list[tuple[Path, str]]:
     elif glob.has_magic(str(path)):
         plain = list(itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         base = Path(*plain)
-        found = base.glob(str(path.relative_to(base)))
+        found = itertools.chain.from_iterable(
+            (file for file in match.rglob("*") if file.suffix in _SUFFIXES) if match.is_dir() else [match]
+            for match in base.glob(str(path.relative_to(base)))
+        )
     else:
         raise ConfigError(f"chats.path '{config.path}' does not exist{_nearest(path)}")
     files = [(file, str(file.relative_to(base))) for file in sorted(found) if file.is_file()]

@@ -29,7 +29,8 @@ def show_live(config: LiveConfig, console: Console) -> None:
             before = tokenizer.decode(shown)
             shown.append(token)
             # Decoding the whole answer each time keeps multi-token characters and leading spaces right.
-            console.print(Text(tokenizer.decode(shown)[len(before) :], ACCEPTED if index < accepted else CORRECTED), end="")
+            style = ACCEPTED if index < accepted else CORRECTED
+            console.print(Text(tokenizer.decode(shown)[len(before) :], style), end="")
 
     console.print(Text.assemble("user: ", config.prompt))
     eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)

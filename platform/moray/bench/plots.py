@@ -1,56 +1,25 @@
-"""The plots of a report, as SVG that can stand inside a page.
+"""The plots of a report: what was reached, where the time went and how the drafters learnt.
 
-Text stays text and takes the colour of the page (light and dark alike), ids are unique within the page,
-and nothing is fetched from elsewhere. Widths suit a phone; what grows with the number of rows is the
-height. A plot without its figures is left out with the reason. This module refuses to know the page.
+Widths suit a phone; what grows with the number of rows is the height. A plot without its figures is left
+out with the reason. This module refuses to know the page and how SVG comes to stand in it.
 """
 
-import io
-import re
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moray.bench.report_schema import Measure, Phases, Report, Row
+from moray.bench.svg import INK, render_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK = "#010203"  # stands for the page's text colour; replaced by `currentColor` in the SVG
-_WIDTH = 5.2  # inches at 72 units each: 374 units, about a phone's width
 _COLOURS = ("#0a7fc2", "#e08a00", "#009e73", "#d9480f", "#b75fa5", "#6a7f96")  # apart for the colour-blind as well
 _DASHES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MAX_POINTS = 300  # of a curve; longer ones are averaged in buckets
 _LABEL_LENGTH = 52
-_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text as text: selectable, in the page's colour
-    "svg.hashsalt": "moray",  # the same report gives the same page
-    "text.parse_math": False,  # a "$" in a name is a dollar
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "x",
-    "axes.axisbelow": True,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "grid.color": _INK,
-    "grid.alpha": 0.15,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5,
-}
 _PHASES = tuple(Phases.model_fields)
 
 
@@ -84,12 +53,12 @@ def _speedups(report: Report) -> Plot:
             axes.barh(index, speedup, height=0.36, color=_COLOURS[0])
             text, ends = f"{speedup:.2f}x", [speedup]
             if ideal is not None:
-                axes.barh(index, ideal, height=0.36, fill=False, edgecolor=_INK, linewidth=1.0, linestyle="--")
+                axes.barh(index, ideal, height=0.36, fill=False, edgecolor=INK, linewidth=1.0, linestyle="--")
                 text, ends = f"{text} of {ideal:.2f}x", [speedup, ideal]
             spread = [bound for bound in row.speedup_spread or () if bound is not None]
-            axes.plot(spread, [index] * len(spread), color=_INK, linewidth=1.2, marker="|", markersize=6)
+            axes.plot(spread, [index] * len(spread), color=INK, linewidth=1.2, marker="|", markersize=6)
             _annotate(axes, text, max(ends + spread), index)
-        axes.axvline(1.0, color=_INK, linewidth=0.8, linestyle=":")
+        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlim(0, axes.get_xlim()[1] * 1.26)  # room for the last label
         axes.set_xlabel("speed-up over plain decoding (dotted line: no gain)")
 
@@ -99,7 +68,7 @@ def _speedups(report: Report) -> Plot:
         f"would allow; the gap is the engine's. Thin line: spread over the prompts. "
         f"Best: {_row_name(best, report)} with {best.speedup_vs_plain:.2f}x."
     )
-    return Plot("speedup", title, description, _render("speedup", draw, _bar_height(len(rows)) + 0.15))
+    return Plot("speedup", title, description, render_svg("speedup", draw, _bar_height(len(rows)) + 0.15))
 
 
 def _acceptance(report: Report) -> Plot:
@@ -133,7 +102,7 @@ def _acceptance(report: Report) -> Plot:
         "the token before was accepted. A line that stays flat means the drafter does not tire with depth."
     )
     height = 0.4 + 1.55 * len(drafters) + _legend_height(shapes)
-    return Plot("acceptance", title, description, _render("acceptance", draw, height))
+    return Plot("acceptance", title, description, render_svg("acceptance", draw, height))
 
 
 def _phases(report: Report) -> Plot:
@@ -158,7 +127,7 @@ def _phases(report: Report) -> Plot:
     description = (
         "Milliseconds of an average cycle by phase, first phase on the left. The table of costs holds the figures."
     )
-    return Plot("phases", title, description, _render("phases", draw, _bar_height(len(rows)) + 0.5))
+    return Plot("phases", title, description, render_svg("phases", draw, _bar_height(len(rows)) + 0.5))
 
 
 def _categories(report: Report) -> Plot:
@@ -186,7 +155,7 @@ def _categories(report: Report) -> Plot:
 
     description = "Tokens per target pass in each category, one mark per drafter and tree. The table holds the figures."
     height = 0.6 + 0.27 * len(categories) + _legend_height(names)
-    return Plot("categories", title, description, _render("categories", draw, height))
+    return Plot("categories", title, description, render_svg("categories", draw, height))
 
 
 def _training(report: Report) -> list[Plot]:
@@ -208,7 +177,7 @@ def _training(report: Report) -> list[Plot]:
         description = f"Training curves over optimiser steps; at the end: {ends}."
         if len(series["step"]) > _MAX_POINTS:
             description += f" Every point is the mean of {_bucket_size(len(series['step']))} logged values."
-        plots.append(Plot(name, title, description, _render(name, draw, 1.75 * len(panels) + 0.2)))
+        plots.append(Plot(name, title, description, render_svg(name, draw, 1.75 * len(panels) + 0.2)))
     return plots
 
 
@@ -315,32 +284,3 @@ def _thin(steps: Sequence[Measure], values: Sequence[Measure]) -> list[tuple[flo
         if bucket:
             points.append((sum(x for x, _ in bucket) / len(bucket), sum(y for _, y in bucket) / len(bucket)))
     return points
-
-
-def _render(name: str, draw: Callable[["Figure"], None], height: float) -> str:
-    """Run a painter on a fresh figure and return its SVG, ready to stand inside a page."""
-    import matplotlib as mpl  # only when plotting: it takes a second
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the page's font has it
-        mpl.rcdefaults()
-        mpl.rcParams.update(_STYLE)
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        draw(figure)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
-    return _embed(buffer.getvalue(), name)
-
-
-def _embed(svg: str, name: str) -> str:
-    """The bare <svg> element: ids unique within the page, ink in the page's colour, width up to the page."""
-    svg = svg[svg.index("<svg") :].strip()
-    head, _, body = svg.partition(">")
-    view = re.search(r'viewBox="[^"]*"', head)
-    body = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r'(<[a-zA-Z][^<>]*?\sid=")', rf"\g<1>{name}-", body)
-    body = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\g<1>{name}-", body)
-    body = body.replace("xlink:href", "href").replace(_INK, "currentColor")
-    label = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-description"'
-    return f"<svg {view[0] if view else ''} {label}>{body}"

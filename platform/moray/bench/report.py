@@ -7,7 +7,7 @@ the page is drawn.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,13 @@ def render_html(report: Report) -> str:
 
 
 def print_report(report: dict[str, Any] | Report, console: Console) -> None:
-    """Print the main table, then the categories in as many tables as the console's width asks for."""
+    """Print the main table, then one by category for each drafter's best tree; the page holds the others."""
     checked = read_report(report)
     console.print(_main_table(checked, console.width))
     for baseline in checked.baselines:
         console.print(Text(f"{baseline.name}: {_number(baseline.tokens_per_second)} tokens/s without a drafter"))
-    names = ["mean", *_category_names(checked)] if checked.categories else []
-    num_columns = max(1, (console.width - 30) // 16)
-    for start in range(0, len(names), num_columns):
-        console.print(_category_table(checked, names[start : start + num_columns]))
+    if checked.categories:
+        console.print(_category_table(checked))
     for note in checked.notes:
         console.print(Text(f"note: {note}"))
 
@@ -139,15 +137,24 @@ def _lossless(row: Row) -> Text:
     return Text("yes", style="green") if row.lossless else Text("NO", style="bold red")
 
 
-def _category_table(report: Report, columns: Sequence[str]) -> Table:
-    """The layout of published tables: a line per drafter and tree, "speed-up / tau" per category."""
-    title = "Speed-up vs plain / tau by category"
+def _category_table(report: Report) -> Table:
+    """A line per category with "speed-up / tau" of each drafter's fastest tree, for a terminal is narrow."""
+    title = "Speed-up vs plain / tau by category, fastest tree of each drafter"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("drafter, tree", overflow="fold")
-    for name in columns:
-        table.add_column(Text(name), justify="right")
-    for drafter, tree, cells in _category_lines(report):
-        table.add_row(Text(f"{drafter}, {tree}"), *(cells.get(name, "-") for name in columns))
+    best = _best_groups(report)
+    table.add_column("category", overflow="fold")
+    for drafter, tree in best:
+        table.add_column(Text(f"{drafter}, {tree}"), justify="right", overflow="fold")
+    table.add_column("prompts", justify="right")
+    num_all = 0
+    for name in _category_names(report):
+        rows = [group.get(name) for group in best.values()]
+        num_prompts = max((row.num_prompts for row in rows if row), default=0)
+        num_all += num_prompts
+        cells = [_pair(row.speedup_vs_plain, row.tau) if row else "-" for row in rows]
+        table.add_row(Text(name), *cells, _count(num_prompts))
+    table.add_section()
+    table.add_row("mean", *(_mean_pair(group.values()) for group in best.values()), _count(num_all))
     return table
 
 
@@ -155,18 +162,41 @@ def _category_names(report: Report) -> list[str]:
     return list(dict.fromkeys(row.category for row in report.categories))
 
 
-def _category_lines(report: Report) -> list[tuple[str, str, dict[str, str]]]:
-    """(drafter, tree, cell by category); the cell "mean" is the plain mean over the categories measured."""
+def _category_groups(report: Report) -> dict[tuple[str, str], dict[str, CategoryRow]]:
+    """The rows of each drafter and tree by category."""
     groups: dict[tuple[str, str], dict[str, CategoryRow]] = {}
     for row in report.categories:
         groups.setdefault((row.drafter, row.tree), {})[row.category] = row
+    return groups
+
+
+def _best_groups(report: Report) -> dict[tuple[str, str], dict[str, CategoryRow]]:
+    """Of each drafter the group whose row has the highest speed-up over plain decoding, the first if they tie."""
+    speedups: dict[tuple[str, str], float] = {}
+    for row in report.rows:
+        key = (row.drafter, row.tree)
+        speedups[key] = max(speedups.get(key, 0.0), row.speedup_vs_plain or 0.0)
+    groups = _category_groups(report)
+    best: dict[str, tuple[str, str]] = {}
+    for key in groups:
+        rival = best.setdefault(key[0], key)
+        if speedups.get(key, 0.0) > speedups.get(rival, 0.0):
+            best[key[0]] = key
+    return {key: groups[key] for key in best.values()}
+
+
+def _category_lines(report: Report) -> list[tuple[str, str, dict[str, str]]]:
+    """(drafter, tree, cell by category); the cell "mean" is the plain mean over the categories measured."""
     lines = []
-    for (drafter, tree), rows in groups.items():
-        mean = (_mean([row.speedup_vs_plain for row in rows.values()]), _mean([row.tau for row in rows.values()]))
-        cells = {"mean": _pair(*mean)}
+    for (drafter, tree), rows in _category_groups(report).items():
+        cells = {"mean": _mean_pair(rows.values())}
         cells.update((name, _pair(row.speedup_vs_plain, row.tau)) for name, row in rows.items())
         lines.append((drafter, tree, cells))
     return lines
+
+
+def _mean_pair(rows: Collection[CategoryRow]) -> str:
+    return _pair(_mean([row.speedup_vs_plain for row in rows]), _mean([row.tau for row in rows]))
 
 
 def _mean(values: Sequence[Measure]) -> Measure:

@@ -10,8 +10,9 @@ from typing import Any
 
 import ray.data
 
-from moray.activations.ultrachat import BadRow, Chat, ChatChunk, ChatsConfig, plan_chunks, read_chunk
+from moray.activations.ultrachat import BadRow, Chat, ChatChunk, plan_chunks, read_chunk
 from moray.cluster.configs import RegenerateConfig
+from moray.cluster.errors import own_errors
 from moray.cluster.progress import progress_bar
 from moray.targets.spec import TargetConfig, read_spec
 from moray.text import ChatTokenizer, Message
@@ -21,7 +22,7 @@ def regenerate(config: RegenerateConfig) -> int:
     """Answer all chats of `config.chats` with the target; returns how many chats there are. Needs a session."""
     output = Path(config.output).absolute()
     output.mkdir(parents=True, exist_ok=True)
-    chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(_chunks(config.chats, config.chats_per_part))}
+    chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(plan_chunks(config.chats, config.chats_per_part))}
     missing = [
         {"path": str(output / f"{name}.jsonl"), "chunk": chunk}
         for name, chunk in chunks.items()
@@ -36,17 +37,13 @@ def regenerate(config: RegenerateConfig) -> int:
             num_cpus=config.cpus_per_target,
             num_gpus=config.gpus_per_target,
         )
-        with progress_bar() as bar:
+        with own_errors(), progress_bar() as bar:
             task = bar.add_task("regenerate", total=len(chunks), completed=len(chunks) - len(missing), note="")
             chats = 0
             for row in dataset.iter_rows():
                 chats += int(row["chats"])
                 bar.update(task, advance=1, note=f"{chats:,} chats")
     return sum(chunk.num_rows for chunk in chunks.values())
-
-
-def _chunks(chats: ChatsConfig, chats_per_part: int) -> list[ChatChunk]:
-    return plan_chunks(chats, chats_per_part)
 
 
 class _Answerer:

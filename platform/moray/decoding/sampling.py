@@ -5,6 +5,7 @@ the tree, the replica, or on what was drawn before. Draft and test use different
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ def counter_uniform(
     row = _mix_tensor(positions[:, None] * _signed(0x9E3779B97F4A7C15) + _signed(key))
     column = torch.arange(1, size + 1, device=positions.device) * _signed(0xD1342543DE82EF95)
     bits = _mix_tensor(row + column)
-    return (_shift(bits, 11).double() + 0.5) * 2.0**-53
+    return (_shift(bits, 12).double() + 0.5) * 2.0**-52  # with one bit more, the largest would round to 1
 
 
 def gumbel(uniform: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
@@ -90,29 +91,34 @@ class Sampler:
         Greedy and coupled: the k best by (perturbed) log-probability. Rejection on a chain: one token
         sampled from the drafter's own filtered distribution, which is handed on for the test.
         """
-        params = self.params
-        coupled = not params.is_greedy and params.rule == "coupled"
+        coupled = not self.params.is_greedy and self.params.rule == "coupled"
         noise = self.noise(root_position + 1, depth) if coupled else None
+        return partial(self._select, root_position, is_chain, noise)
 
-        def select(
-            logits: Float[Tensor, "new vocab"], level: int, children: int
-        ) -> tuple[Int[Tensor, "new children"], Float[Tensor, "new children"], Float[Tensor, "new vocab"] | None]:
-            if children == 1 and is_chain and params.is_greedy:
-                best = logits.argmax(dim=-1, keepdim=True)
-                return best, best.float(), None  # a chain never reads the scores
-            log_q = self.log_probs(logits)
-            if noise is not None:
-                perturbed = F.log_softmax(log_q + noise[level].float(), dim=-1)
-                scores, tokens = perturbed.topk(children, dim=-1)
-                return tokens, scores, None
-            if is_chain and not params.is_greedy:
-                uniform = self.uniform(STREAM_DRAFT, root_position + 1 + level, self._vocab_size)
-                tokens = (log_q + gumbel(uniform)).argmax(dim=-1, keepdim=True)
-                return tokens, log_q.gather(1, tokens), log_q.exp()
-            scores, tokens = log_q.topk(children, dim=-1)
+    def _select(
+        self,
+        root_position: int,
+        is_chain: bool,
+        noise: Float[Tensor, "depth vocab"] | None,
+        logits: Float[Tensor, "new vocab"],
+        level: int,
+        children: int,
+    ) -> tuple[Int[Tensor, "new children"], Float[Tensor, "new children"], Float[Tensor, "new vocab"] | None]:
+        params = self.params
+        if children == 1 and is_chain and params.is_greedy:
+            best = logits.argmax(dim=-1, keepdim=True)
+            return best, best.float(), None  # a chain never reads the scores
+        log_q = self.log_probs(logits)
+        if noise is not None:
+            perturbed = F.log_softmax(log_q + noise[level].float(), dim=-1)
+            scores, tokens = perturbed.topk(children, dim=-1)
             return tokens, scores, None
-
-        return select
+        if is_chain and not params.is_greedy:
+            uniform = self.uniform(STREAM_DRAFT, root_position + 1 + level, self._vocab_size)
+            tokens = (log_q + gumbel(uniform)).argmax(dim=-1, keepdim=True)
+            return tokens, log_q.gather(1, tokens), log_q.exp()
+        scores, tokens = log_q.topk(children, dim=-1)
+        return tokens, scores, None
 
 
 def _mix(value: int) -> int:

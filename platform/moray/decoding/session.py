@@ -54,11 +54,12 @@ class TargetSession:
         """
         if not 0 < len(prompt) < self.capacity:
             raise DataError(
-                f"the prompt has {len(prompt)} tokens; 1 to {self.capacity - 1} fit into this context of {self.capacity}"
+                f"the prompt has {len(prompt)} tokens; this context of {self.capacity} takes 1 to {self.capacity - 1}"
             )
         self.cache.reset()
         self._mask.reset()
         tokens = torch.tensor(prompt, device=self.target.device)
+        output: TargetOutput | None = None
         for begin in range(0, len(prompt), PREFILL_CHUNK):
             chunk = tokens[begin : begin + PREFILL_CHUNK]
             new = chunk.shape[0]
@@ -66,6 +67,7 @@ class TargetSession:
             self._keep(new)
             if on_chunk is not None:
                 on_chunk(chunk, self._taps(begin, begin + new, output, None))
+        assert output is not None
         return self.target.logits(output.last[0, -1:])
 
     def decode(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:

@@ -121,4 +121,4 @@ def _check_same(what: str, trained: str, given: str, folder: Path) -> None:
 def _atomically(path: Path, write: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     write(temporary)
-    os.replace(temporary, path)
+    temporary.replace(path)

@@ -14,9 +14,11 @@ class Optimiser:
     unpickled.
     """
 
-    def __init__(self, module: nn.Module, config: AdamWConfig | MuonConfig, schedule: SpikeSchedule | LinearSchedule):
+    def __init__(
+        self, module: nn.Module, config: AdamWConfig | MuonConfig, schedule: SpikeSchedule | LinearSchedule
+    ) -> None:
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self._names = {parameter: name for name, parameter in named}
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in named}
         self._schedule = schedule
         self._optimisers: list[torch.optim.Optimizer]
         if isinstance(config, AdamWConfig):
@@ -64,13 +66,17 @@ class Optimiser:
         Raises:
             DataError: the state names parameters that are not here.
         """
-        parameters = {name: parameter for parameter, name in self._names.items()}
-        owners = {p: o for o in self._optimisers for group in o.param_groups for p in group["params"]}
+        owners = {
+            self._names[parameter]: (optimiser, parameter)
+            for optimiser in self._optimisers
+            for group in optimiser.param_groups
+            for parameter in group["params"]
+        }
         for full_name, value in state.items():
             name, _, key = full_name.rpartition("/")
-            if name not in parameters:
+            if name not in owners:
                 raise DataError(f"optimiser state '{full_name}' belongs to no parameter of this drafter")
-            parameter = parameters[name]
+            optimiser, parameter = owners[name]
             # AdamW keeps its step count on the CPU; moments lie beside their parameter.
             device = value.device if value.ndim == 0 else parameter.device
-            owners[parameter].state[parameter][key] = value.to(device)
+            optimiser.state[parameter][key] = value.to(device)

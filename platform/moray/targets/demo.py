@@ -1,59 +1,38 @@
-"""Trains the embedded demo target from nothing in about a minute on two CPU cores.
+"""Trains the embedded demo target from nothing, in a minute or two on two CPU cores.
 
-A laptop without a network has no target to distil a drafter from. This module makes one: a byte-level BPE
-tokenizer and a small Llama, trained on the chats of `moray.targets.demo_chats` and saved as an ordinary
-Hugging Face folder that the rest of Moray treats like any other. It refuses to know drafters, taps and
-caches. One process with two threads: from the speed of one thread, two data-parallel processes would gain
+A laptop without a network has no target to distil a drafter from. This module makes one: a small Llama,
+trained on the chats of `moray.targets.demo_chats` as `moray.targets.demo_data` encodes them, and saved as an
+ordinary Hugging Face folder that the rest of Moray treats like any other. It refuses to know drafters, taps
+and caches. One process with two threads: from the speed of one thread, two data-parallel processes would gain
 some 11 % before any communication, which is not worth their code.
 """
 
-import hashlib
 import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from moray.targets import demo_chats
-from moray.targets.demo_chats import DemoChat, generate_chats, generate_questions
+from moray.targets.demo_chats import generate_chats, generate_questions
 from moray.targets.demo_config import DemoModelConfig, DemoOptimConfig, DemoTargetConfig
+from moray.targets.demo_data import SPECIAL_TOKENS, PackedRows, build_tokenizer, pack
 
-SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-
-CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}\
-{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}\
-{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{{ '\\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+RECIPE = 1
+"""Raise it with any change that makes the same configuration give other chats, tokens or weights."""
 
 MARKER = "demo_target.json"
 """Written last, with the configuration and the result in it; without it the output does not count."""
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Whole chats laid end to end in rows of equal length, so that no compute goes into padding."""
-
-    tokens: Int[Tensor, "row token"]
-    is_response: Bool[Tensor, "row token"]
-    positions: Int[Tensor, "row token"]
-    """Begin at zero with each chat."""
-
-    def batch(self, step: int, num_rows: int) -> "PackedRows":
-        """Rows of one step; past the end it begins again."""
-        index = torch.arange(step * num_rows, (step + 1) * num_rows) % len(self.tokens)
-        return PackedRows(self.tokens[index], self.is_response[index], self.positions[index])
 
 
 @dataclass(frozen=True)
@@ -69,7 +48,7 @@ class DemoTargetResult:
 
 
 def read_result(config: DemoTargetConfig) -> DemoTargetResult | None:
-    """The finished result for exactly this configuration and this code, or None if there is work to do."""
+    """The finished result for exactly this configuration and this recipe, or None if there is work to do."""
     try:
         marker = json.loads((config.output / MARKER).read_text(encoding="utf-8"))
         result = DemoTargetResult(**marker["result"])
@@ -120,63 +99,6 @@ def train_demo_target(config: DemoTargetConfig, console: Console) -> DemoTargetR
     return result
 
 
-def build_tokenizer(chats: Sequence[DemoChat], config: DemoModelConfig) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the chats' text and give it special tokens and a chat template."""
-    bpe = Tokenizer(models.BPE())
-    # One token per digit: sums are then carried out on digits, and numbers cost no vocabulary.
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator((text for chat in chats for turn in chat.turns for text in turn), trainer)
-    pad, begin, end, *roles = SPECIAL_TOKENS
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token=pad,
-        bos_token=begin,
-        eos_token=end,
-        additional_special_tokens=roles,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=config.max_positions,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def pack(tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], row_length: int, num_tokens: int) -> PackedRows:
-    """Lay chats end to end in rows of `row_length` until there are `num_tokens` or no chats are left.
-
-    A chat that does not fit in what is left of a row begins the next one; only a chat longer than a whole
-    row is cut. The few tokens left over are padding and are never trained on.
-    """
-    token_rows: list[list[int]] = [[]]
-    response_rows: list[list[int]] = [[]]
-    position_rows: list[list[int]] = [[]]
-    for tokens, is_response in _encode(tokenizer, chats):
-        if len(token_rows[-1]) + len(tokens) > row_length:
-            if len(token_rows) * row_length >= num_tokens:
-                break
-            token_rows.append([])
-            response_rows.append([])
-            position_rows.append([])
-        token_rows[-1] += tokens[:row_length]
-        response_rows[-1] += is_response[:row_length]
-        position_rows[-1] += range(min(row_length, len(tokens)))
-    for row, flags, positions in zip(token_rows, response_rows, position_rows, strict=True):
-        missing = row_length - len(row)
-        row += [tokenizer.get_vocab()[SPECIAL_TOKENS[0]]] * missing
-        flags += [0] * missing
-        positions += range(missing)
-    return PackedRows(
-        torch.tensor(token_rows), torch.tensor(response_rows, dtype=torch.bool), torch.tensor(position_rows)
-    )
-
-
 def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, seed: int) -> LlamaForCausalLM:
     """An untrained Llama, unmodified, initialised so that few steps take it far."""
     pad, begin, end = (tokenizer.get_vocab()[token] for token in SPECIAL_TOKENS[:3])
@@ -214,46 +136,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, see
         pad_token_id=pad,
     )
     return model
-
-
-class BatchedMuon(torch.optim.Optimizer):
-    """Muon (K. Jordan) with equal matrices orthogonalised together.
-
-    `torch.optim.Muon` walks the matrices one by one; at 84 small matrices that costs a quarter of a
-    step on a CPU, and its bfloat16 is slow where the hardware has none.
-    """
-
-    def __init__(
-        self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95
-    ) -> None:
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-        self._by_shape: dict[torch.Size, list[nn.Parameter]] = {}
-        for matrix in matrices:
-            self._by_shape.setdefault(matrix.shape, []).append(matrix)
-        self._momenta = {shape: torch.zeros(len(group), *shape) for shape, group in self._by_shape.items()}
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Move every matrix by its orthogonalised Nesterov momentum."""
-        settings = self.param_groups[0]
-        for shape, matrices in self._by_shape.items():
-            gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
-            momentum = self._momenta[shape].lerp_(gradients, 1 - settings["momentum"])
-            updates = _orthogonalise(gradients.lerp_(momentum, settings["momentum"]))
-            scale = settings["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
-            for matrix, update in zip(matrices, updates, strict=True):
-                matrix.mul_(1 - settings["lr"] * settings["weight_decay"]).add_(update, alpha=-scale)
-
-
-def _orthogonalise(matrices: Float[Tensor, "matrix row column"]) -> Float[Tensor, "matrix row column"]:
-    """Bring all singular values near 1 with five Newton-Schulz iterations."""
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
-    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
-    for _ in range(5):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.mT if is_tall else x
 
 
 def _train(model: LlamaForCausalLM, rows: PackedRows, config: DemoTargetConfig, console: Console) -> int:
@@ -330,7 +212,10 @@ def _optimizers(model: LlamaForCausalLM, config: DemoOptimConfig) -> list[torch.
     layers = list(model.model.layers.parameters())
     matrices = [p for p in layers if p.ndim == 2]
     norms = [p for p in layers if p.ndim == 1] + list(model.model.norm.parameters())
-    muon = BatchedMuon(matrices, config.matrix_lr, config.weight_decay)
+    # "original" scales a step by sqrt(max(1, rows / columns)): the rates of the configuration are meant so.
+    muon = torch.optim.Muon(
+        matrices, lr=config.matrix_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
+    )
     adamw = torch.optim.AdamW(
         [
             {"params": [model.model.embed_tokens.weight], "lr": config.embedding_lr},
@@ -350,20 +235,6 @@ def _learning_rate_factor(step: int, done: float, config: DemoOptimConfig) -> fl
     rise = (step + 1) / (config.warmup_steps + 1)
     fall = (1.0 - done) / config.decay_share
     return min(1.0, rise, fall)
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], chunk: int = 256
-) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids and response mask of each chat, by the template that decoding will use too."""
-    for start in range(0, len(chats), chunk):
-        conversations = [chat.as_row()["messages"] for chat in chats[start : start + chunk]]
-        encoded: Any = tokenizer.apply_chat_template(
-            conversations,  # type: ignore[arg-type]
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        yield from zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
 
 
 def _progress(console: Console) -> Progress:
@@ -400,8 +271,5 @@ def _write_marker(config: DemoTargetConfig, result: DemoTargetResult) -> None:
 
 
 def _key(config: DemoTargetConfig) -> dict[str, Any]:
-    """What the output depends on: the configuration, less place and clock, and the code that made it."""
-    code = hashlib.sha256()
-    for source in (demo_chats.__file__, __file__):
-        code.update(Path(source).read_bytes())
-    return {"config": config.model_dump(mode="json", exclude={"output", "max_seconds"}), "code": code.hexdigest()}
+    """What the output depends on: the configuration, less place and clock, and the recipe that reads it."""
+    return {"recipe": RECIPE, "config": config.model_dump(mode="json", exclude={"output", "max_seconds"})}

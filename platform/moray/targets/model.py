@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 from moray.errors import ConfigError
 from moray.targets.attention import attention_backend
@@ -49,9 +50,11 @@ class Target:
         spec = read_spec(config.model)
         folder = resolve_folder(config.model)
         device = pick_device(config.device)
+        backend = attention_backend(device.type)
+        disable_progress_bar()
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, config.dtype), attn_implementation=attention_backend(device.type), use_safetensors=True
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, config.dtype), attn_implementation=backend, use_safetensors=True
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(

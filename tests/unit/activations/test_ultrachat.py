@@ -319,3 +319,14 @@ def test_real_rows_come_out_as_json_reads_them() -> None:
     with path.open(encoding="utf-8", newline="\n") as lines:
         expected = [[(turn["role"], turn["content"]) for turn in json.loads(line)["messages"]] for line in lines]
     assert [turns(item) for item in read(path, 333)] == expected
+
+
+def test_a_glob_takes_files_and_whole_folders(tmp_path: Path) -> None:
+    row = {"prompt": "a", "prompt_id": "1", "messages": [{"role": "user", "content": "a"}]}
+    (tmp_path / "train-more").mkdir()
+    for name in ("train.jsonl", "train-more/part-00000.jsonl", "heldout.jsonl"):
+        (tmp_path / name).write_text(
+            json.dumps(row | {"messages": [*row["messages"], {"role": "assistant", "content": "b"}]}) + "\n", "utf-8"
+        )
+    chunks = plan_chunks(ChatsConfig(path=str(tmp_path / "train*")), 10)
+    assert sorted(chunk.label for chunk in chunks) == ["train-more/part-00000.jsonl", "train.jsonl"]

@@ -250,11 +250,45 @@ def test_console_shows_the_figures_and_marks_a_loss_of_text_in_red() -> None:
     assert re.search(r"\x1b\[32myes", colours)
 
 
-def test_console_categories_are_in_the_published_layout() -> None:
-    lines = [line.split("  ") for line in console_text(full_report()).splitlines() if "moa, chain(4)" in line]
-    assert [[cell.strip() for cell in line if cell.strip()] for line in lines] == [
-        ["moa, chain(4)", "1.80 / 3.60", "1.60 / 3.20", "2.00 / 4.00"]
+def category_table(text: str) -> list[list[str]]:
+    """The cells of the console's table by category: header, categories, mean."""
+    lines = text[text.index("by category") :].splitlines()[1:]
+    rows = [[cell.strip() for cell in re.split(r"\s{2,}", line.strip())] for line in lines]
+    return [row for row in rows if len(row) > 1]
+
+
+def test_console_shows_one_line_per_category_for_the_fastest_tree_of_each_drafter() -> None:
+    rows = [
+        row(speedup_vs_plain=1.5),
+        row(tree="dynamic", speedup_vs_plain=2.5),
+        row(tree="unmeasured", speedup_vs_plain=None),
+        row(drafter="eagle", tree="star", speedup_vs_plain=1.2),
     ]
+    categories = [
+        category(name, factor * speedup, factor * tau, drafter=drafter, tree=tree)
+        for drafter, tree, factor in (
+            ("moa", "chain(4)", 0.1), ("moa", "dynamic", 1.0), ("moa", "unmeasured", 0.2), ("eagle", "star", 0.5)
+        )
+        for name, speedup, tau in (("qa", 1.6, 3.2), ("rag", 2.0, 4.0))
+    ]  # fmt: skip
+    text = console_text(full_report() | {"rows": rows, "categories": categories})
+    assert text.count("by category") == 1
+    assert category_table(text) == [
+        ["category", "moa, dynamic", "eagle, star", "prompts"],
+        ["qa", "1.60 / 3.20", "0.800 / 1.60", "10"],
+        ["rag", "2.00 / 4.00", "1.00 / 2.00", "10"],
+        ["mean", "1.80 / 3.60", "0.900 / 1.80", "20"],
+    ]
+
+
+def test_a_category_that_one_drafter_was_not_asked_has_a_dash() -> None:
+    categories = [category("qa", 1.6, 3.2), category("rag", 2.0, 4.0, drafter="eagle", num_prompts=3)]
+    table = category_table(console_text(full_report() | {"categories": categories}))
+    assert table[1:3] == [["qa", "1.60 / 3.20", "-", "10"], ["rag", "-", "2.00 / 4.00", "3"]]
+
+
+def test_console_leaves_the_categories_out_where_there_are_none() -> None:
+    assert "by category" not in console_text(full_report() | {"categories": []})
 
 
 def test_a_narrow_console_loses_no_category() -> None:

@@ -10,9 +10,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from moray.targets import demo
-from moray.targets.demo import BatchedMuon, DemoTargetResult, read_result, train_demo_target
+from moray.targets.demo import DemoTargetResult, read_result, train_demo_target
 from moray.targets.demo_chats import generate_chats
 from moray.targets.demo_config import DemoModelConfig, DemoOptimConfig, DemoTargetConfig
+from moray.targets.demo_data import build_tokenizer, pack
 
 
 def _config(output: Path) -> DemoTargetConfig:
@@ -105,8 +106,8 @@ def test_same_seed_same_weights_other_seed_other_weights(
     assert weights[0] != weights[2]
 
 
-def test_a_finished_output_counts_only_for_its_own_configuration(
-    trained: tuple[DemoTargetConfig, DemoTargetResult],
+def test_a_finished_output_counts_only_for_its_own_configuration_and_recipe(
+    trained: tuple[DemoTargetConfig, DemoTargetResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, result = trained
     assert read_result(config) == result
@@ -116,6 +117,9 @@ def test_a_finished_output_counts_only_for_its_own_configuration(
     marker.write_text(text[: len(text) // 2], encoding="utf-8")
     assert read_result(config) is None
     marker.write_text(text, encoding="utf-8")
+    assert read_result(config) == result
+    monkeypatch.setattr(demo, "RECIPE", demo.RECIPE + 1)
+    assert read_result(config) is None
 
 
 def test_a_slow_machine_drops_steps_and_says_so(tmp_path: Path) -> None:
@@ -127,29 +131,12 @@ def test_a_slow_machine_drops_steps_and_says_so(tmp_path: Path) -> None:
     assert dataclasses.replace(result) == read_result(config)
 
 
-def test_batched_muon_moves_each_matrix_as_torch_muon_does() -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(16, 8), (16, 8), (8, 24)]
-    ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    optimizers = [BatchedMuon(ours, 0.02, 0.1), torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95)]
-    for _ in range(3):
-        for mine, reference in zip(ours, theirs, strict=True):
-            mine.grad = torch.randn(mine.shape, generator=generator)
-            reference.grad = mine.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    for mine, reference in zip(ours, theirs, strict=True):
-        # torch's iterates in bfloat16: three steps of 0.02 agree to a fraction of a step
-        torch.testing.assert_close(mine, reference, atol=2e-3, rtol=0)
-
-
 def test_chats_in_one_row_do_not_see_each_other(tmp_path: Path) -> None:
     config = _config(tmp_path)
     chats = list(generate_chats(40, seed=0, heldout=False))
-    tokenizer = demo.build_tokenizer(chats, config.model)
+    tokenizer = build_tokenizer(chats, config.model)
     model = demo.build_model(tokenizer, config.model, seed=0)
-    rows = demo.pack(tokenizer, chats, row_length=512, num_tokens=512)
+    rows = pack(tokenizer, chats, row_length=512, num_tokens=512)
     starts = (rows.positions[0] == 0).nonzero().flatten().tolist()
     assert len(starts) >= 3
     changed = rows.tokens[:1].clone()

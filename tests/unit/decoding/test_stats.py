@@ -1,0 +1,54 @@
+"""Acceptance and tau, counted by hand."""
+
+import time
+
+import pytest
+
+from moray.decoding.stats import PHASES, Generation, acceptance_by_position, tau
+
+
+def generation(accepted: list[int], drafted: int | list[int] = 3, emitted: list[int] | None = None) -> Generation:
+    return Generation(
+        tokens=[0],
+        accepted=accepted,
+        emitted=emitted or [a + 1 for a in accepted],
+        drafted=drafted if isinstance(drafted, list) else [drafted] * len(accepted),
+    )
+
+
+def test_acceptance_is_conditional_on_the_levels_above():
+    """0, 1, 3, 3 of 3 accepted: level 1 reached 4 times and passed 3; level 2 reached 3, passed 2; level 3 2 of 2."""
+    assert acceptance_by_position([generation([0, 1, 3, 3])]) == [3 / 4, 2 / 3, 1.0]
+
+
+def test_acceptance_is_counted_over_all_answers_and_draft_lengths():
+    answers = [generation([1, 2], drafted=[1, 3]), generation([0], drafted=2), generation([])]
+    # Level 1: 3 reached, 2 passed. Level 2: the second cycle alone (the first drafted one level). Level 3: 0 of 1.
+    assert acceptance_by_position(answers) == [2 / 3, 1.0, 0.0]
+
+
+def test_levels_never_reached_are_left_out():
+    assert acceptance_by_position([generation([0, 0], drafted=5)]) == [0.0]
+    assert acceptance_by_position([]) == []
+
+
+def test_tau_is_tokens_per_target_pass_over_all_answers():
+    answers = [generation([3, 0, 1]), generation([0])]
+    assert tau(answers) == (4 + 1 + 2 + 1) / 4
+    assert tau([generation([3, 3], emitted=[4, 2])]) == 3.0, "what was cut off at the end was not emitted"
+    assert tau([]) == 0.0
+    assert tau([generation([])]) == 0.0
+    assert generation([3, 0, 1]).num_cycles == 3
+
+
+def test_phases_add_up():
+    one = Generation([1])
+    assert set(one.phases) == set(PHASES)
+    for _ in range(2):
+        with one.timed("verify"):
+            time.sleep(0.01)
+    assert 0.02 <= one.phases["verify"] < 1.0
+    assert one.phases["accept"] == 0.0
+    assert Generation([1]).phases["verify"] == 0.0, "answers do not share their times"
+    with pytest.raises(KeyError), one.timed("dream"):
+        pass

@@ -1,0 +1,124 @@
+"""The training loop: resumes to the bit, reports and saves when it should, draws anew in every step."""
+
+import pytest
+import torch
+from support import VARIANTS, TinyTarget, batch_of, build, load_target
+
+from moray.distill.checkpoint import load_drafter, load_training, save_drafter, save_training
+from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, MuonConfig, TrainConfig
+from moray.distill.loop import Span, train
+from moray.distill.optim import Optimiser
+from moray.errors import DataError
+
+SCHEDULE = LinearSchedule(type="linear", warmup_steps=3)
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyTarget:
+    return load_target(tmp_path_factory.mktemp("loop"), num_hidden_layers=2, hidden_size=32)
+
+
+@pytest.fixture(scope="module")
+def batches(tiny):
+    needs = build(tiny, VARIANTS["moa-1"]).needs
+    return [batch_of(tiny.target, [tiny.prompt(2 * i, 24), tiny.prompt(2 * i + 1, 15)], 4, needs) for i in range(STEPS)]
+
+
+def run(drafter, optimiser, batches, first_step: int, config: TrainConfig, total: int = STEPS):
+    """Train and return what was reported and when it was saved."""
+    reports: list[tuple[int, dict[str, float]]] = []
+    saves: list[int] = []
+    span = Span(first_step=first_step, total_steps=total, steps_per_epoch=3, epochs=4)
+    train(
+        drafter,
+        optimiser,
+        batches,
+        span,
+        LossConfig(),
+        config,
+        lambda step, metrics: reports.append((step, metrics)),
+        saves.append,
+    )
+    return reports, saves
+
+
+@pytest.mark.parametrize(
+    "optim", [AdamWConfig(type="adamw", lr=1e-2), MuonConfig(type="muon")], ids=lambda optim: optim.type
+)
+def test_five_steps_a_checkpoint_and_five_more_are_ten(tiny, batches, optim, tmp_path):
+    config = TrainConfig(log_steps=1, checkpoint_steps=5)
+    whole = build(tiny, VARIANTS["moa-1"])
+    reports, saves = run(whole, Optimiser(whole, optim, SCHEDULE), batches, 0, config)
+    assert saves == [5, 10]
+
+    first = build(tiny, VARIANTS["moa-1"])
+    optimiser = Optimiser(first, optim, SCHEDULE)
+    first_reports, _ = run(first, optimiser, batches[:5], 0, config)
+    save_drafter(tmp_path, first, "text")
+    save_training(tmp_path, optimiser, 5)
+
+    second = load_drafter(tmp_path, first.head, "text")
+    resumed = Optimiser(second, optim, SCHEDULE)
+    assert load_training(tmp_path, resumed) == 5
+    second_reports, _ = run(second, resumed, batches[5:], 5, config)
+
+    assert first_reports + second_reports == reports
+    for (name, a), (_, b) in zip(whole.state_dict().items(), second.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    assert len({report["loss"] for _, report in reports}) == STEPS
+
+
+def test_a_run_depends_on_its_seed_and_on_nothing_around_it(tiny, batches):
+    losses = []
+    for seed, noise in ((0, 1), (0, 2), (1, 1)):
+        torch.manual_seed(noise)  # the global generator must not matter after initialisation
+        drafter = build(tiny, VARIANTS["moa-0"])
+        torch.manual_seed(noise)
+        optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
+        reports, _ = run(drafter, optimiser, batches[:3], 0, TrainConfig(log_steps=1, seed=seed))
+        losses.append([metrics["loss"] for _, metrics in reports])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_every_step_draws_its_own_view(tiny, batches):
+    """The same batch three times, no learning: the loss differs because the verified positions do."""
+    drafter = build(tiny, VARIANTS["moa-0"])
+    optimiser = Optimiser(drafter, AdamWConfig(type="adamw", lr=1e-12), SCHEDULE)
+    reports, _ = run(drafter, optimiser, [batches[0]] * 3, 0, TrainConfig(log_steps=1))
+    assert len({round(metrics["loss"], 5) for _, metrics in reports}) == 3
+
+
+def test_reports_and_saves_come_at_their_steps_and_at_the_end(tiny, batches):
+    drafter = build(tiny, VARIANTS["moa-0"])
+    optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
+    reports, saves = run(drafter, optimiser, batches[:7], 0, TrainConfig(log_steps=3, checkpoint_steps=4), total=7)
+    assert [step for step, _ in reports] == [3, 6, 7]
+    assert saves == [4, 7]
+    assert not drafter.training
+    for _, metrics in reports:
+        assert metrics["learning_rate"] > 0
+        assert 1.0 <= metrics["simulated_tau"] <= 9.0
+        assert 0.0 <= metrics["accuracy"] <= 1.0
+
+
+def test_training_stops_before_a_gradient_that_is_not_finite_reaches_the_weights(tiny, batches):
+    drafter = build(tiny, VARIANTS["moa-0"])
+    broken = batch_of(tiny.target, [tiny.prompt(0, 24)], 4, drafter.needs)
+    broken.taps.hidden[-1].fill_(float("inf"))
+    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
+    with pytest.raises(DataError, match="step 0: the gradient is"):
+        run(drafter, optimiser, [broken], 0, TrainConfig())
+    assert all(torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items())
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
+    drafter = build(tiny, VARIANTS["moa-0"])
+    optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
+    with pytest.raises(DataError, match="cannot be resumed"):
+        load_training(tmp_path, optimiser)
+    save_training(tmp_path, optimiser, 3)
+    (tmp_path / "training.json").write_text("{")
+    with pytest.raises(DataError, match=str(tmp_path)):
+        load_training(tmp_path, optimiser)

@@ -1,0 +1,135 @@
+"""Distillation losses against loops over single positions."""
+
+import pytest
+import torch
+from support import VARIANTS, TinyTarget, batch_of, build, load_target
+
+from moray.distill import losses
+from moray.distill.configs import LossConfig
+from moray.distill.losses import MAX_STEPS_AHEAD, distillation_loss, simulated_tau
+from moray.distill.masks import loss_positions, verified_start
+from moray.distill.step import train_step
+from moray.drafters.base import DraftOutput, DraftView
+from moray.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyTarget:
+    return load_target(tmp_path_factory.mktemp("losses"), num_hidden_layers=2, hidden_size=32)
+
+
+@pytest.fixture(params=["moa-0", "moa-1"])
+def setting(request, tiny):
+    """A drafter, a batch, a view, the training positions and the drafter's predictions."""
+    drafter = build(tiny, VARIANTS[request.param])
+    batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 31)], 5, drafter.needs)
+    start = verified_start(batch.response_mask, torch.tensor([14, 5]), torch.tensor([0, 3]))
+    view = DraftView(start, torch.zeros(2, dtype=torch.bool))
+    return drafter, batch, view, loss_positions(batch, view), drafter(batch, view)
+
+
+def test_the_loss_is_that_of_every_position(setting):
+    drafter, batch, view, positions, output = setting
+    weights = LossConfig(feature=0.7, kl=0.3)
+    sums = distillation_loss(output, batch, view.start, positions, drafter.head, weights)
+    feature, kl, count = 0.0, 0.0, 0
+    correct, counted = [0] * MAX_STEPS_AHEAD, [0] * MAX_STEPS_AHEAD
+    for row, i in positions.nonzero().tolist():
+        count += 1
+        for depth, (predicted, scale) in output.features.items():
+            gap = ((predicted[row, i] - batch.taps.hidden[depth][row, i]) / scale).abs()
+            smooth = torch.where(gap < 1, 0.5 * gap * gap, gap - 0.5)
+            feature += float(smooth.mean().detach()) / len(output.features)
+        p = drafter.head.logits(batch.taps.hidden[-1][row, i]).double().softmax(-1)
+        q = drafter.head.logits(output.last[row, i]).double().softmax(-1)
+        kl += float((p * (p / q).log()).sum().detach())
+        ahead = i - int(view.start[row, i])
+        if ahead <= MAX_STEPS_AHEAD:
+            counted[ahead - 1] += 1
+            correct[ahead - 1] += int(p.argmax() == q.argmax())
+    assert int(sums.count) == count > 30
+    assert float(sums.feature) == pytest.approx(feature, rel=1e-4)
+    assert float(sums.kl) == pytest.approx(kl, rel=1e-4)
+    assert float(sums.total.detach()) == pytest.approx(0.7 * feature + 0.3 * kl, rel=1e-4)
+    assert sums.count_by_step.tolist() == counted
+    assert sums.correct_by_step.tolist() == correct
+    assert sum(counted) < count, "steps beyond the last reported one are trained but not reported"
+
+
+def test_chunks_of_logits_change_nothing(setting, monkeypatch):
+    drafter, batch, view, positions, output = setting
+
+    def loss_and_gradient():
+        sums = distillation_loss(output, batch, view.start, positions, drafter.head, LossConfig())
+        (gradient,) = torch.autograd.grad(sums.total, output.last, retain_graph=True)
+        return sums, gradient
+
+    whole, gradient = loss_and_gradient()
+    monkeypatch.setattr(losses, "_LOGIT_CHUNK", 7)
+    chunked, chunked_gradient = loss_and_gradient()
+    torch.testing.assert_close(chunked.total, whole.total)
+    torch.testing.assert_close(chunked_gradient, gradient)
+    assert torch.equal(chunked.correct_by_step, whole.correct_by_step)
+
+
+def test_a_perfect_prediction_costs_nothing_and_is_always_right(setting):
+    drafter, batch, view, positions, output = setting
+    perfect = DraftOutput(
+        batch.taps.hidden[-1],
+        {depth: (batch.taps.hidden[depth], scale) for depth, (_, scale) in output.features.items()},
+    )
+    sums = distillation_loss(perfect, batch, view.start, positions, drafter.head, LossConfig())
+    assert float(sums.total) == pytest.approx(0.0, abs=1e-4)
+    assert torch.equal(sums.correct_by_step, sums.count_by_step)
+
+
+def test_gradients_come_from_training_positions_only(setting):
+    drafter, batch, view, positions, output = setting
+    sums = distillation_loss(output, batch, view.start, positions, drafter.head, LossConfig())
+    (gradient,) = torch.autograd.grad(sums.total, output.last, retain_graph=True)
+    assert torch.equal(gradient.abs().sum(dim=-1) > 0, positions)
+
+
+def test_no_training_position_is_no_loss_and_no_crash(setting):
+    drafter, batch, view, positions, output = setting
+    sums = distillation_loss(output, batch, view.start, torch.zeros_like(positions), drafter.head, LossConfig())
+    assert float(sums.total) == 0.0
+    assert int(sums.count) == 0
+
+
+def test_a_batch_that_is_repeated_counts_twice_and_steps_the_same(tiny):
+    """Losses are per position: twice the data is the same step, not twice the step."""
+    from moray.distill.configs import TrainConfig
+
+    gradients = []
+    for copies in (1, 2):
+        drafter = build(tiny, VARIANTS["moa-0"])
+        batch = batch_of(tiny.target, [tiny.prompt(0, 20)] * copies, 5, drafter.needs)
+        result = train_step(
+            drafter, drafter, batch, (2, 3), 0.0, LossConfig(), TrainConfig(clip=1e9), torch.Generator().manual_seed(1)
+        )
+        metrics = result.metrics(LossConfig())
+        assert metrics["loss"] == pytest.approx(metrics["feature_loss"] + 0.1 * metrics["kl"], rel=1e-5)
+        gradients.append((metrics["positions"], float(result.grad_norm)))
+    assert gradients[1][0] == pytest.approx(2 * gradients[0][0], abs=2)  # each copy draws its own phase
+    assert gradients[1][1] == pytest.approx(gradients[0][1], rel=0.3)
+
+
+def test_a_gradient_that_is_not_finite_is_refused(tiny):
+    from moray.distill.configs import TrainConfig
+    from moray.distill.step import check_finite
+
+    drafter = build(tiny, VARIANTS["moa-0"])
+    with torch.no_grad():
+        next(drafter.parameters()).fill_(float("nan"))
+    batch = batch_of(tiny.target, [tiny.prompt(0, 20)], 5, drafter.needs)
+    result = train_step(drafter, drafter, batch, (2, 3), 0.0, LossConfig(), TrainConfig(), torch.Generator())
+    with pytest.raises(DataError, match=r"step 17: the gradient is nan; lower optim\.lr"):
+        check_finite(result, 17)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "tau"), [([], 1.0), ([1.0], 2.0), ([0.5, 0.5], 1.75), ([0.0, 1.0], 1.0), ([1.0] * 8, 9.0)]
+)
+def test_simulated_tau_by_hand(accuracy, tau):
+    assert simulated_tau(accuracy) == pytest.approx(tau)

@@ -1,0 +1,273 @@
+"""Shapes count right, structures and masks say who sees whom, and growing finds the likeliest nodes."""
+
+import itertools
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from moray.trees.grow import grow
+from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, Shape
+from moray.trees.tree import PrefixMask, fixed_structure, structure_of
+
+CPU = torch.device("cpu")
+VOCABULARY = 7
+ROOT = torch.tensor([2])
+SHAPES = [
+    ChainShape(type="chain", depth=1),
+    ChainShape(type="chain", depth=5),
+    FixedShape(type="fixed", branching=(3,)),
+    FixedShape(type="fixed", branching=(1, 1, 2)),
+    FixedShape(type="fixed", branching=(3, 2, 2)),
+    DynamicShape(type="dynamic", depth=1, breadth=3, nodes=2),
+    DynamicShape(type="dynamic", depth=3, breadth=1, nodes=3),
+    DynamicShape(type="dynamic", depth=4, breadth=3, nodes=17),
+    DynamicShape(type="dynamic", depth=6, breadth=5, nodes=60),
+]
+
+
+def naive_ancestors(parents: list[int]) -> torch.Tensor:
+    ancestors = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node in range(len(parents)):
+        above = node
+        while above != -1:
+            ancestors[node, above] = True
+            above = parents[above]
+    return ancestors
+
+
+class Recorder:
+    """A drafter whose scores depend on a node's whole path, known through `ancestors` alone."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(VOCABULARY, VOCABULARY, generator=generator) * 2
+        self.tokens: list[int] = []
+        self.paths: list[list[int]] = []
+        self.calls: list[int] = []
+
+    def scores(self, path: list[int]) -> torch.Tensor:
+        """Log-probabilities after a path of tokens."""
+        logits = self.table[path[-1]].clone()
+        for age, token in enumerate(reversed(path)):
+            logits += self.table[:, token] / (age + 1)
+        return logits.log_softmax(dim=-1)
+
+    def step(self, tokens, ancestors, depth):
+        self.calls.append(depth)
+        self.tokens += tokens.tolist()
+        if ancestors is None:
+            ancestors = torch.ones(len(tokens), len(self.tokens), dtype=torch.bool)
+        assert ancestors.shape == (len(tokens), len(self.tokens)), "the mask covers all nodes expanded so far"
+        rows = []
+        for row in ancestors:
+            path = [self.tokens[node] for node in row.nonzero().flatten().tolist()]
+            assert len(path) == depth + 1, "a node at depth d has d ancestors and itself"
+            self.paths.append(path)
+            rows.append(self.scores(path))
+        return torch.stack(rows)
+
+    def select(self, logits, depth, k):
+        scores, tokens = logits.topk(k, dim=-1)
+        return tokens, scores, None
+
+
+def text_of(tree, node: int) -> tuple[int, ...]:
+    """Tokens from the root's child down to a node."""
+    text: list[int] = []
+    while node != 0:
+        text.append(int(tree.tokens[node]))
+        node = int(tree.parents[node])
+    return tuple(reversed(text))
+
+
+# --- Shapes ---
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_a_shape_counts_its_nodes_and_its_expansions(shape):
+    recorder = Recorder()
+    tree = grow(ROOT, shape, recorder.step, recorder.select)
+    assert tree.num_nodes == shape.num_nodes + 1
+    assert len(recorder.tokens) == shape.num_expanded, "states are allocated for exactly these"
+    assert recorder.calls == list(range(shape.depth)), "one drafter pass per level"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"type": "chain", "depth": 0}, "greater than or equal to 1"),
+        ({"type": "chain", "depth": 65}, "less than or equal to 64"),
+        ({"type": "fixed", "branching": []}, "at least 1"),
+        ({"type": "fixed", "branching": [2, 0]}, "must be positive"),
+        ({"type": "fixed", "branching": [8, 8, 8]}, "at most 512 nodes"),
+        ({"type": "dynamic", "depth": 2, "breadth": 2, "nodes": 7}, "nodes is 7, but depth 2 and breadth 2 make 6"),
+        ({"type": "star"}, "star"),
+    ],
+)
+def test_impossible_shapes_are_refused(values, message):
+    import json
+
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(Shape).validate_json(json.dumps(values))
+
+
+def test_names_tell_shapes_apart():
+    assert len({shape.name for shape in SHAPES}) == len(SHAPES)
+
+
+# --- Structures ---
+
+
+@pytest.mark.parametrize("branching", [(1,), (1, 1, 1), (3, 2, 2), (1, 4, 1)])
+def test_fixed_structures_are_complete(branching):
+    structure = fixed_structure(branching, CPU)
+    parents, depths = structure.parents.tolist(), structure.depths.tolist()
+    for depth, width in enumerate(branching):
+        for node in (node for node in range(len(parents)) if depths[node] == depth):
+            assert [depths[child] for child in range(len(parents)) if parents[child] == node] == [depth + 1] * width
+    assert depths == sorted(depths), "level by level"
+    assert torch.equal(structure.ancestors, naive_ancestors(parents))
+
+
+def test_structures_of_any_tree():
+    parents = [-1, 0, 0, 2, 1, 3, 3]
+    structure = structure_of(parents, [0, 1, 1, 2, 2, 3, 3], CPU)
+    assert structure.parents.tolist() == parents
+    assert torch.equal(structure.ancestors, naive_ancestors(parents))
+
+
+# --- Growing ---
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_grown_trees_are_sound_and_scored_on_their_true_paths(shape):
+    recorder = Recorder(seed=1)
+    tree = grow(ROOT, shape, recorder.step, recorder.select)
+    parents = tree.parents.tolist()
+    assert parents[0] == -1
+    assert all(0 <= parents[node] < node for node in range(1, tree.num_nodes))
+    assert torch.equal(tree.ancestors, naive_ancestors(parents))
+    texts = [text_of(tree, node) for node in range(tree.num_nodes)]
+    assert tree.depths.tolist() == [len(text) for text in texts]
+    assert len(set(texts)) == tree.num_nodes, "no path twice"
+    scored = {tuple(path) for path in recorder.paths}
+    for node in range(1, tree.num_nodes):
+        assert (int(ROOT), *texts[parents[node]]) in scored, "its parent was expanded with its own path"
+
+
+def test_chains_and_fixed_trees_take_the_best_children():
+    for shape, branching in (
+        (ChainShape(type="chain", depth=3), (1, 1, 1)),
+        (FixedShape(type="fixed", branching=(3, 2)), (3, 2)),
+    ):
+        recorder = Recorder(seed=2)
+        tree = grow(ROOT, shape, recorder.step, recorder.select)
+        level = [()]
+        expected = [()]
+        for width in branching:
+            level = [
+                (*text, token)
+                for text in level
+                for token in recorder.scores([int(ROOT), *text]).topk(width).indices.tolist()
+            ]
+            expected += level
+        assert [text_of(tree, node) for node in range(tree.num_nodes)] == expected
+
+
+def reference_dynamic(recorder: Recorder, shape: DynamicShape) -> set[tuple[int, ...]]:
+    """EAGLE-2 as the paper says it: expand the likeliest `breadth` per level, then rerank all candidates."""
+    candidates: dict[tuple[int, ...], float] = {}
+    frontier = {(): 0.0}
+    for _ in range(shape.depth):
+        level = {}
+        for text, score in frontier.items():
+            scores = recorder.scores([int(ROOT), *text])
+            for token in scores.topk(shape.breadth).indices.tolist():
+                level[(*text, token)] = score + float(scores[token])
+        candidates |= level
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[: shape.breadth])
+    return {text for text, _ in sorted(candidates.items(), key=lambda item: -item[1])[: shape.nodes]}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("depth", "breadth", "nodes"), [(3, 2, 5), (4, 3, 12), (6, 5, 40), (2, 7, 56)])
+def test_dynamic_trees_are_eagle_2_s(seed, depth, breadth, nodes):
+    shape = DynamicShape(type="dynamic", depth=depth, breadth=breadth, nodes=nodes)
+    recorder = Recorder(seed)
+    tree = grow(ROOT, shape, recorder.step, recorder.select)
+    assert {text_of(tree, node) for node in range(1, tree.num_nodes)} == reference_dynamic(Recorder(seed), shape)
+
+
+def test_with_full_breadth_a_dynamic_tree_holds_the_best_paths_of_all():
+    """The best tree for a budget is the b largest path probabilities: brute force over every path."""
+    shape = DynamicShape(type="dynamic", depth=2, breadth=VOCABULARY, nodes=15)
+    recorder = Recorder(seed=3)
+    paths: dict[tuple[int, ...], float] = {}
+    for length in (1, 2):
+        for text in itertools.product(range(VOCABULARY), repeat=length):
+            paths[text] = sum(float(recorder.scores([int(ROOT), *text[:i]])[token]) for i, token in enumerate(text))
+    best = {text for text, _ in sorted(paths.items(), key=lambda item: -item[1])[:15]}
+    tree = grow(ROOT, shape, recorder.step, recorder.select)
+    assert {text_of(tree, node) for node in range(1, tree.num_nodes)} == best
+
+
+def test_ties_and_impossible_tokens_keep_a_dynamic_tree_connected():
+    shape = DynamicShape(type="dynamic", depth=3, breadth=3, nodes=12)
+    for logits in (torch.zeros(VOCABULARY), torch.tensor([0.0, *[-torch.inf] * (VOCABULARY - 1)])):
+        tree = grow(
+            ROOT,
+            shape,
+            lambda tokens, ancestors, depth, row=logits: row.log_softmax(dim=-1).expand(len(tokens), -1),
+            Recorder().select,
+        )
+        parents = tree.parents.tolist()
+        assert all(0 <= parents[node] < node for node in range(1, 13))
+        assert torch.equal(tree.ancestors, naive_ancestors(parents))
+
+
+def test_draft_distributions_belong_to_the_node_they_made():
+    """draft_probs[i] is what node i was drawn from: that of its parent's row."""
+    recorder = Recorder(seed=4)
+
+    def select(logits, depth, k):
+        return logits.topk(k, dim=-1).indices, logits.topk(k, dim=-1).values, logits.exp()
+
+    tree = grow(ROOT, FixedShape(type="fixed", branching=(2, 3)), recorder.step, select)
+    assert tree.draft_probs is not None
+    for node in range(1, tree.num_nodes):
+        path = [int(ROOT), *text_of(tree, int(tree.parents[node]))]
+        torch.testing.assert_close(tree.draft_probs[node], recorder.scores(path).exp())
+
+
+# --- The mask ---
+
+
+def test_a_prefix_mask_shows_committed_slots_and_the_block():
+    mask = PrefixMask(3, 10, torch.zeros(1))
+    block = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]], dtype=torch.bool)
+
+    def seen(view):
+        return (view == 0)[0, 0] if view.dtype != torch.bool else view[0, 0]
+
+    assert torch.equal(seen(mask.view(block)), block)
+    mask.commit(2)
+    assert torch.equal(seen(mask.view(block)), torch.cat([torch.ones(3, 2, dtype=torch.bool), block], dim=1))
+    mask.view(torch.ones(3, 5, dtype=torch.bool))  # a wider tree, refused whole, must leave nothing behind
+    assert torch.equal(seen(mask.view(block[:2])), torch.cat([torch.ones(2, 2, dtype=torch.bool), block[:2]], dim=1))
+    mask.commit(1)
+    narrow = mask.view(torch.zeros(1, 2, dtype=torch.bool))
+    assert seen(narrow)[0].tolist() == [True] * 3 + [False] * 2
+    mask.reset()
+    assert mask.length == 0
+    assert torch.equal(seen(mask.view(block)), block)
+
+
+def test_a_mask_hides_completely():
+    """Hidden slots get no weight at all, whatever their scores."""
+    mask = PrefixMask(1, 4, torch.zeros(1))
+    view = mask.view(torch.tensor([[True, False]]))
+    value = torch.tensor([[1.0], [1e30]])[None, None]
+    query, key = torch.ones(1, 1, 1, 1), torch.tensor([[0.0], [100.0]])[None, None]
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=view)
+    assert float(out) == 1.0
