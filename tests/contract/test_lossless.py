@@ -139,6 +139,9 @@ def test_max_new_tokens_holds_inside_an_accepted_path(tiny, greedy, shape):
         assert generation.finish_reason == "length"
         assert sum(generation.emitted) == count - 1, "the first token comes from the prefill"
         assert min(generation.emitted, default=1) >= 1
+        if text[count] not in text[:count]:  # an end token just behind the limit must not stretch it
+            limited = decoder.generate(target.prompt(), GREEDY, count, (text[count],))
+            assert (limited.tokens, limited.finish_reason) == (text[:count], "length")
 
 
 def test_tokens_are_handed_on_as_they_are_emitted(tiny, greedy, shape):
