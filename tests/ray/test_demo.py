@@ -47,6 +47,6 @@ def test_the_demo_runs_from_nothing_and_loses_nothing(tmp_path: Path) -> None:
     assert max(row["tau"] for row in rows if row["drafter"] == "moa") >= 3.5
     html = (tmp_path / "runs/demo/report.html").read_text(encoding="utf-8")
     assert html.count("<svg") >= 4
-    for stage in ("train_demo_target", "regenerate", "cache_activations", "distill", "evaluate"):
+    for stage in ("train_demo_target", "cache_activations", "distill", "evaluate"):
         assert f"$ python -m pipelines.{stage}" in result.stdout
     assert "drafted and accepted" in result.stdout

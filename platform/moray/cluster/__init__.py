@@ -16,7 +16,6 @@ ENVIRONMENT = {
     # Say nothing of a task that failed and will be tried again.
     "RAY_enable_output_error_log_if_still_retry": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 for _name, _value in ENVIRONMENT.items():
