@@ -23,20 +23,17 @@ def test_the_chain_on_a_real_pretrained_model_is_lossless(shared_data: Path, tmp
     (tmp_path / "heldout.jsonl").write_text("\n".join(lines[:NUM_HELD_OUT]), encoding="utf-8")
     template = REPOSITORY / "configs/templates/continuation.jinja"
     target = [f"target.model={model}", f"target.template={template}"]
+    caching = ["cache.max_length=512", "cache.batch_tokens=4096", "cache.shard_mib=64", "capture.num_targets=2"]
     run(
         cache_activations,
-        [*target, f"chats.path={tmp_path}/train.jsonl", f"output={tmp_path}/activations"]
-        + ["cache.max_length=512", "cache.batch_tokens=4096", "cache.shard_mib=64", "capture.num_targets=2"],
+        [*target, f"chats.path={tmp_path}/train.jsonl", f"output={tmp_path}/activations", *caching],
     )
     drafter = REPOSITORY / "configs/drafters/moa-stories.yaml"
     run(distill, [str(drafter), *target, f"activations={tmp_path}/activations", f"output={tmp_path}/moa"])
     shutil.rmtree(tmp_path / "activations")
-    run(
-        evaluate,
-        [*target, f"drafters=[{tmp_path}/moa]", f"questions={tmp_path}/heldout.jsonl", f"output={tmp_path}/report"]
-        + ["max_new_tokens=96", "num_questions=20"]
-        + ["trees=[{type: chain, depth: 5}, {type: dynamic, depth: 5, breadth: 4, nodes: 16}]"],
-    )
+    trees = "trees=[{type: chain, depth: 5}, {type: dynamic, depth: 5, breadth: 4, nodes: 16}]"
+    asking = [f"questions={tmp_path}/heldout.jsonl", "max_new_tokens=96", "num_questions=20", trees]
+    run(evaluate, [*target, f"drafters=[{tmp_path}/moa]", f"output={tmp_path}/report", *asking])
     rows = json.loads((tmp_path / "report/report.json").read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 2
     assert all(row["lossless"] for row in rows)

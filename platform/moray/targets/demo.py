@@ -28,7 +28,7 @@ from moray.targets.demo_chats import generate_chats, generate_questions
 from moray.targets.demo_config import DemoModelConfig, DemoOptimConfig, DemoTargetConfig
 from moray.targets.demo_data import SPECIAL_TOKENS, PackedRows, build_tokenizer, pack
 
-RECIPE = 1
+RECIPE = 2
 """Raise it with any change that makes the same configuration give other chats, tokens or weights."""
 
 MARKER = "demo_target.json"
@@ -214,7 +214,12 @@ def _optimizers(model: LlamaForCausalLM, config: DemoOptimConfig) -> list[torch.
     norms = [p for p in layers if p.ndim == 1] + list(model.model.norm.parameters())
     # "original" scales a step by sqrt(max(1, rows / columns)): the rates of the configuration are meant so.
     muon = torch.optim.Muon(
-        matrices, lr=config.matrix_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
+        matrices,
+        lr=config.matrix_lr,
+        weight_decay=config.weight_decay,
+        momentum=0.95,
+        adjust_lr_fn="original",
+        ns_steps=3,
     )
     adamw = torch.optim.AdamW(
         [
