@@ -7,7 +7,6 @@ interrupted demo goes on where it was.
 """
 
 import importlib
-import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -33,8 +32,6 @@ class DemoConfig(Config):
 
 def main(config: DemoConfig) -> None:
     """Run all stages in one Ray session, then decode one prompt live."""
-    # Threads that spin at every barrier stall one another on few cores; torch reads this at its import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rich.console import Console
 
     from moray.bench.live import show_live

@@ -7,16 +7,12 @@ Spec-Bench-like `<output>/questions.jsonl`. A finished output of the same config
 an interrupted one is made again.
 """
 
-import os
-
 from moray.config import run_entry_point
 from moray.targets.demo_config import DemoTargetConfig
 
 
 def main(config: DemoTargetConfig) -> None:
     """Train unless it is done; then say what came out."""
-    # Threads that spin at every barrier stall one another when something else wants a core.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
     from rich.console import Console
 
     from moray.targets.demo import read_result, train_demo_target

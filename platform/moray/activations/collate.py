@@ -6,7 +6,7 @@ resumes at any batch without replaying the ones before, and every worker compute
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ _WINDOW_BATCHES = 16
 class Window:
     """Row groups that are read together, and the batches they are mixed into.
 
-    `batches` holds rows of the concatenated row groups; `first_step` is the step of the first batch.
+    `batches` holds rows of the concatenated row groups, `num_rows` in all; `first_step` is the step of the
+    first batch.
     """
 
     row_groups: list[tuple[str, int]]
+    num_rows: int
     batches: list[list[int]]
     first_step: int
 
@@ -47,13 +49,13 @@ class EpochPlan:
         for window in self.windows:
             done = max(0, step - window.first_step)
             if done < len(window.batches):
-                windows.append(Window(window.row_groups, window.batches[done:], window.first_step + done))
+                windows.append(replace(window, batches=window.batches[done:], first_step=window.first_step + done))
         return EpochPlan(windows, self.num_steps)
 
     def before(self, step: int) -> "EpochPlan":
         """What there is until `step` steps are done."""
         windows = [
-            Window(window.row_groups, window.batches[: step - window.first_step], window.first_step)
+            replace(window, batches=window.batches[: step - window.first_step])
             for window in self.windows
             if window.first_step < step
         ]
@@ -103,8 +105,9 @@ def _plan_worker(units: list[tuple[str, int, list[int]]], batch_tokens: int, rng
             tokens += sum(units[end][2])
             end += 1
         chosen = units[begin:end]
-        batches = _cut([length for _, _, lengths in chosen for length in lengths], batch_tokens, rng)
-        windows.append(Window([(name, index) for name, index, _ in chosen], batches, first_step))
+        lengths = [length for _, _, chats in chosen for length in chats]
+        batches = _cut(lengths, batch_tokens, rng)
+        windows.append(Window([(name, index) for name, index, _ in chosen], len(lengths), batches, first_step))
         first_step += len(batches)
         begin = end
     return windows

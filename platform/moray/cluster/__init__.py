@@ -17,6 +17,10 @@ ENVIRONMENT = {
     "RAY_enable_output_error_log_if_still_retry": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    # Activations of a training step are large: by default glibc gives each back to the kernel at once and faults
+    # it in anew, which took a fifth of a distillation step's time on a CPU.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)

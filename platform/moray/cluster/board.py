@@ -75,6 +75,4 @@ def follow(board: Any, title: str) -> Iterator[None]:
 def _note(metrics: dict[str, float]) -> str:
     if not metrics:
         return ""
-    return (
-        f"loss {metrics['loss']:.3f}  accuracy {metrics['accuracy']:.3f}  simulated tau {metrics['simulated_tau']:.2f}"
-    )
+    return f"loss {metrics['loss']:.3f} acc {metrics['accuracy']:.3f} tau {metrics['simulated_tau']:.2f}"

@@ -17,11 +17,12 @@ def progress_bar(console: Console | None = None) -> Progress:
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=None),  # takes what the others leave: figures must not be cut
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
         console=console or Console(),
+        expand=True,
     )

@@ -14,7 +14,6 @@ from moray.errors import ConfigError
 
 _CPP_LOG_LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _DATA_CPUS = 4
-_OBJECT_STORE_BYTES = 512 << 20
 
 
 @contextmanager
@@ -43,7 +42,6 @@ def ray_session(config: RayConfig) -> Iterator[None]:
                     num_cpus=config.num_cpus or (os.cpu_count() or 1) + _DATA_CPUS,
                     include_dashboard=config.dashboard,
                     dashboard_host="127.0.0.1",
-                    object_store_memory=_OBJECT_STORE_BYTES,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                 )

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any, cast
 
 import pyarrow as pa
@@ -26,7 +25,7 @@ def stream_batches(
     if not plan.windows:
         return
     columns = needed_columns(needs, manifest.columns)
-    items = [{"window": json.dumps(asdict(window))} for window in plan.windows]
+    items = [{"window": json.dumps(window.row_groups)} for window in plan.windows]
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         cast(Any, read_window),  # Ray's own types leave generators of Arrow tables out
         fn_args=(uri, columns),
@@ -36,22 +35,18 @@ def stream_batches(
     )
     # Or a resumed run would not repeat an unbroken one.
     dataset.context.execution_options.preserve_order = True
-    for table in _whole_batches(dataset, plan):
+    for table in _batch_tables(dataset, plan):
         yield collate(table, needs, manifest.columns)
 
 
-def _whole_batches(dataset: "ray.data.Dataset", plan: EpochPlan) -> Iterator[pa.Table]:
-    """Put blocks together to whole batches: Ray may split a large one."""
-    expected = (len(rows) for window in plan.windows for rows in window.batches)
-    pending: list[pa.Table] = []
-    num_pending, size = 0, next(expected)
+def _batch_tables(dataset: "ray.data.Dataset", plan: EpochPlan) -> Iterator[pa.Table]:
+    """The rows of every batch, as views into the window they are mixed from. Ray may split a large window."""
     blocks = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
-    for block in cast(Iterator[pa.Table], blocks):
-        while block.num_rows:
-            taken = block.slice(0, size - num_pending)
-            pending.append(taken)
-            num_pending += taken.num_rows
-            block = block.slice(taken.num_rows)
-            if num_pending == size:
-                yield pa.concat_tables(pending)
-                pending, num_pending, size = [], 0, next(expected, 0)
+    arriving = cast(Iterator[pa.Table], iter(blocks))
+    for window in plan.windows:
+        pieces = [next(arriving)]
+        while sum(piece.num_rows for piece in pieces) < window.num_rows:
+            pieces.append(next(arriving))
+        table = pa.concat_tables(pieces)
+        for rows in window.batches:
+            yield pa.concat_tables([table.slice(row, 1) for row in rows])

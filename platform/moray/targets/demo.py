@@ -3,8 +3,8 @@
 A laptop without a network has no target to distil a drafter from. This module makes one: a small Llama,
 trained on the chats of `moray.targets.demo_chats` as `moray.targets.demo_data` encodes them, and saved as an
 ordinary Hugging Face folder that the rest of Moray treats like any other. It refuses to know drafters, taps
-and caches. One process with two threads: from the speed of one thread, two data-parallel processes would gain
-some 11 % before any communication, which is not worth their code.
+and caches. One process with one thread: matrices this small gain nothing from a second one, and two
+data-parallel processes would save less than they take to start.
 """
 
 import json
