@@ -53,7 +53,7 @@ def train(
     model: nn.Module = drafter
     rank = 0
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        model = nn.parallel.DistributedDataParallel(drafter, broadcast_buffers=False)
+        model = nn.parallel.DistributedDataParallel(drafter, forward_sync_buffers=False)
         rank = torch.distributed.get_rank()
     device = next(drafter.parameters()).device
     mask_width = getattr(drafter.config, "mask_width", (5, 15))

@@ -3,12 +3,10 @@
 A laptop without a network has no target to distil a drafter from. This module makes one: a small Llama,
 trained on the chats of `moray.targets.demo_chats` as `moray.targets.demo_data` encodes them, and saved as an
 ordinary Hugging Face folder that the rest of Moray treats like any other. It refuses to know drafters, taps
-and caches. One process with one thread: matrices this small gain nothing from a second one, and two
-data-parallel processes would save less than they take to start.
+and caches.
 """
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -17,22 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from moray.targets.demo_chats import generate_chats, generate_questions
-from moray.targets.demo_config import DemoModelConfig, DemoOptimConfig, DemoTargetConfig
-from moray.targets.demo_data import SPECIAL_TOKENS, PackedRows, build_tokenizer, pack
+from moray.targets.demo_config import DemoTargetConfig
+from moray.targets.demo_data import PackedRows, build_tokenizer, pack
+from moray.targets.demo_training import ResponseLoss, fit
 
-RECIPE = 3
+RECIPE = 4
 """Raise it with any change that makes the same configuration give other chats, tokens or weights."""
 
 MARKER = "demo_target.json"
 """Written last, with the configuration and the result in it; without it the output does not count."""
+
+
+_MAX_HELDOUT_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,16 @@ def train_demo_target(config: DemoTargetConfig, console: Console) -> DemoTargetR
     row_length = config.optim.row_length
     num_tokens = config.optim.num_steps * config.optim.rows_per_step * row_length
     rows = pack(tokenizer, train_chats, row_length, num_tokens)
-    heldout = pack(tokenizer, heldout_chats, row_length, num_tokens)
+    heldout = pack(tokenizer, heldout_chats, row_length, min(num_tokens, _MAX_HELDOUT_ROWS * row_length))
     console.print(
         f"{len(train_chats)} chats to train on, {len(heldout_chats)} held out, {len(questions)} questions; "
         f"vocabulary {len(tokenizer)}"
     )
 
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(1)
     try:
-        model = build_model(tokenizer, config.model, config.seed)
-        num_steps = _train(model, rows, config, console)
+        model, num_steps = fit(tokenizer, rows, config, console)
         loss, accuracy = evaluate(model, heldout)
         question = str(questions[0]["turns"][0])  # type: ignore[index]
         answer = generate_answer(model, tokenizer, question)
@@ -99,86 +97,14 @@ def train_demo_target(config: DemoTargetConfig, console: Console) -> DemoTargetR
     return result
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, seed: int) -> LlamaForCausalLM:
-    """An untrained Llama, unmodified, initialised so that few steps take it far."""
-    pad, begin, end = (tokenizer.get_vocab()[token] for token in SPECIAL_TOKENS[:3])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=config.vocab_size,
-                hidden_size=config.hidden_size,
-                num_hidden_layers=config.num_layers,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                intermediate_size=config.intermediate_size,
-                max_position_embeddings=config.max_positions,
-                tie_word_embeddings=False,
-                pad_token_id=pad,
-                bos_token_id=begin,
-                eos_token_id=end,
-            )
-        )
-        # Embeddings of unit size keep the layers' early contributions small beside them; a head of zeros
-        # starts from the uniform distribution. Both were measured to save steps.
-        nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
-        nn.init.zeros_(model.lm_head.weight)
-        # Larger than the library's 0.02, by which attention would begin uniform and stay so for long.
-        for name, matrix in model.model.layers.named_parameters():
-            if "self_attn" in name:
-                gain = 1.0 if "q_proj" in name or "k_proj" in name else 0.7
-                nn.init.normal_(matrix, std=gain * matrix.shape[1] ** -0.5)
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        bos_token_id=begin,
-        eos_token_id=[end],
-        pad_token_id=pad,
-    )
-    return model
-
-
-def _train(model: LlamaForCausalLM, rows: PackedRows, config: DemoTargetConfig, console: Console) -> int:
-    """Run the step budget, or what fits into `max_seconds` of it; return the number of steps done."""
-    optim = config.optim
-    optimizers = _optimizers(model, optim)
-    began = time.monotonic()
-    step, done = 0, 0.0
-    model.train()
-    with _progress(console) as progress:
-        bar = progress.add_task("training the demo target", total=optim.num_steps, loss=float("nan"), speed=0.0)
-        while done < 1.0:
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["initial_lr"] * _learning_rate_factor(step, done, optim)
-            loss, _ = _loss_and_hits(model, rows.batch(step, optim.rows_per_step))
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            step += 1
-            seconds = time.monotonic() - began
-            # The clock only counts when it is ahead of the steps; until then the run is deterministic.
-            done = max(step / optim.num_steps, seconds / config.max_seconds)
-            speed = step * optim.rows_per_step * optim.row_length / seconds
-            total = step if done >= 1.0 else math.ceil(step / done)
-            progress.update(bar, completed=step, total=total, loss=loss.item(), speed=speed)
-    if step < optim.num_steps:
-        console.print(
-            f"[yellow]slow machine:[/] {step} of {optim.num_steps} steps fit into max_seconds={config.max_seconds:g}; "
-            "the target is weaker than it should be. Raise max_seconds for the full budget."
-        )
-    model.eval()
-    return step
-
-
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, rows: PackedRows) -> tuple[float, float]:
     """Mean loss per response token, and the share of response tokens predicted exactly."""
+    objective = ResponseLoss(model)
     losses, hits, count = 0.0, 0, 0
     for index in range(len(rows.tokens)):
-        loss, hit = _loss_and_hits(model, rows.batch(index, 1))
-        losses, hits, count = losses + loss.item() * len(hit), hits + int(hit.sum()), count + len(hit)
+        loss, hit = objective(rows.batch(index, 1))
+        losses, hits, count = losses + loss.item(), hits + int(hit.sum()), count + len(hit)
     return losses / count, hits / count
 
 
@@ -191,66 +117,6 @@ def generate_answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
     generate: Any = model.generate  # pyright: ignore[reportAttributeAccessIssue]
     tokens = generate(**encoded, max_new_tokens=128)
     return str(tokenizer.decode(tokens[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
-
-
-def _loss_and_hits(model: LlamaForCausalLM, rows: PackedRows) -> tuple[Float[Tensor, ""], Bool[Tensor, " response"]]:
-    """Mean loss over the response tokens, and which of them were predicted.
-
-    Positions that begin again tell the model where the next chat starts; it then masks the others. The
-    head runs on the response positions only.
-    """
-    hidden = model.model(input_ids=rows.tokens, position_ids=rows.positions, use_cache=False).last_hidden_state
-    wanted = rows.is_response[:, 1:]  # position i predicts token i + 1
-    logits = model.lm_head(hidden[:, :-1][wanted])
-    truth = rows.tokens[:, 1:][wanted]
-    # A sum over at least one: rows cut down to a long prompt hold no response, and the mean of none is NaN.
-    loss = nn.functional.cross_entropy(logits, truth, reduction="sum") / max(1, len(truth))
-    return loss, logits.argmax(-1) == truth
-
-
-def _optimizers(model: LlamaForCausalLM, config: DemoOptimConfig) -> list[torch.optim.Optimizer]:
-    layers = list(model.model.layers.parameters())
-    matrices = [p for p in layers if p.ndim == 2]
-    norms = [p for p in layers if p.ndim == 1] + list(model.model.norm.parameters())
-    # "original" scales a step by sqrt(max(1, rows / columns)): the rates of the configuration are meant so.
-    muon = torch.optim.Muon(
-        matrices,
-        lr=config.matrix_lr,
-        weight_decay=config.weight_decay,
-        momentum=0.95,
-        adjust_lr_fn="original",
-        ns_steps=3,
-    )
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [model.model.embed_tokens.weight], "lr": config.embedding_lr},
-            {"params": [model.lm_head.weight], "lr": config.other_lr},
-            {"params": norms, "lr": config.other_lr, "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-        weight_decay=config.weight_decay,
-    )
-    for group in [*muon.param_groups, *adamw.param_groups]:
-        group["initial_lr"] = group["lr"]
-    return [muon, adamw]
-
-
-def _learning_rate_factor(step: int, done: float, config: DemoOptimConfig) -> float:
-    """Linear warm-up, a plateau, then a linear fall to zero; `done` is the share of the run behind us."""
-    rise = (step + 1) / (config.warmup_steps + 1)
-    fall = (1.0 - done) / config.decay_share
-    return min(1.0, rise, fall)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:.0f} tokens/s  left"),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -55,9 +55,9 @@ class DemoTargetConfig(Config):
     num_train_chats: int = Field(default=4000, ge=16)
     num_heldout_chats: int = Field(default=400, ge=8)
     num_questions: int = Field(default=78, ge=1)
-    num_threads: int = Field(default=1, ge=1)
-    """Fixed, because sums of floats depend on it: same seed and threads, same weights. The matrices are so
-    small that a second thread was measured to cost more in waiting than it adds."""
+    num_processes: int = Field(default=1, ge=1)
+    """Data-parallel processes of one thread each. Sums of floats depend on it: same seed and number, same
+    weights."""
     max_seconds: float = Field(default=150.0, gt=0)
     """Training drops steps rather than run longer than this; it says so when it does."""
     model: DemoModelConfig = DemoModelConfig()

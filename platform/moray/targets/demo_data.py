@@ -39,6 +39,10 @@ class PackedRows:
         index = torch.arange(step * num_rows, (step + 1) * num_rows) % len(self.tokens)
         return PackedRows(self.tokens[index], self.is_response[index], self.positions[index])
 
+    def share(self, rank: int, size: int) -> "PackedRows":
+        """Every `size`-th row, for one of `size` processes."""
+        return PackedRows(self.tokens[rank::size], self.is_response[rank::size], self.positions[rank::size])
+
 
 def build_tokenizer(chats: Sequence[DemoChat], config: DemoModelConfig) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on the chats' text and give it special tokens and a chat template."""

@@ -14,6 +14,7 @@ from moray.targets.demo import DemoTargetResult, read_result, train_demo_target
 from moray.targets.demo_chats import generate_chats
 from moray.targets.demo_config import DemoModelConfig, DemoOptimConfig, DemoTargetConfig
 from moray.targets.demo_data import build_tokenizer, pack
+from moray.targets.demo_training import build_model
 
 
 def _config(output: Path) -> DemoTargetConfig:
@@ -106,6 +107,20 @@ def test_same_seed_same_weights_other_seed_other_weights(
     assert weights[0] != weights[2]
 
 
+def test_two_processes_train_what_one_would(trained: tuple[DemoTargetConfig, DemoTargetResult], tmp_path: Path) -> None:
+    short = trained[0].optim.model_copy(update={"num_steps": 3})
+    models = []
+    for num_processes in (1, 2):
+        config = trained[0].model_copy(
+            update={"output": tmp_path / str(num_processes), "num_processes": num_processes, "optim": short}
+        )
+        train_demo_target(config, Console(quiet=True))
+        models.append(AutoModelForCausalLM.from_pretrained(config.output / "target").state_dict())
+    for name, one in models[0].items():
+        # Muon orthogonalises in bfloat16: what float32 sums differ by comes out a little larger.
+        torch.testing.assert_close(models[1][name], one, rtol=0.02, atol=2e-3, msg=lambda text, n=name: f"{n}: {text}")
+
+
 def test_a_finished_output_counts_only_for_its_own_configuration_and_recipe(
     trained: tuple[DemoTargetConfig, DemoTargetResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +150,7 @@ def test_chats_in_one_row_do_not_see_each_other(tmp_path: Path) -> None:
     config = _config(tmp_path)
     chats = list(generate_chats(40, seed=0, heldout=False))
     tokenizer = build_tokenizer(chats, config.model)
-    model = demo.build_model(tokenizer, config.model, seed=0)
+    model = build_model(tokenizer, config.model, seed=0)
     rows = pack(tokenizer, chats, row_length=512, num_tokens=512)
     starts = (rows.positions[0] == 0).nonzero().flatten().tolist()
     assert len(starts) >= 3
