@@ -21,7 +21,8 @@ from support import (
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import PREFILL_CHUNK
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
-from moray.errors import DataError
+from moray.errors import ConfigError, DataError
+from moray.trees.shapes import FixedShape
 
 GREEDY = SamplingParams()
 COUPLED = SamplingParams(temperature=0.8, seed=7)
@@ -254,3 +255,22 @@ def test_generation_leaves_no_gradients_behind(tiny, learnt):
     speculate(target, drafter, DYNAMIC, target.prompt(), GREEDY, 5)
     assert all(parameter.grad is None for parameter in target.target.model.parameters())
     assert torch.is_grad_enabled()
+
+
+# --- What cannot be ---
+
+
+def test_no_token_asked_for_is_refused(tiny):
+    target = tiny("llama")
+    for decoder in (
+        PlainDecoder(target.target, 64),
+        SpeculativeDecoder(target.target, Rehearsed(target.target), CHAIN, 64),
+    ):
+        with pytest.raises(DataError, match="max_new_tokens is 0; at least 1"):
+            decoder.generate(target.prompt(), GREEDY, 0, ())
+
+
+def test_a_tree_wider_than_the_vocabulary_is_refused(tiny):
+    target = tiny("llama")
+    with pytest.raises(ConfigError, match="gives a node 98 children; the target's vocabulary has 97 tokens"):
+        SpeculativeDecoder(target.target, Rehearsed(target.target), FixedShape(type="fixed", branching=(98,)), 64)

@@ -14,6 +14,7 @@ from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession
 from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
+from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
 
@@ -32,9 +33,13 @@ class PlainDecoder:
     def generate(
         self, prompt: list[int], params: SamplingParams, max_new_tokens: int, eos_ids: Collection[int]
     ) -> Generation:
-        """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context."""
+        """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context.
+
+        Raises:
+            DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
+        """
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device)
-        limit = min(max_new_tokens, self._session.capacity - len(prompt))
+        limit = _limit(max_new_tokens, self._session.capacity - len(prompt))
         begin = time.perf_counter()
         logits = self._session.prefill(prompt)
         token = sampler.choose(logits, len(prompt))
@@ -55,6 +60,11 @@ class SpeculativeDecoder:
     def __init__(
         self, target: Target, drafter: Drafter, shape: ChainShape | FixedShape | DynamicShape, capacity: int
     ) -> None:
+        if shape.max_children > target.spec.vocab_size:
+            raise ConfigError(
+                f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
+                f"{target.spec.vocab_size} tokens"
+            )
         self.target = target
         self.drafter = drafter
         self.shape = shape
@@ -70,9 +80,13 @@ class SpeculativeDecoder:
         eos_ids: Collection[int],
         on_tokens: OnTokens | None = None,
     ) -> Generation:
-        """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context."""
+        """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context.
+
+        Raises:
+            DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
+        """
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device)
-        limit = min(max_new_tokens, self._session.capacity - len(prompt))
+        limit = _limit(max_new_tokens, self._session.capacity - len(prompt))
         begin = time.perf_counter()
         self.drafter.reset(self._state)
         logits = self._session.prefill(prompt, self._observe)
@@ -123,6 +137,13 @@ class SpeculativeDecoder:
 
     def _observe(self, tokens: Int[Tensor, " new"], taps: Taps) -> None:
         self.drafter.extend(self._state, tokens, self.drafter.observe(taps))
+
+
+def _limit(max_new_tokens: int, room: int) -> int:
+    """Most tokens to generate. That no room is left is for the prefill to report."""
+    if max_new_tokens < 1:
+        raise DataError(f"max_new_tokens is {max_new_tokens}; at least 1 is generated")
+    return min(max_new_tokens, room)
 
 
 def _cut(tokens: list[int], room: int, eos_ids: Collection[int]) -> list[int]:

@@ -14,12 +14,12 @@ class DemoModelConfig(Config):
     """Sizes of the demo target. Depth, not width, is what makes speculation pay on a CPU."""
 
     vocab_size: int = Field(default=1024, ge=512, le=65536)
-    hidden_size: int = Field(default=128, ge=32)
-    num_layers: int = Field(default=12, ge=1)
+    hidden_size: int = Field(default=96, ge=32)
+    num_layers: int = Field(default=20, ge=1)
     num_heads: int = Field(default=4, ge=1)
-    num_kv_heads: int = Field(default=2, ge=1)
-    head_dim: int = Field(default=32, ge=2, multiple_of=2)
-    intermediate_size: int = Field(default=320, ge=32)
+    num_kv_heads: int = Field(default=1, ge=1)
+    head_dim: int = Field(default=24, ge=2, multiple_of=2)
+    intermediate_size: int = Field(default=256, ge=32)
     max_positions: int = Field(default=1024, ge=64)
 
     @model_validator(mode="after")

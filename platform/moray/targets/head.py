@@ -5,12 +5,14 @@ never loads the whole target. All of it is frozen and none of it is ever saved w
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -122,9 +124,18 @@ def _fill(module: nn.Module, prefix: str, folder: Path, dtype: torch.dtype, devi
             if prefix == "lm_head":  # tied: the embeddings take its place
                 return
             raise ConfigError(f"target.model '{folder}': tensor '{full}' is missing from its safetensors files")
-        with safe_open(folder / weight_map[full], framework="pt", device=str(device)) as file:
+        with _open(folder / weight_map[full], device=str(device)) as file:
             state[name] = file.get_tensor(full).to(dtype)
     module.load_state_dict(state, assign=True)
+
+
+@contextmanager
+def _open(path: Path, device: str = "cpu") -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"target.model: '{path}' cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -133,6 +144,6 @@ def _weight_map(folder: Path) -> dict[str, str]:
         return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     names: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
+        with _open(path) as file:
             names.update(dict.fromkeys(file.keys(), path.name))
     return names

@@ -27,6 +27,11 @@ class ChainShape(Config):
         return self.depth
 
     @property
+    def max_children(self) -> int:
+        """Most children of one node."""
+        return 1
+
+    @property
     def num_expanded(self) -> int:
         """Most nodes that the drafter expands, the root among them."""
         return self.depth
@@ -64,6 +69,11 @@ class FixedShape(Config):
         return total
 
     @property
+    def max_children(self) -> int:
+        """Most children of one node."""
+        return max(self.branching)
+
+    @property
     def num_expanded(self) -> int:
         """Nodes that the drafter expands: all levels but the last."""
         return (
@@ -97,6 +107,11 @@ class DynamicShape(Config):
     def num_nodes(self) -> int:
         """Draft nodes that one target pass verifies (root not counted)."""
         return self.nodes
+
+    @property
+    def max_children(self) -> int:
+        """Most children of one node."""
+        return self.breadth
 
     @property
     def num_expanded(self) -> int:

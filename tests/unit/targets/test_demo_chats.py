@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from moray.targets.demo import RECIPE
 from moray.targets.demo_chats import DemoChat, generate_chats, generate_questions
 
 
@@ -80,3 +81,11 @@ def test_questions_are_distinct_cover_the_categories_and_some_have_two_turns() -
     turns = [question["turns"] for question in questions]
     assert len({first for first, *_ in turns}) == 78  # type: ignore[misc]
     assert {len(turn) for turn in turns} == {1, 2}  # type: ignore[arg-type]
+
+
+def test_chats_of_one_recipe_never_change() -> None:
+    """A demo target of an earlier recipe counts as finished: chats that change must come with a new RECIPE."""
+    texts = [str(chat.as_row()) for chat in generate_chats(200, seed=0, heldout=False)]
+    texts += [str(question) for question in generate_questions(26, seed=0)]
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    assert (RECIPE, digest) == (4, "15504e3e8d292c5e"), "raise moray.targets.demo.RECIPE, then note both values here"

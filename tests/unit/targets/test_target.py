@@ -8,6 +8,7 @@ from support import MAX_POSITIONS, TARGETS, load_target, save_target
 from transformers import AutoModelForCausalLM
 
 from moray.errors import ConfigError
+from moray.targets.head import TargetHead
 from moray.targets.model import Target, read_eos_ids
 from moray.targets.spec import TargetConfig, read_spec
 
@@ -145,3 +146,12 @@ def test_unsupported_and_missing_targets_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
     with pytest.raises(ConfigError, match=r"of type 'gpt_neox'; supported are llama, mistral, qwen2, qwen3"):
         read_spec(str(folder))
+
+
+def test_a_damaged_weight_file_is_named(tmp_path):
+    folder = save_target(tmp_path, num_hidden_layers=1)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:500])
+    for load in (Target.load, TargetHead.load):
+        with pytest.raises(ConfigError, match=r"target\.model.*(cannot be|could not be)"):
+            load(TargetConfig(model=str(folder), device="cpu"))
