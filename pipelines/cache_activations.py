@@ -26,11 +26,16 @@ class CacheActivationsConfig(Config):
 
 def main(config: CacheActivationsConfig) -> None:
     """Make or complete the cache and say what is in it."""
-    from moray.cluster.capture import cache_activations
     from moray.cluster.session import ray_session
 
     with ray_session(config.ray):
+        from moray.activations.store import CacheStore
+        from moray.cluster.capture import cache_activations
+        from moray.provenance import run_yaml
+
         manifest = cache_activations(config.output, config.target, config.chats, config.cache, config.capture)
+        target = {"target": manifest.plan["target"]["fingerprint"], "text": manifest.plan["text_fingerprint"]}
+        CacheStore(config.output).write_text("run.yaml", run_yaml(config, fingerprints=target))
     rows = sum(shard.rows for shard in manifest.shards.values())
     size = sum(shard.bytes for shard in manifest.shards.values())
     contents = f"{rows:,} chats, {manifest.num_tokens:,} tokens, {len(manifest.shards)} shards, {size:,} bytes"

@@ -2,23 +2,22 @@
 
     python -m pipelines.demo configs/demo.yaml
 
-Each stage is one of the other entry points, shown with its arguments. Finished stages are not done again: an
-interrupted demo goes on where it was.
+Each stage is one of the other entry points, shown with its arguments. What is trained and cached is not made
+again: an interrupted demo goes on where it was.
 """
 
 import importlib
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
 from moray.bench.configs import LiveConfig
 from moray.cluster.configs import RayConfig
 from moray.config import Config, load_config, run_entry_point
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from moray.errors import ConfigError
 
 
 class DemoConfig(Config):
@@ -37,13 +36,17 @@ def main(config: DemoConfig) -> None:
     from moray.bench.live import show_live
     from moray.cluster.session import ray_session
 
+    stages = [(name, arguments, *_load_stage(name, arguments)) for name, *arguments in config.stages]
     console = Console()
     begin = time.perf_counter()
     seconds: dict[str, float] = {}
     with ray_session(config.ray):
-        for name, *arguments in config.stages:
+        for name, arguments, run, stage_config in stages:
             started = time.perf_counter()
-            run_stage(console, name, arguments)
+            console.rule(name)
+            command = f"$ python -m pipelines.{name} {' '.join(arguments)}"
+            console.print(command, style="bold", highlight=False, markup=False)
+            run(stage_config)
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
     if config.live is not None:
         console.rule("one prompt, live")
@@ -53,12 +56,13 @@ def main(config: DemoConfig) -> None:
     console.print(f"{parts}; {time.perf_counter() - begin:.0f} s in all", highlight=False)
 
 
-def run_stage(console: "Console", name: str, arguments: Sequence[str]) -> None:
-    """Show a stage's command and run it in this process."""
+def _load_stage(name: str, arguments: Sequence[str]) -> tuple[Callable[[Any], None], Config]:
+    """A stage's `main` and its configuration: every stage is checked before the first one runs."""
+    names = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "demo"}
+    if name not in names:
+        raise ConfigError(f"stages names '{name}'; the stages are {', '.join(sorted(names))}")
     module = importlib.import_module(f"pipelines.{name}")
-    console.rule(name)
-    console.print(f"$ python -m pipelines.{name} {' '.join(arguments)}", style="bold", highlight=False, markup=False)
-    module.main(load_config(module.CONFIG, arguments))
+    return module.main, load_config(module.CONFIG, arguments)
 
 
 CONFIG = DemoConfig

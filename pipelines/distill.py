@@ -1,7 +1,6 @@
 """Distil a drafter from cached activations, on Ray Train.
 
-    python -m pipelines.distill configs/targets/demo.yaml configs/drafters/moa.yaml \\
-        activations=runs/demo/activations output=runs/demo/moa
+    python -m pipelines.distill configs/targets/demo.yaml configs/drafters/moa-demo.yaml
 
 Killed at any instant, the same command goes on from its last checkpoint.
 """
@@ -12,14 +11,15 @@ from moray.config import run_entry_point
 
 def main(config: DistilConfig) -> None:
     """Train or go on, then say where the drafter is."""
-    from moray.cluster.distil import distil
+    from moray.cluster.claim import claim
     from moray.cluster.session import ray_session
-    from moray.distill.runs import claim_run
 
-    if claim_run(config.output, config):
+    if claim(config):
         print(f"{config.output} is complete for this configuration: nothing to do")
         return
     with ray_session(config.ray):
+        from moray.cluster.distil import distil
+
         folder = distil(config)
     print(f"drafter: {folder}")
 

@@ -11,12 +11,11 @@ from moray.config import run_entry_point
 
 def main(config: RegenerateConfig) -> None:
     """Answer all chats, or the rest of them."""
-    from moray.cluster.regenerate import regenerate
     from moray.cluster.session import ray_session
-    from moray.distill.runs import claim_run
 
-    claim_run(config.output, config)
     with ray_session(config.ray):
+        from moray.cluster.regenerate import regenerate
+
         num_chats = regenerate(config)
     print(f"{config.output}: {num_chats:,} chats answered by {config.target.model}")
 

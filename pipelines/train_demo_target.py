@@ -1,4 +1,4 @@
-"""Make the demo's target, chats and questions, in about a minute on two CPU cores.
+"""Make the demo's target, chats and questions, in a minute or two on two CPU cores.
 
     python -m pipelines.train_demo_target configs/targets/demo-training.yaml
 
@@ -15,12 +15,14 @@ def main(config: DemoTargetConfig) -> None:
     """Train unless it is done; then say what came out."""
     from rich.console import Console
 
+    from moray.provenance import write_run_yaml
     from moray.targets.demo import read_result, train_demo_target
 
     console = Console()
     result = read_result(config)
     if result is None:
         result = train_demo_target(config, console)
+        write_run_yaml(config.output / "target", config, config.seed)
     else:
         console.print(f"demo target in {config.output}/target is complete: nothing to do")
     console.print(

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.decoding.params import SamplingParams
@@ -17,6 +18,7 @@ from moray.distill.loop import Span, train
 from moray.distill.optim import Optimiser
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory
 from moray.drafters.configs import BlockConfig, DrafterConfig, DrafterConfigBase, MoAConfig
+from moray.targets.demo_data import CHAT_TEMPLATE, SPECIAL_TOKENS
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
 from moray.targets.model import Target
@@ -138,6 +140,41 @@ def load_target(folder: Path, name: str = "llama", **sizes: Any) -> TinyTarget:
     options = dict(TARGETS[name])
     save_target(folder, options.pop("family"), **options | sizes)
     return TinyTarget(name, folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
+
+
+def save_chat_target(folder: Path, seed: int = 0) -> Path:
+    """A random Llama of three layers with a byte-level tokenizer and a chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*SPECIAL_TOKENS, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def taps_of(target: Target, tokens: Tensor, needs: TapNeeds) -> Taps:

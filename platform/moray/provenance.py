@@ -1,8 +1,9 @@
 """Provenance: where an artefact comes from, and files that are either whole or absent.
 
-Every cache, checkpoint and report carries a `run.yaml` with the resolved configuration, the command line, the
-commit, versions, machine, seed and fingerprints. This module refuses to record the environment, host names
-or remote addresses: they hold secrets more often than answers. It imports neither torch nor ray.
+The folder of every run (a demo target, a cache, a distillation, an evaluation) carries a `run.yaml` with the
+resolved configuration, the command line, the commit, versions, machine, seed and fingerprints. This module
+refuses to record the environment, host names or remote addresses: they hold secrets more often than answers.
+It imports neither torch nor ray.
 """
 
 import hashlib
@@ -32,15 +33,20 @@ def write_run_yaml(
     folder: Path, config: Config, seed: int | None = None, fingerprints: Mapping[str, str] | None = None
 ) -> Path:
     """Write `run.yaml` into an artefact's folder, which is made if absent, and return its path."""
+    path = folder / RUN_FILE
+    write_text_atomically(path, run_yaml(config, seed, fingerprints))
+    return path
+
+
+def run_yaml(config: Config, seed: int | None = None, fingerprints: Mapping[str, str] | None = None) -> str:
+    """The text of a `run.yaml`, for folders that are not on a local disk."""
     record: dict[str, Any] = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), "argv": list(sys.argv)}
     git = git_state(Path(__file__))
     if git is not None:
         record["git"] = git
     record |= {"versions": versions(), "machine": machine(), "seed": seed}
     record |= {"fingerprints": dict(fingerprints or {}), "config": config.model_dump(mode="json")}
-    path = folder / RUN_FILE
-    _write_atomically(path, yaml.safe_dump(record, sort_keys=False, allow_unicode=True, width=120))
-    return path
+    return yaml.safe_dump(record, sort_keys=False, allow_unicode=True, width=120)
 
 
 def read_run_yaml(folder: Path) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
         raise DataError(
             f"'{path}' cannot be written as JSON: {error}; give null for a figure that is not finite"
         ) from None
-    _write_atomically(path, text + "\n")
+    write_text_atomically(path, text + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -163,7 +169,8 @@ def _gpu_names() -> list[str]:
     return listed.splitlines() if listed else ["unnamed"] * torch.cuda.device_count()
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a kill at any moment, meets the old one or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:

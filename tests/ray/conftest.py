@@ -21,47 +21,6 @@ RUN_MARK = "MORAY_TEST_RUN"
 os.environ[RUN_MARK] = uuid.uuid4().hex
 
 
-def save_target(folder: Path, seed: int = 0) -> Path:
-    """A random Llama of three layers with a byte-level tokenizer and a chat template."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    from moray.targets.demo_data import CHAT_TEMPLATE, SPECIAL_TOKENS
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: i for i, letter in enumerate([*SPECIAL_TOKENS, *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        bos_token="<|begin|>",
-        eos_token="<|end|>",
-        extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(seed)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 def _write_chats(path: Path, num_chats: int, seed: int = 0) -> Path:
     """Chats of one to three turns and very different lengths, in UltraChat's schema."""
     rng = random.Random(seed)
@@ -83,13 +42,17 @@ def _write_chats(path: Path, num_chats: int, seed: int = 0) -> Path:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny target."""
-    return save_target(tmp_path_factory.mktemp("target"))
+    from support import save_chat_target
+
+    return save_chat_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="session")
 def other_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same sizes and tokenizer, other weights."""
-    return save_target(tmp_path_factory.mktemp("other"), seed=1)
+    from support import save_chat_target
+
+    return save_chat_target(tmp_path_factory.mktemp("other"), seed=1)
 
 
 @pytest.fixture(scope="session")

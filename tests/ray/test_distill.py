@@ -7,11 +7,11 @@ import pytest
 
 from moray.activations.manifest import read_manifest
 from moray.activations.store import CacheStore
+from moray.cluster.claim import claim
 from moray.cluster.configs import DistilConfig
 from moray.config import validate
 from moray.distill.checkpoint import load_drafter, read_drafter_config
 from moray.distill.metrics import read_metrics
-from moray.distill.runs import claim_run
 from moray.errors import DataError, MismatchError
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
@@ -45,7 +45,7 @@ def distilled(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.Temp
     from moray.cluster.distil import distil
 
     config = _config(tiny_target, tiny_cache, tmp_path_factory.mktemp("run") / "drafter")
-    assert not claim_run(config.output, config)
+    assert not claim(config)
     assert distil(config) == Path(config.output)
     return config
 
@@ -100,10 +100,10 @@ def test_checkpoints_are_kept_as_told(distilled: DistilConfig) -> None:
 def test_the_same_command_finds_it_complete_and_another_configuration_is_refused(
     distilled: DistilConfig, tiny_target: Path, tiny_cache: Path
 ) -> None:
-    assert claim_run(distilled.output, distilled)
+    assert claim(distilled)
     other = _config(tiny_target, tiny_cache, Path(distilled.output), batch_tokens=256)
     with pytest.raises(MismatchError, match=r"holds a run with train.batch_tokens = 512, now it is 256; give another"):
-        claim_run(other.output, other)
+        claim(other)
 
 
 def test_a_cache_of_another_target_is_refused(other_target: Path, tiny_cache: Path, tmp_path: Path) -> None:

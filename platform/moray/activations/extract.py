@@ -105,8 +105,9 @@ class ShardWriter:
         squares = dict.fromkeys((hidden_column(depth) for depth in self._depths), 0.0)
         row_groups: list[list[int]] = []
         compression = self._config.compression
+        options: dict[str, Any] = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
         with self._store.open_output(f"shards/{plan.name}.parquet") as sink:
-            with pq.ParquetWriter(sink, schema, compression=compression, use_dictionary=False) as writer:
+            with pq.ParquetWriter(sink, schema, **options) as writer:
                 for rows in plan.batches:
                     batch = part.take(pa.array(rows))
                     table = self._run(batch, schema, squares)

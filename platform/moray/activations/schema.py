@@ -36,7 +36,7 @@ class CacheConfig(Config):
     hidden_codec: CodecName = "bfloat16"
     compression: Literal["none", "zstd"] = "none"
     max_length: int = Field(default=2048, ge=2)
-    """Chats are truncated to this many tokens."""
+    """Chats are truncated to this many tokens, or to the target's context if that is shorter."""
     batch_tokens: int = Field(default=16384, ge=64)
     """Most tokens, padding included, that the target runs at once; also one row group."""
     shard_mib: int = Field(default=256, ge=1)

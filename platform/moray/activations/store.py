@@ -91,6 +91,10 @@ class CacheStore:
                 f"'{self.uri}/{name}' is damaged: {error}; remove it and run pipelines.cache_activations"
             ) from None
 
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file so that it is there whole or not at all."""
+        self._write_atomically(name, lambda sink: sink.write(text.encode()))
+
     def write_table(self, name: str, table: pa.Table) -> None:
         """Write a small Parquet file so that it is there whole or not at all."""
         self._write_atomically(name, lambda sink: pq.write_table(table, sink))
@@ -111,7 +115,7 @@ class CacheStore:
         name = f"shards/{shard}.parquet"
         try:
             with self.filesystem.open_input_file(self.path(name)) as source:
-                file = pq.ParquetFile(source, pre_buffer=True)
+                file = pq.ParquetFile(source, pre_buffer=True, page_checksum_verification=True)
                 return file.read_row_groups(row_groups, columns=columns, use_threads=False)
         except (OSError, pa.ArrowInvalid, pa.ArrowKeyError) as error:
             raise DataError(

@@ -75,6 +75,9 @@ class BadRow(NamedTuple):
     row: int
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.file}, row {self.row}: {self.reason}"
+
 
 class _Extent(NamedTuple):
     """Where one row of a JSON file lies."""
@@ -250,7 +253,7 @@ def _array_elements(buffer: mmap.mmap | bytes, file: str) -> Iterator[tuple[int,
         if character == b'"':
             continue
         opens = character in (b"[", b"{")
-        if (opens and depth == 1) or (not opens and depth == 1):
+        if depth == 1:
             if buffer[behind : token.start()].strip(b" \t\r\n,"):
                 raise DataError(
                     f"'{file}' is a JSON array with something else than objects before byte {token.start()}"

@@ -14,7 +14,7 @@ from moray.bench.summary import summarise
 from moray.distill.checkpoint import load_drafter, read_drafter_config
 from moray.distill.metrics import read_metrics
 from moray.drafters.base import Drafter
-from moray.errors import ConfigError
+from moray.errors import ConfigError, DataError
 from moray.provenance import machine, versions
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
@@ -22,7 +22,11 @@ from moray.text import ChatTokenizer
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
-    """Run an evaluation and return its report (see `bench.report_schema`)."""
+    """Run an evaluation and return its report (see `bench.report_schema`).
+
+    Raises:
+        DataError: not one prompt fits into the target's context.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     questions = read_questions(config.questions, config.num_questions, config.categories)
@@ -33,14 +37,17 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     total = sum(len(question.turns) for question in questions)
     for _ in track(runner.ask(questions), description="evaluate", total=total, console=console):
         pass
-    sampling = config.sampling
-    figures = summarise(runner.measurement, sampling.is_greedy, sampling.temperature)
+    if not runner.measurement.asked:
+        raise DataError(
+            f"no prompt of questions '{config.questions}' fits into the context of {target.spec.max_positions} tokens "
+            "that the target has; give shorter ones"
+        )
+    figures = summarise(runner.measurement, config.sampling, config.target.dtype)
     training = {name: _series(Path(folder)) for name, folder in zip(drafters, config.drafters, strict=True)}
     return figures | {
         "training": {name: series for name, series in training.items() if series},
         "machine": machine(),
         "settings": config.model_dump(mode="json") | {"versions": versions()},
-        "notes": [],
     }
 
 

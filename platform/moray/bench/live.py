@@ -35,12 +35,13 @@ def show_live(config: LiveConfig, console: Console) -> None:
     console.print(Text.assemble("user: ", config.prompt))
     eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
     generation = decoder.generate(prompt, config.sampling, config.max_new_tokens, eos_ids, show)
+    num_accepted = sum(map(min, generation.accepted, generation.emitted))
     console.print()
     console.print(
         Text.assemble(
-            (f"{sum(generation.emitted) - generation.num_cycles} drafted and accepted", ACCEPTED),
+            (f"{num_accepted} drafted and accepted", ACCEPTED),
             ", ",
-            (f"{generation.num_cycles + 1} from the target", CORRECTED),
+            (f"{len(generation.tokens) - num_accepted} from the target", CORRECTED),
             f": {len(generation.tokens)} tokens in {generation.num_cycles} target passes, tau {tau([generation]):.2f}",
         )
     )

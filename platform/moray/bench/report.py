@@ -6,7 +6,6 @@ the page is drawn.
 """
 
 import json
-import os
 from collections.abc import Collection, Sequence
 from importlib import resources
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from moray.bench.report_schema import CategoryRow, Measure, Phases, Report, Row, read_report
 from moray.errors import DataError
+from moray.provenance import write_text_atomically
 
 # What each column holds, for people who meet tau for the first time.
 RESULT_COLUMNS = (
@@ -53,8 +53,10 @@ def write_report(report: dict[str, Any] | Report, folder: Path) -> tuple[Path, P
     json_path, html_path = folder / "report.json", folder / "report.html"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(json_path, json.dumps(checked.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
-        _write(html_path, render_html(checked))
+        write_text_atomically(
+            json_path, json.dumps(checked.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
+        )
+        write_text_atomically(html_path, render_html(checked))
     except OSError as error:
         raise DataError(f"the report cannot be written to '{folder}': {error.strerror}; name another folder") from None
     return json_path, html_path
@@ -239,17 +241,3 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         else:
             pairs.append((prefix + key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
     return pairs
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all: readers never see half a report."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # not mkstemp: others may read a report, too
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from transformers import GenerationConfig
 
 from moray.bench.configs import EvaluateConfig
 from moray.bench.specbench import Question
@@ -37,10 +38,7 @@ class Method:
 class Asked:
     """One turn of a question that was answered by all methods; index i of every method's generations."""
 
-    question_id: str
     category: str
-    turn: int
-    prompt_tokens: int
 
 
 @dataclass
@@ -49,6 +47,8 @@ class Measurement:
 
     methods: list[Method]
     asked: list[Asked] = field(default_factory=list)
+    num_skipped: int = 0
+    """Turns that did not fit into the context."""
 
 
 class Runner:
@@ -75,17 +75,18 @@ class Runner:
 
         A turn that does not fit into the context, with room for one answer token, ends its question.
         """
-        for index, question in enumerate(questions):
+        for question in questions:
             messages: list[Message] = []
             for turn, text in enumerate(question.turns):
                 messages.append({"role": "user", "content": text})
                 prompt = self._tokenizer.encode_prompt(messages)
                 if len(prompt) >= self._capacity:
+                    self.measurement.num_skipped += len(question.turns) - turn
                     break
-                if index == 0 and turn == 0:
+                if not self.measurement.asked:
                     for method in self.measurement.methods:
                         method.run(prompt, _WARM_UP_TOKENS)
-                asked = Asked(question.question_id, question.category, turn, len(prompt))
+                asked = Asked(question.category)
                 answer = self._ask_all(prompt, len(self.measurement.asked))
                 self.measurement.asked.append(asked)
                 yield asked
@@ -117,6 +118,11 @@ class Runner:
         options: dict[str, object] = {"do_sample": not sampling.is_greedy}
         if not sampling.is_greedy:
             options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        # What a model brings along (repetition penalties, its own top-p) is another task than ours; it would fill in
+        # for whatever is not named in the call.
+        target.model.generation_config = GenerationConfig(
+            eos_token_id=sorted(self._eos_ids), pad_token_id=next(iter(self._eos_ids), 0)
+        )
 
         @torch.inference_mode()
         def run(prompt: list[int], most: int) -> Generation:
@@ -127,8 +133,6 @@ class Runner:
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 max_new_tokens=limit,
-                eos_token_id=sorted(self._eos_ids),
-                pad_token_id=next(iter(self._eos_ids), 0),
                 **options,
             )
             return Generation(output[0, len(prompt) :].tolist(), seconds=time.perf_counter() - begin)

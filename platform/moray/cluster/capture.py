@@ -58,7 +58,9 @@ def cache_activations(
         if manifest.shards.keys() == store.committed().keys():  # else a damaged shard was removed
             return manifest
     with own_errors():
-        counts = _tokenise(store, target, chunks, chats.max_bad_rows, cache.max_length, capture)
+        # Beyond its context a target is no longer itself (Mistral's window), or fails.
+        max_length = min(cache.max_length, spec.max_positions)
+        counts = _tokenise(store, target, chunks, chats.max_bad_rows, max_length, capture)
         _run_target(store, target, cache, capture, bytes_per_token(columns))
     return write_manifest(store, counts)
 

@@ -1,5 +1,6 @@
 """Distillation on Ray Train: data-parallel workers around the torch-only loop, checkpoints, exact resume."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from moray.activations.manifest import Manifest, read_manifest
 from moray.activations.store import CacheStore
 from moray.batch import TrainBatch
 from moray.cluster.board import Board, follow
+from moray.cluster.claim import claim
 from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.stream import stream_batches
@@ -25,10 +27,8 @@ from moray.distill.loop import Span, train
 from moray.distill.metrics import MetricsWriter
 from moray.distill.optim import Optimiser
 from moray.drafters.base import Drafter
-from moray.errors import DataError, MismatchError, MorayError
+from moray.errors import DataError, MorayError
 from moray.targets.head import TargetHead
-from moray.targets.spec import TargetSpec, read_spec
-from moray.text import ChatTokenizer
 
 _RUN_NAME = "train"
 
@@ -36,17 +36,16 @@ _RUN_NAME = "train"
 def distil(config: DistilConfig) -> Path:
     """Train a drafter, or go on with one; returns the folder that holds it. Needs a Ray session.
 
-    The run's name and folder are functions of `config.output`: the same command after a kill finds its last
+    Ray keeps the run below `config.output`, so that the same command after a kill finds its last
     checkpoint. Workers that die are replaced up to `max_failures` times.
 
     Raises:
-        MismatchError: the cache was made from another target.
+        MismatchError: the cache was made from another target, or the folder holds another run.
         DataError: no complete cache, a missing column, or a gradient that is not finite.
     """
-    manifest = read_manifest(CacheStore(config.activations))
-    check_same_target(manifest, read_spec(config.target.model), config)
+    claim(config)
     output = Path(config.output).absolute()
-    output.mkdir(parents=True, exist_ok=True)
+    _mend_snapshot(output)
     board: Any = Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     trainer = TorchTrainer(
         _worker,
@@ -68,29 +67,37 @@ def distil(config: DistilConfig) -> Path:
     failure: Any = ray.get(board.failure.remote())
     if failure is not None:
         raise failure
-    if result.checkpoint is None:
+    checkpoint = result.checkpoint or _newest_checkpoint(output)
+    if checkpoint is None:
         raise DataError(f"'{output}' holds no checkpoint although training ended: is the cache empty?")
-    with result.checkpoint.as_directory() as folder:
+    with checkpoint.as_directory() as folder:
         for name in ("drafter.safetensors", "drafter.json"):
             shutil.copyfile(Path(folder) / name, output / f".{name}.tmp")
             (output / f".{name}.tmp").replace(output / name)
     return output
 
 
-def check_same_target(manifest: Manifest, spec: TargetSpec, config: DistilConfig) -> None:
-    """Refuse a cache of another target, tokenizer or template, and a cache without the needed columns."""
-    cached = manifest.plan["target"]["fingerprint"]
-    if cached != spec.fingerprint:
-        raise MismatchError(
-            f"activations '{config.activations}' were cached from a target with fingerprint {cached}; "
-            f"target.model '{config.target.model}' has {spec.fingerprint}: cache again or point to the right one"
-        )
-    text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
-    if manifest.plan["text_fingerprint"] != text:
-        raise MismatchError(
-            f"activations '{config.activations}' were cached with tokenizer and template "
-            f"{manifest.plan['text_fingerprint']}, the target now has {text}: cache again"
-        )
+def _mend_snapshot(output: Path) -> None:
+    """Remove Ray's list of checkpoints if a kill cut it short: Ray writes it in place, and would refuse to start.
+    The checkpoints themselves are whole or absent; `_newest_checkpoint` finds them without the list."""
+    path = output / "ray" / _RUN_NAME / "checkpoint_manager_snapshot.json"
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except ValueError:
+        path.unlink()
+
+
+def _newest_checkpoint(output: Path) -> ray.train.Checkpoint | None:
+    """The checkpoint with the most steps below a run's folder: for a run whose list of them was lost."""
+    steps: dict[int, Path] = {}
+    for path in (output / "ray" / _RUN_NAME).glob("checkpoint_*/training.json"):
+        try:
+            steps[int(json.loads(path.read_text(encoding="utf-8"))["step"])] = path.parent
+        except (ValueError, KeyError):
+            continue  # cut short: an older one will do
+    return ray.train.Checkpoint.from_directory(str(steps[max(steps)])) if steps else None
 
 
 def _worker(settings: dict[str, Any]) -> None:
@@ -113,11 +120,11 @@ def _train(settings: dict[str, Any]) -> None:
     rank, num_workers = context.get_world_rank(), context.get_world_size()
     store = CacheStore(config.activations)
     manifest = read_manifest(store)
-    drafter = build_drafter(config, manifest).to(get_device())
-    needed_columns(drafter.needs, manifest.columns)
+    device = get_device()
+    drafter = build_drafter(config, manifest, device.type).to(device)
     optimiser = Optimiser(drafter, config.optim, config.schedule)
     first_step = 0
-    checkpoint = ray.train.get_checkpoint()
+    checkpoint = ray.train.get_checkpoint() or _newest_checkpoint(Path(settings["output"]))
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             load_weights(Path(folder), drafter)
@@ -153,11 +160,18 @@ def _train(settings: dict[str, Any]) -> None:
         writer.close()
 
 
-def build_drafter(config: DistilConfig, manifest: Manifest) -> Drafter:
-    """A freshly initialised drafter: the same on every worker, for the same seed."""
-    head = TargetHead.load(config.target, config.drafter.num_target_layers)
+def build_drafter(config: DistilConfig, manifest: Manifest, device_type: str = "cpu") -> Drafter:
+    """A freshly initialised drafter: the same on every worker, for the same seed.
+
+    Raises:
+        DataError: the cache lacks a column that it reads.
+    """
+    # Where the worker trains, which need not be where `target.device` would look first.
+    target = config.target.model_copy(update={"device": device_type})
+    head = TargetHead.load(target, config.drafter.num_target_layers)
     torch.manual_seed(config.train.seed)
     drafter = config.drafter.build(head)
+    needed_columns(drafter.needs, manifest.columns)
     drafter.set_scale(manifest.hidden_rms)
     return drafter
 
@@ -165,7 +179,10 @@ def build_drafter(config: DistilConfig, manifest: Manifest) -> Drafter:
 def _span(plans: list[EpochPlan], train_config: TrainConfig, first_step: int) -> Span:
     total = sum(plan.num_steps for plan in plans)
     if total == 0:
-        raise DataError("the cache holds fewer batches than there are workers; lower train.batch_tokens or workers")
+        raise DataError(
+            f"the cache holds too few chats for {train_config.batch_tokens} tokens a batch on every worker; lower "
+            "train.batch_tokens or workers.num_workers, or cache more chats"
+        )
     per_epoch = -(-total // len(plans))
     return Span(first_step, min(total, train_config.max_steps or total), per_epoch, len(plans))
 

@@ -14,14 +14,25 @@ from moray.activations.ultrachat import BadRow, Chat, ChatChunk, plan_chunks, re
 from moray.cluster.configs import RegenerateConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.progress import progress_bar
+from moray.distill.runs import begin_run, check_run
+from moray.errors import DataError
 from moray.targets.spec import TargetConfig, read_spec
 from moray.text import ChatTokenizer, Message
 
 
 def regenerate(config: RegenerateConfig) -> int:
-    """Answer all chats of `config.chats` with the target; returns how many chats there are. Needs a session."""
+    """Answer all chats of `config.chats` with the target; returns how many were answered. Needs a session.
+
+    A chat whose first question leaves no room for an answer is left out.
+
+    Raises:
+        MismatchError: the folder holds answers of another target or configuration.
+        DataError: more bad rows than `config.chats.max_bad_rows`.
+    """
     output = Path(config.output).absolute()
-    output.mkdir(parents=True, exist_ok=True)
+    fingerprints = {"target": read_spec(config.target.model).fingerprint}
+    check_run(output, config, fingerprints)
+    begin_run(output, config, None, fingerprints)
     chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(plan_chunks(config.chats, config.chats_per_part))}
     missing = [
         {"path": str(output / f"{name}.jsonl"), "chunk": chunk}
@@ -39,11 +50,21 @@ def regenerate(config: RegenerateConfig) -> int:
         )
         with own_errors(), progress_bar() as bar:
             task = bar.add_task("regenerate", total=len(chunks), completed=len(chunks) - len(missing), note="")
-            chats = 0
+            num_bad = 0
             for row in dataset.iter_rows():
-                chats += int(row["chats"])
-                bar.update(task, advance=1, note=f"{chats:,} chats")
-    return sum(chunk.num_rows for chunk in chunks.values())
+                num_bad += int(row["bad"])
+                bar.update(task, advance=1, note=f"{num_bad:,} bad rows" if num_bad else "")
+                if num_bad > config.chats.max_bad_rows:
+                    raise DataError(
+                        f"{row['first_bad'] or 'rows'}: {num_bad} bad rows, chats.max_bad_rows allows "
+                        f"{config.chats.max_bad_rows}; mend them or allow more"
+                    )
+    return sum(_num_lines(output / f"{name}.jsonl") for name in chunks)
+
+
+def _num_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
 
 
 class _Answerer:
@@ -60,13 +81,16 @@ class _Answerer:
         self._target = Target.load(target)
         self._tokenizer = ChatTokenizer.load(target.model, target.template)
         self._eos_ids = frozenset(self._target.eos_ids) | frozenset(self._tokenizer.eos_ids)
-        self._room = read_spec(target.model).max_positions - self._config.max_new_tokens
+        self._room = self._target.spec.max_positions - self._config.max_new_tokens
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {"chats": [self._write(Path(p), chunk) for p, chunk in zip(batch["path"], batch["chunk"], strict=True)]}
+        bad = [self._write(Path(path), chunk) for path, chunk in zip(batch["path"], batch["chunk"], strict=True)]
+        return {"bad": [len(rows) for rows in bad], "first_bad": [str(rows[0]) if rows else "" for rows in bad]}
 
-    def _write(self, path: Path, chunk: ChatChunk) -> int:
-        chats = [row for row in read_chunk(chunk) if not isinstance(row, BadRow)]
+    def _write(self, path: Path, chunk: ChatChunk) -> list[BadRow]:
+        """Answer one chunk into one part; returns the rows that could not be used."""
+        rows = list(read_chunk(chunk))
+        chats = [row for row in rows if not isinstance(row, BadRow)]
         answered = self._answer(chats)
         lines = [
             json.dumps({"prompt": messages[0]["content"], "prompt_id": chat.uid, "messages": messages})
@@ -76,7 +100,7 @@ class _Answerer:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         temporary.replace(path)
-        return len(lines)
+        return [row for row in rows if isinstance(row, BadRow)]
 
     def _answer(self, chats: list[Chat]) -> list[list[Message]]:
         """Turn by turn: a later question follows the target's own earlier answers."""

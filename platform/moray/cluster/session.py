@@ -20,16 +20,21 @@ _DATA_CPUS = 4
 def ray_session(config: RayConfig) -> Iterator[None]:
     """A connection to Ray for the length of a pipeline; joins a session that is already open.
 
+    Open it before the first import of ray: a new cluster then listens on the loopback interface alone.
+
     Raises:
         ConfigError: no cluster answers at `config.address`.
     """
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    if not address:
+        # Ray's word for "this cluster has one machine"; without it, it listens on all interfaces.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
 
     if ray.is_initialized():
         yield
         return
     _quieten()
-    address = config.address or os.environ.get("RAY_ADDRESS")
     try:
         with _stderr_held():
             if address:
@@ -46,7 +51,11 @@ def ray_session(config: RayConfig) -> Iterator[None]:
                     logging_level=logging.ERROR,
                 )
     except ConnectionError as error:
-        raise ConfigError(f"ray.address is '{address}' but no cluster answers there: {error}") from None
+        name = "ray.address" if config.address else "RAY_ADDRESS"
+        raise ConfigError(
+            f"{name} is '{address}' but no cluster answers there: {error}; start one, or leave the address out for a "
+            "new cluster on this machine"
+        ) from None
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """The lossless rules: which path of a verified tree is accepted, and which token follows it.
 
-Two rules cover every case (decoding.md). By choice: the target's token at each node is fixed by its logits
+Two rules cover every case. By choice: the target's token at each node is fixed by its logits
 (argmax, or Gumbel-max with the position's noise) and a child is accepted if it is that token. By
 rejection: a child x drawn from q is accepted with probability min(1, p(x)/q(x)); refused, p becomes
 norm((p - q)+) and the next sibling is tried. A deterministic child is the point mass q = 1 at x, for which

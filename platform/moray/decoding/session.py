@@ -90,7 +90,7 @@ class TargetSession:
         kept = [0, *path]
         new = len(kept)
         rows = None
-        if path and kept[-1] != new - 1:  # a first-children path already lies in order
+        if path and kept[-1] != new - 1:  # such a path already lies in order
             rows = torch.tensor(kept, device=self.target.device)
             self.cache.commit_path(rows)
         else:

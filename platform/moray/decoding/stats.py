@@ -34,7 +34,8 @@ class Generation:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time spent inside to a phase."""
+        """Add the time spent inside to a phase. Nothing waits for the device: on a GPU, work that one phase has
+        queued counts for the next phase that needs its result."""
         begin = time.perf_counter()
         yield
         self.phases[phase] += time.perf_counter() - begin

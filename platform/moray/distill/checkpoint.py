@@ -54,6 +54,10 @@ def read_drafter_config(folder: Path) -> tuple[DrafterConfig, TargetSpec, str]:
     path = folder / "drafter.json"
     try:
         description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if description["format"] != _FORMAT:
+            raise DataError(
+                f"'{path}' has format {description['format']}, this version reads {_FORMAT}; train the drafter again"
+            )
         return (
             DRAFTER_CONFIG.validate_json(json.dumps(description["drafter"])),
             TargetSpec.model_validate_json(json.dumps(description["target"])),

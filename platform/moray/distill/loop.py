@@ -56,7 +56,7 @@ def train(
         model = nn.parallel.DistributedDataParallel(drafter, forward_sync_buffers=False)
         rank = torch.distributed.get_rank()
     device = next(drafter.parameters()).device
-    mask_width = getattr(drafter.config, "mask_width", (5, 15))
+    mask_width = drafter.config.mask_width
     drafter.train()
     step = span.first_step
     for batch in batches:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moray.provenance import write_text_atomically
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -16,7 +18,7 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
         kept = [row for row in read_metrics(folder) if row["step"] <= first_step]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        write_text_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 

@@ -1,5 +1,6 @@
-"""A training run's folder: whose it is, and whether it is finished."""
+"""The folder of a resumable run: whose it is, and whether it may go on there."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,28 +8,41 @@ from moray.config import Config
 from moray.errors import MismatchError
 from moray.provenance import RUN_FILE, read_run_yaml, write_run_yaml
 
-_IRRELEVANT = ("ray", "output")
+_IRRELEVANT = (
+    "ray",
+    "output",
+    "train.log_steps",
+    "train.keep_checkpoints",
+    "workers.max_failures",
+    "workers.prefetch_windows",
+)
+"""Keys, and groups of keys, that may differ between a run and its resumption: no weight depends on them."""
 
 
-def claim_run(output: str, config: Config) -> bool:
-    """Start a run, or go on with one of the same configuration; returns whether it is already complete.
+def check_run(folder: Path, config: Config, fingerprints: Mapping[str, str]) -> None:
+    """Refuse a folder that holds a run of another configuration or target; a folder without a run is fine.
 
     Raises:
-        MismatchError: the folder holds another run; names the first differing key and both values.
+        MismatchError: names the first differing key and both values.
     """
-    folder = Path(output)
     if not (folder / RUN_FILE).is_file():
-        write_run_yaml(folder, config)
-        return False
-    present = _flatten(read_run_yaml(folder)["config"])
-    wanted = _flatten(config.model_dump(mode="json"))
+        return
+    record = read_run_yaml(folder)
+    present = _flatten({**record["config"], "fingerprint": record["fingerprints"]})
+    wanted = _flatten({**config.model_dump(mode="json"), "fingerprint": dict(fingerprints)})
     for key in sorted(present.keys() | wanted.keys()):
-        if key.split(".")[0] not in _IRRELEVANT and present.get(key) != wanted.get(key):
+        is_relevant = not any(key == name or key.startswith(f"{name}.") for name in _IRRELEVANT)
+        if is_relevant and present.get(key) != wanted.get(key):
             raise MismatchError(
-                f"'{output}' holds a run with {key} = {present.get(key)}, now it is {wanted.get(key)}; "
+                f"'{folder}' holds a run with {key} = {present.get(key)}, now it is {wanted.get(key)}; "
                 "give another output or remove the folder"
             )
-    return (folder / "drafter.json").is_file()
+
+
+def begin_run(folder: Path, config: Config, seed: int | None, fingerprints: Mapping[str, str]) -> None:
+    """Note whose folder this is. Call it when the configuration has proved to work, before anything is made."""
+    if not (folder / RUN_FILE).is_file():
+        write_run_yaml(folder, config, seed, fingerprints)
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

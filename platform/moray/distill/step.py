@@ -1,4 +1,4 @@
-"""One training step: draw the view, predict, lose, step back, update. Counts exactly across workers."""
+"""One training step up to its gradients: draw the view, predict, lose, go back. Counts exactly across workers."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from moray.errors import DataError
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums of one step over all workers, still on the device: nothing waits until `metrics` is asked."""
+    """Sums of one step over all workers, still on the device: `metrics` waits for them."""
 
     sums: Tensor  # [3 + 2 * MAX_STEPS_AHEAD]: feature, kl, count, correct by step, count by step
     grad_norm: Tensor
@@ -76,7 +76,7 @@ def check_finite(result: StepResult, step: int) -> None:
     """Stop before a non-finite gradient reaches the weights' checkpoint."""
     if not bool(torch.isfinite(result.grad_norm)):
         raise DataError(
-            f"step {step}: the gradient is {float(result.grad_norm)}; lower optim.lr, or check the cache with verify"
+            f"step {step}: the gradient is {float(result.grad_norm)}; lower optim.lr, or cache the activations again"
         )
 
 

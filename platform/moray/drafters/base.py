@@ -40,7 +40,7 @@ class DraftOutput:
     last: Float[Tensor, "batch seq hidden"]
     """Predicted last hidden state (after the final norm): what lm_head reads."""
     features: dict[int, tuple[Float[Tensor, "batch seq hidden"], float]]
-    """By depth: predicted hidden state and the scale its loss is taken on (moa.md: rms of the feature)."""
+    """By depth: predicted hidden state and the scale its loss is taken on (the rms of the feature)."""
 
 
 State = TypeVar("State")

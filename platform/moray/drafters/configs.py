@@ -33,6 +33,16 @@ class BlockConfig(Config):
 class DrafterConfigBase(Config):
     """What all drafters' configurations have in common."""
 
+    mask_width: tuple[int, int] = (5, 15)
+    """T: in training a response position is verified every P tokens, P uniform over low..high-1."""
+
+    @model_validator(mode="after")
+    def _check_mask_width(self) -> "DrafterConfigBase":
+        low, high = self.mask_width
+        if not 2 <= low < high:
+            raise ValueError(f"mask_width is {list(self.mask_width)}; needed are two numbers with 2 <= low < high")
+        return self
+
     def build(self, head: "TargetHead") -> "Drafter":
         """A freshly initialised drafter for the target that `head` belongs to."""
         module_name, class_name = self.implementation()
@@ -54,8 +64,6 @@ class MoAConfig(DrafterConfigBase):
     type: Literal["moa"]
     target_layers: int = Field(default=0, ge=0)
     """N of Target Layer Inference: how many of the target's last layers the drafter runs itself."""
-    mask_width: tuple[int, int] = (5, 15)
-    """T: in training a response position is verified every P tokens, P uniform over low..high-1."""
     staircase: bool = True
     """Curriculum on self-attention: early on, some sequences see no token before the last verified one."""
     norm_init: Literal["ones", "normal"] = "ones"
@@ -63,13 +71,6 @@ class MoAConfig(DrafterConfigBase):
     layer_self_attention: BlockConfig
     self_attention: BlockConfig
     cross_attention: BlockConfig
-
-    @model_validator(mode="after")
-    def _check(self) -> "MoAConfig":
-        low, high = self.mask_width
-        if not 2 <= low < high:
-            raise ValueError(f"mask_width is {list(self.mask_width)}; needed are two numbers with 2 <= low < high")
-        return self
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.moa", "MoA"

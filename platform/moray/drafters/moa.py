@@ -55,7 +55,9 @@ class MoA(Drafter[MoAState]):
         if spec.kv_width % (2 * layer_heads):
             raise ConfigError(
                 f"drafter.layer_self_attention.num_heads is {layer_heads}; it must divide the target's key/value "
-                f"width {spec.kv_width} into even head sizes"
+                f"width {spec.kv_width} into even head sizes: "
+                + ", ".join(str(n) for n in range(1, spec.kv_width) if spec.kv_width % (2 * n) == 0)
+                + " are accepted"
             )
         if head.num_layers < config.target_layers:
             raise ConfigError(f"drafter.target_layers is {config.target_layers} but the head has {head.num_layers}")
@@ -66,7 +68,7 @@ class MoA(Drafter[MoAState]):
         self.ca = Block(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
         self.layer_rotary = RotaryTable(spec.kv_width // layer_heads, spec.num_layers, _LAYER_ROTARY_THETA)
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
-        # Residual streams can be 20-30 times a norm's output: predict in units of their rms (moa.md).
+        # Residual streams can be 20-30 times a norm's output: predict in units of their rms.
         self.feature_scale: Tensor
         self.register_buffer("feature_scale", torch.ones(()))
         init_weights(self, config.norm_init)

@@ -62,3 +62,11 @@ class DemoTargetConfig(Config):
     """Training drops steps rather than run longer than this; it says so when it does."""
     model: DemoModelConfig = DemoModelConfig()
     optim: DemoOptimConfig = DemoOptimConfig()
+
+    @model_validator(mode="after")
+    def _every_process_has_rows(self) -> "DemoTargetConfig":
+        if self.optim.rows_per_step % self.num_processes:
+            raise ValueError(
+                f"num_processes {self.num_processes} must divide optim.rows_per_step {self.optim.rows_per_step}"
+            )
+        return self

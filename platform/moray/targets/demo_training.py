@@ -1,4 +1,4 @@
-"""The demo target's training loop: Muon and AdamW over packed chats, on as many processes as there are cores.
+"""The demo target's training loop: Muon and AdamW over packed chats, on one process or several.
 
 Each process trains on its share of every step's rows with one thread; gradients are averaged by
 DistributedDataParallel. Matrices this small gain nothing from a second thread. Ray Train would do the same, but
@@ -26,6 +26,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from moray.targets.demo_config import DemoModelConfig, DemoOptimConfig, DemoTargetConfig
 from moray.targets.demo_data import SPECIAL_TOKENS, PackedRows
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def fit(
@@ -82,11 +84,16 @@ def _help(
 @contextmanager
 def _process_group(rank: int, folder: str, size: int) -> Iterator[None]:
     """Join the others over the loopback interface."""
+    interface = os.environ.get(_INTERFACE)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # Ray's workers inherit what is left here
+        os.environ[_INTERFACE] = loopback
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    finally:  # processes that are started later inherit what is left here
+        os.environ.pop(_INTERFACE, None)
+        if interface is not None:
+            os.environ[_INTERFACE] = interface
     try:
         yield
     finally:

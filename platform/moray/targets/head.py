@@ -62,7 +62,8 @@ class TargetHead:
         model.model.rotary_emb = type(model.model.rotary_emb)(model_config).to(device)
         head = cls(model.eval(), spec, num_layers)
         for prefix, module in head._parts():
-            _fill(module, prefix, folder, dtype, device)
+            if prefix != "lm_head" or not model_config.tie_word_embeddings:
+                _fill(module, prefix, folder, dtype, device)
         if model_config.tie_word_embeddings:
             head._lm_head.weight = head._embed_tokens.weight
         for _, module in head._parts():
@@ -121,8 +122,6 @@ def _fill(module: nn.Module, prefix: str, folder: Path, dtype: torch.dtype, devi
     for name in module.state_dict():
         full = f"{prefix}.{name}"
         if full not in weight_map:
-            if prefix == "lm_head":  # tied: the embeddings take its place
-                return
             raise ConfigError(f"target.model '{folder}': tensor '{full}' is missing from its safetensors files")
         with _open(folder / weight_map[full], device=str(device)) as file:
             state[name] = file.get_tensor(full).to(dtype)

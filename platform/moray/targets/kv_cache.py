@@ -69,7 +69,7 @@ class KVCache(Cache):
         self.length += new
 
     def flat(self, start: int, end: int) -> Float[Tensor, "batch new layers width"]:
-        """Keys and values of slots start..end-1 as a tap: per token and layer, heads as [k_h ; v_h] (moa.md)."""
+        """Keys and values of slots start..end-1 as a tap: per token and layer, heads as [k_h ; v_h]."""
         window = self.data[..., start:end, :]
         layers, _, batch, heads, new, head_dim = window.shape
         return window.permute(2, 4, 0, 3, 1, 5).reshape(batch, new, layers, 2 * heads * head_dim)

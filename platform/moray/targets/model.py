@@ -63,11 +63,7 @@ class Target:
         return cls(model.to(device), spec, read_eos_ids(config.model))
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """An empty cache for `capacity` slots per sequence.
-
-        Raises:
-            ConfigError: more slots than the target has positions.
-        """
+        """An empty cache for `capacity` slots per sequence."""
         like = self.model.lm_head.weight
         spec = self.spec
         return KVCache(range(spec.num_layers), spec.num_kv_heads, spec.head_dim, capacity, batch, like)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from moray.config import Config
 from moray.errors import ConfigError
+from moray.explain import one_line
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose attention takes our mask, positions and cache unmodified (checked by tests)."""
@@ -60,7 +61,10 @@ def read_spec(model: str) -> TargetSpec:
     from transformers import AutoConfig
 
     folder = resolve_folder(model)
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target.model '{model}': its config.json cannot be used: {one_line(str(error))}") from None
     if config.model_type not in FAMILIES:
         raise ConfigError(
             f"target.model '{model}' is of type '{config.model_type}'; supported are {', '.join(FAMILIES)}"
@@ -94,7 +98,7 @@ def resolve_folder(model: str) -> Path:
 
     try:
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
             f"target.model '{model}' is neither a folder nor a hub model that can be fetched: {type(error).__name__}"
         ) from None

@@ -1,5 +1,6 @@
 """Shapes of token trees: how deep, how wide, how many nodes. Torch-free configuration."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -76,11 +77,7 @@ class FixedShape(Config):
     @property
     def num_expanded(self) -> int:
         """Nodes that the drafter expands: all levels but the last."""
-        return (
-            self.num_nodes // self.branching[-1]
-            if self.depth == 1
-            else 1 + FixedShape(type="fixed", branching=self.branching[:-1]).num_nodes
-        )
+        return 1 + self.num_nodes - math.prod(self.branching)
 
 
 class DynamicShape(Config):

@@ -1,0 +1,44 @@
+"""Whether a distillation may begin, go on, or is done: decided before anything is started, without Ray."""
+
+from pathlib import Path
+
+from moray.activations.manifest import Manifest, read_manifest
+from moray.activations.store import CacheStore
+from moray.cluster.configs import DistilConfig
+from moray.distill.runs import begin_run, check_run
+from moray.errors import MismatchError
+from moray.targets.spec import TargetSpec, read_spec
+from moray.text import ChatTokenizer
+
+
+def claim(config: DistilConfig) -> bool:
+    """Take `config.output` for this run, or recognise it as this run's; returns whether it is complete.
+
+    Raises:
+        MismatchError: the cache was made from another target, or the folder holds another run.
+        DataError: there is no complete cache.
+    """
+    manifest = read_manifest(CacheStore(config.activations))
+    spec = read_spec(config.target.model)
+    check_same_target(manifest, spec, config)
+    folder = Path(config.output).absolute()
+    fingerprints = {"target": spec.fingerprint, "text": manifest.plan["text_fingerprint"]}
+    check_run(folder, config, fingerprints)
+    begin_run(folder, config, config.train.seed, fingerprints)
+    return (folder / "drafter.json").is_file()
+
+
+def check_same_target(manifest: Manifest, spec: TargetSpec, config: DistilConfig) -> None:
+    """Refuse a cache of another target, tokenizer or template."""
+    cached = manifest.plan["target"]["fingerprint"]
+    if cached != spec.fingerprint:
+        raise MismatchError(
+            f"activations '{config.activations}' were cached from a target with fingerprint {cached}; "
+            f"target.model '{config.target.model}' has {spec.fingerprint}: cache again or point to the right one"
+        )
+    text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
+    if manifest.plan["text_fingerprint"] != text:
+        raise MismatchError(
+            f"activations '{config.activations}' were cached with tokenizer and template "
+            f"{manifest.plan['text_fingerprint']}, the target now has {text}: cache again"
+        )

@@ -1,0 +1,139 @@
+"""From questions to figures with real models: what a report claims is what happened."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import Rehearsed, save_chat_target
+
+from moray.bench.configs import EvaluateConfig
+from moray.bench.report_schema import read_report
+from moray.bench.runner import Measurement, Runner
+from moray.bench.specbench import Question
+from moray.bench.summary import summarise
+from moray.config import validate
+from moray.decoding import speculate
+from moray.decoding.accept import Accepted
+from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+
+QUESTIONS = [Question("1", "sums", ("one two", "three?")), Question("2", "names", ("four five six",))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_chat_target(tmp_path_factory.mktemp("runner"))
+
+
+def measure(folder: Path, questions: list[Question] = QUESTIONS, **settings) -> tuple[Measurement, EvaluateConfig]:
+    values = {
+        "target": {"model": str(folder)},
+        "drafters": ["unused"],
+        "questions": "unused",
+        "max_new_tokens": 12,
+        "trees": [{"type": "chain", "depth": 3}],
+        "output": "unused",
+    }
+    config = validate(EvaluateConfig, values | settings)
+    target = Target.load(TargetConfig(model=str(folder), device="cpu"))
+    runner = Runner(target, {"rehearsed": Rehearsed(target, 0.5)}, ChatTokenizer.load(str(folder)), config)
+    for _ in runner.ask(questions):
+        pass
+    return runner.measurement, config
+
+
+def report_of(measurement: Measurement, config: EvaluateConfig, dtype: str = "float32") -> dict:
+    figures = summarise(measurement, config.sampling, dtype)
+    read_report(figures | {"training": {}, "machine": {}, "settings": {}})
+    return figures
+
+
+def test_figures_are_those_of_the_generations(folder):
+    measurement, config = measure(folder)
+    figures = report_of(measurement, config)
+    (row,) = figures["rows"]
+    plain, generate, drafted = measurement.methods
+    assert [len(method.generations) for method in measurement.methods] == [3, 3, 3]
+    assert all(generate.lossless), "transformers is another implementation of the same greedy text"
+    assert row["lossless"] is True
+    assert (row["num_prompts"], row["num_tokens"]) == (3, sum(len(g.tokens) for g in plain.generations))
+    cycles = sum(len(g.accepted) for g in drafted.generations)
+    assert row["tau"] == pytest.approx(sum(len(g.tokens) - 1 for g in drafted.generations) / cycles)
+    seconds = [sum(g.seconds + g.prefill_seconds for g in m.generations) for m in measurement.methods]
+    assert row["speedup_vs_plain"] == pytest.approx(seconds[0] / seconds[2])
+    assert row["speedup_vs_generate"] == pytest.approx(seconds[1] / seconds[2])
+    ideal = row["tau"] / (1 + row["draft_steps"] * row["draft_cost"])
+    assert row["efficiency"] == pytest.approx(row["speedup_vs_plain"] / ideal)
+    assert sum(row["phases_ms"].values()) * cycles / 1e3 == pytest.approx(sum(g.seconds for g in drafted.generations))
+    assert {entry["category"]: entry["num_prompts"] for entry in figures["categories"]} == {"sums": 2, "names": 1}
+    assert figures["notes"] == []
+
+
+def test_a_broken_verifier_is_reported_as_not_lossless(folder, monkeypatch):
+    def accept_everything(tree, logits, sampler, root_position):
+        return Accepted([1, 2, 3], tree.tokens[1:4].tolist(), int(logits[3].argmax()))
+
+    monkeypatch.setattr(speculate, "accept", accept_everything)
+    measurement, config = measure(folder)
+    assert report_of(measurement, config)["rows"][0]["lossless"] is False
+
+
+def test_what_tokens_cannot_prove_is_not_claimed(folder):
+    """Rejection sampling keeps the distribution, 16 bits the text up to near ties: neither is a defect."""
+    measurement, config = measure(folder, sampling={"temperature": 1.0, "rule": "rejection"})
+    assert not all(measurement.methods[2].lossless)
+    assert report_of(measurement, config)["rows"][0]["lossless"] is None
+    measurement, config = measure(folder)
+    measurement.methods[2].lossless[1] = False
+    figures = report_of(measurement, config, "bfloat16")
+    assert figures["rows"][0]["lossless"] is None
+    assert "1 of 3 answers differ" in figures["notes"][0]
+
+
+def test_generate_does_our_task_whatever_the_model_brings_along(folder, tmp_path):
+    import json
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "penal")
+    path = tmp_path / "penal" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.9, "no_repeat_ngram_size": 2}))
+    measurement, _ = measure(tmp_path / "penal", max_new_tokens=40)
+    assert all(measurement.methods[1].lossless)
+
+
+def test_answers_without_a_cycle_leave_figures_undefined(folder):
+    measurement, config = measure(folder, max_new_tokens=1)
+    (row,) = report_of(measurement, config)["rows"]
+    assert (row["tau"], row["efficiency"], row["lossless"]) == (None, None, True)
+
+
+def test_turns_that_do_not_fit_are_counted(folder):
+    long = Question("3", "long", ("x" * 600, "and again"))
+    measurement, config = measure(folder, [long, *QUESTIONS])
+    assert len(measurement.asked) == 3
+    assert report_of(measurement, config)["notes"] == [
+        "2 turns were left out: with them the prompt fills the whole context"
+    ]
+
+
+def test_an_evaluation_without_a_prompt_says_so(folder, tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from moray.bench import evaluation
+    from moray.errors import DataError
+
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question_id": 1, "category": "long", "turns": ["' + "x" * 600 + '"]}\n')
+    monkeypatch.setattr(evaluation, "load_drafters", lambda *_: {})
+    values = {
+        "target": {"model": str(folder)},
+        "drafters": ["unused"],
+        "questions": str(questions),
+        "trees": [{"type": "chain", "depth": 3}],
+        "output": "unused",
+    }
+    threads = torch.get_num_threads()
+    with pytest.raises(DataError, match=r"no prompt of questions .* fits into the context of 512 tokens"):
+        evaluation.evaluate(validate(EvaluateConfig, values), Console(quiet=True))
+    torch.set_num_threads(threads)
