@@ -11,10 +11,10 @@ from moray.config import run_entry_point
 
 def main(config: DistilConfig) -> None:
     """Train or go on, then say where the drafter is."""
-    from moray.cluster.claim import claim
+    from moray.cluster.claim import is_complete
     from moray.cluster.session import ray_session
 
-    if claim(config):
+    if is_complete(config):
         print(f"{config.output} is complete for this configuration: nothing to do")
         return
     with ray_session(config.ray):

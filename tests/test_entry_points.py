@@ -1,12 +1,17 @@
 """Every entry point answers `--help` at once and explains a wrong key on one line."""
 
+import importlib
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from moray.config import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = [
@@ -65,3 +70,42 @@ def test_an_unknown_key_gives_one_line_and_exit_code_2(tmp_path, module):
 def test_the_import_check_sees_a_heavy_import(tmp_path):
     imported = imported_modules(run(tmp_path, "-X", "importtime", "-c", "import moray.config, pyarrow").err)
     assert {"moray", "pyarrow"} <= imported
+
+
+def documented_commands() -> list[str]:
+    """Every `python -m pipelines...` that the README and the entry points show, continuation lines joined."""
+    files = [REPOSITORY / "README.md", *REPOSITORY.glob("pipelines/*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    found = [m for text in texts for m in re.findall(r"python -m (pipelines\.\w+ (?:\\+\n|[^`\n])+)", text)]
+    return sorted({re.sub(r"\\+\n", " ", command).strip() for command in found})
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_documented_commands_are_complete_and_valid(command, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    module, *arguments = shlex.split(command)
+    assert load_config(importlib.import_module(module).CONFIG, arguments)
+
+
+def test_documented_commands_are_found():
+    assert {command.split()[0] for command in documented_commands()} == set(MODULES)
+
+
+def test_the_demo_checks_every_stage_before_the_first(tmp_path):
+    outcome = run(tmp_path, "-m", "pipelines.demo", "stages=[[train_demo_targets]]")
+    assert outcome.exit_code == 2
+    assert outcome.err.startswith("error: stages names 'train_demo_targets'; the stages are cache_activations, ")
+
+
+def test_a_cluster_of_this_machine_listens_on_loopback_only(tmp_path):
+    code = (
+        "from moray.cluster.session import ray_session; from moray.cluster.configs import RayConfig\n"
+        "with ray_session(RayConfig(num_cpus=1)):\n"
+        "    import ray\n"
+        "    print({node['NodeManagerAddress'] for node in ray.nodes()})"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment, check=True
+    )
+    assert answer.stdout.strip() == "{'127.0.0.1'}"

@@ -273,3 +273,26 @@ def test_stream_reads_the_needed_columns_only(tiny_cache: Path, tmp_path: Path) 
     whole = TapNeeds(kv_layers=(1,))
     with pytest.raises(Exception, match=r"kv\.01"):
         list(stream_batches(str(pruned), manifest, plan, whole))
+
+
+def test_a_byte_that_has_flipped_in_a_shard_is_noticed(tiny_cache: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(tiny_cache, tmp_path / "cache")
+    store = CacheStore(str(tmp_path / "cache"))
+    manifest = read_manifest(store)
+    shard = sorted(manifest.shards)[0]
+    path = tmp_path / "cache" / "shards" / f"{shard}.parquet"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    groups = list(range(len(manifest.lengths[shard])))
+    with pytest.raises(DataError, match=rf"shard '.*/{shard}.parquet' cannot be read: "):
+        store.read_row_groups(shard, groups, needed_columns(TapNeeds((0, 1, 2), (-1, -2, -3)), manifest.columns))
+
+
+def test_chats_are_cut_to_the_target_s_context(tiny_target: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "y" * 400}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    _cache(tmp_path / "cache", tiny_target, tmp_path / "chats.jsonl", max_length=2048)
+    assert [row["num_tokens"] for row in _all_rows(tmp_path / "cache")] == [512]

@@ -7,13 +7,14 @@ import pytest
 
 from moray.activations.manifest import read_manifest
 from moray.activations.store import CacheStore
-from moray.cluster.claim import claim
+from moray.cluster.claim import claim, is_complete
 from moray.cluster.configs import DistilConfig
 from moray.config import validate
 from moray.distill.checkpoint import load_drafter, read_drafter_config
 from moray.distill.metrics import read_metrics
-from moray.errors import DataError, MismatchError
+from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.head import TargetHead
+from moray.targets.spec import read_spec
 from moray.text import ChatTokenizer
 
 BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
@@ -45,7 +46,7 @@ def distilled(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.Temp
     from moray.cluster.distil import distil
 
     config = _config(tiny_target, tiny_cache, tmp_path_factory.mktemp("run") / "drafter")
-    assert not claim(config)
+    assert not is_complete(config)
     assert distil(config) == Path(config.output)
     return config
 
@@ -100,10 +101,10 @@ def test_checkpoints_are_kept_as_told(distilled: DistilConfig) -> None:
 def test_the_same_command_finds_it_complete_and_another_configuration_is_refused(
     distilled: DistilConfig, tiny_target: Path, tiny_cache: Path
 ) -> None:
-    assert claim(distilled)
+    assert is_complete(distilled)
     other = _config(tiny_target, tiny_cache, Path(distilled.output), batch_tokens=256)
     with pytest.raises(MismatchError, match=r"holds a run with train.batch_tokens = 512, now it is 256; give another"):
-        claim(other)
+        is_complete(other)
 
 
 def test_a_cache_of_another_target_is_refused(other_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
@@ -142,3 +143,74 @@ def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
     assert type(caught.value) is DataError
     assert not (tmp_path / "run" / "drafter.json").exists()
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1, "it trained again after an error of ours"
+
+
+def test_workers_that_the_machine_has_no_room_for_are_refused(
+    tiny_target: Path, tiny_cache: Path, tmp_path: Path
+) -> None:
+    from moray.cluster.distil import distil
+
+    config = _config(tiny_target, tiny_cache, tmp_path / "run")
+    many = config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": 9})})
+    with pytest.raises(ConfigError, match=r"num_workers=9 with workers.cpus_per_worker=1.0 needs 9 CPUs, .* has 4"):
+        distil(many)
+    gpus = config.model_copy(update={"workers": config.workers.model_copy(update={"use_gpu": True})})
+    with pytest.raises(ConfigError, match=r"workers.use_gpu=True needs 1 GPUs, this machine has 0"):
+        distil(gpus)
+
+
+def test_a_column_that_the_drafter_reads_and_the_cache_lacks_is_named(
+    tiny_target: Path, tiny_cache: Path, tmp_path: Path
+) -> None:
+    from moray.cluster.distil import build_drafter
+
+    config = _config(tiny_target, tiny_cache, tmp_path / "run")
+    manifest = read_manifest(CacheStore(str(tiny_cache)))
+    del manifest.columns["hidden.-2"]
+    with pytest.raises(DataError, match=r"the cache has no column 'hidden.-2', which this drafter reads"):
+        build_drafter(config, manifest)
+
+
+def test_a_run_is_not_taken_up_for_another_target(
+    distilled: DistilConfig, other_target: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    """The same paths with other weights behind them."""
+    import shutil
+
+    config = _config(tmp_path / "target", tmp_path / "cache", tmp_path / "run")
+    shutil.copytree(tiny_target, tmp_path / "target")
+    shutil.copytree(distilled.activations, tmp_path / "cache")
+    assert not is_complete(config)
+    claim(config)
+    shutil.copytree(other_target, tmp_path / "target", dirs_exist_ok=True)
+    plan = CacheStore(config.activations).read_json("plan.json")
+    before, after = plan["target"]["fingerprint"], read_spec(config.target.model).fingerprint
+    for name in ("plan.json", "manifest.json"):  # as if cached again, too
+        path = tmp_path / "cache" / name
+        path.write_text(path.read_text().replace(before, after))
+    with pytest.raises(MismatchError, match=r"holds a run with fingerprint.target = "):
+        is_complete(config)
+
+
+def test_a_list_of_checkpoints_that_a_kill_cut_short_costs_nothing(
+    distilled: DistilConfig, tiny_target: Path, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """Ray writes its list in place: what an interrupted write leaves must not keep a run from going on."""
+    import json
+    import shutil
+
+    from moray.cluster.distil import distil
+
+    config = _config(tiny_target, tiny_cache, tmp_path / "run")
+    shutil.copytree(distilled.output, config.output)
+    run = tmp_path / "run" / "ray" / "train"
+    (run / "checkpoint_manager_snapshot.json").write_text('{"ray_ver')
+    checkpoints = {json.loads((p / "training.json").read_text())["step"]: p for p in run.glob("checkpoint_2*")}
+    assert sorted(checkpoints) == [20, 24]
+    shutil.rmtree(checkpoints[24])
+    (tmp_path / "run" / "drafter.json").unlink()
+    distil(config)
+    steps = [row["step"] for row in read_metrics(tmp_path / "run")]
+    assert steps == list(range(2, 25, 2))
+    weights = [(Path(folder) / "drafter.safetensors").read_bytes() for folder in (distilled.output, config.output)]
+    assert weights[0] == weights[1]

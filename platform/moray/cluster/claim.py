@@ -11,21 +11,28 @@ from moray.targets.spec import TargetSpec, read_spec
 from moray.text import ChatTokenizer
 
 
-def claim(config: DistilConfig) -> bool:
-    """Take `config.output` for this run, or recognise it as this run's; returns whether it is complete.
+def is_complete(config: DistilConfig) -> bool:
+    """Whether the drafter of this configuration is there already; refuses what cannot begin or go on.
 
     Raises:
         MismatchError: the cache was made from another target, or the folder holds another run.
         DataError: there is no complete cache.
     """
+    folder = Path(config.output).absolute()
+    check_run(folder, config, _fingerprints(config))
+    return (folder / "drafter.json").is_file()
+
+
+def claim(config: DistilConfig) -> None:
+    """Note that `config.output` belongs to this run. Call it when nothing speaks against it any more."""
+    begin_run(Path(config.output).absolute(), config, config.train.seed, _fingerprints(config))
+
+
+def _fingerprints(config: DistilConfig) -> dict[str, str]:
     manifest = read_manifest(CacheStore(config.activations))
     spec = read_spec(config.target.model)
     check_same_target(manifest, spec, config)
-    folder = Path(config.output).absolute()
-    fingerprints = {"target": spec.fingerprint, "text": manifest.plan["text_fingerprint"]}
-    check_run(folder, config, fingerprints)
-    begin_run(folder, config, config.train.seed, fingerprints)
-    return (folder / "drafter.json").is_file()
+    return {"target": spec.fingerprint, "text": manifest.plan["text_fingerprint"]}
 
 
 def check_same_target(manifest: Manifest, spec: TargetSpec, config: DistilConfig) -> None:

@@ -1,6 +1,7 @@
 """Distillation on Ray Train: data-parallel workers around the torch-only loop, checkpoints, exact resume."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from moray.activations.manifest import Manifest, read_manifest
 from moray.activations.store import CacheStore
 from moray.batch import TrainBatch
 from moray.cluster.board import Board, follow
-from moray.cluster.claim import claim
+from moray.cluster.claim import claim, is_complete
 from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.stream import stream_batches
@@ -27,7 +28,7 @@ from moray.distill.loop import Span, train
 from moray.distill.metrics import MetricsWriter
 from moray.distill.optim import Optimiser
 from moray.drafters.base import Drafter
-from moray.errors import DataError, MorayError
+from moray.errors import ConfigError, DataError, MorayError
 from moray.targets.head import TargetHead
 
 _RUN_NAME = "train"
@@ -41,8 +42,11 @@ def distil(config: DistilConfig) -> Path:
 
     Raises:
         MismatchError: the cache was made from another target, or the folder holds another run.
+        ConfigError: the machine has too few CPUs or GPUs for the workers.
         DataError: no complete cache, a missing column, or a gradient that is not finite.
     """
+    is_complete(config)  # raises what speaks against it
+    _check_resources(config)
     claim(config)
     output = Path(config.output).absolute()
     _mend_snapshot(output)
@@ -75,6 +79,21 @@ def distil(config: DistilConfig) -> Path:
             shutil.copyfile(Path(folder) / name, output / f".{name}.tmp")
             (output / f".{name}.tmp").replace(output / name)
     return output
+
+
+def _check_resources(config: DistilConfig) -> None:
+    """Refuse workers for which this machine has no room: Ray would wait for them for ever. A cluster may grow."""
+    if config.ray.address or os.environ.get("RAY_ADDRESS"):
+        return
+    workers, present = config.workers, ray.cluster_resources()
+    wanted = {"CPU": workers.num_workers * workers.cpus_per_worker, "GPU": workers.num_workers * workers.use_gpu}
+    for name, field in (("GPU", "workers.use_gpu"), ("CPU", "workers.cpus_per_worker")):
+        if wanted[name] > present.get(name, 0):
+            raise ConfigError(
+                f"workers.num_workers={workers.num_workers} with {field}={getattr(workers, field[8:])} needs "
+                f"{wanted[name]:g} {name}s, this machine has {present.get(name, 0):g}; lower them or name a cluster in "
+                "ray.address"
+            )
 
 
 def _mend_snapshot(output: Path) -> None:

@@ -107,6 +107,11 @@ def test_same_seed_same_weights_other_seed_other_weights(
     assert weights[0] != weights[2]
 
 
+def test_processes_without_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"num_processes 3 must divide optim.rows_per_step 2"):
+        DemoTargetConfig(num_processes=3, optim=_config(tmp_path).optim)
+
+
 def test_two_processes_train_what_one_would(trained: tuple[DemoTargetConfig, DemoTargetResult], tmp_path: Path) -> None:
     short = trained[0].optim.model_copy(update={"num_steps": 3})
     models = []
