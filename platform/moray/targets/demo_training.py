@@ -1,8 +1,8 @@
 """The demo target's training loop: Muon and AdamW over packed chats, on one process or several.
 
 Each process trains on its share of every step's rows with one thread; gradients are averaged by
-DistributedDataParallel. Matrices this small gain nothing from a second thread. Ray Train would do the same, but
-its workers take longer to start than the second process saves.
+DistributedDataParallel. Matrices this small gain nothing from a second thread. Ray Train would do the same, but half of
+what the second process saves would go into starting its workers.
 """
 
 import math
