@@ -72,7 +72,7 @@ def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool)
     phases["other"] = sum(g.seconds for g in generations) - sum(phases.values())
     levels = sum(map(sum, (g.drafted for g in generations)))
     gamma = levels / cycles
-    draft_cost = phases["propose"] / levels / step_seconds if levels and step_seconds else 0.0
+    draft_cost = phases["propose"] / levels / step_seconds if levels and step_seconds else None
     rate = tau(generations) or None
     speedup = _speed(generations) / _speed(plain.generations)
     return {
@@ -83,7 +83,7 @@ def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool)
         "speedup_vs_plain": speedup,
         "speedup_vs_generate": None if generate is None else _speed(generations) / _speed(generate.generations),
         "speedup_spread": _spread(generations, plain.generations),
-        "efficiency": None if rate is None else speedup / (rate / (1.0 + gamma * draft_cost)),
+        "efficiency": None if rate is None or draft_cost is None else speedup / (rate / (1.0 + gamma * draft_cost)),
         "lossless": all(method.lossless) or (False if is_exact else None),
         "num_prompts": len(generations),
         "num_tokens": sum(len(g.tokens) for g in generations),

@@ -22,7 +22,13 @@ from moray.cluster.claim import claim, is_complete
 from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.stream import stream_batches
-from moray.distill.checkpoint import load_training, load_weights, save_drafter, save_training
+from moray.distill.checkpoint import (
+    load_training,
+    load_weights,
+    save_drafter,
+    save_training,
+    whole_checkpoint_step,
+)
 from moray.distill.configs import TrainConfig
 from moray.distill.loop import Span, train
 from moray.distill.metrics import MetricsWriter
@@ -98,7 +104,7 @@ def _check_resources(config: DistilConfig) -> None:
 
 def _mend_snapshot(output: Path) -> None:
     """Remove Ray's list of checkpoints if a kill cut it short: Ray writes it in place, and would refuse to start.
-    The checkpoints themselves are whole or absent; `_newest_checkpoint` finds them without the list."""
+    `_newest_checkpoint` finds the checkpoints without the list."""
     path = output / "ray" / _RUN_NAME / "checkpoint_manager_snapshot.json"
     try:
         json.loads(path.read_text(encoding="utf-8"))
@@ -109,13 +115,15 @@ def _mend_snapshot(output: Path) -> None:
 
 
 def _newest_checkpoint(output: Path) -> ray.train.Checkpoint | None:
-    """The checkpoint with the most steps below a run's folder: for a run whose list of them was lost."""
-    steps: dict[int, Path] = {}
-    for path in (output / "ray" / _RUN_NAME).glob("checkpoint_*/training.json"):
-        try:
-            steps[int(json.loads(path.read_text(encoding="utf-8"))["step"])] = path.parent
-        except (ValueError, KeyError):
-            continue  # cut short: an older one will do
+    """The whole checkpoint with the most steps below a run's folder: for a run whose list of them was lost.
+
+    Ray copies a checkpoint file by file and lists it afterwards: one that a kill cut short is passed over.
+    """
+    steps = {
+        step: folder
+        for folder in (output / "ray" / _RUN_NAME).glob("checkpoint_*")
+        if folder.is_dir() and (step := whole_checkpoint_step(folder)) is not None
+    }
     return ray.train.Checkpoint.from_directory(str(steps[max(steps)])) if steps else None
 
 

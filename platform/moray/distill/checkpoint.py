@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from moray.distill.optim import Optimiser
@@ -112,6 +112,18 @@ def load_training(folder: Path, optimiser: Optimiser) -> int:
         return int(json.loads((folder / "training.json").read_text(encoding="utf-8"))["step"])
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise DataError(f"checkpoint '{folder}' cannot be resumed: {' '.join(str(error).split())[:200]}") from None
+
+
+def whole_checkpoint_step(folder: Path) -> int | None:
+    """Updates made up to a resumable checkpoint, or None if not all of its files are there in full."""
+    try:
+        for name in ("drafter.safetensors", "training.safetensors"):
+            with safe_open(folder / name, framework="pt"):  # compares the file's size with what its header says
+                pass
+        json.loads((folder / "drafter.json").read_text(encoding="utf-8"))
+        return int(json.loads((folder / "training.json").read_text(encoding="utf-8"))["step"])
+    except (OSError, SafetensorError, ValueError, KeyError):
+        return None
 
 
 def _check_same(what: str, trained: str, given: str, folder: Path) -> None:

@@ -105,7 +105,7 @@ def test_generate_does_our_task_whatever_the_model_brings_along(folder, tmp_path
 def test_answers_without_a_cycle_leave_figures_undefined(folder):
     measurement, config = measure(folder, max_new_tokens=1)
     (row,) = report_of(measurement, config)["rows"]
-    assert (row["tau"], row["efficiency"], row["lossless"]) == (None, None, True)
+    assert (row["tau"], row["draft_cost"], row["efficiency"], row["lossless"]) == (None, None, None, True)
 
 
 def test_turns_that_do_not_fit_are_counted(folder):
