@@ -50,7 +50,8 @@ def test_greedy_equals_transformers(tiny, greedy, learnt, target_name, variant, 
     decoder = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
     known = decoder.generate(target.prompt(), GREEDY, 40, ())
     assert known.tokens == greedy(target_name)
-    assert max(known.accepted) >= 2, "no long path was accepted: the drafter has not learnt its text"
+    if not variant.startswith("ngram"):  # a text without repetition
+        assert max(known.accepted) >= 2, "no long path was accepted: the drafter has not learnt its text"
     assert min(known.accepted) < shape.depth, "nothing was refused"
     assert decoder.generate(target.prompt(1, 1), GREEDY, 10, ()).tokens == greedy(target_name, 1, 1)[:10]
 

@@ -65,6 +65,10 @@ class SpeculativeDecoder:
                 f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
                 f"{target.spec.vocab_size} tokens"
             )
+        if drafter.max_depth is not None and shape.depth > drafter.max_depth:
+            raise ConfigError(
+                f"tree '{shape.name}' is {shape.depth} levels deep; this drafter drafts at most {drafter.max_depth}"
+            )
         self.target = target
         self.drafter = drafter
         self.shape = shape
@@ -124,7 +128,7 @@ class SpeculativeDecoder:
         emitted = _cut([*result.tokens, result.next_token], limit - len(generation.tokens), eos_ids)
         generation.accepted.append(len(result.path))
         generation.emitted.append(len(emitted))
-        generation.drafted.append(self.shape.depth)
+        generation.drafted.append(tree.max_depth)
         generation.tokens.extend(emitted)
         if on_tokens is not None:
             on_tokens(emitted, min(len(result.path), len(emitted)))

@@ -75,6 +75,39 @@ class Attention(nn.Module):
         batch, _, seq, _ = out.shape
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
+    def forward(
+        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, mask: Bool[Tensor, "#batch 1 seq seq"] | None
+    ) -> Float[Tensor, "batch seq width"]:
+        """Self-attention over all positions at once."""
+        key, value = self.split(self.kv_proj(normed), rotary)
+        return self.attend(self.query(normed, rotary), key, value, mask)
+
+    def remember(
+        self,
+        normed: Float[Tensor, "1 new width"],
+        rotary: Rotary,
+        cache: Float[Tensor, "2 1 kv_heads slots head_dim"],
+        start: int,
+    ) -> None:
+        """Write keys and values of new positions into a cache's slots from `start` on."""
+        key, value = self.split(self.kv_proj(normed), rotary)
+        end = start + normed.shape[1]
+        cache[0, :, :, start:end] = key
+        cache[1, :, :, start:end] = value
+
+    def draft(
+        self,
+        normed: Float[Tensor, "1 new width"],
+        rotary: Rotary,
+        cache: Float[Tensor, "2 1 kv_heads slots head_dim"],
+        start: int,
+        mask: Float[Tensor, "1 1 new seen"] | None,
+    ) -> Float[Tensor, "1 new width"]:
+        """Self-attention of new positions over the cache, in which their own slots begin at `start`."""
+        self.remember(normed, rotary, cache, start)
+        key, value = cache[..., : start + normed.shape[1], :]
+        return self.attend(self.query(normed, rotary), key, value, mask)
+
 
 class SwiGLU(nn.Module):
     """Gated MLP (arXiv 2002.05202)."""
@@ -93,39 +126,45 @@ class Block(nn.Module):
     """Pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Taken apart, so that self-attention, cross-attention and cached drafting use the same weights through the
-    same code: `input_norm` and the attention's projections first, then `finish`.
+    same code: `input_norm` and the attention first, then `finish`.
     """
 
-    def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
+    def __init__(
+        self, width: int, config: BlockConfig, head_dim: int, norm_eps: float, has_input_norm: bool = True
+    ) -> None:
         super().__init__()
-        self.input_norm = nn.RMSNorm(width, eps=norm_eps)
+        self.input_norm = nn.RMSNorm(width, eps=norm_eps) if has_input_norm else nn.Identity()
         self.attention = Attention(width, config, head_dim)
         self.mlp_norm = nn.RMSNorm(width, eps=norm_eps)
         self.mlp = SwiGLU(width, config.intermediate_size)
 
     def finish(
-        self,
-        x: Float[Tensor, "batch seq width"],
-        query: Float[Tensor, "batch heads seq head_dim"],
-        key: Float[Tensor, "batch kv_heads slots head_dim"],
-        value: Float[Tensor, "batch kv_heads slots head_dim"],
-        mask: Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | None,
+        self, x: Float[Tensor, "batch seq width"], attended: Float[Tensor, "batch seq width"]
     ) -> Float[Tensor, "batch seq width"]:
-        """The layer's output for the residual stream `x` and the queries made from it."""
-        x = x + self.attention.attend(query, key, value, mask)
+        """The layer's output for the residual stream `x` and what attention made of it."""
+        x = x + attended
         return x + self.mlp(self.mlp_norm(x))
 
     def forward(
         self, x: Float[Tensor, "batch seq width"], mask: Bool[Tensor, "#batch 1 seq seq"] | None, rotary: Rotary
     ) -> Float[Tensor, "batch seq width"]:
         """Self-attention over all of `x`."""
-        normed = self.input_norm(x)
-        key, value = self.attention.split(self.attention.kv_proj(normed), rotary)
-        return self.finish(x, self.attention.query(normed, rotary), key, value, mask)
+        return self.finish(x, self.attention(self.input_norm(x), rotary, mask))
+
+    def draft(
+        self,
+        x: Float[Tensor, "1 new width"],
+        rotary: Rotary,
+        cache: Float[Tensor, "2 1 kv_heads slots head_dim"],
+        start: int,
+        mask: Float[Tensor, "1 1 new seen"] | None,
+    ) -> Float[Tensor, "1 new width"]:
+        """New positions over a cache (see `Attention.draft`)."""
+        return self.finish(x, self.attention.draft(self.input_norm(x), rotary, cache, start, mask))
 
 
 def init_weights(module: nn.Module, norm_init: str, generator: torch.Generator | None = None) -> None:
-    """Linears from N(0, 0.02), biases zero, norms at one (or N(0, 0.02), see `MoAConfig.norm_init`)."""
+    """Linears from N(0, 0.02), biases zero, norms at one (or N(0, 0.02), see `NormedConfig.norm_init`)."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02, generator=generator)
@@ -133,6 +172,11 @@ def init_weights(module: nn.Module, norm_init: str, generator: torch.Generator |
                 nn.init.zeros_(part.bias)
         elif isinstance(part, nn.RMSNorm) and norm_init == "normal":
             nn.init.normal_(part.weight, std=0.02, generator=generator)
+
+
+def causal_mask(seq: int, device: torch.device) -> Bool[Tensor, "1 1 seq seq"]:
+    """What a position sees: itself and those before it."""
+    return torch.ones(seq, seq, dtype=torch.bool, device=device).tril()[None, None]
 
 
 def block_mask(

@@ -94,7 +94,7 @@ def test_features_are_those_of_the_definition(tiny, drafter):
     batch = batch_of(tiny.target, [tiny.prompt(3, length)], 5, drafter.needs)
     start = verified_start(batch.response_mask, torch.tensor([3]), torch.tensor([1]))
     with torch.no_grad():
-        predicted = drafter(batch, DraftView(start, torch.zeros(1, dtype=torch.bool))).last[0].double()
+        predicted = drafter(batch, DraftView(start, torch.zeros(1, dtype=torch.bool))).predictions[0].hidden[0].double()
     reference = Reference(drafter)
     kv, tokens = batch.taps.kv[0].double(), batch.tokens[0].tolist()
     assert len(set(start[0].tolist())) > 3
