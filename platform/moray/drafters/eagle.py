@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction, parents_of
 from moray.drafters.configs import EagleConfig
-from moray.drafters.layers import Block, RotaryTable, causal_mask, init_weights
+from moray.drafters.layers import RotaryTable, SelfAttentionLayer, causal_mask, init_weights
 from moray.drafters.slots import DraftSlots
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
@@ -43,7 +43,9 @@ class Eagle(Drafter[EagleState]):
         self.config: EagleConfig = config
         spec = self.spec
         self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=True)
-        self.layer = Block(spec.hidden_size, config.layer, spec.head_dim, spec.norm_eps, has_input_norm=False)
+        self.layer = SelfAttentionLayer(
+            spec.hidden_size, config.layer, spec.head_dim, spec.norm_eps, has_input_norm=False
+        )
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         init_weights(self, config.norm_init)
 
@@ -59,7 +61,7 @@ class Eagle(Drafter[EagleState]):
         before = F.pad(self._noisy(real, view.seed)[:, :-1], (0, 0, 1, 0))
         seq = batch.tokens.shape[1]
         x = self._join(batch.tokens, before)
-        predicted = self.layer(x, causal_mask(seq, x.device), self.rotary.rows(0, seq))
+        predicted = self.layer(x, self.rotary.rows(0, seq), causal_mask(seq, x.device))
         prediction = Prediction(predicted, view.start, self.vocabulary.logits)
         return DraftOutput((prediction,), {-1: (predicted, 1.0)})
 
@@ -91,7 +93,7 @@ class Eagle(Drafter[EagleState]):
         feature = memory["feature"].to(self.fc.weight.dtype)
         # One layer: keys and values of a token depend on its own input alone.
         x = self._join(tokens[None], torch.cat([state.last, feature[:, :-1]], dim=1))
-        self.layer.attention.remember(x, self.rotary.rows(start, state.slots.length), state.cache, start)
+        self.layer.remember(x, self.rotary.rows(start, state.slots.length), state.cache, start)
         state.last = feature[:, -1:].clone()
 
     def step(

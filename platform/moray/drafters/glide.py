@@ -10,14 +10,13 @@ what the target would not have computed yet.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import GlideConfig
-from moray.drafters.layers import Attention, RotaryTable, SwiGLU, block_mask, init_weights
+from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttention, SwiGLU, attend, block_mask, init_weights
 from moray.drafters.slots import DraftSlots
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
@@ -48,14 +47,14 @@ class Glide(Drafter[GlideState]):
                 f"{spec.num_kv_heads}, is needed"
             )
         width, eps = spec.hidden_size, spec.norm_eps
-        self.self_norm = nn.RMSNorm(width, eps=eps)
-        self.self_attention = Attention(width, config.layer, spec.head_dim)
-        self.cross_norm = nn.RMSNorm(width, eps=eps)
+        self.self_norm = RMSNorm(width, eps)
+        self.self_attention = SelfAttention(width, config.layer, spec.head_dim)
+        self.cross_norm = RMSNorm(width, eps)
         self.cross_query = nn.Linear(width, config.cross_heads * spec.head_dim, bias=False)
         self.cross_out = nn.Linear(config.cross_heads * spec.head_dim, width, bias=False)
-        self.mlp_norm = nn.RMSNorm(width, eps=eps)
+        self.mlp_norm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, config.layer.intermediate_size)
-        self.out_norm = nn.RMSNorm(width, eps=eps)
+        self.out_norm = RMSNorm(width, eps)
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         init_weights(self, config.norm_init)
 
@@ -93,8 +92,7 @@ class Glide(Drafter[GlideState]):
         batch, seq, _ = x.shape
         query = self.cross_query(self.cross_norm(x)).view(batch, seq, self.config.cross_heads, -1).transpose(1, 2)
         query = self.head.rotate(query, positions)
-        out = F.scaled_dot_product_attention(query, *target, attn_mask=mask, enable_gqa=True)
-        x = x + self.cross_out(out.transpose(1, 2).reshape(batch, seq, -1))
+        x = x + self.cross_out(attend(query, *target, mask))
         return self.out_norm(x + self.mlp(self.mlp_norm(x)))
 
     def _unpack(self, kv: Float[Tensor, "batch seq width"]) -> KeysValues:

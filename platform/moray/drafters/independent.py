@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import IndependentConfig
-from moray.drafters.layers import Block, RotaryTable, causal_mask, init_weights
+from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttentionLayer, causal_mask, init_weights
 from moray.drafters.slots import EXTEND_CHUNK, DraftSlots
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
@@ -41,9 +41,11 @@ class Independent(Drafter[IndependentState]):
                 f"drafter.hidden_size is {width} and the target's {spec.hidden_size}; embeddings '{config.embeddings}' "
                 "are the target's: give its hidden size, or drafter.embeddings=random"
             )
-        self._blocks = [Block(width, config.layer, config.head_dim, spec.norm_eps) for _ in range(config.num_layers)]
+        self._blocks = [
+            SelfAttentionLayer(width, config.layer, config.head_dim, spec.norm_eps) for _ in range(config.num_layers)
+        ]
         self.layers = nn.ModuleList(self._blocks)
-        self.norm = nn.RMSNorm(width, eps=spec.norm_eps)
+        self.norm = RMSNorm(width, spec.norm_eps)
         self.rotary = RotaryTable(config.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         init_weights(self, config.norm_init)
         self.embedding = self.projection = None
@@ -82,7 +84,7 @@ class Independent(Drafter[IndependentState]):
         seq = batch.tokens.shape[1]
         mask, rotary = causal_mask(seq, x.device), self.rotary.rows(0, seq)
         for layer in self._blocks:
-            x = layer(x, mask, rotary)
+            x = layer(x, rotary, mask)
         return DraftOutput((Prediction(self.norm(x), view.start, self._logits),))
 
     def _embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq width"]:
@@ -115,7 +117,7 @@ class Independent(Drafter[IndependentState]):
             for layer, cache in lower:
                 x = layer.draft(x, rotary, cache, start, mask)
             layer, cache = last
-            layer.attention.remember(layer.input_norm(x), rotary, cache, start)
+            layer.remember(x, rotary, cache, start)
             state.slots.commit(new)
 
     def step(

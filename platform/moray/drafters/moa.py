@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import MoAConfig
-from moray.drafters.layers import Block, RotaryTable, block_mask, init_weights
+from moray.drafters.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, block_mask, init_weights
 from moray.drafters.slots import DraftSlots
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
@@ -56,10 +56,10 @@ class MoA(Drafter[MoAState]):
         if head.num_layers < config.target_layers:
             raise ConfigError(f"drafter.target_layers is {config.target_layers} but the head has {head.num_layers}")
         eps = spec.norm_eps
-        self.lsa = Block(spec.kv_width, config.layer_self_attention, spec.kv_width // layer_heads, eps)
+        self.lsa = SelfAttentionLayer(spec.kv_width, config.layer_self_attention, spec.kv_width // layer_heads, eps)
         self.to_memory = nn.Linear(spec.kv_width, spec.hidden_size, bias=True)
-        self.sa = Block(spec.hidden_size, config.self_attention, spec.head_dim, eps)
-        self.ca = Block(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
+        self.sa = SelfAttentionLayer(spec.hidden_size, config.self_attention, spec.head_dim, eps)
+        self.ca = CrossAttentionLayer(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
         self.layer_rotary = RotaryTable(spec.kv_width // layer_heads, spec.num_layers, _LAYER_ROTARY_THETA)
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         # Residual streams can be 20-30 times a norm's output: predict in units of their rms.
@@ -92,9 +92,8 @@ class MoA(Drafter[MoAState]):
         memory m_t; then cross-attention's keys and values of it, not yet rotated."""
         batch, seq, layers, width = kv.shape
         x = kv.reshape(batch * seq, layers, width).to(self.to_memory.weight.dtype)
-        mixed = self.lsa(x, None, self.layer_rotary.rows(0, layers))
-        memory = self.to_memory(mixed.mean(dim=1)).view(batch, seq, -1)
-        return self.ca.attention.kv_proj(self.ca.input_norm(memory))
+        mixed = self.lsa(x, self.layer_rotary.rows(0, layers), None)
+        return self.ca.memorise(self.to_memory(mixed.mean(dim=1)).view(batch, seq, -1))
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         assert batch.taps.kv is not None
@@ -102,10 +101,9 @@ class MoA(Drafter[MoAState]):
         rotary = self.rotary.rows(0, seq)
         own_mask, memory_mask = block_mask(view.start, view.staircase if self.config.staircase else None)
         x = self.head.embed(batch.tokens).to(self.to_memory.weight.dtype)
-        x = self.sa(x, own_mask, rotary)
+        x = self.sa(x, rotary, own_mask)
         key, value = self.ca.attention.split(self._cross_keys_values(batch.taps.kv), rotary)
-        query = self.ca.attention.query(self.ca.input_norm(x), rotary)
-        predicted = self.ca.finish(x, self.ca.attention.attend(query, key, value, memory_mask))
+        predicted = self.ca(x, rotary, key, value, memory_mask)
         if not self.config.target_layers:
             return self._output(predicted, view, {-1: (predicted, 1.0)})
         feature = predicted * self.feature_scale
@@ -157,7 +155,7 @@ class MoA(Drafter[MoAState]):
         rotary = self.rotary.rows(start, end)
         # SA is one layer over embeddings: a token's keys and values depend on nothing but itself.
         x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
-        self.sa.attention.remember(self.sa.input_norm(x), rotary, state.own, start)
+        self.sa.remember(x, rotary, state.own, start)
         key, value = self.ca.attention.split(memory["cross"].to(x.dtype), rotary)
         state.memory[0, :, :, start:end] = key
         state.memory[1, :, :, start:end] = value
@@ -173,9 +171,8 @@ class MoA(Drafter[MoAState]):
         rotary = self.rotary.rows(position, position + 1)
         x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
         x = self.sa.draft(x, rotary, state.own, start, mask)
-        query = self.ca.attention.query(self.ca.input_norm(x), rotary)
         key, value = state.memory[..., : state.slots.length, :]
-        hidden = self.ca.finish(x, self.ca.attention.attend(query, key, value, None))
+        hidden = self.ca(x, rotary, key, value, None)
         if state.tail is not None:
             state.tail.length = start
             positions = torch.full((1, tokens.shape[0]), position, device=tokens.device)

@@ -34,6 +34,11 @@ class Reference:
 
     def __init__(self, drafter: MoA) -> None:
         self.weights = {name: tensor.double() for name, tensor in drafter.state_dict().items()}
+        for part in ("lsa", "sa"):  # queries first, then keys and values
+            joint = self.weights.pop(f"{part}.attention.qkv_proj.weight")
+            rows = len(self.weights[f"{part}.attention.o_proj.weight"].T)
+            self.weights[f"{part}.attention.q_proj.weight"] = joint[:rows]
+            self.weights[f"{part}.attention.kv_proj.weight"] = joint[rows:]
         self.config, self.eps = drafter.config, drafter.spec.norm_eps
         self.embedding = drafter.head._embed_tokens.weight.double()
         self.rope_theta = drafter.spec.rope_theta
