@@ -20,7 +20,10 @@ from moray.targets.model import Target
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
 
 OnTokens = Callable[[list[int], int], None]
-"""on_tokens(tokens, accepted): newly emitted tokens, of which the first `accepted` were drafted."""
+"""on_tokens(tokens, accepted): newly emitted tokens, of which the first `accepted` were drafted.
+
+A stop string's own tokens are among them: whoever shows text as it comes holds back what may begin one.
+"""
 
 
 class PlainDecoder:
@@ -63,7 +66,7 @@ class PlainDecoder:
 
 
 class SpeculativeDecoder:
-    """Target and drafter in one process. Output equals the target's own (see `decoding.accept`)."""
+    """Target and drafter in one process. By a lossless rule output equals the target's own (see `decoding.accept`)."""
 
     def __init__(
         self, target: Target, drafter: Drafter, shape: ChainShape | FixedShape | DynamicShape, capacity: int
