@@ -30,6 +30,8 @@ def summarise(measurement: Measurement, params: SamplingParams, dtype: str) -> d
     # difference then proves nothing.
     is_exact = (params.is_greedy or params.rule == "coupled") and dtype == "float32"
     rows = [_row(method, plain, generate, is_exact) | {"temperature": params.temperature} for method in drafted]
+    if not params.is_lossless:
+        rows = [row | {"lossless": None} for row in rows]
     categories = []
     names = sorted({asked.category for asked in measurement.asked})
     for method in drafted:
@@ -40,16 +42,18 @@ def summarise(measurement: Measurement, params: SamplingParams, dtype: str) -> d
         "rows": rows,
         "baselines": baselines,
         "categories": categories,
-        "notes": _notes(measurement, generate if params.is_greedy else None, dtype),
+        "notes": _notes(measurement, generate if params.is_greedy else None, dtype, params.is_lossless),
     }
 
 
-def _notes(measurement: Measurement, generate: Method | None, dtype: str) -> list[str]:
+def _notes(measurement: Measurement, generate: Method | None, dtype: str, is_lossless: bool) -> list[str]:
     """What a reader must know to read the figures right."""
     notes = []
     if measurement.num_skipped:
         notes.append(f"{measurement.num_skipped} turns were left out: with them the prompt fills the whole context")
-    if dtype != "float32":
+    if not is_lossless:
+        notes.append("typical acceptance is lossy: the text need not follow the target's distribution")
+    elif dtype != "float32":
         notes += [
             f"{method.name}, {method.tree}: {method.lossless.count(False)} of {len(method.lossless)} answers differ "
             f"from plain decoding; in {dtype} near ties fall either way, so only float32 can prove losslessness"
