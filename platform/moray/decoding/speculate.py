@@ -31,14 +31,22 @@ class PlainDecoder:
 
     @torch.inference_mode()
     def generate(
-        self, prompt: list[int], params: SamplingParams, max_new_tokens: int, eos_ids: Collection[int]
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        max_new_tokens: int,
+        eos_ids: Collection[int],
+        *,
+        sequence: int = 0,
     ) -> Generation:
         """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context.
+
+        `sequence` numbers the prompt: prompts with different numbers are sampled with different noise.
 
         Raises:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
-        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device)
+        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
         limit = _limit(max_new_tokens, self._session.capacity - len(prompt))
         begin = time.perf_counter()
         logits = self._session.prefill(prompt)
@@ -79,13 +87,17 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         eos_ids: Collection[int],
         on_tokens: OnTokens | None = None,
+        *,
+        sequence: int = 0,
     ) -> Generation:
         """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context.
+
+        `sequence` numbers the prompt, as in plain decoding: the same number draws the same noise.
 
         Raises:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
-        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device)
+        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
         limit = _limit(max_new_tokens, self._session.capacity - len(prompt))
         begin = time.perf_counter()
         self.drafter.reset(self._state)
