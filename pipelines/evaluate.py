@@ -2,7 +2,8 @@
 
     python -m pipelines.evaluate configs/targets/demo.yaml configs/evaluations/demo.yaml
 
-Writes report.json and report.html into `output` and prints the table.
+Writes answers.jsonl, report.json and report.html into `output` and prints the table. Killed at any instant, the same
+command goes on where it was.
 """
 
 from pathlib import Path
@@ -15,15 +16,13 @@ def main(config: EvaluateConfig) -> None:
     """Load the target and the drafters, ask all questions, write and print the report."""
     from rich.console import Console
 
+    from moray.bench.console import print_report
     from moray.bench.evaluation import evaluate
-    from moray.bench.report import print_report, write_report
-    from moray.provenance import write_run_yaml
+    from moray.bench.report import write_report
 
     console = Console()
     report = evaluate(config, console)
-    folder = Path(config.output)
-    write_run_yaml(folder, config, seed=config.sampling.seed)
-    json_path, html_path = write_report(report, folder)
+    json_path, html_path = write_report(report, Path(config.output))
     print_report(report, console)
     console.print(f"report: {json_path} and {html_path}")
 
