@@ -43,13 +43,15 @@ class EvaluateConfig(Config):
                 f"sampling.temperature is {self.sampling.temperature} but temperatures are {list(self.temperatures)}; "
                 "give one of the two"
             )
+        _ = self.samplings  # what a temperature cannot be combined with is refused here
         return self
 
     @property
     def samplings(self) -> tuple[SamplingParams, ...]:
         """How tokens are drawn, once per temperature."""
         temperatures = self.temperatures or (self.sampling.temperature,)
-        return tuple(self.sampling.model_copy(update={"temperature": value}) for value in temperatures)
+        given = self.sampling.model_dump()
+        return tuple(SamplingParams.model_validate(given | {"temperature": value}) for value in temperatures)
 
 
 class LiveConfig(Config):
