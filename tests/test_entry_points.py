@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from moray.bench.compare import comparison_parser
 from moray.config import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -57,6 +58,14 @@ def test_help_is_fast_and_imports_nothing_heavy(tmp_path, module):
     assert imported & HEAVY == set()
 
 
+@pytest.mark.parametrize("arguments", [["a.json"], ["no_such_report.json", "b.json"], ["README.md", "README.md"]])
+def test_a_comparison_that_cannot_be_made_gives_one_line_and_exit_code_2(tmp_path, arguments):
+    outcome = run(tmp_path, "-m", "pipelines.evaluate", "compare", *arguments)
+    assert (outcome.exit_code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: compare: ")
+    assert outcome.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_an_unknown_key_gives_one_line_and_exit_code_2(tmp_path, module):
     outcome = run(tmp_path, "-m", module, "no_such_key=1")
@@ -84,7 +93,10 @@ def documented_commands() -> list[str]:
 def test_documented_commands_are_complete_and_valid(command, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     module, *arguments = shlex.split(command)
-    assert load_config(importlib.import_module(module).CONFIG, arguments)
+    if arguments[0] == "compare":
+        assert comparison_parser().parse_args(arguments[1:])
+    else:
+        assert load_config(importlib.import_module(module).CONFIG, arguments)
 
 
 def test_documented_commands_are_found():

@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -140,6 +140,17 @@ def merge(base: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key, as overrides write them; lists and empty mappings stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def run_entry_point(
     config_class: type[AnyConfig],
     description: str,
@@ -159,8 +170,13 @@ def run_entry_point(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("arguments", nargs="*", metavar="arguments", help="YAML files, left to right, then overrides")
+    run_command(lambda: main(load_config(config_class, parser.parse_args(argv).arguments)))
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run a command and turn our own errors into one line and an exit code."""
     try:
-        main(load_config(config_class, parser.parse_args(argv).arguments))
+        command()
     except MorayError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -1,31 +1,34 @@
 """One evaluation from configuration to report: load, ask, summarise."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
+from moray.bench.answers import AnswerLog, open_answers
 from moray.bench.configs import EvaluateConfig
 from moray.bench.runner import Runner
-from moray.bench.specbench import read_questions
+from moray.bench.specbench import Question, read_questions
 from moray.bench.summary import summarise
 from moray.distill.checkpoint import load_drafter, read_drafter_config
 from moray.distill.metrics import read_metrics
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
-from moray.provenance import machine, versions
+from moray.provenance import machine, read_run_yaml, sha256_of_files, versions
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
-    """Run an evaluation and return its report (see `bench.report_schema`).
+    """Run an evaluation, or go on with it, and return its report (see `bench.report_schema`).
 
     Raises:
         DataError: not one prompt fits into the target's context.
+        MismatchError: `config.output` holds the answers of another evaluation.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -33,21 +36,35 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
     target = Target.load(config.target)
     drafters = load_drafters(config.drafters, target, tokenizer)
+    folders = {
+        name: Path(entry) for name, entry in zip(drafters, config.drafters, strict=True) if isinstance(entry, str)
+    }
+    fingerprints = _fingerprints(config, target, tokenizer, folders)
     runner = Runner(target, drafters, tokenizer, config)
-    total = sum(len(question.turns) for question in questions)
-    for _ in track(runner.ask(questions), description="evaluate", total=total, console=console):
-        pass
+    with open_answers(config, fingerprints) as log:
+        record = read_run_yaml(Path(config.output))
+        total = sum(len(question.turns) for question in questions) * len(config.samplings)
+        if log.num_recorded:
+            console.print(
+                f"{log.num_recorded} of {total} turns were answered before (begun {record['written_at']}); "
+                f"remove {log.path} to ask them anew", markup=False, highlight=False,
+            )  # fmt: skip
+        _ask(runner, questions, log, total, console)
     if not runner.measurement.asked:
         raise DataError(
             f"no prompt of questions '{config.questions}' fits into the context of {target.spec.max_positions} tokens "
             "that the target has; give shorter ones"
         )
-    figures = summarise(runner.measurement, config.sampling, config.target.dtype)
-    training = {name: _series(Path(folder)) for name, folder in zip(drafters, config.drafters, strict=True)}
+    figures = summarise(runner.measurement, config.samplings, config.target.dtype)
+    metrics = {name: read_metrics(folder) for name, folder in folders.items()}
+    efforts = {name: _effort(drafter, metrics.get(name, [])) for name, drafter in drafters.items()}
+    figures["rows"] = [row | efforts[row["drafter"]] for row in figures["rows"]]
     return figures | {
-        "training": {name: series for name, series in training.items() if series},
+        "training": {name: _series(rows) for name, rows in metrics.items() if rows},
         "machine": machine(),
-        "settings": config.model_dump(mode="json") | {"versions": versions()},
+        "settings": config.model_dump(mode="json")
+        | {"versions": versions(), "fingerprints": fingerprints}
+        | {"begun": record["written_at"], "git": record.get("git")},
     }
 
 
@@ -68,8 +85,44 @@ def load_drafters(folders: tuple[str, ...], target: Target, tokenizer: ChatToken
     return drafters
 
 
-def _series(folder: Path) -> dict[str, list[float | None]]:
+def _fingerprints(
+    config: EvaluateConfig, target: Target, tokenizer: ChatTokenizer, folders: Mapping[str, Path]
+) -> dict[str, str]:
+    """What must be the same for answers and timings of two runs to stand in one report."""
+    here = machine()
+    trained = {
+        f"drafter.{name}": sha256_of_files([folder / "drafter.json", folder / "drafter.safetensors"])
+        for name, folder in folders.items()
+    }
+    return trained | {
+        "machine": ", ".join([f"{here['cores']} x {here['cpu']}", *here["gpus"]]),
+        "questions": sha256_of_files([Path(config.questions)]),
+        "target": target.spec.fingerprint,
+        "text": tokenizer.fingerprint,
+        "torch": str(versions()["torch"]),
+    }
+
+
+def _ask(runner: Runner, questions: list[Question], log: AnswerLog, total: int, console: Console) -> None:
+    """Ask whatever is not answered yet, and show how far it is."""
+    with Progress(console=console) as progress:
+        task = progress.add_task("evaluate", total=total, completed=log.num_recorded)
+        for num_turns in runner.ask(questions, log):
+            progress.advance(task, num_turns)
+
+
+def _effort(drafter: Drafter, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """How large a drafter is, and how much it was trained."""
+    last = metrics[-1] if metrics else {}
+    tokens = last.get("tokens")
+    return {
+        "trainable_parameters": drafter.num_parameters,
+        "training_tokens": None if tokens is None else int(tokens),
+        "training_seconds": last.get("seconds"),
+    }
+
+
+def _series(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     """Training curves of a drafter, column by column."""
-    rows = read_metrics(folder)
-    names = ["step", *sorted({name for row in rows for name in row} - {"step"})] if rows else []
+    names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
     return {name: [row.get(name) for row in rows] for name in names}

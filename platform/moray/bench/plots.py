@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moray.bench.report_schema import Measure, Phases, Report, Row
+from moray.bench.report_schema import CategoryRow, Measure, Phases, Report, Row, RowKey
 from moray.bench.svg import INK, render_svg
+from moray.bench.wording import temperature
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +66,7 @@ def _speedups(report: Report) -> Plot:
     best = max(rows, key=lambda row: row.speedup_vs_plain or 0.0)
     description = (
         f"Bar: measured speed-up over plain decoding. Dashed outline: tau / (1 + gamma*c), what the drafter's tau "
-        f"would allow; the gap is the engine's. Thin line: spread over the prompts. "
+        f"would allow; the gap is the engine's. Thin line: 95 % interval by bootstrap over the prompts. "
         f"Best: {_row_name(best, report)} with {best.speedup_vs_plain:.2f}x."
     )
     return Plot("speedup", title, description, render_svg("speedup", draw, _bar_height(len(rows)) + 0.15))
@@ -136,14 +137,15 @@ def _categories(report: Report) -> Plot:
     if not rows:
         return Plot("categories", title, "", missing="the questions had no categories, or none was measured")
     categories = list(dict.fromkeys(row.category for row in rows))
-    shapes = list(dict.fromkeys((row.drafter, row.tree) for row in rows))
-    names = [_shorten(" · ".join(shape)) for shape in shapes]
+    groups: dict[RowKey, list[CategoryRow]] = {}
+    for row in rows:
+        groups.setdefault(row.key, []).append(row)
+    names = [_row_name(own[0], report) for own in groups.values()]
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
         handles: dict[str, Any] = {}
-        for index, (shape, name) in enumerate(zip(shapes, names, strict=True)):
-            own = [row for row in rows if (row.drafter, row.tree) == shape]
+        for index, (own, name) in enumerate(zip(groups.values(), names, strict=True)):
             heights = [categories.index(row.category) for row in own]
             style: dict[str, Any] = {**_line(index), "linestyle": "none"}
             handles[name] = axes.plot(_numbers([row.tau for row in own]), heights, **style)[0]
@@ -153,7 +155,9 @@ def _categories(report: Report) -> Plot:
         axes.grid(axis="y", visible=True)
         _legend_below(figure, handles)
 
-    description = "Tokens per target pass in each category, one mark per drafter and tree. The table holds the figures."
+    description = (
+        "Tokens per target pass by category, a mark per drafter, tree and temperature. The table has the figures."
+    )
     height = 0.6 + 0.27 * len(categories) + _legend_height(names)
     return Plot("categories", title, description, render_svg("categories", draw, height))
 
@@ -240,11 +244,10 @@ def _line(index: int) -> dict[str, Any]:
     return {"color": _COLOURS[index % len(_COLOURS)], "linestyle": dash, "marker": marker}
 
 
-def _row_name(row: Row, report: Report, with_drafter: bool = True) -> str:
+def _row_name(row: Row | CategoryRow, report: Report, with_drafter: bool = True) -> str:
+    end = f" · T {temperature(row.temperature)}" if len(report.temperatures) > 1 else ""
     name = f"{row.drafter} · {row.tree}" if with_drafter else row.tree
-    if len({other.temperature for other in report.rows}) > 1 and row.temperature is not None:
-        name += f" · T {row.temperature:g}"
-    return _shorten(name)
+    return _shorten(name, _LABEL_LENGTH - len(end)) + end
 
 
 def _shorten(name: str, length: int = _LABEL_LENGTH) -> str:

@@ -16,6 +16,8 @@ from moray.errors import DataError
 
 Measure = float | None
 Count = Annotated[int, Field(ge=0)]
+RowKey = tuple[str, str, Measure]
+"""Drafter, tree and temperature: what tells rows apart."""
 
 
 class Phases(Config):
@@ -48,7 +50,18 @@ class Row(Config):
     verify_cost: Measure = None  # v: one verify pass / one plain target step
     acceptance_by_position: tuple[Measure, ...] = ()  # [k]: P(depth k + 1 accepted | depth k accepted)
     phases_ms: Phases | None = None
-    speedup_spread: tuple[Measure, Measure] | None = None  # low and high of speedup_vs_plain over the prompts
+    tau_spread: tuple[Measure, Measure] | None = None  # 95 % interval of tau, by bootstrap over prompts
+    speedup_spread: tuple[Measure, Measure] | None = None  # the same of speedup_vs_plain
+    speedup_median: Measure = None  # of the single prompts' speed-ups over plain decoding
+    speedup_quartiles: tuple[Measure, Measure] | None = None  # their 25 % and 75 % points
+    trainable_parameters: Count | None = None  # of the drafter
+    training_tokens: Count | None = None  # that it was trained on, repetitions counted
+    training_seconds: Measure = None
+
+    @property
+    def key(self) -> RowKey:
+        """What tells this row from the others."""
+        return self.drafter, self.tree, self.temperature
 
     @property
     def ideal_speedup(self) -> Measure:
@@ -62,20 +75,27 @@ class Baseline(Config):
     """Decoding without a drafter: "plain" is our own loop, "generate" is Hugging Face's."""
 
     name: str
+    temperature: Measure = None
     tokens_per_second: Measure
 
 
 class CategoryRow(Config):
-    """One drafter with one tree on the questions of one category."""
+    """One drafter with one tree at one temperature on the questions of one category."""
 
     category: str
     drafter: str
     tree: str
+    temperature: Measure = 0.0
     tau: Measure
     speedup_vs_plain: Measure
     speedup_vs_generate: Measure = None
     num_prompts: Count
     num_tokens: Count
+
+    @property
+    def key(self) -> RowKey:
+        """The `Row.key` of the same drafter, tree and temperature."""
+        return self.drafter, self.tree, self.temperature
 
 
 class Report(Config):
@@ -88,6 +108,19 @@ class Report(Config):
     machine: dict[str, Any] = Field(default_factory=dict)
     settings: dict[str, Any] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def temperatures(self) -> list[Measure]:
+        """Every temperature that something was measured at."""
+        return list(dict.fromkeys(row.temperature for row in (*self.rows, *self.categories)))
+
+    @property
+    def category_groups(self) -> dict[RowKey, dict[str, CategoryRow]]:
+        """The rows of each drafter, tree and temperature by category."""
+        groups: dict[RowKey, dict[str, CategoryRow]] = {}
+        for row in self.categories:
+            groups.setdefault(row.key, {})[row.category] = row
+        return groups
 
     @model_validator(mode="after")
     def _check_series(self) -> "Report":

@@ -1,19 +1,21 @@
 """Measuring drafters side by side: the same prompts, one after the other, in one process.
 
 For every prompt all methods run in turn (Hugging Face `generate`, our plain decoding, each drafter with each
-tree), so that machine noise hits them alike. Plain decoding is both the baseline and the truth that every
-speculative answer is compared with.
+tree), so that machine noise hits them alike; temperatures alternate from prompt to prompt for the same reason. Plain
+decoding is both the baseline and the truth that every speculative answer is compared with.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig
 
+from moray.bench.answers import AnswerLog, MethodAnswer
 from moray.bench.configs import EvaluateConfig
 from moray.bench.specbench import Question
+from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
@@ -22,6 +24,9 @@ from moray.text import ChatTokenizer, Message
 
 _WARM_UP_TOKENS = 16
 
+Run = Callable[[list[int], SamplingParams, int, int], Generation]
+"""run(prompt, params, max_new_tokens, sequence): one answer; `sequence` numbers the prompt (see `Sampler`)."""
+
 
 @dataclass
 class Method:
@@ -29,9 +34,14 @@ class Method:
 
     name: str
     tree: str
-    run: Callable[[list[int], int], Generation]
+    run: Run
     generations: list[Generation] = field(default_factory=list)
     lossless: list[bool] = field(default_factory=list)
+
+    def only(self, indices: Sequence[int]) -> "Method":
+        """The same method with some of its answers."""
+        generations = [self.generations[i] for i in indices]
+        return Method(self.name, self.tree, self.run, generations, [self.lossless[i] for i in indices])
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class Asked:
     """One turn of a question that was answered by all methods; index i of every method's generations."""
 
     category: str
+    temperature: float
 
 
 @dataclass
@@ -48,7 +59,12 @@ class Measurement:
     methods: list[Method]
     asked: list[Asked] = field(default_factory=list)
     num_skipped: int = 0
-    """Turns that did not fit into the context."""
+    """Turns that did not fit into the context, counted at each temperature."""
+
+    def at(self, temperature: float) -> "Measurement":
+        """What was asked at one temperature; skipped turns are not told apart."""
+        indices = [i for i, asked in enumerate(self.asked) if asked.temperature == temperature]
+        return Measurement([method.only(indices) for method in self.methods], [self.asked[i] for i in indices])
 
 
 class Runner:
@@ -61,6 +77,7 @@ class Runner:
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
         self._capacity = target.spec.max_positions
+        self._is_warm = False
         methods = [Method("plain", "", self._plain(target))]
         if config.compare_generate:
             methods.append(Method("generate", "", self._hugging_face(target)))
@@ -69,55 +86,89 @@ class Runner:
                 decoder = SpeculativeDecoder(target, drafter, shape, self._capacity)
                 methods.append(Method(name, shape.name, self._speculative(decoder)))
         self.measurement = Measurement(methods)
+        self._names = [(method.name, method.tree) for method in methods]
 
-    def ask(self, questions: list[Question]) -> Iterator[Asked]:
-        """Answer all turns of all questions with all methods; yields after each turn.
+    def ask(self, questions: Sequence[Question], log: AnswerLog | None = None) -> Iterator[int]:
+        """Answer all turns of all questions with all methods, at each temperature.
 
-        A turn that does not fit into the context, with room for one answer token, ends its question.
+        Answers that `log` holds are taken from it, new ones are written to it. A turn that does not fit into the
+        context, with room for one answer token, ends its question at that temperature.
+
+        Yields:
+            how many turns are done with, after each that was answered now or left out; a turn counts once for
+            each temperature.
         """
+        sequence = 0  # of a question's first turn: it must not depend on what is skipped, resumed or at which T
         for question in questions:
-            messages: list[Message] = []
-            for turn, text in enumerate(question.turns):
+            yield from self._ask_question(question, sequence, log)
+            sequence += len(question.turns)
+
+    def _ask_question(self, question: Question, first_sequence: int, log: AnswerLog | None) -> Iterator[int]:
+        conversations: dict[SamplingParams, list[Message]] = {params: [] for params in self._config.samplings}
+        for turn, text in enumerate(question.turns):
+            for params, messages in list(conversations.items()):
                 messages.append({"role": "user", "content": text})
                 prompt = self._tokenizer.encode_prompt(messages)
                 if len(prompt) >= self._capacity:
-                    self.measurement.num_skipped += len(question.turns) - turn
-                    break
-                if not self.measurement.asked:
-                    for method in self.measurement.methods:
-                        method.run(prompt, _WARM_UP_TOKENS)
-                asked = Asked(question.category)
-                answer = self._ask_all(prompt, len(self.measurement.asked))
-                self.measurement.asked.append(asked)
-                yield asked
-                messages.append({"role": "assistant", "content": self._tokenizer.decode(answer)})
+                    del conversations[params]
+                    num_left = len(question.turns) - turn
+                    self.measurement.num_skipped += num_left
+                    yield num_left
+                    continue
+                answers = log.take(question.question_id, turn, params.temperature, self._names) if log else None
+                is_new = answers is None
+                if answers is None:
+                    answers = self._answer(prompt, params, first_sequence + turn)
+                    if log:
+                        log.append(question.question_id, turn, params.temperature, answers)
+                truth = self._record(Asked(question.category, params.temperature), answers)
+                messages.append({"role": "assistant", "content": self._tokenizer.decode(truth)})
+                if is_new:
+                    yield 1
 
-    def _ask_all(self, prompt: list[int], index: int) -> list[int]:
+    def _answer(self, prompt: list[int], params: SamplingParams, sequence: int) -> tuple[MethodAnswer, ...]:
+        """What every method does with a prompt, in the order of `measurement.methods`."""
+        if not self._is_warm:
+            self._warm_up(prompt)
         methods = self.measurement.methods
         # Another order for every prompt: none of the methods always runs on warm or on cold caches.
-        shift = index % len(methods)
+        shift = sequence % len(methods)
         generations = {
-            id(method): method.run(prompt, self._config.max_new_tokens) for method in methods[shift:] + methods[:shift]
+            id(method): method.run(prompt, params, self._config.max_new_tokens, sequence)
+            for method in methods[shift:] + methods[:shift]
         }
-        truth = generations[id(methods[0])].tokens
-        for method in methods:
-            generation = generations[id(method)]
-            method.generations.append(generation)
-            method.lossless.append(generation.tokens == truth)
+        return tuple(
+            MethodAnswer(method=method.name, tree=method.tree, generation=generations[id(method)]) for method in methods
+        )
+
+    def _warm_up(self, prompt: list[int]) -> None:
+        """Run everything once, untimed: the first call of anything is slow, in every process anew."""
+        for method in self.measurement.methods:
+            for params in self._config.samplings:
+                method.run(prompt, params, _WARM_UP_TOKENS, 0)
+        self._is_warm = True
+
+    def _record(self, asked: Asked, answers: tuple[MethodAnswer, ...]) -> list[int]:
+        """Add one turn to the measurement; returns plain decoding's tokens."""
+        truth = answers[0].generation.tokens
+        for method, answer in zip(self.measurement.methods, answers, strict=True):
+            method.generations.append(answer.generation)
+            method.lossless.append(answer.generation.tokens == truth)
+        self.measurement.asked.append(asked)
         return truth
 
-    def _plain(self, target: Target) -> Callable[[list[int], int], Generation]:
+    def _plain(self, target: Target) -> Run:
         decoder = PlainDecoder(target, self._capacity)
-        return lambda prompt, most: decoder.generate(prompt, self._config.sampling, most, self._eos_ids)
+        return lambda prompt, params, most, sequence: decoder.generate(
+            prompt, params, most, self._eos_ids, sequence=sequence
+        )
 
-    def _speculative(self, decoder: SpeculativeDecoder) -> Callable[[list[int], int], Generation]:
-        return lambda prompt, most: decoder.generate(prompt, self._config.sampling, most, self._eos_ids)
+    def _speculative(self, decoder: SpeculativeDecoder) -> Run:
+        return lambda prompt, params, most, sequence: decoder.generate(
+            prompt, params, most, self._eos_ids, sequence=sequence
+        )
 
-    def _hugging_face(self, target: Target) -> Callable[[list[int], int], Generation]:
-        sampling = self._config.sampling
-        options: dict[str, object] = {"do_sample": not sampling.is_greedy}
-        if not sampling.is_greedy:
-            options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    def _hugging_face(self, target: Target) -> Run:
         # What a model brings along (repetition penalties, its own top-p) is another task than ours; it would fill in
         # for whatever is not named in the call.
         target.model.generation_config = GenerationConfig(
@@ -125,7 +176,11 @@ class Runner:
         )
 
         @torch.inference_mode()
-        def run(prompt: list[int], most: int) -> Generation:
+        def run(prompt: list[int], params: SamplingParams, most: int, sequence: int) -> Generation:
+            options: dict[str, object] = {"do_sample": not params.is_greedy}
+            if not params.is_greedy:
+                options |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+                torch.manual_seed(params.seed + sequence)  # the same text when it is asked again
             tokens = torch.tensor([prompt], device=target.device)
             limit = min(most, self._capacity - len(prompt))
             begin = time.perf_counter()

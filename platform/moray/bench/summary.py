@@ -1,69 +1,86 @@
 """From raw generations to the figures of a report: tau, speed-ups, efficiency, per method and category."""
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 from moray.bench.runner import Measurement, Method
+from moray.bench.spread import quartiles, ratio_interval, ratio_of_ratios_interval
 from moray.decoding.params import SamplingParams
 from moray.decoding.stats import PHASES, Generation, acceptance_by_position, tau
 
-_NUM_RESAMPLES = 400
 
-
-def summarise(measurement: Measurement, params: SamplingParams, dtype: str) -> dict[str, Any]:
-    """The rows, baselines and categories of a report (see `bench.report_schema`).
+def summarise(measurement: Measurement, samplings: Sequence[SamplingParams], dtype: str) -> dict[str, Any]:
+    """The rows, baselines and categories of a report (see `bench.report_schema`), temperature by temperature.
 
     Speeds are tokens per second of prefill and decoding together. Efficiency is S / (tau / (1 + gamma c))
     with S over plain decoding, gamma the levels drafted per cycle and c the cost of one draft level over one
     plain target step, all measured in this run. A figure that is not defined (no answer took a cycle) is None.
+    A temperature at which nothing was asked has no rows.
+
+    Args:
+        measurement: everything that was asked.
+        samplings: what it was asked with, once per temperature.
+        dtype: of the target.
     """
+    figures: dict[str, list[Any]] = {"rows": [], "baselines": [], "categories": [], "notes": []}
+    if measurement.num_skipped:
+        figures["notes"].append(
+            f"{measurement.num_skipped} turns were left out: with them the prompt fills the whole context"
+            + (f" (counted at each of {len(samplings)} temperatures)" if len(samplings) > 1 else "")
+        )
+    for params in samplings:
+        part = measurement.at(params.temperature)
+        if part.asked:
+            where = f" at temperature {params.temperature:g}" if len(samplings) > 1 else ""
+            for key, values in _summarise_one(part, params, dtype, where).items():
+                figures[key] += values
+    return figures
+
+
+def _summarise_one(measurement: Measurement, params: SamplingParams, dtype: str, where: str) -> dict[str, list[Any]]:
+    """The same for one temperature; `where` names it in notes."""
     plain = measurement.methods[0]
     generate = next((method for method in measurement.methods if method.name == "generate"), None)
     drafted = [method for method in measurement.methods if method.tree]
-    baselines = [
-        {"name": method.name, "tokens_per_second": _speed(method.generations)}
-        for method in measurement.methods
-        if not method.tree
-    ]
     # Rejection sampling keeps the distribution, not the text; 16 bits round one token and eight differently. A
     # difference then proves nothing.
     is_exact = (params.is_greedy or params.rule == "coupled") and dtype == "float32"
-    rows = [_row(method, plain, generate, is_exact) | {"temperature": params.temperature} for method in drafted]
+    temperature = {"temperature": params.temperature}
+    names = sorted({asked.category for asked in measurement.asked})
+    places = {name: [i for i, asked in enumerate(measurement.asked) if asked.category == name] for name in names}
+    rows = [_row(method, plain, generate, is_exact) for method in drafted]
     if not params.is_lossless:
         rows = [row | {"lossless": None} for row in rows]
-    categories = []
-    names = sorted({asked.category for asked in measurement.asked})
-    for method in drafted:
-        for category in names:
-            chosen = [i for i, asked in enumerate(measurement.asked) if asked.category == category]
-            categories.append(_category(category, method, plain, generate, chosen))
     return {
-        "rows": rows,
-        "baselines": baselines,
-        "categories": categories,
-        "notes": _notes(measurement, generate if params.is_greedy else None, dtype, params.is_lossless),
+        "rows": [row | temperature for row in rows],
+        "baselines": [
+            {"name": method.name, "tokens_per_second": _speed(method.generations)} | temperature
+            for method in measurement.methods
+            if not method.tree
+        ],
+        "categories": [
+            _category(name, method, plain, generate, places[name]) | temperature for method in drafted for name in names
+        ],
+        "notes": _notes(measurement, generate if params.is_greedy else None, dtype, where, params.is_lossless),
     }
 
 
-def _notes(measurement: Measurement, generate: Method | None, dtype: str, is_lossless: bool) -> list[str]:
+def _notes(measurement: Measurement, generate: Method | None, dtype: str, where: str, is_lossless: bool) -> list[str]:
     """What a reader must know to read the figures right."""
     notes = []
-    if measurement.num_skipped:
-        notes.append(f"{measurement.num_skipped} turns were left out: with them the prompt fills the whole context")
     if not is_lossless:
         notes.append("typical acceptance is lossy: the text need not follow the target's distribution")
     elif dtype != "float32":
         notes += [
             f"{method.name}, {method.tree}: {method.lossless.count(False)} of {len(method.lossless)} answers differ "
-            f"from plain decoding; in {dtype} near ties fall either way, so only float32 can prove losslessness"
+            f"from plain decoding{where}; in {dtype} near ties fall either way, so only float32 can prove losslessness"
             for method in measurement.methods
             if method.tree and not all(method.lossless)
         ]
     if generate is not None and not all(generate.lossless):
         notes.append(
             f"Hugging Face generate gives other tokens than our plain decoding on {generate.lossless.count(False)} of "
-            f"{len(generate.lossless)} prompts: its kernels round differently, which decides near ties"
+            f"{len(generate.lossless)} prompts{where}: its kernels round differently, which decides near ties"
         )
     return notes
 
@@ -79,14 +96,21 @@ def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool)
     draft_cost = phases["propose"] / levels / step_seconds if levels and step_seconds else None
     rate = tau(generations) or None
     speedup = _speed(generations) / _speed(plain.generations)
+    timings, plain_timings = list(map(_timing, generations)), list(map(_timing, plain.generations))
+    low, median, high = quartiles(
+        [_speed([own]) / _speed([other]) for own, other in zip(generations, plain.generations, strict=True)]
+    )
     return {
         "drafter": method.name,
         "tree": method.tree,
         "tau": rate,
+        "tau_spread": ratio_interval([(sum(g.emitted), g.num_cycles) for g in generations]),
         "tokens_per_second": _speed(generations),
         "speedup_vs_plain": speedup,
         "speedup_vs_generate": None if generate is None else _speed(generations) / _speed(generate.generations),
-        "speedup_spread": _spread(generations, plain.generations),
+        "speedup_spread": ratio_of_ratios_interval(timings, plain_timings),
+        "speedup_median": median,
+        "speedup_quartiles": (low, high),
         "efficiency": None if rate is None or draft_cost is None else speedup / (rate / (1.0 + gamma * draft_cost)),
         "lossless": all(method.lossless) or (False if is_exact else None),
         "num_prompts": len(generations),
@@ -117,16 +141,11 @@ def _category(
 
 
 def _speed(generations: Sequence[Generation]) -> float:
-    seconds = sum(g.seconds + g.prefill_seconds for g in generations)
-    return sum(len(g.tokens) for g in generations) / seconds if seconds else 0.0
+    timings = [_timing(g) for g in generations]
+    seconds = sum(spent for _, spent in timings)
+    return sum(tokens for tokens, _ in timings) / seconds if seconds else 0.0
 
 
-def _spread(method: Sequence[Generation], plain: Sequence[Generation]) -> tuple[float, float]:
-    """95 % interval of the speed-up, by bootstrap over prompts."""
-    rng = random.Random(0)
-    ratios = []
-    for _ in range(_NUM_RESAMPLES):
-        chosen = rng.choices(range(len(plain)), k=len(plain))
-        ratios.append(_speed([method[i] for i in chosen]) / _speed([plain[i] for i in chosen]))
-    ratios.sort()
-    return ratios[int(0.025 * _NUM_RESAMPLES)], ratios[int(0.975 * _NUM_RESAMPLES)]
+def _timing(generation: Generation) -> tuple[int, float]:
+    """Tokens, and the seconds that they took with the prefill."""
+    return len(generation.tokens), generation.seconds + generation.prefill_seconds

@@ -42,13 +42,16 @@ class PlainDecoder:
         eos_ids: Collection[int],
         *,
         stop: StopStrings | None = None,
+        sequence: int = 0,
     ) -> Generation:
         """Decode until an end-of-sequence token, a stop string, `max_new_tokens`, or the end of the context.
+
+        `sequence` numbers the prompt: prompts with different numbers are sampled with different noise.
 
         Raises:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
-        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device)
+        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
         ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         logits = self._session.prefill(prompt)
@@ -96,13 +99,16 @@ class SpeculativeDecoder:
         on_tokens: OnTokens | None = None,
         *,
         stop: StopStrings | None = None,
+        sequence: int = 0,
     ) -> Generation:
         """Decode until an end-of-sequence token, a stop string, `max_new_tokens`, or the end of the context.
+
+        `sequence` numbers the prompt, as in plain decoding: the same number draws the same noise.
 
         Raises:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
-        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device)
+        sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
         ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         self.drafter.reset(self._state)

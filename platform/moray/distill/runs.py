@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from moray.config import Config
+from moray.config import Config, flatten
 from moray.errors import MismatchError
 from moray.provenance import RUN_FILE, read_run_yaml, write_run_yaml
 
@@ -19,8 +18,14 @@ _IRRELEVANT = (
 """Keys, and groups of keys, that may differ between a run and its resumption: no weight depends on them."""
 
 
-def check_run(folder: Path, config: Config, fingerprints: Mapping[str, str]) -> None:
+def check_run(folder: Path, config: Config, fingerprints: Mapping[str, str], in_the_way: str = "the folder") -> None:
     """Refuse a folder that holds a run of another configuration or target; a folder without a run is fine.
+
+    Args:
+        folder: of the run.
+        config: what is to run there now.
+        fingerprints: of what it reads, now.
+        in_the_way: what may be removed to begin anew, where that is less than the folder.
 
     Raises:
         MismatchError: names the first differing key and both values.
@@ -28,14 +33,14 @@ def check_run(folder: Path, config: Config, fingerprints: Mapping[str, str]) -> 
     if not (folder / RUN_FILE).is_file():
         return
     record = read_run_yaml(folder)
-    present = _flatten({**record["config"], "fingerprint": record["fingerprints"]})
-    wanted = _flatten({**config.model_dump(mode="json"), "fingerprint": dict(fingerprints)})
+    present = flatten({**record["config"], "fingerprint": record["fingerprints"]})
+    wanted = flatten({**config.model_dump(mode="json"), "fingerprint": dict(fingerprints)})
     for key in sorted(present.keys() | wanted.keys()):
         is_relevant = not any(key == name or key.startswith(f"{name}.") for name in _IRRELEVANT)
         if is_relevant and present.get(key) != wanted.get(key):
             raise MismatchError(
                 f"'{folder}' holds a run with {key} = {present.get(key)}, now it is {wanted.get(key)}; "
-                "give another output or remove the folder"
+                f"give another output or remove {in_the_way}"
             )
 
 
@@ -43,13 +48,3 @@ def begin_run(folder: Path, config: Config, seed: int | None, fingerprints: Mapp
     """Note whose folder this is. Call it when the configuration has proved to work, before anything is made."""
     if not (folder / RUN_FILE).is_file():
         write_run_yaml(folder, config, seed, fingerprints)
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

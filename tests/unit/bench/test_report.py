@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moray.bench.report import print_report, write_report
+from moray.bench.console import print_report
+from moray.bench.report import write_report
 from moray.bench.report_schema import Report, read_report
 from moray.errors import DataError
 
@@ -29,21 +30,26 @@ def row(**changes: Any) -> dict[str, Any]:
         "num_prompts": 20, "num_tokens": 1280, "draft_steps": 4.0, "draft_cost": 0.2, "verify_cost": 1.2,
         "acceptance_by_position": [0.9, 0.8, 0.75, 0.7],
         "phases_ms": {"propose": 1.0, "verify": 2.0, "accept": 0.1, "commit": 0.1, "observe": 0.2, "other": 0.1},
-        "speedup_spread": [1.5, 1.9],
+        "tau_spread": [3.25, 3.75], "speedup_spread": [1.5, 1.9], "speedup_median": 1.7,
+        "speedup_quartiles": [1.62, 1.78], "trainable_parameters": 235_000, "training_tokens": 1_234_567,
+        "training_seconds": 3725.0,
     } | changes  # fmt: skip
 
 
 def category(name: str, speedup: float, tau: float, **changes: Any) -> dict[str, Any]:
     return {
-        "category": name, "drafter": "moa", "tree": "chain(4)", "tau": tau, "speedup_vs_plain": speedup,
-        "speedup_vs_generate": None, "num_prompts": 10, "num_tokens": 640,
+        "category": name, "drafter": "moa", "tree": "chain(4)", "temperature": 0.0, "tau": tau,
+        "speedup_vs_plain": speedup, "speedup_vs_generate": None, "num_prompts": 10, "num_tokens": 640,
     } | changes  # fmt: skip
 
 
 def full_report() -> dict[str, Any]:
     return {
         "rows": [row(), row(tree="dynamic(6, 8, 30)", tau=4.5, lossless=False), row(drafter="eagle", lossless=None)],
-        "baselines": [{"name": "plain", "tokens_per_second": 464.2}, {"name": "generate", "tokens_per_second": 312.0}],
+        "baselines": [
+            {"name": name, "temperature": 0.0, "tokens_per_second": speed}
+            for name, speed in (("plain", 464.2), ("generate", 312.0))
+        ],
         "categories": [category("qa", 1.6, 3.2), category("rag", 2.0, 4.0)],
         "training": {"moa": {"step": [1, 2, 3], "loss": [9.0, 2.0, 0.1], "simulated_tau": [None, 2.5, None]}},
         "machine": {"cpu": "two cores", "memory": {"gib": 8}},
@@ -116,7 +122,7 @@ def test_files_are_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> No
 
 def test_page_is_well_formed_and_holds_every_table_and_plot(tmp_path: Path) -> None:
     page = page_of(full_report(), tmp_path)
-    for name in ("results", "costs", "phases", "categories", "acceptance", "machine", "settings"):
+    for name in ("results", "costs", "phases", "categories", "acceptance", "training", "machine", "settings"):
         assert page.ids[f"table-{name}"] == 1
     for name in ("speedup", "acceptance", "phases", "categories", "training-0"):
         assert page.ids[f"plot-{name}"] == 1
@@ -126,6 +132,56 @@ def test_page_is_well_formed_and_holds_every_table_and_plot(tmp_path: Path) -> N
     assert "NO" in page.text
     assert "not checked" in page.text
     assert "memory.gib" in page.text
+    assert "3.25 to 3.75" in page.text
+    assert "1.62 to 1.78" in page.text
+
+
+def test_page_says_once_per_drafter_what_its_training_took(tmp_path: Path) -> None:
+    text = page_of(full_report(), tmp_path).text
+    assert text.count("235,000") == 2, "one line each for two drafters, however many rows they have"
+    assert text.count("1,234,567") == text.count("1:02:05") == 2
+    unknown = row(trainable_parameters=None, training_tokens=None, training_seconds=None)
+    assert page_of({"rows": [unknown]}, tmp_path).ids["table-training"] == 0
+
+
+def two_temperatures() -> dict[str, Any]:
+    rows = [
+        row(),
+        row(tree="dynamic", speedup_vs_plain=2.5),
+        row(temperature=1.0),
+        row(tree="dynamic", temperature=1.0),
+    ]
+    rows[3]["speedup_vs_plain"] = 0.5
+    categories = [
+        category(name, row["speedup_vs_plain"], tau, tree=row["tree"], temperature=row["temperature"])
+        for row in rows
+        for name, tau in (("qa", 3.0), ("rag", 5.0))
+    ]
+    baselines = [{"name": "plain", "temperature": float(T), "tokens_per_second": 400.0 + T} for T in (0, 1)]
+    return full_report() | {"rows": rows, "categories": categories, "baselines": baselines}
+
+
+def test_console_keeps_temperatures_apart() -> None:
+    text = console_text(two_temperatures())
+    assert "plain: 401 tokens/s without a drafter at T 1" in text
+    cold, warm = text.split("by category at T 0")[1].split("by category at T 1")
+    assert category_table("by category" + cold)[0][1] == "moa, dynamic", "the fastest tree at this temperature"
+    assert category_table("by category" + warm)[0][1] == "moa, chain(4)"
+    assert category_table("by category" + cold)[-1] == ["mean", "2.50 / 4.00", "20"]
+
+
+def test_page_keeps_temperatures_apart(tmp_path: Path) -> None:
+    page = page_of(two_temperatures(), tmp_path)
+    text = " ".join(page.text.split())
+    assert "plain at T 0 400 tokens/s; plain at T 1 401 tokens/s." in text
+    for name in ("chain(4) · T 0", "chain(4) · T 1", "dynamic · T 0", "dynamic · T 1"):
+        assert page.text.count(f"moa · {name}") >= 3, "bars of speed-up and phases, marks of categories"
+    table = re.search(r'<table id="table-categories">.*?</table>', (tmp_path / "report.html").read_text(), re.DOTALL)
+    assert table
+    lines = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line) for line in table[0].split("<tr>")[1:]]
+    assert lines[0] == ["drafter, tree", "T", "qa", "rag", "mean"]
+    assert [line[1] for line in lines[1:]] == ["0", "0", "1", "1"]
+    assert lines[4][2:] == ["0.500 / 3.00", "0.500 / 5.00", "0.500 / 4.00"]
 
 
 def test_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def measure(folder: Path, questions: list[Question] = QUESTIONS, **settings) -> 
 
 
 def report_of(measurement: Measurement, config: EvaluateConfig, dtype: str = "float32") -> dict:
-    figures = summarise(measurement, config.sampling, dtype)
+    figures = summarise(measurement, config.samplings, dtype)
     read_report(figures | {"training": {}, "machine": {}, "settings": {}})
     return figures
 
@@ -81,7 +81,7 @@ def test_a_broken_verifier_is_reported_as_not_lossless(folder, monkeypatch):
 
 def test_what_tokens_cannot_prove_is_not_claimed(folder):
     """Rejection sampling keeps the distribution, 16 bits the text up to near ties: neither is a defect."""
-    measurement, config = measure(folder, sampling={"temperature": 1.0, "rule": "rejection"})
+    measurement, config = measure(folder, sampling={"temperature": 1.0, "rule": "rejection"}, max_new_tokens=24)
     assert not all(measurement.methods[2].lossless)
     assert report_of(measurement, config)["rows"][0]["lossless"] is None
     measurement, config = measure(folder)
@@ -128,6 +128,75 @@ def test_turns_that_do_not_fit_are_counted(folder):
     ]
 
 
+def test_every_temperature_has_its_own_conversation_and_figures(folder):
+    measurement, config = measure(folder, temperatures=[0, 1], max_new_tokens=24)
+    figures = report_of(measurement, config)
+    assert [(asked.category, asked.temperature) for asked in measurement.asked] == [
+        ("sums", 0.0), ("sums", 1.0), ("sums", 0.0), ("sums", 1.0), ("names", 0.0), ("names", 1.0)
+    ]  # fmt: skip
+    assert [(row["temperature"], row["num_prompts"], row["lossless"]) for row in figures["rows"]] == [
+        (0.0, 3, True),
+        (1.0, 3, True),
+    ]
+    assert {(e["category"], e["temperature"], e["num_prompts"]) for e in figures["categories"]} == {
+        ("sums", 0.0, 2), ("sums", 1.0, 2), ("names", 0.0, 1), ("names", 1.0, 1)
+    }  # fmt: skip
+    assert [(b["name"], b["temperature"]) for b in figures["baselines"]] == [
+        ("plain", 0.0), ("generate", 0.0), ("plain", 1.0), ("generate", 1.0)
+    ]  # fmt: skip
+    alone, _ = measure(folder, sampling={"temperature": 1.0}, max_new_tokens=24)
+    texts = [[g.tokens for g in m.at(1.0).methods[2].generations] for m in (measurement, alone)]
+    assert texts[0] == texts[1], "what is drawn at one temperature does not depend on the others"
+    cold, warm = (m.generations for m in (measurement.at(0.0).methods[0], measurement.at(1.0).methods[0]))
+    assert [g.tokens for g in cold] != [g.tokens for g in warm]
+
+
+def test_no_two_prompts_share_noise(folder):
+    """Asked twice, a question is answered anew when sampling; each time all methods agree."""
+    twice = [QUESTIONS[1], QUESTIONS[1]]
+    measurement, config = measure(folder, twice, temperatures=[0, 1], max_new_tokens=24)
+    assert all(row["lossless"] for row in report_of(measurement, config)["rows"])
+    greedy, sampled = (measurement.at(value).methods[2].generations for value in (0.0, 1.0))
+    assert greedy[0].tokens == greedy[1].tokens
+    assert sampled[0].tokens != sampled[1].tokens
+
+
+def test_medians_quartiles_and_intervals_are_over_prompts(folder):
+    measurement, config = measure(folder)
+    plain, _, drafted = measurement.methods
+    for index, (slow, fast) in enumerate(((8.0, 2.0), (6.0, 2.0), (2.0, 2.0))):
+        for generation, seconds in ((plain.generations[index], slow), (drafted.generations[index], fast)):
+            generation.seconds, generation.prefill_seconds = seconds - 0.5, 0.5
+    (row,) = report_of(measurement, config)["rows"]
+    assert row["speedup_median"] == pytest.approx(3.0)
+    assert row["speedup_quartiles"] == pytest.approx((2.0, 3.5))
+    low, high = row["speedup_spread"]
+    assert 1.0 <= low <= row["speedup_vs_plain"] <= high <= 4.0
+    low, high = row["tau_spread"]
+    assert low <= row["tau"] <= high
+
+
+def test_temperatures_are_named_once_and_in_one_place():
+    from moray.errors import ConfigError
+
+    values = {"target": {"model": "m"}, "drafters": ["d"], "trees": [{"type": "chain", "depth": 3}]}
+    values |= {"questions": "q", "output": "o"}
+    config = validate(EvaluateConfig, values | {"sampling": {"temperature": 0.5, "top_k": 3}})
+    assert [(params.temperature, params.top_k) for params in config.samplings] == [(0.5, 3)]
+    config = validate(EvaluateConfig, values | {"sampling": {"top_k": 3}, "temperatures": [0, 1]})
+    assert [(params.temperature, params.top_k) for params in config.samplings] == [(0.0, 3), (1.0, 3)]
+    for wrong, message in (
+        ({"temperatures": [1, 1.0]}, "name each of them once"),
+        ({"temperatures": [-1]}, "temperatures"),
+        (
+            {"temperatures": [0, 1], "sampling": {"temperature": 0.5}},
+            r"sampling.temperature is 0.5 but .* \[0.0, 1.0\]",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate(EvaluateConfig, values | wrong)
+
+
 def test_an_evaluation_without_a_prompt_says_so(folder, tmp_path, monkeypatch):
     from rich.console import Console
 
@@ -136,13 +205,15 @@ def test_an_evaluation_without_a_prompt_says_so(folder, tmp_path, monkeypatch):
 
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question_id": 1, "category": "long", "turns": ["' + "x" * 600 + '"]}\n')
-    monkeypatch.setattr(evaluation, "load_drafters", lambda *_: {})
+    (tmp_path / "drafter.json").touch()
+    (tmp_path / "drafter.safetensors").touch()
+    monkeypatch.setattr(evaluation, "load_drafters", lambda _, target, __: {"rehearsed": Rehearsed(target)})
     values = {
         "target": {"model": str(folder)},
-        "drafters": ["unused"],
+        "drafters": [str(tmp_path)],
         "questions": str(questions),
         "trees": [{"type": "chain", "depth": 3}],
-        "output": "unused",
+        "output": str(tmp_path / "report"),
     }
     threads = torch.get_num_threads()
     with pytest.raises(DataError, match=r"no prompt of questions .* fits into the context of 512 tokens"):
