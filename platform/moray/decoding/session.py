@@ -20,13 +20,13 @@ class TargetSession:
     After each pass the cache holds every token but the last emitted one, the root of the next pass.
     """
 
-    def __init__(self, target: Target, capacity: int, max_nodes: int, needs: TapNeeds | None = None) -> None:
+    def __init__(self, target: Target, capacity: int, max_nodes: int, is_timed: bool = False) -> None:
         """
         Args:
             target: shared by any number of sessions.
             capacity: most tokens of prompt and answer together.
             max_nodes: most nodes of a tree, root included.
-            needs: taps that a drafter observes.
+            is_timed: `wait` waits for the device, so that phases can be told apart; it costs some overlap.
         """
         if capacity > target.spec.max_positions:
             raise DataError(
@@ -34,7 +34,8 @@ class TargetSession:
             )
         self.target = target
         self.capacity = capacity
-        self._needs = needs or TapNeeds()
+        self._needs = TapNeeds()
+        self._is_timed = is_timed
         slots = capacity + max(max_nodes, 1)
         self.cache = target.new_cache(slots)
         self._mask = PrefixMask(max(max_nodes, PREFILL_CHUNK), slots + PREFILL_CHUNK, self.cache.data)
@@ -42,10 +43,21 @@ class TargetSession:
         self._lower = torch.ones(PREFILL_CHUNK, PREFILL_CHUNK, dtype=torch.bool, device=target.device).tril()
         self._output: TargetOutput | None = None
 
+    def begin(self, needs: TapNeeds) -> None:
+        """A new sequence is to come, of which a drafter observes these taps."""
+        self._needs = needs
+        self.cache.reset()
+        self._mask.reset()
+
+    def wait(self) -> None:
+        """Wait for the device if this session is timed."""
+        if self._is_timed:
+            synchronise(self.target.device)
+
     def prefill(
         self, prompt: list[int], on_chunk: Callable[[Int[Tensor, " new"], Taps], None] | None = None
     ) -> Float[Tensor, "1 vocab"]:
-        """Start a new sequence; return the logits of its first generated token.
+        """Read the prompt of a sequence; return the logits of its first generated token.
 
         `on_chunk` receives each chunk's tokens and taps, so that memory stays bounded.
 
@@ -56,8 +68,6 @@ class TargetSession:
             raise DataError(
                 f"the prompt has {len(prompt)} tokens; this context of {self.capacity} takes 1 to {self.capacity - 1}"
             )
-        self.cache.reset()
-        self._mask.reset()
         tokens = torch.tensor(prompt, device=self.target.device)
         output: TargetOutput | None = None
         for begin in range(0, len(prompt), PREFILL_CHUNK):
@@ -112,3 +122,9 @@ class TargetSession:
             kv = kv[:, :, list(self._needs.kv_layers)]
         index = slice(0, end - begin) if rows is None else rows
         return Taps(kv, {depth: hidden[:, index] for depth, hidden in output.hidden.items()})
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a GPU has done all that was asked of it; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -4,20 +4,26 @@ import time
 from collections.abc import Callable, Collection
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from moray.batch import Taps
-from moray.decoding.accept import accept
+from moray.batch import TapNeeds, Taps
+from moray.decoding.accept import Accepted, accept
+from moray.decoding.adapt import Adapter, Costs, measure_costs
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
-from moray.decoding.session import TargetSession
+from moray.decoding.session import TargetSession, synchronise
 from moray.decoding.stats import Generation
 from moray.decoding.stop import Ending, StopStrings
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
-from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+from moray.trees.grow import root_alone
+from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape
+from moray.trees.tree import TokenTree, fixed_structure
+
+Accept = Callable[[TokenTree, Float[Tensor, "nodes vocab"], Sampler, int], Accepted]
+"""accept(tree, logits, sampler, root_position); see `decoding.accept`."""
 
 OnTokens = Callable[[list[int], int], None]
 """on_tokens(tokens, accepted): newly emitted tokens, of which the first `accepted` were drafted.
@@ -29,9 +35,15 @@ A stop string's own tokens are among them: whoever shows text as it comes holds 
 class PlainDecoder:
     """The target alone, one token per pass: the baseline that speculation is measured against."""
 
-    def __init__(self, target: Target, capacity: int) -> None:
+    def __init__(self, target: Target, capacity: int, session: TargetSession | None = None) -> None:
+        """
+        Args:
+            target: may be shared.
+            capacity: most tokens of prompt and answer together.
+            session: one to share with other decoders that take turns with this one, in place of one of its own.
+        """
         self.target = target
-        self._session = TargetSession(target, capacity, max_nodes=1)
+        self._session = session or TargetSession(target, capacity, max_nodes=1)
 
     @torch.inference_mode()
     def generate(
@@ -54,6 +66,7 @@ class PlainDecoder:
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
         ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
+        self._session.begin(TapNeeds())
         logits = self._session.prefill(prompt)
         token = sampler.choose(logits, len(prompt))
         generation = Generation(ending.cut([int(token)]))
@@ -72,8 +85,24 @@ class SpeculativeDecoder:
     """Target and drafter in one process. By a lossless rule output equals the target's own (see `decoding.accept`)."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, shape: ChainShape | FixedShape | DynamicShape, capacity: int
+        self,
+        target: Target,
+        drafter: Drafter,
+        shape: AnyShape,
+        capacity: int,
+        session: TargetSession | None = None,
     ) -> None:
+        """
+        Args:
+            target: may be shared.
+            drafter: may be shared; each decoder has a drafting state of its own.
+            shape: of the trees; an adaptive one measures costs in the first generation.
+            capacity: most tokens of prompt and answer together.
+            session: one to share with other decoders that take turns with this one, in place of one of its own.
+
+        Raises:
+            ConfigError: the shape does not go with the vocabulary or the drafter.
+        """
         if shape.max_children > target.spec.vocab_size:
             raise ConfigError(
                 f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
@@ -86,8 +115,10 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = drafter
         self.shape = shape
-        self._session = TargetSession(target, capacity, shape.num_nodes + 1, drafter.observed)
+        self.accept: Accept = accept
+        self._session = session or TargetSession(target, capacity, shape.num_nodes + 1)
         self._state = drafter.new_state(capacity, shape.num_expanded)
+        self._adapter: Adapter | None = None
 
     @torch.inference_mode()
     def generate(
@@ -112,9 +143,12 @@ class SpeculativeDecoder:
         ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         self.drafter.reset(self._state)
+        self._session.begin(self.drafter.observed)
         logits = self._session.prefill(prompt, self._observe)
         root = sampler.choose(logits, len(prompt))
-        generation = Generation(ending.cut([int(root)]))
+        if isinstance(self.shape, AdaptiveShape) and self._adapter is None:
+            self._adapter = Adapter(self.shape, self._measure_costs(root, self.shape))
+        generation = Generation(ending.cut([int(root)]), wait=self._session.wait)
         if on_tokens is not None:
             on_tokens(generation.tokens[:], 0)
         prefilled = time.perf_counter()
@@ -136,27 +170,61 @@ class SpeculativeDecoder:
     ) -> Int[Tensor, " 1"]:
         """One cycle; returns the next root."""
         root_position = prompt_length + len(generation.tokens) - 1
-        is_chain = isinstance(self.shape, ChainShape)
         with generation.timed("propose"):
-            select = sampler.selector(root_position, self.shape.depth, is_chain)
-            tree = self.drafter.propose(self._state, root, self.shape, select)
+            tree = self._propose(root, root_position, sampler)
         with generation.timed("verify"):
             logits = self._session.verify(tree)
         with generation.timed("accept"):
-            result = accept(tree, logits, sampler, root_position)
+            result = self.accept(tree, logits, sampler, root_position)
         emitted = ending.cut([*result.tokens, result.next_token])
         generation.accepted.append(len(result.path))
         generation.emitted.append(len(emitted))
         generation.drafted.append(tree.max_depth)
         generation.tokens.extend(emitted)
+        if self._adapter is not None:
+            self._adapter.record(tree.max_depth, len(result.path))
         if on_tokens is not None:
             on_tokens(emitted, min(len(result.path), len(emitted)))
+        if ending.finish_reason is not None:
+            return root
         with generation.timed("commit"):
             taps = self._session.commit(result.path)
-            verified = tree.tokens[[0, *result.path]]
+            verified = torch.tensor([*result.tokens, result.next_token], device=root.device)
         with generation.timed("observe"):
-            self._observe(verified, taps)
-        return torch.tensor([result.next_token], device=root.device)
+            self._observe(torch.cat([root, verified[:-1]]), taps)
+        return verified[-1:]
+
+    def _propose(self, root: Int[Tensor, " 1"], root_position: int, sampler: Sampler) -> TokenTree:
+        shape, budget = self.shape, None
+        if isinstance(shape, AdaptiveShape):
+            assert self._adapter is not None
+            shape, budget = self._adapter.next_shape(), self._adapter.budget
+            if shape is None:
+                return root_alone(root)
+        select = sampler.selector(root_position, shape.depth, isinstance(shape, ChainShape))
+        return self.drafter.propose(self._state, root, shape, select, budget)
+
+    def _measure_costs(self, root: Int[Tensor, " 1"], shape: AdaptiveShape) -> Costs:
+        """Time passes and drafts behind the prompt; nothing of them is kept."""
+        sampler = Sampler(SamplingParams(), self.target.spec.vocab_size, self.target.device)
+
+        def verify(num_tokens: int) -> None:
+            structure = fixed_structure((1,) * (num_tokens - 1), root.device)
+            tokens = root.expand(num_tokens)
+            self._session.verify(
+                TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, num_tokens - 1)
+            )
+
+        def draft(num_levels: int) -> None:
+            chosen = shape.at(num_levels)
+            select = sampler.selector(0, chosen.depth, isinstance(chosen, ChainShape))
+            self.drafter.propose(self._state, root, chosen, select)
+
+        def clock() -> float:
+            synchronise(self.target.device)
+            return time.perf_counter()
+
+        return measure_costs(verify, draft, (shape.num_nodes + 1, shape.depth), clock)
 
     def _observe(self, tokens: Int[Tensor, " new"], taps: Taps) -> None:
         self.drafter.extend(self._state, tokens, self.drafter.observe(taps))

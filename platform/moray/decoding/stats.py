@@ -1,7 +1,7 @@
 """What a generation did, cycle by cycle: the raw material of tau, acceptance and efficiency."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,6 +26,8 @@ class Generation:
     prefill_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds by phase of the cycle."""
+    wait: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    """Waits for the device if phases are to be told apart on it."""
 
     @property
     def num_cycles(self) -> int:
@@ -34,10 +36,11 @@ class Generation:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the time spent inside to a phase. Nothing waits for the device: on a GPU, work that one phase has
-        queued counts for the next phase that needs its result."""
+        """Add the time spent inside to a phase. Unless `wait` waits for it, work that one phase has queued on a GPU
+        counts for the next phase that needs its result."""
         begin = time.perf_counter()
         yield
+        self.wait()
         self.phases[phase] += time.perf_counter() - begin
 
 

@@ -7,6 +7,7 @@ its target (`TargetSpec`) and its frozen head, never the target itself.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from jaxtyping import Bool, Float, Int
@@ -17,8 +18,8 @@ from moray.drafters.configs import DrafterConfigBase
 from moray.drafters.vocabulary import DraftVocabulary
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
-from moray.trees.grow import Select, grow
-from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+from moray.trees.grow import Budget, Select, grow
+from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
 Memory = Mapping[str, Float[Tensor, "batch seq width"]]
@@ -122,11 +123,12 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self,
         state: State,
         root: Int[Tensor, " 1"],
-        shape: ChainShape | FixedShape | DynamicShape,
+        shape: GrowableShape,
         select: Select,
+        budget: Budget | None = None,
     ) -> TokenTree:
-        """Draft a tree below `root`, the token that follows those given to `extend`."""
-        return grow(root, shape, lambda tokens, ancestors, depth: self.step(state, tokens, ancestors, depth), select)
+        """Draft a tree below `root`, the token that follows those given to `extend` (see `trees.grow`)."""
+        return grow(root, shape, partial(self.step, state), select, budget)
 
     def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
         """Take the target's feature sizes from the cache's statistics; called once, before training."""

@@ -1,7 +1,6 @@
 """Growing a token tree level by level with any drafter that can score the children of some nodes.
 
-Knows neither models nor sampling: a `Step` scores, a `Select` picks children from the scores. Nothing here
-waits for the device.
+Knows neither models nor sampling: a `Step` scores, a `Select` picks children from the scores.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+from moray.trees.shapes import ChainShape, DynamicShape, GrowableShape
 from moray.trees.tree import Structure, TokenTree, fixed_structure
 
 Step = Callable[[Int[Tensor, " new"], Bool[Tensor, "new expanded"] | None, int], Float[Tensor, "new vocab"] | None]
@@ -29,12 +28,20 @@ Select = Callable[
 distribution they were sampled from, or None for deterministic proposals."""
 
 
+Budget = Callable[[list[float]], int]
+"""budget(log_probs) -> how many nodes to keep, given the cumulative log-probabilities of the best ones, best first."""
+
+
 def grow(
-    root: Int[Tensor, " 1"], shape: ChainShape | FixedShape | DynamicShape, step: Step, select: Select
+    root: Int[Tensor, " 1"], shape: GrowableShape, step: Step, select: Select, budget: Budget | None = None
 ) -> TokenTree:
-    """Draft a tree of `shape` below `root`."""
+    """Draft a tree of `shape` below `root`.
+
+    A `budget` decides how many nodes of a dynamic tree are worth verifying, `shape.nodes` at most; that waits
+    for the device once. Without it nothing does.
+    """
     if isinstance(shape, DynamicShape):
-        return _grow_dynamic(root, shape, step, select)
+        return _grow_dynamic(root, shape, step, select, budget)
     branching = (1,) * shape.depth if isinstance(shape, ChainShape) else shape.branching
     return _grow_fixed(root, branching, step, select)
 
@@ -60,7 +67,15 @@ def _grow_fixed(root: Int[Tensor, " 1"], branching: tuple[int, ...], step: Step,
     return TokenTree(torch.cat(levels), structure.parents, structure.depths, structure.ancestors, len(branching), draft)
 
 
-def _grow_dynamic(root: Int[Tensor, " 1"], shape: DynamicShape, step: Step, select: Select) -> TokenTree:
+def root_alone(root: Int[Tensor, " 1"]) -> TokenTree:
+    """The tree without a draft: verifying it is a plain step."""
+    structure = _structure((), root.device)
+    return TokenTree(root, structure.parents, structure.depths, structure.ancestors, 0)
+
+
+def _grow_dynamic(
+    root: Int[Tensor, " 1"], shape: DynamicShape, step: Step, select: Select, budget: Budget | None
+) -> TokenTree:
     """EAGLE-2 (arXiv 2406.16858, section 4): expand by cumulative log-probability, then rerank all candidates.
 
     level 0   root                                   expanded[0]
@@ -91,7 +106,7 @@ def _grow_dynamic(root: Int[Tensor, " 1"], shape: DynamicShape, step: Step, sele
             itself = torch.eye(best.shape[0], dtype=torch.bool, device=device)
             ancestors = torch.cat([inherited, itself], dim=1)
         num_candidates += cumulative.shape[0]
-    return _keep_best(torch.cat(tokens), torch.cat(parents), torch.cat(scores), shape)
+    return _keep_best(torch.cat(tokens), torch.cat(parents), torch.cat(scores), shape, budget)
 
 
 def _keep_best(
@@ -99,10 +114,16 @@ def _keep_best(
     parents: Int[Tensor, " candidates"],
     scores: Float[Tensor, " candidates"],
     shape: DynamicShape,
+    budget: Budget | None,
 ) -> TokenTree:
-    """The `nodes` likeliest candidates and the root. A child scores at most its parent's score and stands
-    behind it, so a stable sort keeps every kept node's parent too."""
-    order = scores.sort(descending=True, stable=True).indices[: shape.nodes + 1]
+    """The root and the likeliest candidates: `nodes` of them, or as many as the budget allows.
+
+    A child scores at most its parent's score and stands behind it, so a stable sort keeps every kept node's
+    parent too.
+    """
+    ranked = scores.sort(descending=True, stable=True)
+    size = shape.nodes + 1 if budget is None else 1 + budget(ranked.values[1 : shape.nodes + 1].tolist())
+    order = ranked.indices[:size]
     kept = order.sort().values
     rank = torch.zeros_like(parents).scatter_(0, kept, torch.arange(kept.shape[0], device=kept.device))
     new_parents = torch.where(kept == 0, -1, rank[parents[kept].clamp(min=0)])

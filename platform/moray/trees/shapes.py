@@ -116,4 +116,59 @@ class DynamicShape(Config):
         return 1 + (self.depth - 1) * self.breadth
 
 
-Shape = Annotated[ChainShape | FixedShape | DynamicShape, Field(discriminator="type")]
+class AdaptiveShape(Config):
+    """Depth, and number of nodes, chosen anew in every cycle from measured costs and running acceptance
+    (`decoding.adapt`); down to no draft at all where drafting would be a loss."""
+
+    type: Literal["adaptive"]
+    depth: int = Field(default=8, ge=1, le=32)
+    """Most levels."""
+    breadth: int = Field(default=1, ge=1, le=64)
+    """1 drafts chains, more draft dynamic trees."""
+    nodes: int | None = Field(default=None, ge=1, le=512)
+    """Most nodes of a tree; a chain has as many as levels."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "AdaptiveShape":
+        if (self.nodes is None) != (self.breadth == 1):
+            raise ValueError(
+                f"nodes is {self.nodes}, breadth {self.breadth}; give nodes if breadth > 1, else leave it out"
+            )
+        if self.nodes is not None:
+            DynamicShape(type="dynamic", depth=self.depth, breadth=self.breadth, nodes=self.nodes)
+        return self
+
+    def at(self, depth: int) -> ChainShape | DynamicShape:
+        """The shape of one cycle."""
+        if self.nodes is None:
+            return ChainShape(type="chain", depth=depth)
+        most = self.breadth + (depth - 1) * self.breadth**2
+        return DynamicShape(type="dynamic", depth=depth, breadth=self.breadth, nodes=min(self.nodes, most))
+
+    @property
+    def name(self) -> str:
+        """Short name for tables."""
+        return f"adaptive-{self.depth}" if self.nodes is None else f"adaptive-{self.depth}x{self.breadth}-{self.nodes}"
+
+    @property
+    def num_nodes(self) -> int:
+        """Most draft nodes that one target pass verifies (root not counted)."""
+        return self.at(self.depth).num_nodes
+
+    @property
+    def max_children(self) -> int:
+        """Most children of one node."""
+        return self.breadth
+
+    @property
+    def num_expanded(self) -> int:
+        """Most nodes that the drafter expands, the root among them."""
+        return self.at(self.depth).num_expanded
+
+
+GrowableShape = ChainShape | FixedShape | DynamicShape
+"""What one cycle can draft."""
+
+AnyShape = GrowableShape | AdaptiveShape
+
+Shape = Annotated[AnyShape, Field(discriminator="type")]

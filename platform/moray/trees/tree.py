@@ -83,6 +83,7 @@ class PrefixMask:
         self._hidden = torch.tensor(-torch.inf, dtype=like.dtype, device=like.device)
         self._seen = torch.zeros_like(self._hidden)
         self.length = 0
+        self._end = 0
 
     def commit(self, num_tokens: int) -> None:
         """Make `num_tokens` more slots visible to every row."""
@@ -93,10 +94,11 @@ class PrefixMask:
         """The mask for `new` rows that see the committed slots and, behind them, what `block` says."""
         new, scratch = block.shape
         end = self.length + scratch
+        self._end = max(self._end, end)
         self._data[:new, self.length : end] = torch.where(block, self._seen, self._hidden)
         return self._data[None, None, :new, :end]
 
     def reset(self) -> None:
-        """Forget the committed slots."""
-        self._data.fill_(-torch.inf)
-        self.length = 0
+        """Forget the committed slots. Only what was written is cleared."""
+        self._data[:, : max(self._end, self.length)] = -torch.inf
+        self.length = self._end = 0

@@ -31,7 +31,8 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 def test_a_committed_path_leaves_what_plain_text_would(tiny, path):
     """Taps, cache and the next pass's logits equal those of the text read at once."""
     prompt = tiny.prompt(0, 6)
-    session = TargetSession(tiny.target, 40, len(TOKENS), NEEDS)
+    session = TargetSession(tiny.target, 40, len(TOKENS))
+    session.begin(NEEDS)
     session.prefill(prompt)
     session.verify(tree())
     taps = session.commit(path)
@@ -53,7 +54,8 @@ def test_a_committed_path_leaves_what_plain_text_would(tiny, path):
 
 def test_taps_of_a_prompt_arrive_chunk_by_chunk(tiny):
     prompt = tiny.prompt(1, PREFILL_CHUNK + 9)
-    session = TargetSession(tiny.target, 300, 1, TapNeeds((1, 3), (-1,)))
+    session = TargetSession(tiny.target, 300, 1)
+    session.begin(TapNeeds((1, 3), (-1,)))
     tokens, kv, hidden = [], [], []
 
     def on_chunk(new, taps):

@@ -1,0 +1,154 @@
+"""How much to draft next: the depth and number of nodes that promise most tokens per second.
+
+Knows two things: what the parts of a cycle cost on this machine (`Costs`, measured once), and how often drafts have
+been accepted lately. The best size maximises E[tokens](n) / (verify(n) + draft), and is 0 where drafting would be
+a loss. It looks at past cycles, and at the scores of deterministic proposals, never at sampled tokens: so the
+choice cannot bend the output's distribution.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape
+
+_FORGET = 0.97
+"""Weight of a cycle when one more has passed: about the last 30 count."""
+_PRIOR_RATE = 0.7
+_PRIOR_WEIGHT = 2.0
+"""What is believed of a level before it was tried, and of a level not tried for long: so that it is tried again."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that the parts of a cycle take, by size; sizes ascend, between them lines are drawn."""
+
+    verify: Sequence[tuple[int, float]]
+    """By tokens of a target pass, the root included."""
+    draft: Sequence[tuple[int, float]]
+    """By levels drafted."""
+
+    def verify_seconds(self, num_tokens: int) -> float:
+        """One target pass."""
+        return _interpolate(self.verify, num_tokens)
+
+    def draft_seconds(self, num_levels: int) -> float:
+        """One draft; none at all is free."""
+        return _interpolate(self.draft, num_levels) if num_levels else 0.0
+
+
+class Adapter:
+    """Chooses the shape of each cycle of one decoder."""
+
+    def __init__(self, shape: AdaptiveShape, costs: Costs) -> None:
+        self._shape = shape
+        self._costs = costs
+        self._reached = [0.0] * shape.depth
+        self._passed = [0.0] * shape.depth
+        self._promised = self._kept = 0.0
+        self._sum_of_probabilities = 0.0
+        self._num_levels = 0
+
+    def next_shape(self) -> ChainShape | DynamicShape | None:
+        """The shape to draft now; None for no draft."""
+        best_depth, best_rate = 0, 1.0 / self._costs.verify_seconds(1)
+        expected, survival = 1.0, 1.0
+        for depth, rate in enumerate(self._acceptance(), start=1):
+            survival *= rate
+            expected += survival
+            nodes = self._shape.at(depth).num_nodes
+            per_second = expected / (self._costs.verify_seconds(nodes + 1) + self._costs.draft_seconds(depth))
+            if per_second > best_rate:
+                best_depth, best_rate = depth, per_second
+        self._num_levels = best_depth
+        self._sum_of_probabilities = 0.0
+        return self._shape.at(best_depth) if best_depth else None
+
+    def budget(self, log_probs: list[float]) -> int:
+        """How many of a tree's best nodes to verify (see `trees.grow.Budget`).
+
+        If the drafter knows itself, the expected number of accepted nodes is the sum of their probabilities; the
+        running ratio of what was accepted to what was promised corrects it.
+        """
+        trust = (self._kept + _PRIOR_WEIGHT) / (self._promised + _PRIOR_WEIGHT)
+        draft = self._costs.draft_seconds(self._num_levels)
+        best, best_rate, best_sum, total = 1, 0.0, 0.0, 0.0
+        for count, log_prob in enumerate(log_probs, start=1):
+            total += math.exp(log_prob)
+            rate = (1.0 + trust * total) / (self._costs.verify_seconds(count + 1) + draft)
+            if rate > best_rate:
+                best, best_rate, best_sum = count, rate, total
+        self._sum_of_probabilities = best_sum
+        return best
+
+    def record(self, num_levels: int, num_accepted: int) -> None:
+        """What became of a cycle: levels drafted and how many were accepted."""
+        for level in range(self._shape.depth):
+            self._reached[level] *= _FORGET
+            self._passed[level] *= _FORGET
+            if level < num_levels and level <= num_accepted:
+                self._reached[level] += 1.0
+                self._passed[level] += level < num_accepted
+        self._promised = self._promised * _FORGET + self._sum_of_probabilities
+        self._kept = self._kept * _FORGET + (num_accepted if self._sum_of_probabilities else 0.0)
+
+    def _acceptance(self) -> list[float]:
+        """P(level k is accepted | level k - 1 was); a level without evidence is believed to be like the one before."""
+        rates, belief = [], _PRIOR_RATE
+        for reached, passed in zip(self._reached, self._passed, strict=True):
+            belief = (passed + _PRIOR_WEIGHT * belief) / (reached + _PRIOR_WEIGHT)
+            rates.append(belief)
+        return rates
+
+
+def measure_costs(
+    verify: Callable[[int], object],
+    draft: Callable[[int], object],
+    sizes: tuple[int, int],
+    clock: Callable[[], float],
+) -> Costs:
+    """Time target passes and drafts of growing size.
+
+    Args:
+        verify: runs a target pass of that many tokens and keeps nothing.
+        draft: drafts that many levels and keeps nothing.
+        sizes: most tokens of a pass, and most levels of a draft.
+        clock: seconds, read only once the device is idle.
+    """
+
+    def timings(run: Callable[[int], object], most: int) -> list[tuple[int, float]]:
+        measured: list[tuple[int, float]] = []
+        for size in _sizes(most):
+            run(size)
+            seconds = []
+            for _ in range(_REPEATS):
+                begin = clock()
+                run(size)
+                seconds.append(clock() - begin)
+            # More work is never faster: what says so is noise.
+            floor = measured[-1][1] if measured else 0.0
+            measured.append((size, max(floor, sorted(seconds)[_REPEATS // 2])))
+        return measured
+
+    return Costs(timings(verify, sizes[0]), timings(draft, sizes[1]))
+
+
+_REPEATS = 5
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and `most` itself."""
+    sizes = {most}
+    power = 1
+    while power <= most:
+        sizes |= {size for size in (power, power + power // 2) if size <= most}
+        power *= 2
+    return sorted(sizes)
+
+
+def _interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x <= x1:
+            return y0 + (y1 - y0) * (max(x, x0) - x0) / (x1 - x0)
+    return points[-1][1]
