@@ -14,10 +14,21 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
 from moray.distill.configs import LinearSchedule, LossConfig, MuonConfig, TrainConfig
-from moray.distill.loop import Span, train
+from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory
-from moray.drafters.configs import BlockConfig, DrafterConfig, DrafterConfigBase, MoAConfig
+from moray.drafters.configs import (
+    BlockConfig,
+    DrafterConfig,
+    DrafterConfigBase,
+    EagleConfig,
+    GlideConfig,
+    IndependentConfig,
+    MedusaConfig,
+    MoAConfig,
+    NgramConfig,
+    PretrainedConfig,
+)
 from moray.targets.demo_data import CHAT_TEMPLATE, SPECIAL_TOKENS
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
@@ -55,10 +66,32 @@ DRAFTERS: dict[str, list[DrafterConfigBase]] = {
         )
         for layers in (0, 1, 2)
     ],
+    "eagle": [
+        EagleConfig(type="eagle", layer=_ATTENTION),
+        EagleConfig(type="eagle", layer=_ATTENTION, draft_vocabulary=60),
+    ],
+    "glide": [GlideConfig(type="glide", layer=_ATTENTION, cross_heads=4)],
+    "medusa": [
+        MedusaConfig(type="medusa", num_heads=6, draft_vocabulary=90),
+        MedusaConfig(type="medusa", num_heads=6, num_blocks=2, projections="frozen"),
+    ],
+    "independent": [
+        IndependentConfig(type="independent", num_layers=2, hidden_size=48, head_dim=16, layer=_ATTENTION),
+        IndependentConfig(
+            type="independent", hidden_size=64, head_dim=16, layer=_ATTENTION, embeddings="copied", draft_vocabulary=90
+        ),
+        IndependentConfig(type="independent", hidden_size=64, head_dim=16, layer=_ATTENTION, embeddings="frozen"),
+    ],
+    "pretrained": [PretrainedConfig(type="pretrained", model="made by build()")],
+    "ngram": [NgramConfig(type="ngram", longest=3)],
 }
 """Small configurations of every member of the union: each of them must keep the whole contract."""
 
 VARIANTS = {f"{kind}-{index}": config for kind, configs in DRAFTERS.items() for index, config in enumerate(configs)}
+UNTRAINED = ("pretrained", "ngram")
+TRAINED = [name for name in VARIANTS if not name.startswith(UNTRAINED)]
+T_STEP = [name for name in VARIANTS if VARIANTS[name].verified_period is not None]
+"""Variants whose cross-attention is trained with the T-step mask."""
 
 
 def union_members() -> set[str]:
@@ -201,23 +234,48 @@ def batch_of(target: Target, sequences: list[list[int]], prompt_length: int, nee
 
 
 def build(tiny: TinyTarget, config: DrafterConfigBase, seed: int = 0) -> Drafter:
-    """A random drafter that shares the target's head."""
+    """A random drafter that shares the target's head; a pretrained one is the target with noise on its weights."""
+    if isinstance(config, PretrainedConfig):
+        config = config.model_copy(update={"model": str(noisy_copy(tiny))})
     torch.manual_seed(seed)
     drafter = config.build(TargetHead.of(tiny.target, config.num_target_layers))
-    sample = taps_of(tiny.target, torch.tensor([tiny.prompt(length=32)]), drafter.needs)
+    text = torch.tensor([tiny.prompt(length=32)])
+    sample = taps_of(tiny.target, text, drafter.needs)
     drafter.set_scale({depth: float(hidden.square().mean().sqrt()) for depth, hidden in sample.hidden.items()})
+    learnt = torch.tensor(tiny.hugging_face(tiny.prompt(), 40))  # what the tests teach drafters
+    drafter.choose_vocabulary(torch.bincount(learnt, minlength=tiny.target.spec.vocab_size))
     return drafter.eval()
 
 
+def noisy_copy(tiny: TinyTarget, noise: float = 0.1) -> Path:
+    """The folder of a model like the target, which it is often but not always right about."""
+    folder = tiny.folder.with_name(f"{tiny.folder.name}-noisy")
+    if not folder.is_dir():
+        model = AutoModelForCausalLM.from_pretrained(tiny.folder)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=generator))
+        model.save_pretrained(folder)
+    return folder
+
+
+def losses_for(drafter: Drafter) -> LossConfig:
+    """Losses that the drafter can be trained with."""
+    return LossConfig(feature=float(bool(drafter.config.model_dump()["type"] in ("moa", "eagle"))), kl=1.0)
+
+
 def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_length: int, steps: int = 35) -> Drafter:
-    """Distil until the drafter knows this sequence nearly by heart."""
+    """Distil until the drafter knows this sequence nearly by heart; what cannot be trained stays as it is."""
+    if drafter.num_parameters == 0:
+        return drafter
     batch = batch_of(tiny.target, [sequence] * 3, prompt_length, drafter.needs)
     optimiser = Optimiser(
         drafter, MuonConfig(type="muon", lr=0.02), LinearSchedule(type="linear", warmup_steps=5, final=0.1)
     )
-    span = Span(first_step=0, total_steps=steps, steps_per_epoch=steps, epochs=1)
+    span = Span(first=Progress(), total_steps=steps, steps_per_epoch=steps, epochs=1)
     config = TrainConfig(log_steps=steps, checkpoint_steps=steps)
-    train(drafter, optimiser, [batch] * steps, span, LossConfig(kl=1.0), config, lambda *_: None, lambda _: None)
+    train(drafter, optimiser, [batch] * steps, span, losses_for(drafter), config, lambda *_: None, lambda _: None)
     return drafter
 
 

@@ -16,6 +16,7 @@ from ray.train.torch import TorchTrainer, get_device
 from moray.activations.collate import EpochPlan, needed_columns, plan_epoch
 from moray.activations.manifest import Manifest, read_manifest
 from moray.activations.store import CacheStore
+from moray.activations.token_counts import token_counts
 from moray.batch import TrainBatch
 from moray.cluster.board import Board, follow
 from moray.cluster.claim import claim, is_complete
@@ -30,7 +31,7 @@ from moray.distill.checkpoint import (
     whole_checkpoint_step,
 )
 from moray.distill.configs import TrainConfig
-from moray.distill.loop import Span, train
+from moray.distill.loop import Progress, Span, train
 from moray.distill.metrics import MetricsWriter
 from moray.distill.optim import Optimiser
 from moray.drafters.base import Drafter
@@ -54,6 +55,7 @@ def distil(config: DistilConfig) -> Path:
     is_complete(config)  # raises what speaks against it
     _check_resources(config)
     claim(config)
+    _count_tokens(config)
     output = Path(config.output).absolute()
     _mend_snapshot(output)
     board: Any = Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
@@ -85,6 +87,13 @@ def distil(config: DistilConfig) -> Path:
             shutil.copyfile(Path(folder) / name, output / f".{name}.tmp")
             (output / f".{name}.tmp").replace(output / name)
     return output
+
+
+def _count_tokens(config: DistilConfig) -> None:
+    """Count once, before every worker asks for it."""
+    if getattr(config.drafter, "draft_vocabulary", None) is not None:
+        store = CacheStore(config.activations)
+        token_counts(store, read_manifest(store).plan["target"]["vocab_size"])
 
 
 def _check_resources(config: DistilConfig) -> None:
@@ -150,37 +159,37 @@ def _train(settings: dict[str, Any]) -> None:
     device = get_device()
     drafter = build_drafter(config, manifest, device.type).to(device)
     optimiser = Optimiser(drafter, config.optim, config.schedule)
-    first_step = 0
+    first = Progress()
     checkpoint = ray.train.get_checkpoint() or _newest_checkpoint(Path(settings["output"]))
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             load_weights(Path(folder), drafter)
-            first_step = load_training(Path(folder), optimiser)
+            first = load_training(Path(folder), optimiser)
     plans = [
         plan_epoch(manifest.lengths, config.train.batch_tokens, config.train.seed, epoch, num_workers)[rank]
         for epoch in range(config.train.epochs)
     ]
-    span = _span(plans, config.train, first_step)
+    span = _span(plans, config.train, first)
     batches = _batches(plans, span, config, manifest, drafter)
     is_first = rank == 0
-    writer = MetricsWriter(Path(settings["output"]), first_step) if is_first else None
+    writer = MetricsWriter(Path(settings["output"]), first.step) if is_first else None
     board = settings["board"] if is_first else None
     if board is not None:
-        board.start.remote(first_step, span.total_steps)
+        board.start.remote(first.step, span.total_steps)
 
-    def report(step: int, metrics: dict[str, float]) -> None:
+    def report(progress: Progress, metrics: dict[str, float]) -> None:
         if writer is not None and board is not None:
-            writer.write(step, metrics)
-            board.update.remote(step, metrics)
+            writer.write(progress, metrics)
+            board.update.remote(progress.step, metrics)
 
-    def save(step: int) -> None:
+    def save(progress: Progress) -> None:
         if not is_first:
-            ray.train.report({"step": step})
+            ray.train.report({"step": progress.step})
             return
         with tempfile.TemporaryDirectory() as folder:
             save_drafter(Path(folder), drafter, manifest.plan["text_fingerprint"])
-            save_training(Path(folder), optimiser, step)
-            ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+            save_training(Path(folder), optimiser, progress)
+            ray.train.report({"step": progress.step}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
     train(drafter, optimiser, batches, span, config.losses, config.train, report, save)
     if writer is not None:
@@ -200,10 +209,13 @@ def build_drafter(config: DistilConfig, manifest: Manifest, device_type: str = "
     drafter = config.drafter.build(head)
     needed_columns(drafter.needs, manifest.columns)
     drafter.set_scale(manifest.hidden_rms)
+    if drafter.vocabulary.is_reduced:
+        counts = token_counts(CacheStore(config.activations), drafter.spec.vocab_size)
+        drafter.choose_vocabulary(torch.from_numpy(counts))
     return drafter
 
 
-def _span(plans: list[EpochPlan], train_config: TrainConfig, first_step: int) -> Span:
+def _span(plans: list[EpochPlan], train_config: TrainConfig, first: Progress) -> Span:
     total = sum(plan.num_steps for plan in plans)
     if total == 0:
         raise DataError(
@@ -211,18 +223,18 @@ def _span(plans: list[EpochPlan], train_config: TrainConfig, first_step: int) ->
             "train.batch_tokens or workers.num_workers, or cache more chats"
         )
     per_epoch = -(-total // len(plans))
-    return Span(first_step, min(total, train_config.max_steps or total), per_epoch, len(plans))
+    return Span(first, min(total, train_config.max_steps or total), per_epoch, len(plans))
 
 
 def _batches(
     plans: list[EpochPlan], span: Span, config: DistilConfig, manifest: Manifest, drafter: Drafter
 ) -> Iterator[TrainBatch]:
-    """This worker's batches from `span.first_step` to the last, epoch after epoch."""
+    """This worker's batches from `span.first` to the last, epoch after epoch."""
     begin = 0
     for plan in plans:
         end = min(begin + plan.num_steps, span.total_steps)
-        if span.first_step < end:
-            rest = plan.after(max(0, span.first_step - begin)).before(end - begin)
+        if span.first.step < end:
+            rest = plan.after(max(0, span.first.step - begin)).before(end - begin)
             yield from stream_batches(
                 config.activations, manifest, rest, drafter.needs, config.workers.prefetch_windows
             )

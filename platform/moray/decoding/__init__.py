@@ -1,1 +1,1 @@
-"""Lossless decoding: plain and speculative, greedy and sampled, one sequence at a time."""
+"""Decoding, lossless unless asked otherwise: plain and speculative, greedy and sampled, one sequence at a time."""

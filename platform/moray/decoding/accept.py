@@ -1,10 +1,12 @@
-"""The lossless rules: which path of a verified tree is accepted, and which token follows it.
+"""The rules of acceptance: which path of a verified tree is accepted, and which token follows it.
 
-Two rules cover every case. By choice: the target's token at each node is fixed by its logits
+Two lossless rules cover every case. By choice: the target's token at each node is fixed by its logits
 (argmax, or Gumbel-max with the position's noise) and a child is accepted if it is that token. By
 rejection: a child x drawn from q is accepted with probability min(1, p(x)/q(x)); refused, p becomes
 norm((p - q)+) and the next sibling is tried. A deterministic child is the point mass q = 1 at x, for which
 this is: accept with p(x), else zero x and renormalise.
+
+A third rule, typical acceptance, is lossy and must be asked for by name.
 """
 
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ def accept(tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampl
     if sampler.params.is_greedy:
         return accept_by_choice(tree, logits.argmax(dim=-1))
     log_p = sampler.log_probs(logits)
+    if sampler.params.rule == "typical":
+        return accept_typical(tree, log_p, sampler, root_position)
     if sampler.params.rule == "coupled":
         noise = sampler.noise(root_position + 1, tree.max_depth + 1)  # all nodes of one depth share a position
         return accept_by_choice(tree, (log_p + noise[tree.depths]).argmax(dim=-1))
@@ -95,3 +99,35 @@ def accept_by_rejection(
             return Accepted(path, [tokens[child] for child in path], int((p.log() + noise).argmax()))
         path.append(accepted)
         node = accepted
+
+
+def accept_typical(
+    tree: TokenTree, log_p: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int
+) -> Accepted:
+    """Typical acceptance (Medusa, arXiv 2401.10774): lossy, the text need not follow the target's distribution.
+
+    A child x is typical if p(x) > min(epsilon, delta * exp(-H(p))), p being its parent's distribution and H the
+    entropy in nats: where the target is unsure, less is asked. The longest path of typical tokens wins, of equally
+    long ones the likeliest. The next token is the target's Gumbel-max sample with the noise of its position, so the
+    text is a function of seed, drafter and tree. The only waits for the device are two small copies.
+    """
+    params = sampler.params
+    entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
+    threshold = (params.typical_delta * (-entropy).exp()).clamp(max=params.typical_epsilon)
+    parent_of = tree.parents.clamp(min=0)  # the root's row is never read
+    gain = log_p[parent_of, tree.tokens]
+    gain = gain.masked_fill(gain.exp() <= threshold[parent_of], -torch.inf)
+    rows = torch.stack([tree.tokens.double(), tree.parents.double(), tree.depths.double(), gain.double()]).tolist()
+    tokens, parents, depths = (list(map(int, row)) for row in rows[:3])
+    scores, best = [0.0], 0
+    for node in range(1, len(tokens)):
+        scores.append(scores[parents[node]] + rows[3][node])
+        if scores[node] > -torch.inf and (depths[node], scores[node]) > (depths[best], scores[best]):
+            best = node
+    path: list[int] = []
+    node = best
+    while node:
+        path.insert(0, node)
+        node = parents[node]
+    noise = sampler.noise(root_position + depths[best] + 1, 1)[0]
+    return Accepted(path, [tokens[child] for child in path], int((log_p[best] + noise).argmax()))

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moray.config import Config
 
@@ -16,12 +16,31 @@ class SamplingParams(Config):
     """0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int = 0
-    rule: Literal["coupled", "rejection"] = "coupled"
+    rule: Literal["coupled", "rejection", "typical"] = "coupled"
     """How drafts are tested when sampling. "coupled": the token is the Gumbel-max sample of the target with
     noise that depends on seed and position alone, so the text is the same for every drafter and tree.
-    "rejection": the classic test (chain sampled from q; a tree's children as point masses)."""
+    "rejection": the classic test (chain sampled from q; a tree's children as point masses).
+    "typical": NOT lossless, only by name: a draft is kept if the target finds it probable enough (Medusa,
+    arXiv 2401.10774, section on typical acceptance), so the text does not follow the target's distribution."""
+    typical_epsilon: float = Field(default=0.09, ge=0, le=1)
+    """Rule "typical": a draft x is kept if p(x) > min(typical_epsilon, typical_delta * exp(-entropy of p))."""
+    typical_delta: float = Field(default=0.3, ge=0)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the next token is the likeliest one."""
         return self.temperature == 0
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the text follows the target's distribution (and is its very text, where greedy or coupled)."""
+        return self.rule != "typical"
+
+    @model_validator(mode="after")
+    def _check_rule(self) -> "SamplingParams":
+        if self.rule == "typical" and self.is_greedy:
+            raise ValueError(
+                "rule is 'typical' and temperature 0; typical acceptance needs a temperature above 0: "
+                "set temperature, or leave rule out for the greedy text"
+            )
+        return self

@@ -13,13 +13,17 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession
 from moray.decoding.stats import Generation
+from moray.decoding.stop import Ending, StopStrings
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
 
 OnTokens = Callable[[list[int], int], None]
-"""on_tokens(tokens, accepted): newly emitted tokens, of which the first `accepted` were drafted."""
+"""on_tokens(tokens, accepted): newly emitted tokens, of which the first `accepted` were drafted.
+
+A stop string's own tokens are among them: whoever shows text as it comes holds back what may begin one.
+"""
 
 
 class PlainDecoder:
@@ -38,8 +42,9 @@ class PlainDecoder:
         eos_ids: Collection[int],
         *,
         sequence: int = 0,
+        stop: StopStrings | None = None,
     ) -> Generation:
-        """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context.
+        """Decode until an end-of-sequence token, a stop string, `max_new_tokens`, or the end of the context.
 
         `sequence` numbers the prompt: prompts with different numbers are sampled with different noise.
 
@@ -47,23 +52,24 @@ class PlainDecoder:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
-        limit = _limit(max_new_tokens, self._session.capacity - len(prompt))
+        ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         logits = self._session.prefill(prompt)
         token = sampler.choose(logits, len(prompt))
-        generation = Generation([int(token)])
+        generation = Generation(ending.cut([int(token)]))
         prefilled = time.perf_counter()
-        while not _is_finished(generation, limit, eos_ids):
+        while ending.finish_reason is None:
             logits = self._session.decode(token)
             token = sampler.choose(logits, len(prompt) + len(generation.tokens))
-            generation.tokens.append(int(token))
+            generation.tokens.extend(ending.cut([int(token)]))
+        generation.finish_reason = ending.finish_reason
         generation.prefill_seconds = prefilled - begin
         generation.seconds = time.perf_counter() - prefilled
         return generation
 
 
 class SpeculativeDecoder:
-    """Target and drafter in one process. Output equals the target's own (see `decoding.accept`)."""
+    """Target and drafter in one process. By a lossless rule output equals the target's own (see `decoding.accept`)."""
 
     def __init__(
         self, target: Target, drafter: Drafter, shape: ChainShape | FixedShape | DynamicShape, capacity: int
@@ -72,6 +78,10 @@ class SpeculativeDecoder:
             raise ConfigError(
                 f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
                 f"{target.spec.vocab_size} tokens"
+            )
+        if drafter.max_depth is not None and shape.depth > drafter.max_depth:
+            raise ConfigError(
+                f"tree '{shape.name}' is {shape.depth} levels deep; this drafter drafts at most {drafter.max_depth}"
             )
         self.target = target
         self.drafter = drafter
@@ -89,8 +99,9 @@ class SpeculativeDecoder:
         on_tokens: OnTokens | None = None,
         *,
         sequence: int = 0,
+        stop: StopStrings | None = None,
     ) -> Generation:
-        """Decode until an end-of-sequence token, `max_new_tokens`, or the end of the context.
+        """Decode until an end-of-sequence token, a stop string, `max_new_tokens`, or the end of the context.
 
         `sequence` numbers the prompt, as in plain decoding: the same number draws the same noise.
 
@@ -98,17 +109,18 @@ class SpeculativeDecoder:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
-        limit = _limit(max_new_tokens, self._session.capacity - len(prompt))
+        ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         self.drafter.reset(self._state)
         logits = self._session.prefill(prompt, self._observe)
         root = sampler.choose(logits, len(prompt))
-        generation = Generation([int(root)])
+        generation = Generation(ending.cut([int(root)]))
         if on_tokens is not None:
             on_tokens(generation.tokens[:], 0)
         prefilled = time.perf_counter()
-        while not _is_finished(generation, limit, eos_ids):
-            root = self._cycle(root, len(prompt), sampler, generation, limit, eos_ids, on_tokens)
+        while ending.finish_reason is None:
+            root = self._cycle(root, len(prompt), sampler, generation, ending, on_tokens)
+        generation.finish_reason = ending.finish_reason
         generation.prefill_seconds = prefilled - begin
         generation.seconds = time.perf_counter() - prefilled
         return generation
@@ -119,8 +131,7 @@ class SpeculativeDecoder:
         prompt_length: int,
         sampler: Sampler,
         generation: Generation,
-        limit: int,
-        eos_ids: Collection[int],
+        ending: Ending,
         on_tokens: OnTokens | None,
     ) -> Int[Tensor, " 1"]:
         """One cycle; returns the next root."""
@@ -133,10 +144,10 @@ class SpeculativeDecoder:
             logits = self._session.verify(tree)
         with generation.timed("accept"):
             result = accept(tree, logits, sampler, root_position)
-        emitted = _cut([*result.tokens, result.next_token], limit - len(generation.tokens), eos_ids)
+        emitted = ending.cut([*result.tokens, result.next_token])
         generation.accepted.append(len(result.path))
         generation.emitted.append(len(emitted))
-        generation.drafted.append(self.shape.depth)
+        generation.drafted.append(tree.max_depth)
         generation.tokens.extend(emitted)
         if on_tokens is not None:
             on_tokens(emitted, min(len(result.path), len(emitted)))
@@ -156,18 +167,3 @@ def _limit(max_new_tokens: int, room: int) -> int:
     if max_new_tokens < 1:
         raise DataError(f"max_new_tokens is {max_new_tokens}; at least 1 is generated")
     return min(max_new_tokens, room)
-
-
-def _cut(tokens: list[int], room: int, eos_ids: Collection[int]) -> list[int]:
-    """Tokens up to and including the first end-of-sequence token, and no more than there is room for."""
-    for index, token in enumerate(tokens):
-        if token in eos_ids:
-            return tokens[: min(index + 1, room)]
-    return tokens[:room]
-
-
-def _is_finished(generation: Generation, limit: int, eos_ids: Collection[int]) -> bool:
-    if generation.tokens[-1] in eos_ids:
-        generation.finish_reason = "stop"
-        return True
-    return len(generation.tokens) >= limit

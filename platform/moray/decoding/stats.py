@@ -14,7 +14,7 @@ class Generation:
 
     tokens: list[int]
     finish_reason: str = "length"
-    """"stop" (an end-of-sequence token, which is the last of `tokens`) or "length"."""
+    """"stop" (an end-of-sequence token or the token that completes a stop string, the last of `tokens`) or "length"."""
     accepted: list[int] = field(default_factory=list)
     """Draft tokens accepted in each cycle."""
     emitted: list[int] = field(default_factory=list)

@@ -3,11 +3,12 @@
 drafter.safetensors   trainable weights and buffers
 drafter.json          its configuration, its target's sizes and fingerprints
 training.safetensors  optimiser state           (resumable checkpoints only)
-training.json         updates made              (resumable checkpoints only)
+training.json         updates, tokens, seconds  (resumable checkpoints only)
 """
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from moray.distill.loop import Progress
 from moray.distill.optim import Optimiser
 from moray.drafters.base import Drafter
 from moray.drafters.configs import DRAFTER_CONFIG, DrafterConfig
@@ -97,20 +99,20 @@ def load_weights(folder: Path, drafter: Drafter) -> None:
         ) from None
 
 
-def save_training(folder: Path, optimiser: Optimiser, step: int) -> None:
+def save_training(folder: Path, optimiser: Optimiser, progress: Progress) -> None:
     """Write what a run needs, beside its drafter, to go on exactly where it was."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu() for name, tensor in optimiser.state_dict().items()}
     _atomically(folder / "training.safetensors", lambda path: save_file(state, path))
-    _atomically(folder / "training.json", lambda path: path.write_text(json.dumps({"step": step})))
+    _atomically(folder / "training.json", lambda path: path.write_text(json.dumps(asdict(progress))))
 
 
-def load_training(folder: Path, optimiser: Optimiser) -> int:
-    """Restore an optimiser and say how many updates had been made."""
+def load_training(folder: Path, optimiser: Optimiser) -> Progress:
+    """Restore an optimiser and say how far the run was."""
     try:
         optimiser.load_state_dict(load_file(folder / "training.safetensors"))
-        return int(json.loads((folder / "training.json").read_text(encoding="utf-8"))["step"])
-    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+        return Progress(**json.loads((folder / "training.json").read_text(encoding="utf-8")))
+    except (OSError, SafetensorError, json.JSONDecodeError, TypeError) as error:
         raise DataError(f"checkpoint '{folder}' cannot be resumed: {' '.join(str(error).split())[:200]}") from None
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moray.config import Config
 
@@ -14,6 +14,14 @@ class LossConfig(Config):
     """Smooth L1 between predicted and real hidden states, mean over the hidden size."""
     kl: float = Field(default=0.1, ge=0)
     """KL(target || drafter) over the vocabulary."""
+    acceptance: float = Field(default=0.0, ge=0)
+    """1 - sum min(p, q): the probability that a sampled draft token is not accepted."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "LossConfig":
+        if not self.feature + self.kl + self.acceptance:
+            raise ValueError("feature, kl and acceptance are all 0: there is nothing to learn from")
+        return self
 
 
 class AdamWConfig(Config):
@@ -26,14 +34,14 @@ class AdamWConfig(Config):
 
 
 class MuonConfig(Config):
-    """Muon for matrices, AdamW for norms and biases: far fewer steps on small budgets."""
+    """Muon for matrices between hidden states, AdamW for all else: far fewer steps on small budgets."""
 
     type: Literal["muon"]
     lr: float = Field(default=0.02, gt=0)
     momentum: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
     vector_lr: float = Field(default=3e-3, gt=0)
-    """AdamW's learning rate for what is no matrix."""
+    """AdamW's learning rate: norms, biases, embeddings, projections onto a vocabulary."""
 
 
 Optim = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]

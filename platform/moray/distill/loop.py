@@ -1,6 +1,7 @@
 """The training loop: a `for` over batches. It knows torch; iterators, reporting and saving are handed in, so
 the same loop runs under Ray Train, Ray Tune, in a test and on a laptop."""
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,18 +16,31 @@ from moray.distill.optim import Optimiser
 from moray.distill.step import check_finite, train_step
 from moray.drafters.base import Drafter
 
-Report = Callable[[int, dict[str, float]], None]
-"""report(step, metrics), called every `log_steps`; step counts finished updates."""
 
-Save = Callable[[int], None]
-"""save(step), called every `checkpoint_steps` and after the last update."""
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, interruptions and resumptions together."""
+
+    step: int = 0
+    """Finished updates."""
+    tokens: int = 0
+    """Tokens of all workers' batches so far, padding not counted."""
+    seconds: float = 0.0
+    """Time spent in the loop."""
+
+
+Report = Callable[[Progress, dict[str, float]], None]
+"""report(progress, metrics), called every `log_steps` and after the last update."""
+
+Save = Callable[[Progress], None]
+"""save(progress), called every `checkpoint_steps` and after the last update."""
 
 
 @dataclass(frozen=True)
 class Span:
     """Where a run begins and ends, in updates."""
 
-    first_step: int
+    first: Progress
     total_steps: int
     steps_per_epoch: int
     epochs: int
@@ -42,12 +56,13 @@ def train(
     report: Report,
     save: Save,
 ) -> None:
-    """Train from `span.first_step` to the end of `batches`.
+    """Train from `span.first` to the end of `batches`.
 
     Every draw of step s on worker r comes from a generator seeded by (seed, s, r): a resumed run repeats
     exactly what an unbroken one would have done.
 
     Raises:
+        ConfigError: a loss asks for what the drafter does not predict.
         DataError: a gradient is not finite.
     """
     model: nn.Module = drafter
@@ -56,20 +71,25 @@ def train(
         model = nn.parallel.DistributedDataParallel(drafter, forward_sync_buffers=False)
         rank = torch.distributed.get_rank()
     device = next(drafter.parameters()).device
-    mask_width = drafter.config.mask_width
     drafter.train()
-    step = span.first_step
+    step, tokens = span.first.step, torch.zeros((), dtype=torch.float64, device=device)
+    begin = time.perf_counter()
+
+    def progress() -> Progress:
+        return Progress(step, span.first.tokens + int(tokens), span.first.seconds + time.perf_counter() - begin)
+
     for batch in batches:
         generator = torch.Generator().manual_seed(_mix(config.seed, step, rank))
         stairs = staircase_probability(step // span.steps_per_epoch, span.epochs)
-        result = train_step(model, drafter, batch.to(device), mask_width, stairs, losses, config, generator)
+        result = train_step(model, drafter, batch.to(device), stairs, losses, config, generator)
         check_finite(result, step)
         optimiser.step(step, span.steps_per_epoch, span.total_steps)
         step += 1
+        tokens += result.num_tokens
         if step % config.log_steps == 0 or step == span.total_steps:
-            report(step, result.metrics(losses) | {"learning_rate": optimiser.learning_rate})
+            report(progress(), result.metrics(losses) | {"learning_rate": optimiser.learning_rate})
         if step % config.checkpoint_steps == 0 or step == span.total_steps:
-            save(step)
+            save(progress())
     drafter.eval()
 
 

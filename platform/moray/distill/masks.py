@@ -9,9 +9,11 @@ from moray.drafters.base import DraftView
 
 
 def draw_view(
-    batch: TrainBatch, mask_width: tuple[int, int], staircase_probability: float, generator: torch.Generator
+    batch: TrainBatch, period_range: tuple[int, int] | None, staircase_probability: float, generator: torch.Generator
 ) -> DraftView:
     """Draw, per sequence, a period P uniform over low..high-1, a phase, and whether it is a staircase.
+
+    Without a range every position is predicted from the one before it.
 
         response      0  0  0  1  1  1  1  1  1
         verified      x  x  x  .  x  .  .  x  .      P = 3, phase 2
@@ -20,12 +22,18 @@ def draw_view(
     Every prompt position is verified; in a response every P-th one. All draws come from `generator` on the
     CPU, so a batch's view is the same on every device.
     """
-    size = batch.tokens.shape[0]
-    period = torch.randint(mask_width[0], mask_width[1], (size,), generator=generator)
+    size, seq = batch.tokens.shape
+    device = batch.tokens.device
+    if period_range is None:
+        seed = int(torch.randint(1 << 62, (), generator=generator))
+        before = torch.arange(seq, device=device).sub(1).clamp(min=0).expand(size, seq)
+        return DraftView(before, torch.zeros(size, dtype=torch.bool, device=device), seed)
+    period = torch.randint(period_range[0], period_range[1], (size,), generator=generator)
     phase = (torch.rand(size, generator=generator) * period).long()
     staircase = torch.rand(size, generator=generator) < staircase_probability
-    start = verified_start(batch.response_mask, period.to(batch.tokens.device), phase.to(batch.tokens.device))
-    return DraftView(start, staircase.to(batch.tokens.device))
+    seed = int(torch.randint(1 << 62, (), generator=generator))
+    start = verified_start(batch.response_mask, period.to(device), phase.to(device))
+    return DraftView(start, staircase.to(device), seed)
 
 
 def verified_start(
@@ -40,14 +48,12 @@ def verified_start(
     return torch.where(verified, position, -1).cummax(dim=1).values
 
 
-def loss_positions(batch: TrainBatch, view: DraftView) -> Bool[Tensor, "batch seq"]:
-    """Positions that train: the next token is a response token, and the drafter could not see its own
-    memory there (i = start(i) never occurs while decoding)."""
+def loss_positions(batch: TrainBatch) -> Bool[Tensor, "batch seq"]:
+    """Positions that train: the next token is a response token."""
     position = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     next_is_response = torch.zeros_like(batch.response_mask)
     next_is_response[:, :-1] = batch.response_mask[:, 1:]
-    inside = position + 1 < batch.lengths[:, None]
-    return next_is_response & inside & (view.start != position)
+    return next_is_response & (position + 1 < batch.lengths[:, None])
 
 
 def staircase_probability(epoch: int, epochs: int) -> float:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moray.distill.loop import Progress
 from moray.provenance import write_text_atomically
 
 METRICS_FILE = "metrics.jsonl"
@@ -22,12 +23,13 @@ class MetricsWriter:
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of `step` finished updates."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+    def write(self, progress: Progress, metrics: dict[str, float]) -> None:
+        """Record the metrics of a finished update, and what the run has cost so far."""
+        cost = {"tokens": progress.tokens, "seconds": progress.seconds}
+        self._file.write(json.dumps({"step": progress.step, **cost, **metrics}) + "\n")
         self._file.flush()
-        for name, value in metrics.items():
-            self._board.add_scalar(f"train/{name}", value, step)
+        for name, value in (metrics | cost).items():
+            self._board.add_scalar(f"train/{name}", value, progress.step)
 
     def close(self) -> None:
         """Flush and close both."""

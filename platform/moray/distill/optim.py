@@ -27,12 +27,14 @@ class Optimiser:
                 torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
             ]
         else:
-            matrices = [parameter for _, parameter in named if parameter.ndim == 2]
-            vectors = [parameter for _, parameter in named if parameter.ndim != 2]
-            self._optimisers = [
-                torch.optim.Muon(matrices, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay),
-                torch.optim.AdamW(vectors, lr=config.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
-            ]
+            matrices = [parameter for name, parameter in named if _is_hidden_matrix(name, parameter)]
+            vectors = [parameter for name, parameter in named if not _is_hidden_matrix(name, parameter)]
+            self._optimisers = [torch.optim.AdamW(vectors, lr=config.vector_lr, betas=(0.9, 0.95), weight_decay=0.0)]
+            if matrices:
+                muon = torch.optim.Muon(
+                    matrices, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+                )
+                self._optimisers.insert(0, muon)
         self._base_rates = [group["lr"] for optimiser in self._optimisers for group in optimiser.param_groups]
 
     def step(self, step: int, steps_per_epoch: int, total_steps: int) -> None:
@@ -80,3 +82,8 @@ class Optimiser:
             # AdamW keeps its step count on the CPU; moments lie beside their parameter.
             device = value.device if value.ndim == 0 else parameter.device
             optimiser.state[parameter][key] = value.to(device)
+
+
+def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """What Muon is for: matrices between hidden states. Embeddings and projections onto a vocabulary are lookups."""
+    return parameter.ndim == 2 and not name.startswith(("embedding.", "projection"))

@@ -19,22 +19,29 @@ from moray.errors import DataError
 class StepResult:
     """Sums of one step over all workers, still on the device: `metrics` waits for them."""
 
-    sums: Tensor  # [3 + 2 * MAX_STEPS_AHEAD]: feature, kl, count, correct by step, count by step
+    sums: Tensor  # [5 + 2 * MAX_STEPS_AHEAD]: see `_pack`
     grad_norm: Tensor
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Tokens of all workers' batches, padding not counted."""
+        return self.sums[4]
 
     def metrics(self, weights: LossConfig) -> dict[str, float]:
         """Means for people: losses per position, accuracy by step, simulated tau."""
         values = self.sums.tolist()
-        feature, kl, count = values[0], values[1], max(1.0, values[2])
-        correct, counts = values[3 : 3 + MAX_STEPS_AHEAD], values[3 + MAX_STEPS_AHEAD :]
+        feature, kl, refusal, positions = values[:4]
+        count = max(1.0, positions)
+        correct, counts = values[5 : 5 + MAX_STEPS_AHEAD], values[5 + MAX_STEPS_AHEAD :]
         accuracy = [c / n for c, n in zip(correct, counts, strict=True) if n]
         metrics = {
-            "loss": (weights.feature * feature + weights.kl * kl) / count,
+            "loss": (weights.feature * feature + weights.kl * kl + weights.acceptance * refusal) / count,
             "feature_loss": feature / count,
             "kl": kl / count,
+            "acceptance": 1.0 - refusal / count,
             "accuracy": sum(correct) / max(1.0, sum(counts)),
             "simulated_tau": simulated_tau(accuracy),
-            "positions": values[2],
+            "positions": positions,
             "grad_norm": float(self.grad_norm),
         }
         return metrics | {f"accuracy_step_{i + 1}": value for i, value in enumerate(accuracy)}
@@ -44,7 +51,6 @@ def train_step(
     model: nn.Module,
     drafter: Drafter,
     batch: TrainBatch,
-    mask_width: tuple[int, int],
     staircase_probability: float,
     losses: LossConfig,
     train: TrainConfig,
@@ -54,20 +60,19 @@ def train_step(
 
     `model` is the drafter itself or its DistributedDataParallel wrapper.
     """
-    view = draw_view(batch, mask_width, staircase_probability, generator)
-    positions = loss_positions(batch, view)
+    view = draw_view(batch, drafter.config.verified_period, staircase_probability, generator)
     device_type = batch.tokens.device.type
     precise = train.precision == "float32"
     with nullcontext() if precise else torch.autocast(device_type, dtype=torch.bfloat16):
         output = model(batch, view)
-    sums = distillation_loss(output, batch, view.start, positions, drafter.head, losses)
-    packed = _pack(sums)
+    sums = distillation_loss(output, batch, loss_positions(batch), drafter, losses)
+    packed = _pack(sums, batch)
     workers = 1
     if torch.distributed.is_initialized():
         workers = torch.distributed.get_world_size()
         torch.distributed.all_reduce(packed)
     # DDP averages gradients over workers; undo that and divide by the number of positions everywhere.
-    (sums.total * (workers / packed[2].clamp(min=1.0))).backward()
+    (sums.total * (workers / packed[3].clamp(min=1.0))).backward()
     grad_norm = nn.utils.clip_grad_norm_(drafter.parameters(), train.clip)
     return StepResult(packed, grad_norm)
 
@@ -80,6 +85,8 @@ def check_finite(result: StepResult, step: int) -> None:
         )
 
 
-def _pack(sums: LossSums) -> Tensor:
-    scalars = torch.stack([sums.feature.float(), sums.kl.float(), sums.count.float()])
-    return torch.cat([scalars, sums.correct_by_step.float(), sums.count_by_step.float()])
+def _pack(sums: LossSums, batch: TrainBatch) -> Tensor:
+    """feature, kl, refusal, positions, tokens; then what is counted by steps ahead."""
+    tokens = batch.lengths.sum().to(sums.kl.device)
+    scalars = torch.stack([sums.feature, sums.kl, sums.refusal, sums.count.float(), tokens.float()])
+    return torch.cat([scalars.float(), sums.correct_by_step.float(), sums.count_by_step.float()])

@@ -5,8 +5,8 @@ its target (`TargetSpec`) and its frozen head, never the target itself.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from jaxtyping import Bool, Float, Int
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.configs import DrafterConfigBase
+from moray.drafters.vocabulary import DraftVocabulary
+from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.trees.grow import Select, grow
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
@@ -31,15 +33,30 @@ class DraftView:
     """Latest verified position <= i."""
     staircase: Bool[Tensor, " batch"]
     """Sequences whose self-attention must not look behind `start`."""
+    seed: int = 0
+    """Of whatever a drafter draws itself in this step."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a drafter says about the token after every position of a training batch."""
+
+    hidden: Float[Tensor, "batch seq hidden"]
+    """What `score` reads."""
+    start: Int[Tensor, "batch seq"]
+    """Last verified position that the prediction was made from; i itself (or -1) where there is none."""
+    score: Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows draft"]]
+    """Logits over the draft vocabulary."""
+    weight: float = 1.0
+    """Of its losses."""
 
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """Predictions at every position of a training batch."""
+    """Everything a drafter predicts in one training pass."""
 
-    last: Float[Tensor, "batch seq hidden"]
-    """Predicted last hidden state (after the final norm): what lm_head reads."""
-    features: dict[int, tuple[Float[Tensor, "batch seq hidden"], float]]
+    predictions: tuple[Prediction, ...]
+    features: dict[int, tuple[Float[Tensor, "batch seq hidden"], float]] = field(default_factory=dict)
     """By depth: predicted hidden state and the scale its loss is taken on (the rms of the feature)."""
 
 
@@ -47,31 +64,41 @@ State = TypeVar("State")
 
 
 class Drafter(nn.Module, ABC, Generic[State]):
-    """A small trainable model that proposes token trees; `State` is one sequence's drafting state."""
+    """A small model that proposes token trees; `State` is one sequence's drafting state."""
 
     def __init__(self, config: DrafterConfigBase, head: TargetHead) -> None:
         super().__init__()
         self.config = config
         self.head = head  # frozen, and no nn.Module: never trained, moved or saved with the drafter
         self.spec = head.spec
+        self.vocabulary = DraftVocabulary(head, getattr(config, "draft_vocabulary", None))
 
     @property
     @abstractmethod
     def needs(self) -> TapNeeds:
-        """Taps that `observe` and `forward` read."""
+        """Taps that `observe` and `forward` read, and those that the losses compare with."""
 
     @property
     def observed(self) -> TapNeeds:
         """Taps that `observe` alone reads; training may need more, as what it has to predict."""
         return self.needs
 
+    @property
+    def max_depth(self) -> int | None:
+        """Most levels that it can draft; None for any number."""
+        return None
+
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
         """Turn taps of verified tokens into memory. Runs beside the target; depends on no other token."""
 
-    @abstractmethod
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
-        """Predict the target's features at every position, all positions in parallel."""
+        """Predict the target's features and tokens at every position, all positions in parallel.
+
+        Raises:
+            ConfigError: the drafter has nothing to train.
+        """
+        raise ConfigError(f"drafter.type is {type(self).__name__.lower()}, which has nothing to train: evaluate it")
 
     @abstractmethod
     def new_state(self, capacity: int, max_expanded: int) -> State:
@@ -88,7 +115,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     @abstractmethod
     def step(
         self, state: State, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
-    ) -> Float[Tensor, "new vocab"]:
+    ) -> Float[Tensor, "new vocab"] | None:
         """Score the children of tree nodes at `depth` below the root (see `trees.grow.Step`)."""
 
     def propose(
@@ -104,7 +131,18 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
         """Take the target's feature sizes from the cache's statistics; called once, before training."""
 
+    def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
+        """Take the token counts of the cache's responses; called once, before training."""
+        self.vocabulary.choose(counts)
+
     @property
     def num_parameters(self) -> int:
         """Trainable parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+
+def parents_of(ancestors: Bool[Tensor, "new expanded"]) -> Int[Tensor, " new"]:
+    """Of nodes that stand last among those expanded: each one's parent, its ancestor with the highest index."""
+    new, expanded = ancestors.shape
+    above = ancestors[:, : expanded - new]
+    return above.shape[1] - 1 - above.flip(1).byte().argmax(dim=1)

@@ -5,7 +5,7 @@ that builds it. A variant costs its class here, one module, one YAML.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -33,16 +33,6 @@ class BlockConfig(Config):
 class DrafterConfigBase(Config):
     """What all drafters' configurations have in common."""
 
-    mask_width: tuple[int, int] = (5, 15)
-    """T: in training a response position is verified every P tokens, P uniform over low..high-1."""
-
-    @model_validator(mode="after")
-    def _check_mask_width(self) -> "DrafterConfigBase":
-        low, high = self.mask_width
-        if not 2 <= low < high:
-            raise ValueError(f"mask_width is {list(self.mask_width)}; needed are two numbers with 2 <= low < high")
-        return self
-
     def build(self, head: "TargetHead") -> "Drafter":
         """A freshly initialised drafter for the target that `head` belongs to."""
         module_name, class_name = self.implementation()
@@ -57,20 +47,46 @@ class DrafterConfigBase(Config):
         """How many of the target's last layers the drafter runs itself."""
         return 0
 
+    @property
+    def verified_period(self) -> tuple[int, int] | None:
+        """T-step training: a response position counts as verified every P tokens, P uniform over low..high-1.
+        None: every position is predicted from the one before it."""
+        return None
 
-class MoAConfig(DrafterConfigBase):
+
+class TrainedConfig(DrafterConfigBase):
+    """Drafters that are distilled and score tokens with a vocabulary projection."""
+
+    draft_vocabulary: int | None = Field(default=None, ge=2)
+    """Propose only this many tokens, those most frequent in the cache's responses (None: all of them). On large
+    vocabularies the projection is most of a draft step."""
+
+
+class NormedConfig(TrainedConfig):
+    """Drafters made of decoder layers."""
+
+    norm_init: Literal["ones", "normal"] = "ones"
+    """"normal" draws RMSNorm weights from N(0, 0.02), as MoA's released code does; it costs tau."""
+
+
+class MoAConfig(NormedConfig):
     """Mixture of Attentions (arXiv 2410.03804)."""
 
     type: Literal["moa"]
     target_layers: int = Field(default=0, ge=0)
     """N of Target Layer Inference: how many of the target's last layers the drafter runs itself."""
+    mask_width: tuple[int, int] = (5, 15)
+    """T: in training a response position is verified every P tokens, P uniform over low..high-1."""
     staircase: bool = True
     """Curriculum on self-attention: early on, some sequences see no token before the last verified one."""
-    norm_init: Literal["ones", "normal"] = "ones"
-    """"normal" draws RMSNorm weights from N(0, 0.02), as the released code does; it costs tau."""
     layer_self_attention: BlockConfig
     self_attention: BlockConfig
     cross_attention: BlockConfig
+
+    @model_validator(mode="after")
+    def _check(self) -> "MoAConfig":
+        check_period("mask_width", self.mask_width)
+        return self
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.moa", "MoA"
@@ -79,8 +95,120 @@ class MoAConfig(DrafterConfigBase):
     def num_target_layers(self) -> int:
         return self.target_layers
 
+    @property
+    def verified_period(self) -> tuple[int, int]:
+        return self.mask_width
 
-DrafterConfig = MoAConfig
-"""The tagged union of all drafters. With one member it is that member; `type` is already its tag."""
+
+class EagleConfig(NormedConfig):
+    """EAGLE (arXiv 2401.15077); with a dynamic tree it is EAGLE-2 (arXiv 2406.16858)."""
+
+    type: Literal["eagle"]
+    layer: BlockConfig
+    feature_noise: float = Field(default=0.2, ge=0)
+    """Width of the uniform noise on the target's features in training: U(-noise / 2, noise / 2)."""
+
+    def implementation(self) -> tuple[str, str]:
+        return "moray.drafters.eagle", "Eagle"
+
+
+class GlideConfig(NormedConfig):
+    """GLIDE (arXiv 2402.02082): a decoder layer that also attends to the target's last keys and values."""
+
+    type: Literal["glide"]
+    layer: BlockConfig
+    cross_heads: int = Field(ge=1)
+    """Query heads of the cross-attention; a multiple of the target's key/value heads."""
+    block_size: tuple[int, int] = (5, 6)
+    """In training the cross-attention sees the target up to the start of the block: P uniform over low..high-1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "GlideConfig":
+        check_period("block_size", self.block_size)
+        return self
+
+    def implementation(self) -> tuple[str, str]:
+        return "moray.drafters.glide", "Glide"
+
+    @property
+    def verified_period(self) -> tuple[int, int]:
+        return self.block_size
+
+
+class MedusaConfig(TrainedConfig):
+    """Medusa (arXiv 2401.10774): one head per step ahead, all on the last hidden state."""
+
+    type: Literal["medusa"]
+    num_heads: int = Field(default=5, ge=1, le=16)
+    num_blocks: int = Field(default=1, ge=1)
+    """Residual SiLU blocks of a head."""
+    projections: Literal["own", "frozen"] = "own"
+    """"own": every head trains a vocabulary projection that starts as the target's lm_head, as published;
+    "frozen": all heads share the target's."""
+    decay: float = Field(default=0.8, gt=0, le=1)
+    """The loss of head k counts decay^k."""
+
+    def implementation(self) -> tuple[str, str]:
+        return "moray.drafters.medusa", "Medusa"
+
+
+class IndependentConfig(NormedConfig):
+    """A small causal LM of its own on the target's vocabulary, distilled from it; knows nothing of the target."""
+
+    type: Literal["independent"]
+    num_layers: int = Field(default=1, ge=1)
+    hidden_size: int = Field(ge=2)
+    head_dim: int = Field(ge=2)
+    layer: BlockConfig
+    embeddings: Literal["frozen", "copied", "random"] = "random"
+    """Token embeddings and lm_head: the target's ("frozen"), trained from the target's ("copied"; both need its
+    hidden size), or trained from nothing."""
+
+    def implementation(self) -> tuple[str, str]:
+        return "moray.drafters.independent", "Independent"
+
+
+class PretrainedConfig(DrafterConfigBase):
+    """Any Hugging Face causal LM with the target's tokenizer, as it is."""
+
+    type: Literal["pretrained"]
+    model: str
+    """Folder of a Hugging Face model, or its hub name."""
+
+    def implementation(self) -> tuple[str, str]:
+        return "moray.drafters.pretrained", "Pretrained"
+
+
+class NgramConfig(DrafterConfigBase):
+    """Prompt lookup: what followed the last tokens earlier in the text. No training; the floor for all others."""
+
+    type: Literal["ngram"]
+    longest: int = Field(default=4, ge=1, le=16)
+    """Most tokens that are looked up together."""
+    shortest: int = Field(default=1, ge=1, le=16)
+    """Fewest tokens that must match; below that nothing is proposed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "NgramConfig":
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest {self.shortest} must not exceed longest {self.longest}")
+        return self
+
+    def implementation(self) -> tuple[str, str]:
+        return "moray.drafters.ngram", "Ngram"
+
+
+def check_period(name: str, period: tuple[int, int]) -> None:
+    """Refuse a period of verified positions that leaves nothing to predict."""
+    low, high = period
+    if not 2 <= low < high:
+        raise ValueError(f"{name} is {list(period)}; needed are two numbers with 2 <= low < high")
+
+
+DrafterConfig = Annotated[
+    MoAConfig | EagleConfig | GlideConfig | MedusaConfig | IndependentConfig | PretrainedConfig | NgramConfig,
+    Field(discriminator="type"),
+]
+"""The tagged union of all drafters."""
 
 DRAFTER_CONFIG: TypeAdapter[DrafterConfig] = TypeAdapter(DrafterConfig)

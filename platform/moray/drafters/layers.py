@@ -15,6 +15,10 @@ Rotary = Complex[Tensor, "#seq half"]
 """Unit complex numbers by which pairs of neighbouring features turn, for some positions."""
 
 
+KVBuffer = Float[Tensor, "2 1 kv_heads slots head_dim"]
+"""Keys and values of one attention and one sequence, slot by slot (see `drafters.slots`)."""
+
+
 class RotaryTable(nn.Module):
     """Rotations for positions 0..num_positions-1, computed once and never saved."""
 
@@ -37,43 +41,122 @@ def rotate(x: Float[Tensor, "batch heads seq head_dim"], rotary: Rotary) -> Floa
     return torch.view_as_real(pairs * rotary).flatten(-2).to(x.dtype)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention whose keys and values the caller computes, keeps and hands back."""
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm (arXiv 1910.07467); on CPUs in fewer operations than torch's own, half its time."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps=eps)
+        self._root_width = width**0.5
+        self._floor = nn.Buffer(torch.tensor((width * eps) ** 0.5), persistent=False)
+
+    def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
+        if x.device.type != "cpu":
+            return super().forward(x)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x * self.weight) * (self._root_width / torch.hypot(length, self._floor)).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention of a sequence to itself: whole in training, over a cache while drafting."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(width, config.num_heads * head_dim, bias=False)
-        self.kv_proj = nn.Linear(width, 2 * config.num_kv_heads * head_dim, bias=False)
+        self.qkv_proj = nn.Linear(width, (config.num_heads + 2 * config.num_kv_heads) * head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=False)
 
-    def query(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch heads seq head_dim"]:
-        """Rotated queries."""
-        batch, seq, _ = x.shape
-        return rotate(self.q_proj(x).view(batch, seq, self.num_heads, self.head_dim).transpose(1, 2), rotary)
+    def forward(
+        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, mask: Bool[Tensor, "#batch 1 seq seq"] | None
+    ) -> Float[Tensor, "batch seq width"]:
+        """All positions at once."""
+        heads = _heads(self.qkv_proj(normed), self.head_dim)
+        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        return self._attend(rotate(query, rotary), rotate(key, rotary), value, mask)
 
-    def split(
-        self, kv: Float[Tensor, "batch seq kv_width"], rotary: Rotary
-    ) -> tuple[Float[Tensor, "batch kv_heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]:
-        """Rotated keys and plain values out of what `kv_proj` gave."""
-        batch, seq, _ = kv.shape
-        key, value = kv.view(batch, seq, 2, self.num_kv_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        return rotate(key, rotary), value
+    def remember(self, normed: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
+        """Write keys and values of new positions into a cache's slots from `start` on."""
+        rows = self.num_heads * self.head_dim  # of the queries, which are not needed
+        heads = _heads(F.linear(normed, self.qkv_proj.weight[rows:]), self.head_dim)
+        end = start + normed.shape[1]
+        cache[0, :, :, start:end] = rotate(heads[:, : self.num_kv_heads], rotary)
+        cache[1, :, :, start:end] = heads[:, self.num_kv_heads :]
 
-    def attend(
+    def draft(
+        self,
+        normed: Float[Tensor, "1 new width"],
+        rotary: Rotary,
+        cache: KVBuffer,
+        start: int,
+        mask: Float[Tensor, "1 1 new seen"] | None,
+    ) -> Float[Tensor, "1 new width"]:
+        """New positions over the cache, in which their own slots begin at `start`."""
+        heads = _heads(self.qkv_proj(normed), self.head_dim)
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated = rotate(heads[:, :num_rotated], rotary)
+        end = start + normed.shape[1]
+        cache[0, :, :, start:end] = rotated[:, self.num_heads :]
+        cache[1, :, :, start:end] = heads[:, num_rotated:]
+        key, value = cache[..., :end, :]
+        return self._attend(rotated[:, : self.num_heads], key, value, mask)
+
+    def _attend(
         self,
         query: Float[Tensor, "batch heads seq head_dim"],
         key: Float[Tensor, "batch kv_heads slots head_dim"],
         value: Float[Tensor, "batch kv_heads slots head_dim"],
         mask: Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | None,
     ) -> Float[Tensor, "batch seq width"]:
-        """Attention output after the output projection."""
-        grouped = self.num_heads != self.num_kv_heads
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
-        batch, _, seq, _ = out.shape
-        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
+        return self.o_proj(attend(query, key, value, mask))
+
+
+class CrossAttention(nn.Module):
+    """Grouped-query attention to keys and values that somebody else computes, keeps and hands in."""
+
+    def __init__(self, width: int, config: BlockConfig, head_dim: int) -> None:
+        super().__init__()
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(width, config.num_heads * head_dim, bias=False)
+        self.kv_proj = nn.Linear(width, 2 * config.num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=False)
+
+    def split(
+        self, kv: Float[Tensor, "batch seq kv_width"], rotary: Rotary
+    ) -> tuple[Float[Tensor, "batch kv_heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]:
+        """Rotated keys and plain values out of what `kv_proj` gave."""
+        heads = _heads(kv, self.head_dim)
+        return rotate(heads[:, : self.num_kv_heads], rotary), heads[:, self.num_kv_heads :]
+
+    def forward(
+        self,
+        normed: Float[Tensor, "batch seq width"],
+        rotary: Rotary,
+        key: Float[Tensor, "batch kv_heads slots head_dim"],
+        value: Float[Tensor, "batch kv_heads slots head_dim"],
+        mask: Bool[Tensor, "#batch 1 seq slots"] | None,
+    ) -> Float[Tensor, "batch seq width"]:
+        """What the positions of `normed`, turned by `rotary`, read there."""
+        query = rotate(_heads(self.q_proj(normed), self.head_dim), rotary)
+        return self.o_proj(attend(query, key, value, mask))
+
+
+def _heads(x: Float[Tensor, "batch seq width"], head_dim: int) -> Float[Tensor, "batch heads seq head_dim"]:
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def attend(
+    query: Float[Tensor, "batch heads seq head_dim"],
+    key: Float[Tensor, "batch kv_heads slots head_dim"],
+    value: Float[Tensor, "batch kv_heads slots head_dim"],
+    mask: Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | None,
+) -> Float[Tensor, "batch seq width"]:
+    """Scaled dot-product attention, heads side by side."""
+    grouped = query.shape[1] != key.shape[1]
+    return (
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped).transpose(1, 2).flatten(2)
+    )
 
 
 class SwiGLU(nn.Module):
@@ -89,43 +172,78 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class Block(nn.Module):
-    """Pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+class _Layer(nn.Module):
+    """Pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    Taken apart, so that self-attention, cross-attention and cached drafting use the same weights through the
-    same code: `input_norm` and the attention's projections first, then `finish`.
-    """
-
-    def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
+    def __init__(self, width: int, config: BlockConfig, norm_eps: float, has_input_norm: bool = True) -> None:
         super().__init__()
-        self.input_norm = nn.RMSNorm(width, eps=norm_eps)
-        self.attention = Attention(width, config, head_dim)
-        self.mlp_norm = nn.RMSNorm(width, eps=norm_eps)
+        self.input_norm = RMSNorm(width, norm_eps) if has_input_norm else nn.Identity()
+        self.mlp_norm = RMSNorm(width, norm_eps)
         self.mlp = SwiGLU(width, config.intermediate_size)
 
-    def finish(
-        self,
-        x: Float[Tensor, "batch seq width"],
-        query: Float[Tensor, "batch heads seq head_dim"],
-        key: Float[Tensor, "batch kv_heads slots head_dim"],
-        value: Float[Tensor, "batch kv_heads slots head_dim"],
-        mask: Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | None,
+    def _finish(
+        self, x: Float[Tensor, "batch seq width"], attended: Float[Tensor, "batch seq width"]
     ) -> Float[Tensor, "batch seq width"]:
-        """The layer's output for the residual stream `x` and the queries made from it."""
-        x = x + self.attention.attend(query, key, value, mask)
+        x = x + attended
         return x + self.mlp(self.mlp_norm(x))
 
+
+class SelfAttentionLayer(_Layer):
+    """A decoder layer: whole in training, over a cache while drafting."""
+
+    def __init__(
+        self, width: int, config: BlockConfig, head_dim: int, norm_eps: float, has_input_norm: bool = True
+    ) -> None:
+        super().__init__(width, config, norm_eps, has_input_norm)
+        self.attention = SelfAttention(width, config, head_dim)
+
     def forward(
-        self, x: Float[Tensor, "batch seq width"], mask: Bool[Tensor, "#batch 1 seq seq"] | None, rotary: Rotary
+        self, x: Float[Tensor, "batch seq width"], rotary: Rotary, mask: Bool[Tensor, "#batch 1 seq seq"] | None
     ) -> Float[Tensor, "batch seq width"]:
-        """Self-attention over all of `x`."""
-        normed = self.input_norm(x)
-        key, value = self.attention.split(self.attention.kv_proj(normed), rotary)
-        return self.finish(x, self.attention.query(normed, rotary), key, value, mask)
+        """All positions of `x` at once."""
+        return self._finish(x, self.attention(self.input_norm(x), rotary, mask))
+
+    def remember(self, x: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
+        """Keys and values of new positions alone (see `SelfAttention.remember`)."""
+        self.attention.remember(self.input_norm(x), rotary, cache, start)
+
+    def draft(
+        self,
+        x: Float[Tensor, "1 new width"],
+        rotary: Rotary,
+        cache: KVBuffer,
+        start: int,
+        mask: Float[Tensor, "1 1 new seen"] | None,
+    ) -> Float[Tensor, "1 new width"]:
+        """New positions over a cache (see `SelfAttention.draft`)."""
+        return self._finish(x, self.attention.draft(self.input_norm(x), rotary, cache, start, mask))
+
+
+class CrossAttentionLayer(_Layer):
+    """A decoder layer whose attention reads a memory: keys and values that `memorise` made once."""
+
+    def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
+        super().__init__(width, config, norm_eps)
+        self.attention = CrossAttention(width, config, head_dim)
+
+    def memorise(self, memory: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq kv_width"]:
+        """Keys and values of memory vectors, not yet rotated; the same input norm as for queries."""
+        return self.attention.kv_proj(self.input_norm(memory))
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq width"],
+        rotary: Rotary,
+        key: Float[Tensor, "batch kv_heads slots head_dim"],
+        value: Float[Tensor, "batch kv_heads slots head_dim"],
+        mask: Bool[Tensor, "#batch 1 seq slots"] | None,
+    ) -> Float[Tensor, "batch seq width"]:
+        """The layer's output for `x` and the memory's keys and values."""
+        return self._finish(x, self.attention(self.input_norm(x), rotary, key, value, mask))
 
 
 def init_weights(module: nn.Module, norm_init: str, generator: torch.Generator | None = None) -> None:
-    """Linears from N(0, 0.02), biases zero, norms at one (or N(0, 0.02), see `MoAConfig.norm_init`)."""
+    """Linears from N(0, 0.02), biases zero, norms at one (or N(0, 0.02), see `NormedConfig.norm_init`)."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02, generator=generator)
@@ -133,6 +251,11 @@ def init_weights(module: nn.Module, norm_init: str, generator: torch.Generator |
                 nn.init.zeros_(part.bias)
         elif isinstance(part, nn.RMSNorm) and norm_init == "normal":
             nn.init.normal_(part.weight, std=0.02, generator=generator)
+
+
+def causal_mask(seq: int, device: torch.device) -> Bool[Tensor, "1 1 seq seq"]:
+    """What a position sees: itself and those before it."""
+    return torch.ones(seq, seq, dtype=torch.bool, device=device).tril()[None, None]
 
 
 def block_mask(

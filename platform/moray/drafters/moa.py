@@ -16,32 +16,26 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory
+from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import MoAConfig
-from moray.drafters.layers import Block, RotaryTable, block_mask, init_weights
+from moray.drafters.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, block_mask, init_weights
+from moray.drafters.slots import DraftSlots
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache, PastAndPredicted
 from moray.trees.shapes import MAX_DEPTH
-from moray.trees.tree import PrefixMask
 
 _LAYER_ROTARY_THETA = 10_000.0
 
 
 @dataclass
 class MoAState:
-    """One sequence: keys and values of both attentions, of the last N target layers, and the mask.
+    """One sequence: keys and values of both attentions and of the last N target layers."""
 
-    Slots 0..length-1 hold verified tokens; a tree's expanded nodes lie behind them and are overwritten by
-    the next tree.
-    """
-
+    slots: DraftSlots
     own: Tensor  # [2, 1, kv_heads, slots, head_dim]
     memory: Tensor
     tail: KVCache | None
-    mask: PrefixMask
-    length: int = 0
-    num_expanded: int = 0
 
 
 class MoA(Drafter[MoAState]):
@@ -62,10 +56,10 @@ class MoA(Drafter[MoAState]):
         if head.num_layers < config.target_layers:
             raise ConfigError(f"drafter.target_layers is {config.target_layers} but the head has {head.num_layers}")
         eps = spec.norm_eps
-        self.lsa = Block(spec.kv_width, config.layer_self_attention, spec.kv_width // layer_heads, eps)
+        self.lsa = SelfAttentionLayer(spec.kv_width, config.layer_self_attention, spec.kv_width // layer_heads, eps)
         self.to_memory = nn.Linear(spec.kv_width, spec.hidden_size, bias=True)
-        self.sa = Block(spec.hidden_size, config.self_attention, spec.head_dim, eps)
-        self.ca = Block(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
+        self.sa = SelfAttentionLayer(spec.hidden_size, config.self_attention, spec.head_dim, eps)
+        self.ca = CrossAttentionLayer(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
         self.layer_rotary = RotaryTable(spec.kv_width // layer_heads, spec.num_layers, _LAYER_ROTARY_THETA)
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         # Residual streams can be 20-30 times a norm's output: predict in units of their rms.
@@ -98,9 +92,8 @@ class MoA(Drafter[MoAState]):
         memory m_t; then cross-attention's keys and values of it, not yet rotated."""
         batch, seq, layers, width = kv.shape
         x = kv.reshape(batch * seq, layers, width).to(self.to_memory.weight.dtype)
-        mixed = self.lsa(x, None, self.layer_rotary.rows(0, layers))
-        memory = self.to_memory(mixed.mean(dim=1)).view(batch, seq, -1)
-        return self.ca.attention.kv_proj(self.ca.input_norm(memory))
+        mixed = self.lsa(x, self.layer_rotary.rows(0, layers), None)
+        return self.ca.memorise(self.to_memory(mixed.mean(dim=1)).view(batch, seq, -1))
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         assert batch.taps.kv is not None
@@ -108,16 +101,23 @@ class MoA(Drafter[MoAState]):
         rotary = self.rotary.rows(0, seq)
         own_mask, memory_mask = block_mask(view.start, view.staircase if self.config.staircase else None)
         x = self.head.embed(batch.tokens).to(self.to_memory.weight.dtype)
-        x = self.sa(x, own_mask, rotary)
+        x = self.sa(x, rotary, own_mask)
         key, value = self.ca.attention.split(self._cross_keys_values(batch.taps.kv), rotary)
-        query = self.ca.attention.query(self.ca.input_norm(x), rotary)
-        predicted = self.ca.finish(x, query, key, value, memory_mask)
+        predicted = self.ca(x, rotary, key, value, memory_mask)
         if not self.config.target_layers:
-            return DraftOutput(predicted, {-1: (predicted, 1.0)})
+            return self._output(predicted, view, {-1: (predicted, 1.0)})
         feature = predicted * self.feature_scale
         last = self._last_layers_in_one_pass(feature, batch.taps.kv, view.start, memory_mask)
         deep = -1 - self.config.target_layers
-        return DraftOutput(last, {deep: (feature, float(self.feature_scale)), -1: (last, 1.0)})
+        return self._output(last, view, {deep: (feature, float(self.feature_scale)), -1: (last, 1.0)})
+
+    def _output(
+        self,
+        last: Float[Tensor, "batch seq hidden"],
+        view: DraftView,
+        features: dict[int, tuple[Float[Tensor, "batch seq hidden"], float]],
+    ) -> DraftOutput:
+        return DraftOutput((Prediction(last, view.start, self.vocabulary.logits),), features)
 
     def _last_layers_in_one_pass(
         self,
@@ -138,68 +138,44 @@ class MoA(Drafter[MoAState]):
         return self.head.run_last_layers(feature.to(self.head.weight.dtype), positions, mask, past)
 
     def new_state(self, capacity: int, max_expanded: int) -> MoAState:
-        spec, config = self.spec, self.config
-        slots = capacity + max_expanded
-        weight = self.to_memory.weight
-
-        def buffer(num_kv_heads: int) -> Tensor:
-            return weight.new_zeros(2, 1, num_kv_heads, slots, spec.head_dim)
-
-        tail = self.head.new_cache(slots) if config.target_layers else None
-        return MoAState(
-            buffer(config.self_attention.num_kv_heads),
-            buffer(config.cross_attention.num_kv_heads),
-            tail,
-            PrefixMask(max_expanded, slots, weight),
-        )
+        slots = DraftSlots(capacity, max_expanded, self.to_memory.weight)
+        own = slots.new_cache(self.config.self_attention.num_kv_heads, self.spec.head_dim)
+        memory = slots.new_cache(self.config.cross_attention.num_kv_heads, self.spec.head_dim)
+        tail = self.head.new_cache(slots.num_slots) if self.config.target_layers else None
+        return MoAState(slots, own, memory, tail)
 
     def reset(self, state: MoAState) -> None:
-        state.length = state.num_expanded = 0
-        state.mask.reset()
+        state.slots.reset()
         if state.tail is not None:
             state.tail.reset()
 
     def extend(self, state: MoAState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
-        start, new = state.length, tokens.shape[0]
-        end = start + new
+        start = state.slots.commit(tokens.shape[0])
+        end = state.slots.length
         rotary = self.rotary.rows(start, end)
         # SA is one layer over embeddings: a token's keys and values depend on nothing but itself.
         x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
-        state.own[0, :, :, start:end], state.own[1, :, :, start:end] = self.sa.attention.split(
-            self.sa.attention.kv_proj(self.sa.input_norm(x)), rotary
-        )
-        state.memory[0, :, :, start:end], state.memory[1, :, :, start:end] = self.ca.attention.split(
-            memory["cross"].to(x.dtype), rotary
-        )
+        self.sa.remember(x, rotary, state.own, start)
+        key, value = self.ca.attention.split(memory["cross"].to(x.dtype), rotary)
+        state.memory[0, :, :, start:end] = key
+        state.memory[1, :, :, start:end] = value
         if state.tail is not None:
             state.tail.length = start
             state.tail.write(memory["tail"].unflatten(2, (self.config.target_layers, -1)))
-        state.mask.commit(new)
-        state.length = end
 
     def step(
         self, state: MoAState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
     ) -> Float[Tensor, "new vocab"]:
-        if depth == 0:
-            state.num_expanded = 0
-        position = state.length + depth
-        start = state.length + state.num_expanded
-        end = start + tokens.shape[0]
+        start, mask = state.slots.expand(tokens.shape[0], ancestors, depth)
+        position = state.slots.length + depth
         rotary = self.rotary.rows(position, position + 1)
-        mask = None if ancestors is None else state.mask.view(ancestors)
         x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
-        normed = self.sa.input_norm(x)
-        key, value = self.sa.attention.split(self.sa.attention.kv_proj(normed), rotary)
-        state.own[0, :, :, start:end], state.own[1, :, :, start:end] = key, value
-        own = state.own[..., :end, :]
-        x = self.sa.finish(x, self.sa.attention.query(normed, rotary), own[0], own[1], mask)
-        query = self.ca.attention.query(self.ca.input_norm(x), rotary)
-        memory = state.memory[..., : state.length, :]
-        hidden = self.ca.finish(x, query, memory[0], memory[1], None)
-        state.num_expanded = end - state.length
+        x = self.sa.draft(x, rotary, state.own, start, mask)
+        key, value = state.memory[..., : state.slots.length, :]
+        hidden = self.ca(x, rotary, key, value, None)
         if state.tail is not None:
             state.tail.length = start
             positions = torch.full((1, tokens.shape[0]), position, device=tokens.device)
             feature = (hidden * self.feature_scale).to(self.head.weight.dtype)
             hidden = self.head.run_last_layers(feature, positions, mask, state.tail)
-        return self.head.logits(hidden.to(self.head.weight.dtype))[0]
+        return self.vocabulary.expand(self.vocabulary.logits(hidden[0]))

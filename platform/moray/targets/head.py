@@ -83,6 +83,14 @@ class TargetHead:
         """Logits of final-norm hidden states."""
         return self._lm_head(hidden)
 
+    def rotate(
+        self, query: Float[Tensor, "batch heads new head_dim"], positions: Int[Tensor, "batch new"]
+    ) -> Float[Tensor, "batch heads new head_dim"]:
+        """Turn queries as the target turns its own, so that they meet the keys in its cache."""
+        cos, sin = self._rotary.at(query, positions)
+        first, second = query.chunk(2, dim=-1)
+        return query * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """An empty cache for the last layers alone."""
         spec = self.spec

@@ -23,7 +23,7 @@ class RotaryCache:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def at(
-        self, like: Float[Tensor, "batch new hidden"], positions: Int[Tensor, "batch new"]
+        self, like: Float[Tensor, "*any"], positions: Int[Tensor, "batch new"]
     ) -> tuple[Float[Tensor, "batch new head_dim"], Float[Tensor, "batch new head_dim"]]:
         """Cosines and sines for `positions`, in the type and on the device of `like`."""
         if not self._is_static:

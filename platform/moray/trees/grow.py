@@ -14,8 +14,8 @@ from torch import Tensor
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
 from moray.trees.tree import Structure, TokenTree, fixed_structure
 
-Step = Callable[[Int[Tensor, " new"], Bool[Tensor, "new expanded"] | None, int], Float[Tensor, "new vocab"]]
-"""step(tokens, ancestors, depth) -> logits of each node's child.
+Step = Callable[[Int[Tensor, " new"], Bool[Tensor, "new expanded"] | None, int], Float[Tensor, "new vocab"] | None]
+"""step(tokens, ancestors, depth) -> logits of each node's child; None ends the tree here.
 
 `ancestors` says which of all nodes expanded so far (these included, in order) each new node descends from,
 itself among them; None where every new node sees all of them (a chain).
@@ -46,6 +46,10 @@ def _grow_fixed(root: Int[Tensor, " 1"], branching: tuple[int, ...], step: Step,
     for depth, width in enumerate(branching):
         is_chain = end == depth + 1
         logits = step(levels[-1], None if is_chain else structure.ancestors[start:end, :end], depth)
+        if logits is None:
+            branching = branching[:depth]
+            structure = structure.first(end)
+            break
         children, _, draft_probs = select(logits, depth, width)
         levels.append(children.reshape(-1))
         if draft_probs is not None:
@@ -72,6 +76,8 @@ def _grow_dynamic(root: Int[Tensor, " 1"], shape: DynamicShape, step: Step, sele
     num_candidates = 1
     for depth in range(shape.depth):
         logits = step(frontier_tokens, None if depth == 0 else ancestors, depth)
+        if logits is None:
+            break
         children, log_probs, _ = select(logits, depth, breadth)
         cumulative = (frontier_scores[:, None] + log_probs).reshape(-1)
         tokens.append(children.reshape(-1))

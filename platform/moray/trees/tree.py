@@ -42,6 +42,10 @@ class Structure:
     depths: Int[Tensor, " nodes"]
     ancestors: Bool[Tensor, "nodes nodes"]
 
+    def first(self, num_nodes: int) -> "Structure":
+        """The structure of the first nodes alone."""
+        return Structure(self.parents[:num_nodes], self.depths[:num_nodes], self.ancestors[:num_nodes, :num_nodes])
+
 
 def fixed_structure(branching: tuple[int, ...], device: torch.device) -> Structure:
     """The structure of a tree in which every node of level k has `branching[k]` children."""

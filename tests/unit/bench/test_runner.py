@@ -91,6 +91,17 @@ def test_what_tokens_cannot_prove_is_not_claimed(folder):
     assert "1 of 3 answers differ" in figures["notes"][0]
 
 
+@pytest.mark.parametrize("settings", [{}, {"typical_epsilon": 1.0, "typical_delta": 1e9}], ids=["lossy", "equal"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_typical_acceptance_is_never_called_lossless(folder, settings, dtype):
+    """Not even where it happens to give plain decoding's text."""
+    measurement, config = measure(folder, sampling={"temperature": 1.0, "rule": "typical"} | settings)
+    assert all(measurement.methods[2].lossless) == bool(settings)
+    figures = report_of(measurement, config, dtype)
+    assert figures["rows"][0]["lossless"] is None
+    assert figures["notes"] == ["typical acceptance is lossy: the text need not follow the target's distribution"]
+
+
 def test_generate_does_our_task_whatever_the_model_brings_along(folder, tmp_path):
     import json
     import shutil

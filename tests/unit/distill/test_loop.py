@@ -6,7 +6,7 @@ from support import VARIANTS, TinyTarget, batch_of, build, load_target
 
 from moray.distill.checkpoint import load_drafter, load_training, save_drafter, save_training
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, MuonConfig, TrainConfig
-from moray.distill.loop import Span, train
+from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.errors import DataError
 
@@ -29,7 +29,7 @@ def run(drafter, optimiser, batches, first_step: int, config: TrainConfig, total
     """Train and return what was reported and when it was saved."""
     reports: list[tuple[int, dict[str, float]]] = []
     saves: list[int] = []
-    span = Span(first_step=first_step, total_steps=total, steps_per_epoch=3, epochs=4)
+    span = Span(first=Progress(first_step, tokens=100), total_steps=total, steps_per_epoch=3, epochs=4)
     train(
         drafter,
         optimiser,
@@ -37,8 +37,8 @@ def run(drafter, optimiser, batches, first_step: int, config: TrainConfig, total
         span,
         LossConfig(),
         config,
-        lambda step, metrics: reports.append((step, metrics)),
-        saves.append,
+        lambda progress, metrics: reports.append((progress.step, metrics)),
+        lambda progress: saves.append(progress.step),
     )
     return reports, saves
 
@@ -56,11 +56,11 @@ def test_five_steps_a_checkpoint_and_five_more_are_ten(tiny, batches, optim, tmp
     optimiser = Optimiser(first, optim, SCHEDULE)
     first_reports, _ = run(first, optimiser, batches[:5], 0, config)
     save_drafter(tmp_path, first, "text")
-    save_training(tmp_path, optimiser, 5)
+    save_training(tmp_path, optimiser, Progress(5, tokens=7, seconds=1.5))
 
     second = load_drafter(tmp_path, first.head, "text")
     resumed = Optimiser(second, optim, SCHEDULE)
-    assert load_training(tmp_path, resumed) == 5
+    assert load_training(tmp_path, resumed) == Progress(5, tokens=7, seconds=1.5)
     second_reports, _ = run(second, resumed, batches[5:], 5, config)
 
     assert first_reports + second_reports == reports
@@ -102,6 +102,20 @@ def test_reports_and_saves_come_at_their_steps_and_at_the_end(tiny, batches):
         assert 0.0 <= metrics["accuracy"] <= 1.0
 
 
+def test_tokens_and_seconds_add_up_over_resumptions(tiny, batches):
+    drafter = build(tiny, VARIANTS["moa-0"])
+    optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
+    seen: list[Progress] = []
+    span = Span(first=Progress(2, tokens=1000, seconds=50.0), total_steps=5, steps_per_epoch=3, epochs=4)
+    config = TrainConfig(log_steps=1, checkpoint_steps=3)
+    train(drafter, optimiser, batches[:3], span, LossConfig(), config, lambda p, _: seen.append(p), seen.append)
+    each = 24 + 15  # padding does not count
+    assert [(p.step, p.tokens) for p in seen] == [(3, 1000 + each)] * 2 + [(4, 1000 + 2 * each)] + [
+        (5, 1000 + 3 * each)
+    ] * 2
+    assert 50.0 < seen[0].seconds <= seen[-1].seconds < 100.0
+
+
 def test_training_stops_before_a_gradient_that_is_not_finite_reaches_the_weights(tiny, batches):
     drafter = build(tiny, VARIANTS["moa-0"])
     broken = batch_of(tiny.target, [tiny.prompt(0, 24)], 4, drafter.needs)
@@ -118,7 +132,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
     optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
     with pytest.raises(DataError, match="cannot be resumed"):
         load_training(tmp_path, optimiser)
-    save_training(tmp_path, optimiser, 3)
+    save_training(tmp_path, optimiser, Progress(3))
     (tmp_path / "training.json").write_text("{")
     with pytest.raises(DataError, match=str(tmp_path)):
         load_training(tmp_path, optimiser)

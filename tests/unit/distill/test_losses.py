@@ -9,7 +9,7 @@ from moray.distill.configs import LossConfig
 from moray.distill.losses import MAX_STEPS_AHEAD, distillation_loss, simulated_tau
 from moray.distill.masks import loss_positions, verified_start
 from moray.distill.step import train_step
-from moray.drafters.base import DraftOutput, DraftView
+from moray.drafters.base import DraftOutput, DraftView, Prediction
 from moray.errors import DataError
 
 
@@ -25,14 +25,15 @@ def setting(request, tiny):
     batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 31)], 5, drafter.needs)
     start = verified_start(batch.response_mask, torch.tensor([14, 5]), torch.tensor([0, 3]))
     view = DraftView(start, torch.zeros(2, dtype=torch.bool))
-    return drafter, batch, view, loss_positions(batch, view), drafter(batch, view)
+    drafted = start != torch.arange(start.shape[1])
+    return drafter, batch, view, loss_positions(batch) & drafted, drafter(batch, view)
 
 
 def test_the_loss_is_that_of_every_position(setting):
     drafter, batch, view, positions, output = setting
-    weights = LossConfig(feature=0.7, kl=0.3)
-    sums = distillation_loss(output, batch, view.start, positions, drafter.head, weights)
-    feature, kl, count = 0.0, 0.0, 0
+    weights = LossConfig(feature=0.7, kl=0.3, acceptance=0.2)
+    sums = distillation_loss(output, batch, loss_positions(batch), drafter, weights)
+    feature, kl, refusal, count = 0.0, 0.0, 0.0, 0
     correct, counted = [0] * MAX_STEPS_AHEAD, [0] * MAX_STEPS_AHEAD
     for row, i in positions.nonzero().tolist():
         count += 1
@@ -41,8 +42,9 @@ def test_the_loss_is_that_of_every_position(setting):
             smooth = torch.where(gap < 1, 0.5 * gap * gap, gap - 0.5)
             feature += float(smooth.mean().detach()) / len(output.features)
         p = drafter.head.logits(batch.taps.hidden[-1][row, i]).double().softmax(-1)
-        q = drafter.head.logits(output.last[row, i]).double().softmax(-1)
+        q = drafter.head.logits(output.predictions[0].hidden[row, i]).double().softmax(-1)
         kl += float((p * (p / q).log()).sum().detach())
+        refusal += 1.0 - float(torch.minimum(p, q).sum().detach())
         ahead = i - int(view.start[row, i])
         if ahead <= MAX_STEPS_AHEAD:
             counted[ahead - 1] += 1
@@ -50,18 +52,19 @@ def test_the_loss_is_that_of_every_position(setting):
     assert int(sums.count) == count > 30
     assert float(sums.feature) == pytest.approx(feature, rel=1e-4)
     assert float(sums.kl) == pytest.approx(kl, rel=1e-4)
-    assert float(sums.total.detach()) == pytest.approx(0.7 * feature + 0.3 * kl, rel=1e-4)
+    assert float(sums.refusal) == pytest.approx(refusal, rel=1e-4)
+    assert float(sums.total.detach()) == pytest.approx(0.7 * feature + 0.3 * kl + 0.2 * refusal, rel=1e-4)
     assert sums.count_by_step.tolist() == counted
     assert sums.correct_by_step.tolist() == correct
     assert sum(counted) < count, "steps beyond the last reported one are trained but not reported"
 
 
 def test_chunks_of_logits_change_nothing(setting, monkeypatch):
-    drafter, batch, view, positions, output = setting
+    drafter, batch, _, positions, output = setting
 
     def loss_and_gradient():
-        sums = distillation_loss(output, batch, view.start, positions, drafter.head, LossConfig())
-        (gradient,) = torch.autograd.grad(sums.total, output.last, retain_graph=True)
+        sums = distillation_loss(output, batch, positions, drafter, LossConfig())
+        (gradient,) = torch.autograd.grad(sums.total, output.predictions[0].hidden, retain_graph=True)
         return sums, gradient
 
     whole, gradient = loss_and_gradient()
@@ -75,24 +78,24 @@ def test_chunks_of_logits_change_nothing(setting, monkeypatch):
 def test_a_perfect_prediction_costs_nothing_and_is_always_right(setting):
     drafter, batch, view, positions, output = setting
     perfect = DraftOutput(
-        batch.taps.hidden[-1],
+        (Prediction(batch.taps.hidden[-1], view.start, drafter.vocabulary.logits),),
         {depth: (batch.taps.hidden[depth], scale) for depth, (_, scale) in output.features.items()},
     )
-    sums = distillation_loss(perfect, batch, view.start, positions, drafter.head, LossConfig())
+    sums = distillation_loss(perfect, batch, positions, drafter, LossConfig())
     assert float(sums.total) == pytest.approx(0.0, abs=1e-4)
     assert torch.equal(sums.correct_by_step, sums.count_by_step)
 
 
 def test_gradients_come_from_training_positions_only(setting):
-    drafter, batch, view, positions, output = setting
-    sums = distillation_loss(output, batch, view.start, positions, drafter.head, LossConfig())
-    (gradient,) = torch.autograd.grad(sums.total, output.last, retain_graph=True)
+    drafter, batch, _, positions, output = setting
+    sums = distillation_loss(output, batch, positions, drafter, LossConfig())
+    (gradient,) = torch.autograd.grad(sums.total, output.predictions[0].hidden, retain_graph=True)
     assert torch.equal(gradient.abs().sum(dim=-1) > 0, positions)
 
 
 def test_no_training_position_is_no_loss_and_no_crash(setting):
-    drafter, batch, view, positions, output = setting
-    sums = distillation_loss(output, batch, view.start, torch.zeros_like(positions), drafter.head, LossConfig())
+    drafter, batch, _, positions, output = setting
+    sums = distillation_loss(output, batch, torch.zeros_like(positions), drafter, LossConfig())
     assert sums.total.item() == 0.0
     assert int(sums.count) == 0
 
@@ -106,7 +109,7 @@ def test_a_batch_that_is_repeated_counts_twice_and_steps_the_same(tiny):
         drafter = build(tiny, VARIANTS["moa-0"])
         batch = batch_of(tiny.target, [tiny.prompt(0, 20)] * copies, 5, drafter.needs)
         result = train_step(
-            drafter, drafter, batch, (2, 3), 0.0, LossConfig(), TrainConfig(clip=1e9), torch.Generator().manual_seed(1)
+            drafter, drafter, batch, 0.0, LossConfig(), TrainConfig(clip=1e9), torch.Generator().manual_seed(1)
         )
         metrics = result.metrics(LossConfig())
         assert metrics["loss"] == pytest.approx(metrics["feature_loss"] + 0.1 * metrics["kl"], rel=1e-5)
@@ -123,7 +126,7 @@ def test_a_gradient_that_is_not_finite_is_refused(tiny):
     with torch.no_grad():
         next(drafter.parameters()).fill_(float("nan"))
     batch = batch_of(tiny.target, [tiny.prompt(0, 20)], 5, drafter.needs)
-    result = train_step(drafter, drafter, batch, (2, 3), 0.0, LossConfig(), TrainConfig(), torch.Generator())
+    result = train_step(drafter, drafter, batch, 0.0, LossConfig(), TrainConfig(), torch.Generator())
     with pytest.raises(DataError, match=r"step 17: the gradient is nan; lower optim\.lr"):
         check_finite(result, 17)
 

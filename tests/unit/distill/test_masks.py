@@ -7,7 +7,6 @@ import torch
 
 from moray.batch import Taps, TrainBatch
 from moray.distill.masks import draw_view, loss_positions, staircase_probability, verified_start
-from moray.drafters.base import DraftView
 from moray.drafters.layers import block_mask
 
 CHATS = [
@@ -57,21 +56,17 @@ def test_the_drawing_in_the_docstring():
     assert verified_start(mask, torch.tensor([3]), torch.tensor([2]))[0].tolist() == [0, 1, 2, 2, 4, 4, 4, 7, 7]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_training_positions_equal_a_slow_reference(seed):
+def test_training_positions_equal_a_slow_reference():
     batch = batch_of(CHATS)
-    view = draw_view(batch, (2, 6), 0.5, torch.Generator().manual_seed(seed))
-    positions = loss_positions(batch, view)
+    positions = loss_positions(batch)
     for row, chat in enumerate(CHATS):
-        start = view.start[row].tolist()
-        expected = [i + 1 < len(chat) and chat[i + 1] == "r" and start[i] != i for i in range(batch.tokens.shape[1])]
+        expected = [i + 1 < len(chat) and chat[i + 1] == "r" for i in range(batch.tokens.shape[1])]
         assert positions[row].tolist() == expected
 
 
 def test_no_position_trains_into_padding_or_on_the_last_token():
     batch = batch_of(["pprrr", "pprrrrrrr"])
-    view = DraftView(torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, dtype=torch.bool))
-    assert loss_positions(batch, view).tolist() == [
+    assert loss_positions(batch).tolist() == [
         [False, True, True, True, False, False, False, False, False],
         [False, True, True, True, True, True, True, True, False],
     ]
@@ -80,8 +75,7 @@ def test_no_position_trains_into_padding_or_on_the_last_token():
 def test_a_response_mask_that_reaches_into_padding_is_cut():
     batch = batch_of(["pprrrr"])
     cut = TrainBatch(batch.tokens, batch.response_mask, torch.tensor([4]), batch.taps)
-    view = DraftView(torch.zeros(1, 6, dtype=torch.long), torch.zeros(1, dtype=torch.bool))
-    assert loss_positions(cut, view)[0].tolist() == [False, True, True, False, False, False]
+    assert loss_positions(cut)[0].tolist() == [False, True, True, False, False, False]
 
 
 def test_draws_cover_every_period_and_phase_and_repeat():
@@ -99,6 +93,17 @@ def test_draws_cover_every_period_and_phase_and_repeat():
         seen.add((gaps.pop(), verified[0]))
     # period P in 3..5; the first verified response token is number 0..P-1 of the response, which begins at 1
     assert seen == {(period, 1 + offset) for period in (3, 4, 5) for offset in range(period)}
+
+
+def test_without_a_period_every_position_is_predicted_from_the_one_before():
+    view = draw_view(batch_of(CHATS), None, 0.5, torch.Generator().manual_seed(0))
+    assert view.start[0].tolist() == [0, *range(view.start.shape[1] - 1)]
+    assert not view.staircase.any()
+
+
+def test_every_draw_has_a_seed_of_its_own():
+    generator = torch.Generator().manual_seed(0)
+    assert len({draw_view(batch_of(CHATS), period, 0.0, generator).seed for period in (None, (2, 6)) * 4}) == 8
 
 
 def test_the_staircase_ends_with_the_first_half():

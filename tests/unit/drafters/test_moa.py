@@ -34,6 +34,11 @@ class Reference:
 
     def __init__(self, drafter: MoA) -> None:
         self.weights = {name: tensor.double() for name, tensor in drafter.state_dict().items()}
+        for part in ("lsa", "sa"):  # queries first, then keys and values
+            joint = self.weights.pop(f"{part}.attention.qkv_proj.weight")
+            rows = len(self.weights[f"{part}.attention.o_proj.weight"].T)
+            self.weights[f"{part}.attention.q_proj.weight"] = joint[:rows]
+            self.weights[f"{part}.attention.kv_proj.weight"] = joint[rows:]
         self.config, self.eps = drafter.config, drafter.spec.norm_eps
         self.embedding = drafter.head._embed_tokens.weight.double()
         self.rope_theta = drafter.spec.rope_theta
@@ -94,7 +99,7 @@ def test_features_are_those_of_the_definition(tiny, drafter):
     batch = batch_of(tiny.target, [tiny.prompt(3, length)], 5, drafter.needs)
     start = verified_start(batch.response_mask, torch.tensor([3]), torch.tensor([1]))
     with torch.no_grad():
-        predicted = drafter(batch, DraftView(start, torch.zeros(1, dtype=torch.bool))).last[0].double()
+        predicted = drafter(batch, DraftView(start, torch.zeros(1, dtype=torch.bool))).predictions[0].hidden[0].double()
     reference = Reference(drafter)
     kv, tokens = batch.taps.kv[0].double(), batch.tokens[0].tolist()
     assert len(set(start[0].tolist())) > 3

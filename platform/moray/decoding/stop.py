@@ -1,0 +1,134 @@
+"""Where an answer ends: at an end-of-sequence token, with a stop string, or at its longest length.
+
+Tokens are not text. A token may hold several characters or a part of one, decoding a part of an answer may drop
+its first space, and a token without text of its own (a special one) may stand inside a stop string. So an answer
+is followed in its text, which is settled piece by piece as characters become whole, at the same cost per token
+however long the answer is. This module knows of a tokenizer only how it decodes.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+
+from moray.errors import DataError
+
+Decode = Callable[[Sequence[int]], str]
+"""decode(tokens) -> their text; an incomplete character is written as U+FFFD, as all tokenizers do."""
+
+MAX_STRINGS = 16
+MAX_LENGTH = 256
+_MAX_UNSETTLED = 16
+"""Tokens that may wait for the rest of a character; four would do, were it not for bytes that are no text."""
+
+
+class StopStrings:
+    """Texts that end an answer; one object serves any number of answers.
+
+    The answer ends with the token that completes the first of them: the smallest n for which the text of its
+    first n tokens contains one.
+    """
+
+    def __init__(self, strings: Sequence[str], decode: Decode) -> None:
+        """
+        Args:
+            strings: at most `MAX_STRINGS` of 1 to `MAX_LENGTH` characters; none at all never end an answer.
+            decode: the tokenizer's own, with the special tokens left out or not, as the answer will be shown.
+
+        Raises:
+            DataError: naming the field `stop`, for strings that are too many, empty, too long, or that hold
+                U+FFFD, which no text can be told to contain.
+        """
+        _check(strings)
+        self.strings = tuple(strings)
+        self.decode = decode
+
+    def text_before(self, tokens: Sequence[int]) -> str:
+        """The text of an answer up to its first stop string, or all of it if there is none.
+
+        Of several, the string that ends first counts; of those that end together, the longest.
+        """
+        text = self.decode(tokens)
+        found = [(text.find(string) + len(string), text.find(string)) for string in self.strings if string in text]
+        return text[: min(found)[1]] if found else text
+
+
+class Ending:
+    """Follows one answer and says where it ends."""
+
+    def __init__(self, limit: int, eos_ids: Collection[int], stop: StopStrings | None) -> None:
+        """`limit` is the most tokens that the answer may have."""
+        self.finish_reason: str | None = None
+        """None while the answer goes on; then "stop" or "length" (see `stats.Generation`)."""
+        self._room = limit
+        self._eos_ids = eos_ids
+        self._scan = _Scan(stop) if stop is not None and stop.strings else None
+
+    def cut(self, tokens: list[int]) -> list[int]:
+        """The newly chosen tokens without those behind the end; may set `finish_reason`."""
+        for count, token in enumerate(tokens, start=1):
+            if token in self._eos_ids or (self._scan is not None and self._scan.completes(token)):
+                self.finish_reason = "stop"
+            elif count == self._room:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return tokens[:count]
+        self._room -= len(tokens)
+        return tokens
+
+
+class _Scan:
+    """Looks for stop strings in one answer, token by token.
+
+        tokens          ...  | ▁wor  ld | <0xE6> <0xBC>
+        held               | settled    | unsettled: the rest of the character is to come
+        text       " hello"  |  " world"|
+
+    Held are the tokens of the last settled piece, for the text of a token depends on the one before it, the
+    unsettled ones, and of the settled text as much as a stop string may begin with.
+    """
+
+    def __init__(self, stop: StopStrings) -> None:
+        self._stop = stop
+        self._longest = max(map(len, stop.strings))
+        self._text = ""
+        self._tokens: list[int] = []
+        self._num_settled = 0
+        self._settled_length = 0
+
+    def completes(self, token: int) -> bool:
+        """Whether the answer's text contains a stop string now that `token` has come."""
+        decode = self._stop.decode
+        self._tokens.append(token)
+        held = decode(self._tokens)
+        text = self._text + held[self._settled_length :]
+        if any(string in text for string in self._stop.strings):
+            return True
+        if len(held) > self._settled_length and not held.endswith("\ufffd"):
+            self._settle(text, self._tokens[self._num_settled :])
+        elif len(held) <= self._settled_length and not decode([token, token]):
+            self._tokens.pop()  # a token without text; a lone space in front is dropped as well, but not from two
+        elif len(self._tokens) - self._num_settled >= _MAX_UNSETTLED:
+            self._settle(text, [])
+        return False
+
+    def _settle(self, text: str, last_piece: list[int]) -> None:
+        self._text = text[max(0, len(text) - self._longest + 1) :]
+        self._tokens = last_piece
+        self._num_settled = len(last_piece)
+        self._settled_length = len(self._stop.decode(last_piece))
+
+
+def _check(strings: Sequence[str]) -> None:
+    if isinstance(strings, str):
+        raise DataError(f"stop is the text {strings!r:.80}; a list of strings is needed, such as [{strings!r:.80}]")
+    if len(strings) > MAX_STRINGS:
+        raise DataError(f"stop has {len(strings)} strings; at most {MAX_STRINGS} are accepted: leave some out")
+    for index, string in enumerate(strings):
+        if not 0 < len(string) <= MAX_LENGTH:
+            raise DataError(
+                f"stop[{index}] has {len(string)} characters; 1 to {MAX_LENGTH} are accepted: "
+                + ("shorten it" if string else "leave it out")
+            )
+        if "\ufffd" in string:
+            raise DataError(
+                f"stop[{index}] is {string!r:.80}, which holds U+FFFD, the sign for bytes that are no text yet; "
+                "leave that character out"
+            )

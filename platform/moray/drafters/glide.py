@@ -1,0 +1,133 @@
+"""GLIDE (arXiv 2402.02082, section 3): a small decoder layer that also reads the target's last keys and values.
+
+    token embedding --self-attention, causal--> + --cross-attention--> + --MLP--> norm --> lm_head
+
+Cross-attention has queries of its own, rotated as the target rotates, and takes the keys and values of the
+target's last layer as they lie in its cache: of verified tokens only. In training a block-wise mask hides
+what the target would not have computed yet.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moray.batch import TapNeeds, Taps, TrainBatch
+from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.configs import GlideConfig
+from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttention, SwiGLU, attend, block_mask, init_weights
+from moray.drafters.slots import DraftSlots
+from moray.errors import ConfigError
+from moray.targets.head import TargetHead
+from moray.trees.shapes import MAX_DEPTH
+
+KeysValues = tuple[Float[Tensor, "batch kv_heads slots head_dim"], Float[Tensor, "batch kv_heads slots head_dim"]]
+
+
+@dataclass
+class GlideState:
+    """One sequence: the drafter's own keys and values, and the target's."""
+
+    slots: DraftSlots
+    own: Tensor  # [2, 1, kv_heads, slots, head_dim]
+    target: Tensor
+
+
+class Glide(Drafter[GlideState]):
+    """The GLIDE drafter."""
+
+    def __init__(self, config: GlideConfig, head: TargetHead) -> None:
+        super().__init__(config, head)
+        self.config: GlideConfig = config
+        spec = self.spec
+        if config.cross_heads % spec.num_kv_heads:
+            raise ConfigError(
+                f"drafter.cross_heads is {config.cross_heads}; a multiple of the target's number of key/value heads, "
+                f"{spec.num_kv_heads}, is needed"
+            )
+        width, eps = spec.hidden_size, spec.norm_eps
+        self.self_norm = RMSNorm(width, eps)
+        self.self_attention = SelfAttention(width, config.layer, spec.head_dim)
+        self.cross_norm = RMSNorm(width, eps)
+        self.cross_query = nn.Linear(width, config.cross_heads * spec.head_dim, bias=False)
+        self.cross_out = nn.Linear(config.cross_heads * spec.head_dim, width, bias=False)
+        self.mlp_norm = RMSNorm(width, eps)
+        self.mlp = SwiGLU(width, config.layer.intermediate_size)
+        self.out_norm = RMSNorm(width, eps)
+        self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
+        init_weights(self, config.norm_init)
+
+    @property
+    def needs(self) -> TapNeeds:
+        return TapNeeds((self.spec.num_layers - 1,), (-1,))
+
+    @property
+    def observed(self) -> TapNeeds:
+        return TapNeeds((self.spec.num_layers - 1,))
+
+    def observe(self, taps: Taps) -> Memory:
+        assert taps.kv is not None
+        return {"last_layer": taps.kv[:, :, 0]}
+
+    def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
+        assert batch.taps.kv is not None
+        seq = batch.tokens.shape[1]
+        rotary = self.rotary.rows(0, seq)
+        own_mask, target_mask = block_mask(view.start)
+        x = self.head.embed(batch.tokens).to(self.cross_query.weight.dtype)
+        x = x + self.self_attention(self.self_norm(x), rotary, own_mask)
+        positions = torch.arange(seq, device=x.device).expand(batch.tokens.shape)
+        hidden = self._finish(x, self._unpack(batch.taps.kv[:, :, 0]), target_mask, positions)
+        return DraftOutput((Prediction(hidden, view.start, self.vocabulary.logits),))
+
+    def _finish(
+        self,
+        x: Float[Tensor, "batch seq hidden"],
+        target: KeysValues,
+        mask: Bool[Tensor, "batch 1 seq seq"] | None,
+        positions: Int[Tensor, "batch seq"],
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Cross-attention to the target's keys and values, MLP, norm."""
+        batch, seq, _ = x.shape
+        query = self.cross_query(self.cross_norm(x)).view(batch, seq, self.config.cross_heads, -1).transpose(1, 2)
+        query = self.head.rotate(query, positions)
+        x = x + self.cross_out(attend(query, *target, mask))
+        return self.out_norm(x + self.mlp(self.mlp_norm(x)))
+
+    def _unpack(self, kv: Float[Tensor, "batch seq width"]) -> KeysValues:
+        """Keys and values out of a tap, whose heads lie as [k_h ; v_h]."""
+        pairs = kv.to(self.cross_query.weight.dtype).unflatten(2, (self.spec.num_kv_heads, 2, self.spec.head_dim))
+        key, value = pairs.permute(3, 0, 2, 1, 4)
+        return key, value
+
+    def new_state(self, capacity: int, max_expanded: int) -> GlideState:
+        slots = DraftSlots(capacity, max_expanded, self.cross_query.weight)
+        own = slots.new_cache(self.config.layer.num_kv_heads, self.spec.head_dim)
+        return GlideState(slots, own, slots.new_cache(self.spec.num_kv_heads, self.spec.head_dim))
+
+    def reset(self, state: GlideState) -> None:
+        state.slots.reset()
+
+    def extend(self, state: GlideState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
+        start = state.slots.commit(tokens.shape[0])
+        end = state.slots.length
+        # One layer over embeddings: a token's keys and values depend on nothing but itself.
+        normed = self.self_norm(self.head.embed(tokens)[None].to(self.cross_query.weight.dtype))
+        self.self_attention.remember(normed, self.rotary.rows(start, end), state.own, start)
+        key, value = self._unpack(memory["last_layer"])
+        state.target[0, :, :, start:end] = key
+        state.target[1, :, :, start:end] = value
+
+    def step(
+        self, state: GlideState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
+    ) -> Float[Tensor, "new vocab"]:
+        start, mask = state.slots.expand(tokens.shape[0], ancestors, depth)
+        position = state.slots.length + depth
+        rotary = self.rotary.rows(position, position + 1)
+        x = self.head.embed(tokens)[None].to(self.cross_query.weight.dtype)
+        x = x + self.self_attention.draft(self.self_norm(x), rotary, state.own, start, mask)
+        key, value = state.target[..., : state.slots.length, :]
+        positions = torch.full((1, tokens.shape[0]), position, device=tokens.device)
+        hidden = self._finish(x, (key, value), None, positions)
+        return self.vocabulary.expand(self.vocabulary.logits(hidden[0]))

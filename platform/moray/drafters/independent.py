@@ -1,0 +1,136 @@
+"""An independent drafter: a small causal LM on the target's vocabulary, distilled from the target's answers.
+
+It knows nothing of the target but the text, so nothing crosses from target to drafter. Latency decides
+(arXiv 2402.01528): few wide layers draft faster than many narrow ones at the same quality.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moray.batch import TapNeeds, Taps, TrainBatch
+from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.configs import IndependentConfig
+from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttentionLayer, causal_mask, init_weights
+from moray.drafters.slots import EXTEND_CHUNK, DraftSlots
+from moray.errors import ConfigError
+from moray.targets.head import TargetHead
+from moray.trees.shapes import MAX_DEPTH
+
+
+@dataclass
+class IndependentState:
+    """One sequence: keys and values of every layer."""
+
+    slots: DraftSlots
+    caches: list[Tensor]  # per layer [2, 1, kv_heads, slots, head_dim]
+
+
+class Independent(Drafter[IndependentState]):
+    """The independent drafter."""
+
+    def __init__(self, config: IndependentConfig, head: TargetHead) -> None:
+        super().__init__(config, head)
+        self.config: IndependentConfig = config
+        spec, width = self.spec, config.hidden_size
+        if config.embeddings != "random" and width != spec.hidden_size:
+            raise ConfigError(
+                f"drafter.hidden_size is {width} and the target's {spec.hidden_size}; embeddings '{config.embeddings}' "
+                "are the target's: give its hidden size, or drafter.embeddings=random"
+            )
+        self._blocks = [
+            SelfAttentionLayer(width, config.layer, config.head_dim, spec.norm_eps) for _ in range(config.num_layers)
+        ]
+        self.layers = nn.ModuleList(self._blocks)
+        self.norm = RMSNorm(width, spec.norm_eps)
+        self.rotary = RotaryTable(config.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
+        init_weights(self, config.norm_init)
+        self.embedding = self.projection = None
+        if config.embeddings != "frozen":
+            self.embedding = nn.Embedding(spec.vocab_size, width)
+            self.projection = nn.Linear(width, self.vocabulary.size, bias=False)
+            nn.init.normal_(self.embedding.weight, std=0.02)
+            nn.init.normal_(self.projection.weight, std=0.02)
+            self._start_from_target()
+
+    @property
+    def needs(self) -> TapNeeds:
+        return TapNeeds(hidden_depths=(-1,))
+
+    @property
+    def observed(self) -> TapNeeds:
+        return TapNeeds()
+
+    def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
+        super().choose_vocabulary(counts)
+        self._start_from_target()
+
+    @torch.no_grad()
+    def _start_from_target(self) -> None:
+        if self.config.embeddings == "copied" and self.embedding is not None and self.projection is not None:
+            device = self.embedding.weight.device
+            every_token = torch.arange(self.spec.vocab_size, device=self.head.weight.device)
+            self.embedding.weight.copy_(self.head.embed(every_token).to(device))
+            self.projection.weight.copy_(self.vocabulary.select(self.head.weight.T).T.to(device))
+
+    def observe(self, taps: Taps) -> Memory:
+        return {}
+
+    def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
+        x = self._embed(batch.tokens)
+        seq = batch.tokens.shape[1]
+        mask, rotary = causal_mask(seq, x.device), self.rotary.rows(0, seq)
+        for layer in self._blocks:
+            x = layer(x, rotary, mask)
+        return DraftOutput((Prediction(self.norm(x), view.start, self._logits),))
+
+    def _embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq width"]:
+        if self.embedding is None:
+            return self.head.embed(tokens).to(self.norm.weight.dtype)
+        return self.embedding(tokens)
+
+    def _logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows draft"]:
+        if self.projection is None:
+            return self.vocabulary.logits(hidden)
+        return F.linear(hidden, self.projection.weight.to(hidden.dtype))
+
+    def new_state(self, capacity: int, max_expanded: int) -> IndependentState:
+        rows = EXTEND_CHUNK if self.config.num_layers > 1 else 0
+        slots = DraftSlots(capacity, max_expanded, self.norm.weight, rows)
+        caches = [slots.new_cache(self.config.layer.num_kv_heads, self.config.head_dim) for _ in self._blocks]
+        return IndependentState(slots, caches)
+
+    def reset(self, state: IndependentState) -> None:
+        state.slots.reset()
+
+    def extend(self, state: IndependentState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
+        # The last layer's output is not needed: its keys and values are, and they need no attention of its own.
+        *lower, last = zip(self._blocks, state.caches, strict=True)
+        for chunk in tokens.split(EXTEND_CHUNK) if lower else (tokens,):
+            start, new = state.slots.length, chunk.shape[0]
+            rotary = self.rotary.rows(start, start + new)
+            mask = state.slots.causal(new) if lower else None
+            x = self._embed(chunk[None])
+            for layer, cache in lower:
+                x = layer.draft(x, rotary, cache, start, mask)
+            layer, cache = last
+            layer.remember(x, rotary, cache, start)
+            state.slots.commit(new)
+
+    def step(
+        self,
+        state: IndependentState,
+        tokens: Int[Tensor, " new"],
+        ancestors: Bool[Tensor, "new expanded"] | None,
+        depth: int,
+    ) -> Float[Tensor, "new vocab"]:
+        start, mask = state.slots.expand(tokens.shape[0], ancestors, depth)
+        position = state.slots.length + depth
+        rotary = self.rotary.rows(position, position + 1)
+        x = self._embed(tokens[None])
+        for layer, cache in zip(self._blocks, state.caches, strict=True):
+            x = layer.draft(x, rotary, cache, start, mask)
+        return self.vocabulary.expand(self._logits(self.norm(x)[0]))

@@ -1,0 +1,115 @@
+"""Medusa (arXiv 2401.10774, section 2.1): heads on the target's last hidden state, one per step ahead.
+
+    last verified token  t4, hidden f4;  root t5 is the target's own
+    head 1 (f4) proposes t6,  head 2 (f4) proposes t7,  ...     whatever was proposed before
+
+A head is a residual SiLU block that starts as the identity and a vocabulary projection that starts as the
+target's lm_head. All heads are computed at once, so a draft costs the same at any depth up to their number.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moray.batch import TapNeeds, Taps, TrainBatch
+from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.configs import MedusaConfig
+from moray.targets.head import TargetHead
+
+
+@dataclass
+class MedusaState:
+    """One sequence: the target's last hidden state, and what all heads make of it."""
+
+    last: Tensor  # [hidden]
+    logits: Tensor | None = None  # [heads, vocab]
+
+
+class Medusa(Drafter[MedusaState]):
+    """The Medusa drafter."""
+
+    def __init__(self, config: MedusaConfig, head: TargetHead) -> None:
+        super().__init__(config, head)
+        self.config: MedusaConfig = config
+        heads, width = config.num_heads, self.spec.hidden_size
+        self.block_weights = nn.ParameterList(torch.zeros(heads, width, width) for _ in range(config.num_blocks))
+        self.block_biases = nn.ParameterList(torch.zeros(heads, 1, width) for _ in range(config.num_blocks))
+        self.projections = None
+        if config.projections == "own":
+            self.projections = nn.Parameter(torch.empty(heads, self.vocabulary.size, width))
+            self._start_projections(head.weight)
+
+    @property
+    def needs(self) -> TapNeeds:
+        return TapNeeds(hidden_depths=(-1,))
+
+    @property
+    def max_depth(self) -> int:
+        return self.config.num_heads
+
+    def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
+        super().choose_vocabulary(counts)
+        self._start_projections(self.head.weight)
+
+    @torch.no_grad()
+    def _start_projections(self, weight: Tensor) -> None:
+        if self.projections is not None:
+            self.projections.copy_(self.vocabulary.select(weight.T).T.float())
+
+    def observe(self, taps: Taps) -> Memory:
+        return {"feature": taps.hidden[-1]}
+
+    def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
+        real = batch.taps.hidden[-1].to(self.block_weights[0].dtype)
+        rows, seq, width = real.shape
+        hidden = self._blocks(real.reshape(1, rows * seq, width)).view(-1, rows, seq, width)
+        column = torch.arange(seq, device=real.device).expand(rows, seq)
+        predictions = []
+        for index in range(self.config.num_heads):
+            steps = index + 1  # head `index` reads position i - steps to predict the token after i
+            ahead = F.pad(hidden[index, :, : max(0, seq - steps)], (0, 0, min(steps, seq), 0))
+            start = torch.where(column >= steps, column - steps, column)
+            score = partial(self._project, index)
+            predictions.append(Prediction(ahead, start, score, self.config.decay**index))
+        return DraftOutput(tuple(predictions))
+
+    def _blocks(self, x: Float[Tensor, "one rows hidden"]) -> Float[Tensor, "heads rows hidden"]:
+        """x + SiLU(W x + b), block after block, for all heads together."""
+        for weight, bias in zip(self.block_weights, self.block_biases, strict=True):
+            x = x + F.silu(torch.matmul(x, weight.transpose(1, 2)) + bias)
+        return x
+
+    def _project(self, index: int, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
+        if self.projections is None:
+            return self.vocabulary.logits(hidden)
+        return F.linear(hidden, self.projections[index].to(hidden.dtype))
+
+    def new_state(self, capacity: int, max_expanded: int) -> MedusaState:
+        return MedusaState(self.block_weights[0].new_zeros(self.spec.hidden_size))
+
+    def reset(self, state: MedusaState) -> None:
+        state.logits = None
+
+    def extend(self, state: MedusaState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
+        state.last = memory["feature"][0, -1].to(self.block_weights[0].dtype)
+        state.logits = None
+
+    def step(
+        self,
+        state: MedusaState,
+        tokens: Int[Tensor, " new"],
+        ancestors: Bool[Tensor, "new expanded"] | None,
+        depth: int,
+    ) -> Float[Tensor, "new vocab"]:
+        if state.logits is None:
+            hidden = self._blocks(state.last[None, None])
+            if self.projections is None:
+                logits = self.vocabulary.logits(hidden[:, 0])
+            else:
+                logits = torch.matmul(hidden, self.projections.transpose(1, 2))[:, 0]
+            state.logits = self.vocabulary.expand(logits)
+        return state.logits[depth].expand(tokens.shape[0], -1)

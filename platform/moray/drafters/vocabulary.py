@@ -1,0 +1,69 @@
+"""The tokens a drafter may propose: all of the target's, or the most frequent ones.
+
+The projection onto the vocabulary is most of a draft step where vocabularies are large (70 % for Llama-3-8B);
+a drafter that never proposes rare tokens stays lossless, for the target decides.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from moray.errors import ConfigError
+from moray.targets.head import TargetHead
+
+
+class DraftVocabulary(nn.Module):
+    """Maps draft ids 0..size-1 to the target's token ids, and projects onto them with the target's lm_head."""
+
+    def __init__(self, head: TargetHead, size: int | None) -> None:
+        """
+        Args:
+            head: frozen; never saved.
+            size: None for the whole vocabulary, where draft ids are token ids.
+        """
+        super().__init__()
+        full = head.spec.vocab_size
+        if size is not None and size > full:
+            raise ConfigError(f"drafter.draft_vocabulary is {size}; the target has {full} tokens: give at most that")
+        self._head = head
+        self.size = size or full
+        self.is_reduced = size is not None
+        rows = head.weight[: self.size].detach()
+        self.tokens: Tensor | None
+        self._rows: Tensor | None
+        self.register_buffer("tokens", torch.arange(self.size, device=rows.device) if self.is_reduced else None)
+        # Frozen rows of lm_head side by side: gathering them at every step would cost what they save.
+        self.register_buffer("_rows", rows.clone() if self.is_reduced else None, persistent=False)
+        self.register_load_state_dict_post_hook(lambda module, _: module._gather())
+
+    def choose(self, counts: Int[Tensor, " vocab"]) -> None:
+        """Take the `size` most frequent tokens; of equally frequent ones those with the lowest ids."""
+        if self.tokens is not None:
+            order = counts.to(self.tokens.device).sort(descending=True, stable=True).indices
+            self.tokens.copy_(order[: self.size].sort().values)
+            self._gather()
+
+    def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any draft"]:
+        """Logits of final-norm hidden states over the draft vocabulary."""
+        hidden = hidden.to(self._head.weight.dtype)
+        return self._head.logits(hidden) if self._rows is None else F.linear(hidden, self._rows)
+
+    def select(self, full: Float[Tensor, "*any vocab"]) -> Float[Tensor, "*any draft"]:
+        """The draft vocabulary's columns of something over all tokens."""
+        return full if self.tokens is None else full.index_select(-1, self.tokens)
+
+    def expand(self, logits: Float[Tensor, "rows draft"]) -> Float[Tensor, "rows vocab"]:
+        """Over all of the target's tokens; those outside of the draft vocabulary at -inf."""
+        if self.tokens is None:
+            return logits
+        full = logits.new_full((logits.shape[0], self._head.spec.vocab_size), -torch.inf)
+        return full.index_copy_(1, self.tokens, logits)
+
+    def to_tokens(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+        """Token ids of draft ids."""
+        return ids if self.tokens is None else self.tokens[ids]
+
+    def _gather(self) -> None:
+        if self.tokens is not None and self._rows is not None:
+            self._rows.copy_(self._head.weight.detach().index_select(0, self.tokens))
