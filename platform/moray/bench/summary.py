@@ -46,13 +46,13 @@ def _summarise_one(measurement: Measurement, params: SamplingParams, dtype: str,
     # difference then proves nothing.
     is_exact = (params.is_greedy or params.rule == "coupled") and dtype == "float32"
     temperature = {"temperature": params.temperature}
-    names = sorted({asked.category for asked in measurement.asked})
-    places = {name: [i for i, asked in enumerate(measurement.asked) if asked.category == name] for name in names}
-    rows = [_row(method, plain, generate, is_exact) for method in drafted]
+    rows = [_row(method, plain, generate, is_exact) | temperature for method in drafted]
     if not params.is_lossless:
         rows = [row | {"lossless": None} for row in rows]
+    names = sorted({asked.category for asked in measurement.asked})
+    places = {name: [i for i, asked in enumerate(measurement.asked) if asked.category == name] for name in names}
     return {
-        "rows": [row | temperature for row in rows],
+        "rows": rows,
         "baselines": [
             {"name": method.name, "tokens_per_second": _speed(method.generations)} | temperature
             for method in measurement.methods
@@ -61,15 +61,15 @@ def _summarise_one(measurement: Measurement, params: SamplingParams, dtype: str,
         "categories": [
             _category(name, method, plain, generate, places[name]) | temperature for method in drafted for name in names
         ],
-        "notes": _notes(measurement, generate if params.is_greedy else None, dtype, where, params.is_lossless),
+        "notes": _notes(measurement, params, dtype, where),
     }
 
 
-def _notes(measurement: Measurement, generate: Method | None, dtype: str, where: str, is_lossless: bool) -> list[str]:
+def _notes(measurement: Measurement, params: SamplingParams, dtype: str, where: str) -> list[str]:
     """What a reader must know to read the figures right."""
     notes = []
-    if not is_lossless:
-        notes.append("typical acceptance is lossy: the text need not follow the target's distribution")
+    if not params.is_lossless:
+        notes.append(f"typical acceptance is lossy{where}: the text need not follow the target's distribution")
     elif dtype != "float32":
         notes += [
             f"{method.name}, {method.tree}: {method.lossless.count(False)} of {len(method.lossless)} answers differ "
@@ -77,7 +77,8 @@ def _notes(measurement: Measurement, generate: Method | None, dtype: str, where:
             for method in measurement.methods
             if method.tree and not all(method.lossless)
         ]
-    if generate is not None and not all(generate.lossless):
+    generate = next((method for method in measurement.methods if method.name == "generate"), None)
+    if params.is_greedy and generate is not None and not all(generate.lossless):
         notes.append(
             f"Hugging Face generate gives other tokens than our plain decoding on {generate.lossless.count(False)} of "
             f"{len(generate.lossless)} prompts{where}: its kernels round differently, which decides near ties"
