@@ -1,11 +1,12 @@
 """Configuration of an evaluation. Torch-free."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from moray.config import Config
-from moray.decoding.params import SamplingParams
+from moray.decoding.params import CompileMode, SamplingParams
+from moray.drafters.configs import DrafterConfig
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import Shape
 
@@ -14,8 +15,8 @@ class EvaluateConfig(Config):
     """Which drafters and trees to measure, on what, and how."""
 
     target: TargetConfig
-    drafters: tuple[str, ...] = Field(min_length=1)
-    """Folders of trained drafters."""
+    drafters: tuple[str | DrafterConfig, ...] = Field(min_length=1)
+    """Folders of trained drafters; those that need no training as {type: ngram} or {type: pretrained, model: ...}."""
     trees: tuple[Shape, ...] = Field(min_length=1)
     questions: str
     """Spec-Bench JSON Lines, rows of {prompt}, or chats whose user turns are asked."""
@@ -31,6 +32,12 @@ class EvaluateConfig(Config):
     """Measure Hugging Face `generate` beside our own plain decoding."""
     threads: int | None = Field(default=1, ge=1)
     """torch threads; None for torch's own choice."""
+    max_context: int = Field(default=8192, ge=2)
+    """Most tokens of prompt and answer together, if the target takes more: what the cache is allocated for."""
+    compile: CompileMode = "off"
+    """torch.compile for target and drafters; "cuda-graphs" on GPUs alone."""
+    exact_phases: bool = False
+    """Wait for the device after each phase, so that their times can be told apart; it costs some overlap."""
     output: str
     """Folder of answers.jsonl, report.json and report.html."""
 
@@ -52,6 +59,66 @@ class EvaluateConfig(Config):
         temperatures = self.temperatures or (self.sampling.temperature,)
         given = self.sampling.model_dump()
         return tuple(SamplingParams.model_validate(given | {"temperature": value}) for value in temperatures)
+
+
+class DecodeBenchmarkConfig(Config):
+    """What `pipelines.benchmark decode` measures."""
+
+    target: TargetConfig
+    drafters: tuple[str | DrafterConfig, ...] = Field(min_length=1)
+    """Folders of trained drafters; those that need no training as {type: ngram} or {type: pretrained, model: ...}."""
+    trees: tuple[Shape, ...] = Field(min_length=1)
+    questions: str
+    """As for pipelines.evaluate."""
+    num_questions: int | None = Field(default=None, ge=1)
+    sampling: SamplingParams = SamplingParams()
+    max_new_tokens: int = Field(default=128, ge=1)
+    threads: int | None = Field(default=1, ge=1)
+    """torch threads; None for torch's own choice."""
+    compile: CompileMode = "off"
+    """torch.compile for target and drafters; "cuda-graphs" on GPUs alone."""
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
+
+    def evaluation(self) -> EvaluateConfig:
+        """The evaluation that measures it."""
+        shared = self.model_dump(exclude={"report", "compile"})
+        own = {"output": "", "compare_generate": False, "exact_phases": True, "compile": self.compile}
+        return EvaluateConfig.model_validate(shared | own)
+
+
+class ShapeConfig(Config):
+    """Sizes of a Llama of random weights."""
+
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=2)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=2)
+    intermediate_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=2)
+
+
+class ShapedBenchmarkConfig(Config):
+    """What `pipelines.benchmark shaped` measures: costs that depend on sizes alone."""
+
+    shape: ShapeConfig
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    drafter: DrafterConfig
+    trees: tuple[Shape, ...] = Field(min_length=1)
+    tau: float = Field(default=4.2, gt=1)
+    """Tokens per target pass that the SYNTHETIC acceptance is set to: random weights accept nothing."""
+    verify_sizes: tuple[int, ...] = (1, 8, 62)
+    """Tokens of the target passes that are timed."""
+    context: int = Field(default=512, ge=1)
+    """Tokens that stand before the first one generated."""
+    max_new_tokens: int = Field(default=128, ge=8)
+    memory_bandwidth: float | None = Field(default=None, gt=0)
+    """Bytes per second of the device, for the ceiling in milliseconds; None leaves it out."""
+    compile: CompileMode = "off"
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
 
 
 class LiveConfig(Config):

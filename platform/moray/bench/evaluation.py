@@ -10,15 +10,15 @@ from rich.progress import Progress
 
 from moray.bench.answers import AnswerLog, open_answers
 from moray.bench.configs import EvaluateConfig
+from moray.bench.loading import load_drafters
 from moray.bench.runner import Runner
 from moray.bench.specbench import Question, read_questions
 from moray.bench.summary import summarise
-from moray.distill.checkpoint import load_drafter, read_drafter_config
+from moray.decoding.compiling import compile_models
 from moray.distill.metrics import read_metrics
 from moray.drafters.base import Drafter
-from moray.errors import ConfigError, DataError
+from moray.errors import DataError
 from moray.provenance import machine, read_run_yaml, sha256_of_files, versions
-from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 
@@ -40,6 +40,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         name: Path(entry) for name, entry in zip(drafters, config.drafters, strict=True) if isinstance(entry, str)
     }
     fingerprints = _fingerprints(config, target, tokenizer, folders)
+    console.print(compile_models(target, drafters.values(), config.compile), style="dim", highlight=False)
     runner = Runner(target, drafters, tokenizer, config)
     with open_answers(config, fingerprints) as log:
         record = read_run_yaml(Path(config.output))
@@ -66,23 +67,6 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         | {"versions": versions(), "fingerprints": fingerprints}
         | {"begun": record["written_at"], "git": record.get("git")},
     }
-
-
-def load_drafters(folders: tuple[str, ...], target: Target, tokenizer: ChatTokenizer) -> dict[str, Drafter]:
-    """Load trained drafters for one target, by the names of their folders.
-
-    Raises:
-        ConfigError: two folders have the same name.
-        MismatchError: a drafter belongs to another target, tokenizer or template.
-    """
-    drafters: dict[str, Drafter] = {}
-    for folder in folders:
-        name = Path(folder).name
-        if name in drafters:
-            raise ConfigError(f"drafters holds two folders called '{name}'; rename one, it is the row's name")
-        num_layers = read_drafter_config(Path(folder))[0].num_target_layers
-        drafters[name] = load_drafter(Path(folder), TargetHead.of(target, num_layers), tokenizer.fingerprint)
-    return drafters
 
 
 def _fingerprints(

@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moray.bench.configs import LiveConfig
-from moray.bench.evaluation import load_drafters
+from moray.bench.loading import load_drafters
 from moray.decoding.speculate import SpeculativeDecoder
 from moray.decoding.stats import tau
 from moray.targets.model import Target

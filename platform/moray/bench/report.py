@@ -25,7 +25,10 @@ RESULT_COLUMNS = (
     ("tok/s", "tokens emitted per second, one sequence at a time unless the settings say otherwise"),
     ("vs plain", "speed-up over our own decoding loop without a drafter, on the same prompts; below 1 is a loss"),
     ("vs generate", "speed-up over Hugging Face's generate, on the same prompts"),
-    ("efficiency", "speed-up vs plain as a share of the ideal one: the rest went to verifying and to overhead"),
+    (
+        "efficiency",
+        "speed-up in cycles (prefill left out) as a share of the ideal one: the rest went to verifying and overhead",
+    ),
     ("lossless", "whether the output was the one of plain decoding, token by token; NO means a defect"),
 )
 COST_COLUMNS = (

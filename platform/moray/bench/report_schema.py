@@ -41,10 +41,11 @@ class Row(Config):
     tokens_per_second: Measure
     speedup_vs_plain: Measure
     speedup_vs_generate: Measure
-    efficiency: Measure  # speedup_vs_plain / (tau / (1 + draft_steps * draft_cost))
+    efficiency: Measure  # speedup_in_cycles / (tau / (1 + draft_steps * draft_cost))
     lossless: bool | None  # null: was not checked
     num_prompts: Count
     num_tokens: Count
+    speedup_in_cycles: Measure = None  # over plain decoding, prefill left out on both sides
     draft_steps: Measure = None  # gamma, per cycle
     draft_cost: Measure = None  # c: one draft step / one plain target step
     verify_cost: Measure = None  # v: one verify pass / one plain target step

@@ -16,6 +16,7 @@ from moray.bench.answers import AnswerLog, MethodAnswer
 from moray.bench.configs import EvaluateConfig
 from moray.bench.specbench import Question
 from moray.decoding.params import SamplingParams
+from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
@@ -60,6 +61,8 @@ class Measurement:
     asked: list[Asked] = field(default_factory=list)
     num_skipped: int = 0
     """Turns that did not fit into the context, counted at each temperature."""
+    notes: list[str] = field(default_factory=list)
+    """What was not measured, and why."""
 
     def at(self, temperature: float) -> "Measurement":
         """What was asked at one temperature; skipped turns are not told apart."""
@@ -76,16 +79,25 @@ class Runner:
         self._config = config
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
-        self._capacity = target.spec.max_positions
+        self._capacity = min(target.spec.max_positions, config.max_context)
         self._is_warm = False
+        most_nodes = 1 + max(shape.num_nodes for shape in config.trees)
+        # They take turns, so one cache serves them all.
+        self._session = TargetSession(target, self._capacity, most_nodes, config.exact_phases)
+        notes: list[str] = []
         methods = [Method("plain", "", self._plain(target))]
         if config.compare_generate:
             methods.append(Method("generate", "", self._hugging_face(target)))
         for name, drafter in drafters.items():
             for shape in config.trees:
-                decoder = SpeculativeDecoder(target, drafter, shape, self._capacity)
+                if drafter.max_depth is not None and shape.depth > drafter.max_depth:
+                    notes.append(
+                        f"{name}, {shape.name}: left out, this drafter drafts at most {drafter.max_depth} levels"
+                    )
+                    continue
+                decoder = SpeculativeDecoder(target, drafter, shape, self._capacity, self._session)
                 methods.append(Method(name, shape.name, self._speculative(decoder)))
-        self.measurement = Measurement(methods)
+        self.measurement = Measurement(methods, notes=notes)
         self._names = [(method.name, method.tree) for method in methods]
 
     def ask(self, questions: Sequence[Question], log: AnswerLog | None = None) -> Iterator[int]:
@@ -158,7 +170,7 @@ class Runner:
         return truth
 
     def _plain(self, target: Target) -> Run:
-        decoder = PlainDecoder(target, self._capacity)
+        decoder = PlainDecoder(target, self._capacity, self._session)
         return lambda prompt, params, most, sequence: decoder.generate(
             prompt, params, most, self._eos_ids, sequence=sequence
         )

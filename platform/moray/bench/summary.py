@@ -22,7 +22,7 @@ def summarise(measurement: Measurement, samplings: Sequence[SamplingParams], dty
         samplings: what it was asked with, once per temperature.
         dtype: of the target.
     """
-    figures: dict[str, list[Any]] = {"rows": [], "baselines": [], "categories": [], "notes": []}
+    figures: dict[str, list[Any]] = {"rows": [], "baselines": [], "categories": [], "notes": [*measurement.notes]}
     if measurement.num_skipped:
         figures["notes"].append(
             f"{measurement.num_skipped} turns were left out: with them the prompt fills the whole context"
@@ -96,7 +96,7 @@ def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool)
     gamma = levels / cycles
     draft_cost = phases["propose"] / levels / step_seconds if levels and step_seconds else None
     rate = tau(generations) or None
-    speedup = _speed(generations) / _speed(plain.generations)
+    in_cycles = sum(sum(g.emitted) for g in generations) * step_seconds / (sum(g.seconds for g in generations) or 1.0)
     timings, plain_timings = list(map(_timing, generations)), list(map(_timing, plain.generations))
     low, median, high = quartiles(
         [_speed([own]) / _speed([other]) for own, other in zip(generations, plain.generations, strict=True)]
@@ -107,12 +107,13 @@ def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool)
         "tau": rate,
         "tau_spread": ratio_interval([(sum(g.emitted), g.num_cycles) for g in generations]),
         "tokens_per_second": _speed(generations),
-        "speedup_vs_plain": speedup,
+        "speedup_vs_plain": _speed(generations) / _speed(plain.generations),
         "speedup_vs_generate": None if generate is None else _speed(generations) / _speed(generate.generations),
+        "speedup_in_cycles": in_cycles or None,
         "speedup_spread": ratio_of_ratios_interval(timings, plain_timings),
         "speedup_median": median,
         "speedup_quartiles": (low, high),
-        "efficiency": None if rate is None or draft_cost is None else speedup / (rate / (1.0 + gamma * draft_cost)),
+        "efficiency": None if rate is None or draft_cost is None else in_cycles / (rate / (1.0 + gamma * draft_cost)),
         "lossless": all(method.lossless) or (False if is_exact else None),
         "num_prompts": len(generations),
         "num_tokens": sum(len(g.tokens) for g in generations),

@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from moray.config import Config
 
+CompileMode = Literal["off", "default", "cuda-graphs"]
+"""What torch.compile does to target and drafters (see `decoding.compiling`)."""
+
 
 class SamplingParams(Config):
     """The target's output distribution and the randomness it is drawn with."""

@@ -148,7 +148,7 @@ class SpeculativeDecoder:
         root = sampler.choose(logits, len(prompt))
         if isinstance(self.shape, AdaptiveShape) and self._adapter is None:
             self._adapter = Adapter(self.shape, self._measure_costs(root, self.shape))
-        generation = Generation(ending.cut([int(root)]), wait=self._session.wait)
+        generation = Generation(ending.cut([int(root)]))
         if on_tokens is not None:
             on_tokens(generation.tokens[:], 0)
         prefilled = time.perf_counter()
@@ -170,11 +170,12 @@ class SpeculativeDecoder:
     ) -> Int[Tensor, " 1"]:
         """One cycle; returns the next root."""
         root_position = prompt_length + len(generation.tokens) - 1
-        with generation.timed("propose"):
+        wait = self._session.wait
+        with generation.timed("propose", wait):
             tree = self._propose(root, root_position, sampler)
-        with generation.timed("verify"):
+        with generation.timed("verify", wait):
             logits = self._session.verify(tree)
-        with generation.timed("accept"):
+        with generation.timed("accept", wait):
             result = self.accept(tree, logits, sampler, root_position)
         emitted = ending.cut([*result.tokens, result.next_token])
         generation.accepted.append(len(result.path))
@@ -187,10 +188,10 @@ class SpeculativeDecoder:
             on_tokens(emitted, min(len(result.path), len(emitted)))
         if ending.finish_reason is not None:
             return root
-        with generation.timed("commit"):
+        with generation.timed("commit", wait):
             taps = self._session.commit(result.path)
             verified = torch.tensor([*result.tokens, result.next_token], device=root.device)
-        with generation.timed("observe"):
+        with generation.timed("observe", wait):
             self._observe(torch.cat([root, verified[:-1]]), taps)
         return verified[-1:]
 

@@ -26,8 +26,6 @@ class Generation:
     prefill_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds by phase of the cycle."""
-    wait: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
-    """Waits for the device if phases are to be told apart on it."""
 
     @property
     def num_cycles(self) -> int:
@@ -35,12 +33,12 @@ class Generation:
         return len(self.accepted)
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Add the time spent inside to a phase. Unless `wait` waits for it, work that one phase has queued on a GPU
-        counts for the next phase that needs its result."""
+    def timed(self, phase: str, wait: Callable[[], None]) -> Iterator[None]:
+        """Add the time spent inside to a phase. Unless `wait` waits for the device, work that one phase has
+        queued on a GPU counts for the next phase that needs its result."""
         begin = time.perf_counter()
         yield
-        self.wait()
+        wait()
         self.phases[phase] += time.perf_counter() - begin
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -136,6 +137,11 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
         """Take the token counts of the cache's responses; called once, before training."""
         self.vocabulary.choose(counts)
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Draft in the target's precision: half the bytes, and no output depends on it. Never for training."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
 
     @property
     def num_parameters(self) -> int:

@@ -1,0 +1,116 @@
+"""The decoding benchmark: what a cycle costs phase by phase, and how close decoding is to its limit.
+
+    S = tau / (v + gamma*c + o)        efficiency = S / (tau / (1 + gamma*c))
+
+v is a target pass over the tree, c a draft step and o everything else in a cycle, all in plain target steps and all
+measured in one run, method after method on the same prompts. S leaves the prefill out on both sides.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from moray.bench.configs import DecodeBenchmarkConfig
+from moray.bench.loading import load_drafters
+from moray.bench.report_schema import Phases
+from moray.bench.runner import Runner
+from moray.bench.specbench import read_questions
+from moray.bench.summary import summarise
+from moray.bench.wording import number, percent, times
+from moray.decoding.compiling import compile_models
+from moray.errors import DataError
+from moray.provenance import machine, versions, write_text_atomically
+from moray.targets.model import Target
+from moray.text import ChatTokenizer
+
+
+def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[str, Any]:
+    """Measure every drafter with every tree, and return rows with phases.
+
+    Raises:
+        DataError: not one prompt fits into the target's context.
+    """
+    evaluation = config.evaluation()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    questions = read_questions(config.questions, config.num_questions)
+    tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
+    target = Target.load(config.target)
+    drafters = load_drafters(config.drafters, target, tokenizer)
+    compiled = compile_models(target, drafters.values(), config.compile)
+    runner = Runner(target, drafters, tokenizer, evaluation)
+    total = sum(len(question.turns) for question in questions)
+    for _ in track(runner.ask(questions), "benchmark", total, console=console):
+        pass
+    if not runner.measurement.asked:
+        raise DataError(f"no prompt of questions '{config.questions}' fits into the target's context")
+    figures = summarise(runner.measurement, evaluation.samplings, config.target.dtype)
+    plain = runner.measurement.methods[0].generations
+    steps = sum(len(generation.tokens) - 1 for generation in plain)
+    return {
+        "rows": [_row(row) for row in figures["rows"]],
+        "plain_ms": 1e3 * sum(generation.seconds for generation in plain) / max(1, steps),
+        "notes": [*figures["notes"], compiled],
+        "machine": machine(),
+        "versions": versions(),
+        "settings": config.model_dump(mode="json"),
+    }
+
+
+_KEPT = (
+    "drafter", "tree", "temperature", "tau", "tau_spread", "efficiency", "draft_steps", "draft_cost", "verify_cost",
+    "lossless", "num_prompts", "num_tokens", "acceptance_by_position", "phases_ms",
+)  # fmt: skip
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """What concerns decoding; the speed-up here is that of the cycles."""
+    kept = {name: row[name] for name in _KEPT}
+    return kept | {"speedup_vs_plain": row["speedup_in_cycles"], "speedup_with_prefill": row["speedup_vs_plain"]}
+
+
+def write_benchmark(result: dict[str, Any], path: Path) -> None:
+    """Write a benchmark's result as JSON."""
+    try:
+        write_text_atomically(path, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    except OSError as error:
+        raise DataError(f"the benchmark cannot be written to '{path}': {error.strerror}; name another file") from None
+
+
+def print_benchmark(result: dict[str, Any], console: Console) -> None:
+    """Print the costs in plain steps, then the phases in milliseconds."""
+    costs = _table("Decoding: S = tau / (v + gamma c + o), efficiency = S / (tau / (1 + gamma c))")
+    for name in ("tau", "S", "eff.", "gamma", "c", "v", "lossless"):
+        costs.add_column(name, justify="right")
+    for row in result["rows"]:
+        lossless = {True: "yes", False: "NO", None: "not checked"}[row["lossless"]]
+        cells = (number(row["tau"]), times(row["speedup_vs_plain"]), percent(row["efficiency"]))
+        costs.add_row(
+            Text(row["drafter"]), Text(row["tree"]), *cells,
+            number(row["draft_steps"]), number(row["draft_cost"], 2), number(row["verify_cost"]), lossless,
+        )  # fmt: skip
+    phases = _table(f"Milliseconds of an average cycle; a plain step takes {number(result['plain_ms'])}")
+    names = tuple(Phases.model_fields)
+    for name in (*names, "sum"):
+        phases.add_column(name, justify="right")
+    for row in result["rows"]:
+        spent = [row["phases_ms"][name] for name in names]
+        phases.add_row(Text(row["drafter"]), Text(row["tree"]), *(number(ms, 2) for ms in spent), number(sum(spent)))
+    console.print(costs)
+    console.print(phases)
+    for note in result["notes"]:
+        console.print(Text(f"note: {note}"))
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("drafter", overflow="fold")
+    table.add_column("tree", overflow="fold")
+    return table
