@@ -113,7 +113,7 @@ class ShapedBenchmarkConfig(Config):
     """Tokens of the target passes that are timed."""
     context: int = Field(default=512, ge=1)
     """Tokens that stand before the first one generated."""
-    max_new_tokens: int = Field(default=128, ge=8)
+    max_new_tokens: int = Field(default=256, ge=16)
     memory_bandwidth: float | None = Field(default=None, gt=0)
     """Bytes per second of the device, for the ceiling in milliseconds; None leaves it out."""
     compile: CompileMode = "off"

@@ -7,6 +7,7 @@ measured in one run, method after method on the same prompts. S leaves the prefi
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,28 +86,31 @@ def write_benchmark(result: dict[str, Any], path: Path) -> None:
 
 
 def print_benchmark(result: dict[str, Any], console: Console) -> None:
-    """Print the costs in plain steps, then the phases in milliseconds."""
+    """Print costs, phases and notes."""
+    print_costs(result["rows"], result["plain_ms"], console)
+    for note in result["notes"]:
+        console.print(Text(f"note: {note}"))
+
+
+def print_costs(rows: Sequence[dict[str, Any]], plain_ms: float, console: Console) -> None:
+    """Print what cycles cost in plain steps, then their phases in milliseconds."""
     costs = _table("Decoding: S = tau / (v + gamma c + o), efficiency = S / (tau / (1 + gamma c))")
     for name in ("tau", "S", "eff.", "gamma", "c", "v", "lossless"):
         costs.add_column(name, justify="right")
-    for row in result["rows"]:
-        lossless = {True: "yes", False: "NO", None: "not checked"}[row["lossless"]]
-        cells = (number(row["tau"]), times(row["speedup_vs_plain"]), percent(row["efficiency"]))
-        costs.add_row(
-            Text(row["drafter"]), Text(row["tree"]), *cells,
-            number(row["draft_steps"]), number(row["draft_cost"], 2), number(row["verify_cost"]), lossless,
-        )  # fmt: skip
-    phases = _table(f"Milliseconds of an average cycle; a plain step takes {number(result['plain_ms'])}")
     names = tuple(Phases.model_fields)
+    phases = _table(f"Milliseconds of an average cycle; a plain step takes {number(plain_ms)}")
     for name in (*names, "sum"):
         phases.add_column(name, justify="right")
-    for row in result["rows"]:
+    for row in rows:
+        lossless = {True: "yes", False: "NO", None: "not checked"}[row["lossless"]]
+        head = (number(row["tau"]), times(row["speedup_vs_plain"]), percent(row["efficiency"]))
+        tail = (number(row["draft_steps"]), number(row["draft_cost"], 2), number(row["verify_cost"]), lossless)
+        costs.add_row(Text(row["drafter"]), Text(row["tree"]), *head, *tail)
         spent = [row["phases_ms"][name] for name in names]
-        phases.add_row(Text(row["drafter"]), Text(row["tree"]), *(number(ms, 2) for ms in spent), number(sum(spent)))
+        cells = [number(milliseconds, 2) for milliseconds in spent]
+        phases.add_row(Text(row["drafter"]), Text(row["tree"]), *cells, number(sum(spent)))
     console.print(costs)
     console.print(phases)
-    for note in result["notes"]:
-        console.print(Text(f"note: {note}"))
 
 
 def _table(title: str) -> Table:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -67,6 +67,11 @@ State = TypeVar("State")
 
 class Drafter(nn.Module, ABC, Generic[State]):
     """A small model that proposes token trees; `State` is one sequence's drafting state."""
+
+    observing: ClassVar[tuple[str, ...]] = ()
+    """Names of the parts that `observe` alone runs."""
+    has_own_projection = False
+    """Whether it projects onto the vocabulary with weights of its own in place of the target's lm_head."""
 
     def __init__(self, config: DrafterConfigBase, head: TargetHead) -> None:
         super().__init__()
@@ -142,6 +147,14 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """Draft in the target's precision: half the bytes, and no output depends on it. Never for training."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
+
+    @property
+    def num_bytes_per_step(self) -> int:
+        """Bytes of weights that one draft step reads: the drafter's own without what observes, and its share of the
+        target's head."""
+        own = [p for name, p in self.named_parameters() if not name.startswith(self.observing)]
+        head = 0 if self.has_own_projection else self.vocabulary.size * self.spec.hidden_size
+        return sum(p.numel() * p.element_size() for p in own) + head * self.head.weight.element_size()
 
     @property
     def num_parameters(self) -> int:

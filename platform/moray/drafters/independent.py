@@ -49,6 +49,7 @@ class Independent(Drafter[IndependentState]):
         self.rotary = RotaryTable(config.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         init_weights(self, config.norm_init)
         self.embedding = self.projection = None
+        self.has_own_projection = config.embeddings != "frozen"
         if config.embeddings != "frozen":
             self.embedding = nn.Embedding(spec.vocab_size, width)
             self.projection = nn.Linear(width, self.vocabulary.size, bias=False)

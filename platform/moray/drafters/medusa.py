@@ -39,6 +39,7 @@ class Medusa(Drafter[MedusaState]):
         self.block_weights = nn.ParameterList(torch.zeros(heads, width, width) for _ in range(config.num_blocks))
         self.block_biases = nn.ParameterList(torch.zeros(heads, 1, width) for _ in range(config.num_blocks))
         self.projections = None
+        self.has_own_projection = config.projections == "own"
         if config.projections == "own":
             self.projections = nn.Parameter(torch.empty(heads, self.vocabulary.size, width))
             self._start_projections(head.weight)

@@ -41,6 +41,8 @@ class MoAState:
 class MoA(Drafter[MoAState]):
     """The Mixture-of-Attentions drafter."""
 
+    observing = ("lsa.", "to_memory.")
+
     def __init__(self, config: MoAConfig, head: TargetHead) -> None:
         super().__init__(config, head)
         self.config: MoAConfig = config

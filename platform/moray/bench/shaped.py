@@ -1,0 +1,268 @@
+"""What decoding costs at the sizes of a real target, without its weights.
+
+Costs of passes and drafts depend on sizes alone, acceptance does not: random weights accept nothing, so acceptance
+here is SYNTHETIC, replayed at the rate that gives the tau asked for. What comes out are milliseconds, the costs v, c
+and o, and efficiency at that tau; never a claim about a drafter's quality. Beside them stands the ceiling from bytes:
+a plain step cannot be faster than reading every weight once.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from moray.batch import TapNeeds
+from moray.bench.configs import ShapeConfig, ShapedBenchmarkConfig
+from moray.bench.decode_benchmark import print_costs
+from moray.bench.wording import number
+from moray.decoding.accept import Accepted
+from moray.decoding.compiling import compile_models
+from moray.decoding.params import SamplingParams
+from moray.decoding.sampling import Sampler
+from moray.decoding.session import TargetSession, synchronise
+from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.stats import PHASES, Generation, tau
+from moray.drafters.base import Drafter
+from moray.errors import ConfigError
+from moray.provenance import machine, versions
+from moray.targets.attention import attention_backend
+from moray.targets.head import TargetHead
+from moray.targets.model import Target, pick_device
+from moray.targets.spec import TargetSpec
+from moray.trees.shapes import AnyShape, ChainShape
+from moray.trees.tree import TokenTree, fixed_structure
+
+_REPEATS = 9
+_DRAFT_DEPTH = 5
+_WARM_UP_TOKENS = 16
+_CONFIDENCE = 20.0
+_ROPE_THETA = 500_000.0
+_GOLDEN_RATIO = 0.6180339887498949
+_GREEDY = SamplingParams()
+
+
+def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
+    """Time passes, drafts and whole generations of a target of random weights.
+
+    Raises:
+        ConfigError: no such device, or a tree too shallow for the tau asked for.
+    """
+    rates = [acceptance_rate(config.tau, shape) for shape in config.trees]
+    device = pick_device(config.device)
+    target = random_target(config, device)
+    drafter = config.drafter.build(TargetHead.of(target, config.drafter.num_target_layers)).eval().to(device)
+    drafter.cast(target.dtype)
+    compiled = compile_models(target, [drafter], config.compile)
+    most_nodes = max(*config.verify_sizes, *(shape.num_nodes + 1 for shape in config.trees))
+    capacity = config.context + config.max_new_tokens
+    session = TargetSession(target, capacity, most_nodes, is_timed=True)
+    prompt = torch.randint(
+        config.shape.vocab_size, (config.context,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    verify_ms = _verify_times(session, prompt, config.verify_sizes)
+    draft_ms = _draft_time(target, drafter, session, prompt)
+    plain = PlainDecoder(target, capacity, session)
+    baselines, generations = [], []
+    for shape, rate in zip(config.trees, rates, strict=True):
+        decoder = SpeculativeDecoder(target, drafter, shape, capacity, session)
+        decoder.accept = ReplayedAcceptance(rate)
+        decoder.generate(prompt, _GREEDY, _WARM_UP_TOKENS, ())
+        baselines.append(plain.generate(prompt, _GREEDY, config.max_new_tokens, ()))
+        generations.append(decoder.generate(prompt, _GREEDY, config.max_new_tokens, ()))
+    step = sum(b.seconds for b in baselines) / sum(len(b.tokens) - 1 for b in baselines)
+    rows = [
+        _row(config.drafter.type, shape, generation, step) | {"acceptance_rate": rate}
+        for shape, generation, rate in zip(config.trees, generations, rates, strict=True)
+    ]
+    return {
+        "acceptance": f"SYNTHETIC: replayed so that tau is about {config.tau:g}; the weights are random",
+        "plain_ms": 1e3 * step,
+        "verify_ms": verify_ms,
+        "draft_step_ms": draft_ms,
+        "rows": rows,
+        "ceiling": _ceiling(config, target, drafter),
+        "notes": [compiled],
+        "machine": machine(),
+        "versions": versions(),
+        "settings": config.model_dump(mode="json"),
+    }
+
+
+def random_target(config: ShapedBenchmarkConfig, device: torch.device) -> Target:
+    """A Llama of the given sizes, made on the device it runs on."""
+    shape: ShapeConfig = config.shape
+    positions = config.context + config.max_new_tokens + 64
+    llama = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
+    )
+    backend = attention_backend(device.type)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(
+            llama, dtype=getattr(torch, config.dtype), attn_implementation=backend
+        )
+    # Sure of itself as real models are: from flat distributions no deep tree would grow.
+    model.lm_head.weight.data.mul_(_CONFIDENCE)
+    spec = TargetSpec(
+        family="llama",
+        max_positions=positions,
+        rope_theta=_ROPE_THETA,
+        norm_eps=llama.rms_norm_eps,
+        fingerprint="random weights",
+        **shape.model_dump(),
+    )
+    return Target(model, spec, ())
+
+
+class ReplayedAcceptance:
+    """Accepts the longest path of a tree as far as a set rate goes, whatever it says (`decoding.speculate.Accept`).
+
+    Lengths are spread evenly over their distribution instead of drawn, so that few cycles give the tau asked for.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._cycle = 0
+
+    def __call__(
+        self, tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int
+    ) -> Accepted:
+        # The same work and the same wait for the device as the greedy rule.
+        rows = torch.stack([tree.tokens, tree.parents, tree.depths, logits.argmax(dim=-1)])
+        tokens, parents, depths, chosen = rows.tolist()
+        path: list[int] = []
+        node = depths.index(max(depths))
+        while node != 0:
+            path.insert(0, node)
+            node = parents[node]
+        self._cycle += 1
+        uniform = self._cycle * _GOLDEN_RATIO % 1.0
+        length = next((k for k in range(len(path)) if uniform >= self._rate ** (k + 1)), len(path))
+        path = path[:length]
+        return Accepted(path, [tokens[child] for child in path], chosen[path[-1] if path else 0])
+
+
+def acceptance_rate(wanted: float, shape: AnyShape) -> float:
+    """The rate r with 1 + r + r^2 + ... + r^depth = tau.
+
+    Raises:
+        ConfigError: the shape is too shallow for it.
+    """
+    if wanted > shape.depth + 1:
+        raise ConfigError(f"tau is {wanted:g}; a tree '{shape.name}' emits {shape.depth + 1} tokens a pass at most")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**k for k in range(shape.depth + 1)) < wanted:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _median_ms(run: Callable[[], object], device: torch.device) -> float:
+    run()
+    seconds = []
+    for _ in range(_REPEATS):
+        synchronise(device)
+        begin = time.perf_counter()
+        run()
+        synchronise(device)
+        seconds.append(time.perf_counter() - begin)
+    return 1e3 * sorted(seconds)[_REPEATS // 2]
+
+
+@torch.inference_mode()
+def _verify_times(session: TargetSession, prompt: list[int], sizes: tuple[int, ...]) -> dict[str, float]:
+    """Milliseconds of a target pass behind the prompt, by its number of tokens."""
+    device = session.target.device
+    session.begin(TapNeeds())
+    session.prefill(prompt)
+    times_by_size = {}
+    for size in sizes:
+        structure = fixed_structure((1,) * (size - 1), device)
+        tokens = torch.zeros(size, dtype=torch.long, device=device)
+        tree = TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, size - 1)
+        times_by_size[str(size)] = _median_ms(lambda tree=tree: session.verify(tree), device)
+    return times_by_size
+
+
+@torch.inference_mode()
+def _draft_time(target: Target, drafter: Drafter, session: TargetSession, prompt: list[int]) -> float:
+    """Milliseconds of one level of a chain."""
+    state = drafter.new_state(len(prompt) + _DRAFT_DEPTH, _DRAFT_DEPTH)
+    session.begin(drafter.observed)
+    session.prefill(prompt, lambda tokens, taps: drafter.extend(state, tokens, drafter.observe(taps)))
+    shape = ChainShape(type="chain", depth=min(_DRAFT_DEPTH, drafter.max_depth or _DRAFT_DEPTH))
+    root = torch.zeros(1, dtype=torch.long, device=target.device)
+    select = Sampler(_GREEDY, target.spec.vocab_size, target.device).selector(len(prompt), shape.depth, True)
+    return _median_ms(lambda: drafter.propose(state, root, shape, select), target.device) / shape.depth
+
+
+def _row(drafter: str, shape: AnyShape, generation: Generation, step: float) -> dict[str, Any]:
+    """Costs and phases of one generation; `step` is a plain one, in seconds."""
+    cycles, levels = generation.num_cycles, sum(generation.drafted)
+    speedup = sum(generation.emitted) * step / generation.seconds
+    gamma = levels / cycles
+    draft_cost = generation.phases["propose"] / levels / step if levels else 0.0
+    phases = {name: 1e3 * generation.phases[name] / cycles for name in PHASES}
+    phases["other"] = 1e3 * generation.seconds / cycles - sum(phases.values())
+    reached = tau([generation])
+    return {
+        "drafter": drafter,
+        "tree": shape.name,
+        "tau": reached,
+        "speedup_vs_plain": speedup,
+        "efficiency": speedup / (reached / (1.0 + gamma * draft_cost)),
+        "draft_steps": gamma,
+        "draft_cost": draft_cost,
+        "lossless": None,
+        "verify_cost": generation.phases["verify"] / cycles / step,
+        "phases_ms": phases,
+    }
+
+
+def _ceiling(config: ShapedBenchmarkConfig, target: Target, drafter: Drafter) -> dict[str, float | None]:
+    """Bytes that a plain step and a draft step must read, and what follows from them (v = 1, o = 0)."""
+    size = target.dtype.itemsize
+    embeddings = target.spec.vocab_size * target.spec.hidden_size
+    plain_bytes = (sum(p.numel() for p in target.model.parameters()) - embeddings) * size
+    draft_bytes = drafter.num_bytes_per_step
+    bandwidth = config.memory_bandwidth
+    return {
+        "plain_bytes": float(plain_bytes),
+        "draft_bytes": float(draft_bytes),
+        "draft_cost": draft_bytes / plain_bytes,
+        "plain_ms": 1e3 * plain_bytes / bandwidth if bandwidth else None,
+        "draft_step_ms": 1e3 * draft_bytes / bandwidth if bandwidth else None,
+    }
+
+
+def print_shaped(result: dict[str, Any], console: Console) -> None:
+    """Print passes, drafts, rows and the ceiling."""
+    console.print(Text(f"acceptance: {result['acceptance']}"))
+    passes = ", ".join(f"{size} tokens {number(ms)} ms" for size, ms in result["verify_ms"].items())
+    console.print(f"target pass: {passes}; draft step {number(result['draft_step_ms'])} ms", highlight=False)
+    ceiling = result["ceiling"]
+    console.print(
+        f"from bytes alone: plain step {number(ceiling['plain_ms'])} ms, draft step {number(ceiling['draft_step_ms'])} "
+        f"ms, c = {number(ceiling['draft_cost'])}",
+        highlight=False,
+    )
+    print_costs(result["rows"], result["plain_ms"], console)
+    for note in result["notes"]:
+        console.print(Text(f"note: {note}"))
