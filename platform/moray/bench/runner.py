@@ -133,7 +133,7 @@ class Runner:
                     answers = self._answer(prompt, params, first_sequence + turn)
                     if log:
                         log.append(question.question_id, turn, params.temperature, answers)
-                truth = self._record(Asked(question.category, params.temperature), answers)
+                truth = self._record(Asked(question.task, params.temperature), answers)
                 messages.append({"role": "assistant", "content": self._tokenizer.decode(truth)})
                 if is_new:
                     yield 1

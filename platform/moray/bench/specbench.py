@@ -17,6 +17,9 @@ from moray.errors import ConfigError, DataError
 
 _ACCEPTED = "a row is one JSON object with 'turns' (list of texts), 'messages' (list of {role, content}) or 'prompt'"
 
+_MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
+_MT_BENCH_IDS = frozenset(map(str, range(81, 161)))
+
 
 @dataclass(frozen=True)
 class Question:
@@ -25,6 +28,12 @@ class Question:
     question_id: str
     category: str
     turns: tuple[str, ...]
+
+    @property
+    def task(self) -> str:
+        """Where published tables count it: MT-bench's eight categories of ten questions are one task there."""
+        is_mt_bench = self.category in _MT_BENCH and self.question_id in _MT_BENCH_IDS
+        return "mt_bench" if is_mt_bench else self.category
 
 
 def read_questions(path: str, limit: int | None = None, categories: tuple[str, ...] = ()) -> list[Question]:

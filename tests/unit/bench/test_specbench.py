@@ -183,3 +183,23 @@ def test_reading_questions_needs_neither_torch_nor_ray() -> None:
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[3] / "platform")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_categories_of_mt_bench_are_one_task_as_in_published_tables(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+        {"question_id": 160, "category": "humanities", "turns": ["a", "b"]},
+        {"question_id": 161, "category": "translation", "turns": ["a"]},
+        {"question_id": 500, "category": "writing", "turns": ["a"]},  # somebody's own
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = read_questions(str(path))
+    assert [q.task for q in questions] == ["mt_bench", "mt_bench", "translation", "writing"]
+    assert [q.question_id for q in read_questions(str(path), categories=("writing",))] == ["81", "500"]
+
+
+def test_spec_bench_has_the_six_tasks_of_its_paper(shared_data):
+    questions = read_questions(str(shared_data / "questions" / "spec_bench_question.jsonl"))
+    counts = Counter(question.task for question in questions)
+    assert counts == dict.fromkeys(["mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"], 80)

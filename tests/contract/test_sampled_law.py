@@ -1,0 +1,94 @@
+"""Real answers with every drafter follow the target's law, on chains and trees: chi-square, vocabulary of four."""
+
+import jaxtyping
+import pytest
+import torch
+from support import UNTRAINED, TinyTarget, build, union_members
+from test_verifier import COUPLED, PROMPT, REJECTION, fits, four_tokens, law_of_answers  # noqa: F401 - a fixture
+
+from moray.decoding import accept as accept_module
+from moray.decoding import speculate as speculate_module
+from moray.decoding.accept import Accepted
+from moray.decoding.params import SamplingParams
+from moray.decoding.speculate import SpeculativeDecoder
+from moray.drafters.base import Drafter
+from moray.drafters.configs import DRAFTER_CONFIG
+from moray.trees.shapes import AdaptiveShape, ChainShape, FixedShape
+
+_SMALL = {"num_heads": 2, "num_kv_heads": 1, "intermediate_size": 16}
+CONFIGS = {
+    "moa": {
+        "target_layers": 0,
+        "layer_self_attention": {"num_heads": 1, "num_kv_heads": 1, "intermediate_size": 16},
+        "self_attention": _SMALL,
+        "cross_attention": _SMALL,
+    },
+    "eagle": {"layer": _SMALL},
+    "glide": {"layer": _SMALL, "cross_heads": 2},
+    "medusa": {"num_heads": 2, "draft_vocabulary": 3},
+    "independent": {"hidden_size": 16, "head_dim": 8, "layer": _SMALL, "draft_vocabulary": 3},
+    "pretrained": {"model": "made by build()"},
+    "ngram": {"longest": 2},
+}
+SHAPES = {
+    "chain": ChainShape(type="chain", depth=2),
+    "tree": FixedShape(type="fixed", branching=(2, 2)),
+    "adaptive": AdaptiveShape(type="adaptive", depth=2),
+}
+SAMPLES = 350
+
+
+@pytest.fixture(autouse=True)
+def _unchecked_shapes():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def drafter_of(tiny: TinyTarget, kind: str) -> Drafter:
+    """A drafter far from the target: weights large enough that its distributions are not flat."""
+    drafter = build(tiny, DRAFTER_CONFIG.validate_python({"type": kind, **CONFIGS[kind]}), seed=3)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return drafter
+
+
+def keeps_the_law(tiny: TinyTarget, drafter: Drafter, shape, params: SamplingParams) -> bool:
+    decoder = SpeculativeDecoder(tiny.target, drafter, shape, 16)
+    counts = torch.zeros(16, dtype=torch.float64)
+    for seed in range(SAMPLES):
+        first, second = decoder.generate(PROMPT, params.model_copy(update={"seed": seed}), 2, ()).tokens
+        counts[first * 4 + second] += 1
+    return fits(counts, law_of_answers(id(tiny), params, tiny.target.model))
+
+
+def test_every_drafter_is_here():
+    assert set(CONFIGS) == union_members() >= set(UNTRAINED)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_rejection_sampling_keeps_the_target_s_law(four_tokens, kind, shape):  # noqa: F811
+    assert keeps_the_law(four_tokens, drafter_of(four_tokens, kind), SHAPES[shape], REJECTION)
+
+
+@pytest.mark.parametrize("kind", ["moa", "ngram"])
+def test_coupled_sampling_keeps_the_target_s_law(four_tokens, kind):  # noqa: F811
+    assert keeps_the_law(four_tokens, drafter_of(four_tokens, kind), SHAPES["tree"], COUPLED)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "ngram"])
+def test_a_verifier_that_believes_the_drafter_is_caught(four_tokens, kind, monkeypatch):  # noqa: F811
+    """The same check on a biased verifier, which takes every first draft token as it comes."""
+    accept = accept_module.accept
+
+    def believe(tree, logits, sampler, root_position) -> Accepted:
+        if tree.max_depth == 0:
+            return accept(tree, logits, sampler, root_position)
+        noise = sampler.noise(root_position + 2, 1)
+        chosen = int((sampler.log_probs(logits[1:2]) + noise).argmax())
+        return Accepted([1], [int(tree.tokens[1])], chosen)
+
+    monkeypatch.setattr(speculate_module, "accept", believe)
+    assert not keeps_the_law(four_tokens, drafter_of(four_tokens, kind), SHAPES["chain"], REJECTION)
