@@ -13,6 +13,10 @@ from rich.text import Text
 from moray.bench.report_schema import CategoryRow, Measure, Report, Row, RowKey, read_report
 from moray.bench.wording import count, mean_pair, number, pair, percent, temperature, times
 
+_WIDE = 120
+_MOST_PAIRS = 3
+"""Drafters whose two figures fit side by side into a narrow terminal."""
+
 
 def print_report(report: dict[str, Any] | Report, console: Console) -> None:
     """Print the main table, then one by category and temperature for each drafter's best tree."""
@@ -22,14 +26,18 @@ def print_report(report: dict[str, Any] | Report, console: Console) -> None:
         where = f" at T {temperature(baseline.temperature)}" if len(checked.temperatures) > 1 else ""
         speed = number(baseline.tokens_per_second)
         console.print(Text(f"{baseline.name}: {speed} tokens/s without a drafter{where}"))
+    if any(row.training_tokens for row in checked.rows):
+        console.print(_training_table(checked))
     for value in checked.temperatures:
         groups = {key: rows for key, rows in checked.category_groups.items() if key[2] == value}
         if groups:
             where = f" at T {temperature(value)}" if len(checked.temperatures) > 1 else ""
             # Above the table, for a table breaks its own title to its width.
-            title = f"Speed-up vs plain / tau by category{where}, fastest tree of each drafter"
-            console.print(Text(title, style="italic"))
-            console.print(_category_table(_fastest(checked, groups)))
+            fastest = _fastest(checked, groups)
+            is_narrow = len(fastest) > _MOST_PAIRS and console.width < _WIDE
+            figures = "Speed-up vs plain" if is_narrow else "Speed-up vs plain / tau"
+            console.print(Text(f"{figures} by category{where}, fastest tree of each drafter", style="italic"))
+            console.print(_category_table(fastest, is_narrow))
     for note in checked.notes:
         console.print(Text(f"note: {note}"))
 
@@ -75,12 +83,17 @@ def _lossless(row: Row) -> Text:
     return Text("yes", style="green") if row.lossless else Text("NO", style="bold red")
 
 
-def _category_table(groups: dict[RowKey, dict[str, CategoryRow]]) -> Table:
-    """A line per category with "speed-up / tau" of each group, and their mean over categories."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _category_table(groups: dict[RowKey, dict[str, CategoryRow]], is_narrow: bool) -> Table:
+    """A line per category with "speed-up / tau" of each group, and their mean over categories.
+
+    Where there is no room the speed-up stands alone, and the trees below.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     table.add_column("category", overflow="fold")
     for drafter, tree, _ in groups:
-        table.add_column(Text(f"{drafter}, {tree}"), justify="right", overflow="fold")
+        table.add_column(Text(drafter if is_narrow else f"{drafter}, {tree}"), justify="right", overflow="fold")
+    if is_narrow:
+        table.caption = Text(", ".join(f"{drafter}: {tree}" for drafter, tree, _ in groups))
     table.add_column("prompts", justify="right")
     num_all = 0
     for name in dict.fromkeys(name for rows in groups.values() for name in rows):
@@ -88,9 +101,26 @@ def _category_table(groups: dict[RowKey, dict[str, CategoryRow]]) -> Table:
         num_prompts = max((row.num_prompts for row in rows if row), default=0)
         num_all += num_prompts
         cells = [pair(row.speedup_vs_plain, row.tau) if row else "-" for row in rows]
-        table.add_row(Text(name), *cells, count(num_prompts))
+        table.add_row(Text(name), *(_first(cell, is_narrow) for cell in cells), count(num_prompts))
     table.add_section()
-    table.add_row("mean", *(mean_pair(group.values()) for group in groups.values()), count(num_all))
+    means = [_first(mean_pair(group.values()), is_narrow) for group in groups.values()]
+    table.add_row("mean", *means, count(num_all))
+    return table
+
+
+def _first(cell: str, is_narrow: bool) -> str:
+    return cell.partition(" / ")[0] if is_narrow else cell
+
+
+def _training_table(report: Report) -> Table:
+    """A line per drafter: how large it is and how much it was trained."""
+    table = Table(title="Training", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("drafter", overflow="fold")
+    for name in ("parameters", "tokens", "seconds"):
+        table.add_column(name, justify="right")
+    for row in {row.drafter: row for row in report.rows}.values():
+        seconds = number(row.training_seconds)
+        table.add_row(Text(row.drafter), count(row.trainable_parameters), count(row.training_tokens), seconds)
     return table
 
 

@@ -27,7 +27,8 @@ def row(**changes: Any) -> dict[str, Any]:
     return {
         "drafter": "moa", "tree": "chain(4)", "temperature": 0.0, "tau": 3.5, "tokens_per_second": 812.4,
         "speedup_vs_plain": 1.75, "speedup_vs_generate": 2.6, "efficiency": 0.9, "lossless": True,
-        "num_prompts": 20, "num_tokens": 1280, "draft_steps": 4.0, "draft_cost": 0.2, "verify_cost": 1.2,
+        "num_prompts": 20, "num_tokens": 1280, "speedup_in_cycles": 1.9,
+        "draft_steps": 4.0, "draft_cost": 0.2, "verify_cost": 1.2,
         "acceptance_by_position": [0.9, 0.8, 0.75, 0.7],
         "phases_ms": {"propose": 1.0, "verify": 2.0, "accept": 0.1, "commit": 0.1, "observe": 0.2, "other": 0.1},
         "tau_spread": [3.25, 3.75], "speedup_spread": [1.5, 1.9], "speedup_median": 1.7,
@@ -345,6 +346,20 @@ def test_a_category_that_one_drafter_was_not_asked_has_a_dash() -> None:
 
 def test_console_leaves_the_categories_out_where_there_are_none() -> None:
     assert "by category" not in console_text(full_report() | {"categories": []})
+
+
+def test_a_narrow_console_shows_many_drafters_by_speed_alone_and_how_they_were_trained() -> None:
+    names = ("moa", "eagle", "glide", "medusa")
+    rows = [
+        row(drafter=name, trainable_parameters=1234567, training_tokens=600000, training_seconds=75.5) for name in names
+    ]
+    categories = [category("qa", 1.6, 3.2, drafter=name) for name in names]
+    text = console_text(full_report() | {"rows": rows, "categories": categories}, width=80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert category_table(text)[:2] == [["category", *names, "prompts"], ["qa", *["1.60"] * 4, "10"]]
+    for name in names:
+        assert re.search(rf"{name} +1,234,567 +600,000 +75\.5", text)
+        assert f"{name}: chain(4)" in text
 
 
 def test_a_narrow_console_loses_no_category() -> None:
