@@ -29,7 +29,7 @@ class Costs:
     draft: Sequence[tuple[int, float]]
     """By levels drafted."""
 
-    def verify_seconds(self, num_tokens: float) -> float:
+    def verify_seconds(self, num_tokens: int) -> float:
         """One target pass."""
         return _interpolate(self.verify, num_tokens)
 
@@ -58,7 +58,7 @@ class Adapter:
         for depth, rate in enumerate(self._acceptance(), start=1):
             survival *= rate
             expected += survival
-            nodes = min(self._shape.at(depth).num_nodes, depth * self._nodes_per_level())
+            nodes = min(self._shape.at(depth).num_nodes, math.ceil(depth * self._nodes_per_level()))
             per_second = expected / (self._costs.verify_seconds(nodes + 1) + self._costs.draft_seconds(depth))
             if per_second > best_rate:
                 best_depth, best_rate = depth, per_second
@@ -156,7 +156,7 @@ def _sizes(most: int) -> list[int]:
     return sorted(sizes)
 
 
-def _interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
+def _interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
     for (x0, y0), (x1, y1) in pairwise(points):
         if x <= x1:
             return y0 + (y1 - y0) * (max(x, x0) - x0) / (x1 - x0)

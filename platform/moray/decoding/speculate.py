@@ -114,8 +114,8 @@ class SpeculativeDecoder:
             )
         if session is not None and (session.max_nodes <= shape.num_nodes or session.capacity > capacity):
             raise ConfigError(
-                f"the shared session is made for {session.capacity} tokens and trees of {session.max_nodes} nodes; this "
-                f"decoder for {capacity} tokens and, with its root, {shape.num_nodes + 1} nodes ('{shape.name}')"
+                f"the shared session is made for {session.capacity} tokens and trees of {session.max_nodes} nodes, "
+                f"this decoder for {capacity} tokens and, with its root, {shape.num_nodes + 1} nodes ('{shape.name}')"
             )
         self.target = target
         self.drafter = drafter
