@@ -27,7 +27,8 @@ def row(**changes: Any) -> dict[str, Any]:
     return {
         "drafter": "moa", "tree": "chain(4)", "temperature": 0.0, "tau": 3.5, "tokens_per_second": 812.4,
         "speedup_vs_plain": 1.75, "speedup_vs_generate": 2.6, "efficiency": 0.9, "lossless": True,
-        "speedup_in_cycles": 1.8, "num_prompts": 20, "num_tokens": 1280, "draft_steps": 4.0, "draft_cost": 0.2, "verify_cost": 1.2,
+        "speedup_in_cycles": 1.8,
+        "num_prompts": 20, "num_tokens": 1280, "draft_steps": 4.0, "draft_cost": 0.2, "verify_cost": 1.2,
         "acceptance_by_position": [0.9, 0.8, 0.75, 0.7],
         "phases_ms": {"propose": 1.0, "verify": 2.0, "accept": 0.1, "commit": 0.1, "observe": 0.2, "other": 0.1},
         "tau_spread": [3.25, 3.75], "speedup_spread": [1.5, 1.9], "speedup_median": 1.7,
