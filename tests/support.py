@@ -1,5 +1,6 @@
 """Tiny real targets, drafters of every kind, and drafters that are right as often as a test wants."""
 
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from moray.batch import TapNeeds, Taps, TrainBatch
+from moray.decoding.adapt import Costs
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
@@ -34,7 +36,7 @@ from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
-from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape, DynamicShape, FixedShape
 from moray.trees.tree import PrefixMask
 
 VOCABULARY = 97
@@ -50,6 +52,10 @@ SHAPES = {
     "chain": ChainShape(type="chain", depth=4),
     "fixed": FixedShape(type="fixed", branching=(3, 2, 1)),
     "dynamic": DynamicShape(type="dynamic", depth=4, breadth=3, nodes=14),
+}
+ADAPTIVE = {
+    "adaptive chain": AdaptiveShape(type="adaptive", depth=4),
+    "adaptive tree": AdaptiveShape(type="adaptive", depth=4, breadth=3, nodes=14),
 }
 
 _ATTENTION = BlockConfig(num_heads=4, num_kv_heads=2, intermediate_size=96)
@@ -279,6 +285,21 @@ def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_leng
     return drafter
 
 
+class MoodyCosts(Costs):
+    """Costs that change at every look, whatever was accepted: so that depths and sizes do, down to no draft."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__([(1, 1.0)], [(1, 1.0)])
+        object.__setattr__(self, "_random", random.Random(seed))
+
+    def verify_seconds(self, num_tokens: int) -> float:
+        seconds = 10 ** self._random.uniform(-1, 1)  # type: ignore[attr-defined]
+        return seconds / 3 if num_tokens == 1 else seconds
+
+    def draft_seconds(self, num_levels: int) -> float:
+        return 0.0
+
+
 @dataclass
 class RehearsedState:
     """The drafter's own cache of the whole target, and the mask over it."""
@@ -350,7 +371,7 @@ def plainly(tiny: TinyTarget, prompt: list[int], params: SamplingParams, count: 
 def speculate(
     tiny: TinyTarget,
     drafter: Drafter,
-    shape: ChainShape | FixedShape | DynamicShape,
+    shape: AnyShape,
     prompt: list[int],
     params: SamplingParams,
     count: int,
@@ -363,7 +384,7 @@ def speculate(
 def is_lossless(
     tiny: TinyTarget,
     drafter: Drafter,
-    shape: ChainShape | FixedShape | DynamicShape,
+    shape: AnyShape,
     params: SamplingParams,
     prompts: list[list[int]],
     count: int = 40,

@@ -12,7 +12,10 @@ from typing import NamedTuple
 import pytest
 
 from moray.bench.compare import comparison_parser
-from moray.config import load_config
+from moray.bench.configs import DecodeBenchmarkConfig, ShapedBenchmarkConfig
+from moray.config import load_config, validate
+from moray.errors import ConfigError
+from pipelines.benchmark import split_command
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = [
@@ -95,8 +98,53 @@ def test_documented_commands_are_complete_and_valid(command, monkeypatch):
     module, *arguments = shlex.split(command)
     if arguments[0] == "compare":
         assert comparison_parser().parse_args(arguments[1:])
+    elif module == "pipelines.benchmark":
+        is_shaped, settings = split_command(arguments)
+        if is_shaped and not (REPOSITORY / settings[0]).is_file():
+            pytest.skip(f"{settings[0]} is still to come")
+        config = load_config(ShapedBenchmarkConfig if is_shaped else DecodeBenchmarkConfig, settings)
+        assert ("--json" in arguments) == (config.report is not None)
     else:
         assert load_config(importlib.import_module(module).CONFIG, arguments)
+
+
+def test_a_benchmark_is_told_apart_and_its_file_named():
+    demo = str(REPOSITORY / "configs" / "benchmarks" / "decode-demo.yaml")
+    for words, expected in (
+        ([], (False, [demo])),
+        (["decode"], (False, [demo])),
+        (["decode", "--json", "a.json"], (False, [demo, "report=a.json"])),
+        (["--json", "a.yaml", "max_new_tokens=3"], (False, [demo, "report=a.yaml", "max_new_tokens=3"])),
+        (["decode", "mine.yml", "--json", "a b.json"], (False, ["mine.yml", "report=a b.json"])),
+        (["decode", "questions=q.yaml"], (False, [demo, "questions=q.yaml"])),
+        (["shaped", "--json", "a.json", "b.yaml"], (True, ["report=a.json", "b.yaml"])),
+        (["shaped"], (True, [])),
+        (["decode", "--json"], (False, [demo, "--json"])),
+    ):
+        assert split_command(words) == expected
+
+
+def test_a_shaped_benchmark_is_read():
+    values = {
+        "shape": {
+            "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+            "intermediate_size": 96, "vocab_size": 300,
+        },
+        "drafter": {"type": "medusa", "num_heads": 2},
+        "trees": [{"type": "chain", "depth": 2}],
+    }  # fmt: skip
+    assert validate(ShapedBenchmarkConfig, values).report is None
+    with pytest.raises(ConfigError, match=r"'tau' is 1"):
+        validate(ShapedBenchmarkConfig, values | {"tau": 1})
+    with pytest.raises(ConfigError, match=r"'shape.vocab_size'"):
+        validate(ShapedBenchmarkConfig, values | {"shape": {**values["shape"], "vocab_size": 0}})
+
+
+def test_a_benchmark_file_that_is_not_named_gives_one_line_and_exit_code_2(tmp_path):
+    for arguments in (["decode", "--json"], ["decode", "--jsn", "a.json"]):
+        outcome = run(tmp_path, "-m", "pipelines.benchmark", *arguments)
+        assert (outcome.exit_code, outcome.out) == (2, "")
+        assert outcome.err.count("\n") == 1
 
 
 def test_documented_commands_are_found():

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from support import TARGETS, VARIANTS, TinyTarget, build, load_target, overfit
+from support import TARGETS, VARIANTS, MoodyCosts, TinyTarget, build, load_target, overfit
 
+from moray.decoding import speculate as speculate_module
 from moray.drafters.base import Drafter
 
 LEARNT_TOKENS = 40
@@ -56,3 +57,9 @@ def target_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def moody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adaptive decoders measure costs that change at every look, so that every cycle has another depth."""
+    monkeypatch.setattr(speculate_module, "measure_costs", lambda *_: MoodyCosts())

@@ -7,6 +7,7 @@ on one answer, and the target itself as a drafter, exact or with noise.
 import pytest
 import torch
 from support import (
+    ADAPTIVE,
     MAX_POSITIONS,
     SHAPES,
     TARGETS,
@@ -19,7 +20,7 @@ from support import (
 )
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.session import PREFILL_CHUNK
+from moray.decoding.session import PREFILL_CHUNK, TargetSession
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stop import StopStrings
 from moray.errors import ConfigError, DataError
@@ -81,6 +82,94 @@ def test_sampled_text_depends_on_the_seed(tiny):
     target = tiny("llama")
     texts = [plainly(target, target.prompt(), SamplingParams(temperature=0.8, seed=seed), 20) for seed in range(4)]
     assert len(set(map(tuple, texts))) == 4
+
+
+# --- Depths that change from cycle to cycle ---
+
+
+@pytest.fixture(params=ADAPTIVE)
+def adaptive(request):
+    return ADAPTIVE[request.param]
+
+
+@pytest.mark.usefixtures("moody")
+def test_adaptive_drafts_of_every_drafter_give_the_same_text(tiny, learnt, variant, adaptive):
+    target, drafter = tiny("llama"), learnt("llama", variant)
+    decoder = SpeculativeDecoder(target.target, drafter, adaptive, MAX_POSITIONS)
+    for params, count in ((GREEDY, 40), (COUPLED, 20)):
+        generation = decoder.generate(target.prompt(), params, count, ())
+        assert generation.tokens == plainly(target, target.prompt(), params, count)
+        if not variant.startswith("ngram"):  # it ends drafts itself
+            assert len(set(generation.drafted)) >= 3, "the depths did not vary"
+
+
+@pytest.mark.usefixtures("moody")
+@pytest.mark.parametrize("params", [GREEDY, COUPLED, FILTERED], ids=["greedy", "coupled", "filtered"])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+def test_every_degree_of_acceptance_gives_the_same_text_at_every_depth(tiny, adaptive, params, noise):
+    target = tiny("qwen2")
+    decoder = SpeculativeDecoder(target.target, Rehearsed(target.target, noise), adaptive, MAX_POSITIONS)
+    drafted, accepted = set(), set()
+    for prompt in (target.prompt(), target.prompt(4, 20)):
+        generation = decoder.generate(prompt, params, 40, ())
+        assert generation.tokens == plainly(target, prompt, params, 40)
+        assert all(a <= d for a, d in zip(generation.accepted, generation.drafted, strict=True))
+        drafted |= set(generation.drafted)
+        accepted |= set(generation.accepted)
+    assert drafted == {0, 1, 2, 3, 4}, "no draft, and every depth"
+    assert len(accepted) >= 3
+
+
+@pytest.mark.usefixtures("moody")
+def test_adaptive_drafts_sample_typically_too(tiny, adaptive):
+    target = tiny("llama")
+    decoder = SpeculativeDecoder(target.target, Rehearsed(target.target, 0.5), adaptive, MAX_POSITIONS)
+    generation = decoder.generate(target.prompt(), TYPICAL, 40, ())
+    assert len(generation.tokens) == 40
+    assert 0 in generation.drafted
+
+
+def test_measuring_costs_leaves_nothing_behind(tiny, greedy, learnt, adaptive):
+    """With the real clock: passes and drafts behind the prompt are forgotten, and measured once."""
+    target, drafter = tiny("llama"), learnt("llama", "moa-1")
+    decoder = SpeculativeDecoder(target.target, drafter, adaptive, MAX_POSITIONS)
+    measured = []
+    measure = decoder._measure_costs
+    decoder._measure_costs = lambda root, shape: measured.append(measure(root, shape)) or measured[-1]
+    for _ in range(2):
+        assert decoder.generate(target.prompt(), GREEDY, 40, ()).tokens == greedy("llama")
+    (costs,) = measured
+    assert [size for size, _ in costs.verify][-1] == adaptive.num_nodes + 1
+    assert [size for size, _ in costs.draft] == [1, 2, 3, 4]
+    assert min(seconds for _, seconds in [*costs.verify, *costs.draft]) > 0
+
+
+def test_costs_are_measured_where_the_context_ends(tiny, adaptive):
+    target = tiny("llama")
+    for room in (1, 3):
+        prompt = target.prompt(5, MAX_POSITIONS - room)
+        plain = plainly(target, prompt, GREEDY, 40)
+        assert speculate(target, Rehearsed(target.target), adaptive, prompt, GREEDY, 40).tokens == plain
+
+
+REPETITIVE = [5, 6, 7, 8, 5, 6, 7, 9, 5, 6, 7]
+
+
+@pytest.mark.usefixtures("moody")
+@pytest.mark.parametrize("params", [GREEDY, FILTERED], ids=["greedy", "filtered"])
+def test_a_drafter_that_stops_early_costs_no_token(tiny, params):
+    """Prompt lookup ends its drafts wherever nothing matches, at other levels in every cycle."""
+    target = tiny("llama")
+    drafter = build(target, VARIANTS["ngram-0"])
+    for shape in (*SHAPES.values(), *ADAPTIVE.values()):
+        decoder = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
+        drafted = set()
+        for prompt in (REPETITIVE, [*REPETITIVE, *target.prompt(), *target.prompt()[:4]]):
+            generation = decoder.generate(prompt, params, 30, ())
+            assert generation.tokens == plainly(target, prompt, params, 30)
+            drafted |= set(generation.drafted)
+        assert 0 in drafted
+        assert len(drafted) >= 2, "no draft was cut short"
 
 
 # --- The target as its own drafter ---
@@ -346,6 +435,40 @@ def test_two_sessions_on_one_target_and_one_drafter_do_not_meet(tiny, greedy, le
 
     assert outer.generate(target.prompt(), GREEDY, 40, (), interrupt).tokens == greedy("llama")
     assert texts == [greedy("llama", 1)[:10]] * 3
+
+
+def test_decoders_that_take_turns_may_share_a_session(tiny, learnt):
+    """Each observes other taps of the same target; all do as they would with a session of their own."""
+    target = tiny("llama")
+    entries = [
+        ("moa-0", CHAIN), ("eagle-0", DYNAMIC), ("moa-2", FIXED), ("glide-0", CHAIN), ("medusa-0", DYNAMIC),
+        ("ngram-0", FIXED), ("eagle-1", CHAIN),
+    ]  # fmt: skip
+    session = TargetSession(target.target, MAX_POSITIONS, 1 + max(shape.num_nodes for _, shape in entries))
+    drafters = [(learnt("llama", variant), shape) for variant, shape in entries]
+    needs = {str(drafter.observed) for drafter, _ in drafters}
+    assert len(needs) >= 4
+    plain = PlainDecoder(target.target, MAX_POSITIONS, session)
+    shared = [SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS, session) for drafter, shape in drafters]
+    own = [SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS) for drafter, shape in drafters]
+    for prompt, params in ((target.prompt(2, 30), GREEDY), (target.prompt(), GREEDY), (target.prompt(), COUPLED)):
+        expected = plainly(target, prompt, params, 30)
+        for ours, alone in zip(shared, own, strict=True):
+            first, second = ours.generate(prompt, params, 30, ()), alone.generate(prompt, params, 30, ())
+            assert first.tokens == second.tokens == expected
+            assert first.accepted == second.accepted, "the drafter observed something else"
+        assert plain.generate(prompt, params, 30, ()).tokens == expected
+
+
+def test_a_shared_session_that_is_too_small_is_refused(tiny):
+    target = tiny("llama").target
+    drafter = Rehearsed(target)
+    session = TargetSession(target, 64, CHAIN.num_nodes + 1)
+    assert SpeculativeDecoder(target, drafter, CHAIN, 64, session)
+    with pytest.raises(ConfigError, match=r"trees of 5 nodes, .* 15 nodes \('dynamic-4x3-14'\)"):
+        SpeculativeDecoder(target, drafter, DYNAMIC, 64, session)
+    with pytest.raises(ConfigError, match=r"made for 64 tokens .* this decoder for 63 tokens"):
+        SpeculativeDecoder(target, drafter, CHAIN, 63, session)
 
 
 def test_every_supported_family_is_tested():

@@ -22,9 +22,11 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import STREAM_DRAFT, Sampler, counter_uniform
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.drafters.configs import NgramConfig
+from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
 from moray.trees.grow import grow
-from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape
 from moray.trees.tree import PrefixMask
 
 CPU = torch.device("cpu")
@@ -311,6 +313,70 @@ def answers_keep_the_law(tiny: TinyTarget, shape, params: SamplingParams, sample
 @pytest.mark.parametrize("shape", [ChainShape(type="chain", depth=1), SIBLINGS], ids=["chain", "tree"])
 def test_real_answers_have_the_target_s_law(four_tokens, shape, params):
     assert answers_keep_the_law(four_tokens, shape, params)
+
+
+# --- Real generations whose drafts have another depth in every cycle ---
+
+ADAPTIVE_CHAIN = AdaptiveShape(type="adaptive", depth=3)
+ADAPTIVE_TREE = AdaptiveShape(type="adaptive", depth=2, breadth=2, nodes=5)
+ECHOES = [1, 3, 0, 2, 1, 3, 2, 0, 1, 3]
+"""A prompt in which prompt lookup finds some continuations and not others."""
+
+
+def longer_answers(
+    tiny: TinyTarget, drafter, shape, params: SamplingParams, prompt: list[int], samples: int = 400
+) -> tuple[bool, set[int]]:
+    """Whether answers of four tokens have the target's law, token pair by token pair; and the depths drafted."""
+    decoder = SpeculativeDecoder(tiny.target, drafter, shape, 24)
+    counts, drafted = torch.zeros(4, 4, 4, 4, dtype=torch.float64), set()
+    for seed in range(samples):
+        generation = decoder.generate(prompt, params.model_copy(update={"seed": seed}), 4, ())
+        counts[tuple(generation.tokens)] += 1
+        drafted |= set(generation.drafted)
+    texts = torch.tensor(list(product(range(4), repeat=3)))
+    with torch.no_grad():
+        logits = tiny.target.model(torch.cat([torch.tensor(prompt).expand(64, -1), texts], dim=1)).logits
+    law = torch.ones(4, 4, 4, 4, dtype=torch.float64)
+    for place in range(4):  # law[a, b, c, d] = p(a) p(b|a) p(c|ab) p(d|abc)
+        probs = reference_probs(logits[:, place - 4], params).reshape(4, 4, 4, 4)
+        if place < 3:
+            first = probs[(slice(None),) * place + (0,) * (3 - place)]
+            probs = first.reshape(*[4] * (place + 1), *[1] * (3 - place))
+        law = law * probs
+    # Of three tokens together, and of the last two: cells large enough for the test.
+    return fits(counts.sum(3).flatten(), law.sum(3).flatten()) and fits(
+        counts.sum((0, 1)).flatten(), law.sum((0, 1)).flatten()
+    ), drafted
+
+
+@pytest.mark.usefixtures("moody")
+@pytest.mark.parametrize(
+    ("shape", "params"),
+    [(ADAPTIVE_CHAIN, REJECTION), (ADAPTIVE_TREE, REJECTION)],
+    ids=["chain", "tree"],
+)
+def test_adaptive_drafts_keep_the_target_s_law(four_tokens, shape, params):
+    keeps, drafted = longer_answers(four_tokens, Rehearsed(four_tokens.target, 1.0), shape, params, PROMPT)
+    assert keeps
+    assert drafted == set(range(shape.depth + 1)), "no draft, and every depth"
+
+
+@pytest.mark.usefixtures("moody")
+@pytest.mark.parametrize("fault", ["accepts always", "residual from p"])
+def test_a_biased_verifier_fails_on_adaptive_drafts(four_tokens, fault, monkeypatch):
+    monkeypatch.setattr(accept_module, *FAULTS[fault])
+    assert not longer_answers(four_tokens, Rehearsed(four_tokens.target, 1.0), ADAPTIVE_CHAIN, REJECTION, PROMPT)[0]
+
+
+@pytest.mark.usefixtures("moody")
+@pytest.mark.parametrize("shape", [CHAIN, DYNAMIC, ADAPTIVE_CHAIN], ids=lambda shape: shape.name)
+def test_drafts_that_stop_early_keep_the_target_s_law(four_tokens, shape):
+    """Prompt lookup: where a sampled chain ends depends on the tokens drawn for it."""
+    drafter = NgramConfig(type="ngram", shortest=2, longest=3).build(TargetHead.of(four_tokens.target)).eval()
+    keeps, drafted = longer_answers(four_tokens, drafter, shape, REJECTION, ECHOES)
+    assert keeps
+    assert 0 in drafted
+    assert len(drafted) >= 2, "no draft was cut short"
 
 
 # --- Typical acceptance: another law, by intent, and exactly the one it says ---

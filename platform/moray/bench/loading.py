@@ -14,7 +14,7 @@ from moray.text import ChatTokenizer
 def load_drafters(
     entries: tuple[str | DrafterConfig, ...], target: Target, tokenizer: ChatTokenizer
 ) -> dict[str, Drafter]:
-    """Drafters for one target, in the order given, by the names of their folders or their types.
+    """Drafters for one target, in the order given, by the names of their folders, models or types.
 
     Raises:
         ConfigError: two have the same name, or one would have to be trained first.
@@ -22,7 +22,7 @@ def load_drafters(
     """
     drafters: dict[str, Drafter] = {}
     for entry in entries:
-        name = Path(entry).name if isinstance(entry, str) else entry.type
+        name = _name(entry)
         if name in drafters:
             raise ConfigError(f"drafters holds two called '{name}'; rename a folder, it is the row's name")
         drafter = (
@@ -33,6 +33,12 @@ def load_drafters(
         drafter.cast(target.dtype)
         drafters[name] = drafter
     return drafters
+
+
+def _name(entry: str | DrafterConfig) -> str:
+    if isinstance(entry, PretrainedConfig):
+        return Path(entry.model).name
+    return Path(entry).name if isinstance(entry, str) else entry.type
 
 
 def _from_folder(folder: Path, target: Target, tokenizer: ChatTokenizer) -> Drafter:

@@ -48,7 +48,8 @@ class Adapter:
         self._passed = [0.0] * shape.depth
         self._promised = self._kept = 0.0
         self._sum_of_probabilities = 0.0
-        self._num_levels = 0
+        self._num_levels = self._num_nodes = 0
+        self._levels = self._nodes = 0.0
 
     def next_shape(self) -> ChainShape | DynamicShape | None:
         """The shape to draft now; None for no draft."""
@@ -57,11 +58,11 @@ class Adapter:
         for depth, rate in enumerate(self._acceptance(), start=1):
             survival *= rate
             expected += survival
-            nodes = self._shape.at(depth).num_nodes
+            nodes = min(self._shape.at(depth).num_nodes, math.ceil(depth * self._nodes_per_level()))
             per_second = expected / (self._costs.verify_seconds(nodes + 1) + self._costs.draft_seconds(depth))
             if per_second > best_rate:
                 best_depth, best_rate = depth, per_second
-        self._num_levels = best_depth
+        self._num_levels, self._num_nodes = best_depth, 0
         self._sum_of_probabilities = 0.0
         return self._shape.at(best_depth) if best_depth else None
 
@@ -80,6 +81,7 @@ class Adapter:
             if rate > best_rate:
                 best, best_rate, best_sum = count, rate, total
         self._sum_of_probabilities = best_sum
+        self._num_nodes = min(best, len(log_probs))
         return best
 
     def record(self, num_levels: int, num_accepted: int) -> None:
@@ -92,6 +94,8 @@ class Adapter:
                 self._passed[level] += level < num_accepted
         self._promised = self._promised * _FORGET + self._sum_of_probabilities
         self._kept = self._kept * _FORGET + (num_accepted if self._sum_of_probabilities else 0.0)
+        self._levels = self._levels * _FORGET + (num_levels if self._num_nodes else 0)
+        self._nodes = self._nodes * _FORGET + self._num_nodes
 
     def _acceptance(self) -> list[float]:
         """P(level k is accepted | level k - 1 was); a level without evidence is believed to be like the one before."""
@@ -100,6 +104,11 @@ class Adapter:
             belief = (passed + _PRIOR_WEIGHT * belief) / (reached + _PRIOR_WEIGHT)
             rates.append(belief)
         return rates
+
+    def _nodes_per_level(self) -> float:
+        """Nodes that the budget lately kept, by level drafted: what acceptance was measured with. One at first, as in
+        a chain: to count all that a shape allows would price trees that the budget never lets be verified."""
+        return (self._nodes + _PRIOR_WEIGHT) / (self._levels + _PRIOR_WEIGHT)
 
 
 def measure_costs(

@@ -34,6 +34,7 @@ class TargetSession:
             )
         self.target = target
         self.capacity = capacity
+        self.max_nodes = max_nodes
         self._needs = TapNeeds()
         self._is_timed = is_timed
         slots = capacity + max(max_nodes, 1)

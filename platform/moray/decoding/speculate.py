@@ -101,7 +101,7 @@ class SpeculativeDecoder:
             session: one to share with other decoders that take turns with this one, in place of one of its own.
 
         Raises:
-            ConfigError: the shape does not go with the vocabulary or the drafter.
+            ConfigError: the shape does not go with the vocabulary, the drafter or the shared session.
         """
         if shape.max_children > target.spec.vocab_size:
             raise ConfigError(
@@ -111,6 +111,11 @@ class SpeculativeDecoder:
         if drafter.max_depth is not None and shape.depth > drafter.max_depth:
             raise ConfigError(
                 f"tree '{shape.name}' is {shape.depth} levels deep; this drafter drafts at most {drafter.max_depth}"
+            )
+        if session is not None and (session.max_nodes <= shape.num_nodes or session.capacity > capacity):
+            raise ConfigError(
+                f"the shared session is made for {session.capacity} tokens and trees of {session.max_nodes} nodes, "
+                f"this decoder for {capacity} tokens and, with its root, {shape.num_nodes + 1} nodes ('{shape.name}')"
             )
         self.target = target
         self.drafter = drafter

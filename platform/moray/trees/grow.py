@@ -89,6 +89,7 @@ def _grow_dynamic(
     frontier_nodes = torch.zeros_like(root)  # index of each frontier node among all candidates
     ancestors = torch.ones(1, 1, dtype=torch.bool, device=device)  # frontier x expanded
     num_candidates = 1
+    num_levels = 0
     for depth in range(shape.depth):
         logits = step(frontier_tokens, None if depth == 0 else ancestors, depth)
         if logits is None:
@@ -106,25 +107,26 @@ def _grow_dynamic(
             itself = torch.eye(best.shape[0], dtype=torch.bool, device=device)
             ancestors = torch.cat([inherited, itself], dim=1)
         num_candidates += cumulative.shape[0]
-    return _keep_best(torch.cat(tokens), torch.cat(parents), torch.cat(scores), shape, budget)
+        num_levels += 1
+    size = shape.nodes
+    ranked = torch.cat(scores).sort(descending=True, stable=True)
+    if budget is not None and num_levels:
+        size = budget(ranked.values[1 : shape.nodes + 1].tolist())
+    return _keep_best(torch.cat(tokens), torch.cat(parents), ranked.indices[: size + 1], num_levels)
 
 
 def _keep_best(
     tokens: Int[Tensor, " candidates"],
     parents: Int[Tensor, " candidates"],
-    scores: Float[Tensor, " candidates"],
-    shape: DynamicShape,
-    budget: Budget | None,
+    best: Int[Tensor, " kept"],
+    num_levels: int,
 ) -> TokenTree:
-    """The root and the likeliest candidates: `nodes` of them, or as many as the budget allows.
+    """The tree of the root and the likeliest candidates.
 
     A child scores at most its parent's score and stands behind it, so a stable sort keeps every kept node's
     parent too.
     """
-    ranked = scores.sort(descending=True, stable=True)
-    size = shape.nodes + 1 if budget is None else 1 + budget(ranked.values[1 : shape.nodes + 1].tolist())
-    order = ranked.indices[:size]
-    kept = order.sort().values
+    kept = best.sort().values
     rank = torch.zeros_like(parents).scatter_(0, kept, torch.arange(kept.shape[0], device=kept.device))
     new_parents = torch.where(kept == 0, -1, rank[parents[kept].clamp(min=0)])
     size = kept.shape[0]
@@ -133,11 +135,11 @@ def _keep_best(
     rows = torch.arange(size, device=kept.device)
     depths = torch.zeros_like(new_parents)
     node = rows
-    for _ in range(shape.depth):
+    for _ in range(num_levels):
         depths += (node != 0).long()
         node = hop[node]
         ancestors[rows, node] = True
-    return TokenTree(tokens[kept], new_parents, depths, ancestors, shape.depth)
+    return TokenTree(tokens[kept], new_parents, depths, ancestors, num_levels)
 
 
 @lru_cache(maxsize=64)

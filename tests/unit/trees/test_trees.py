@@ -6,8 +6,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from moray.trees.grow import grow
-from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, Shape
+from moray.trees.grow import grow, root_alone
+from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape, Shape
 from moray.trees.tree import PrefixMask, fixed_structure, structure_of
 
 CPU = torch.device("cpu")
@@ -23,6 +23,11 @@ SHAPES = [
     DynamicShape(type="dynamic", depth=3, breadth=1, nodes=3),
     DynamicShape(type="dynamic", depth=4, breadth=3, nodes=17),
     DynamicShape(type="dynamic", depth=6, breadth=5, nodes=60),
+]
+
+ADAPTIVE = [
+    AdaptiveShape(type="adaptive", depth=5),
+    AdaptiveShape(type="adaptive", depth=4, breadth=3, nodes=17),
 ]
 
 
@@ -102,6 +107,12 @@ def test_a_shape_counts_its_nodes_and_its_expansions(shape):
         ({"type": "fixed", "branching": [2, 0]}, "must be positive"),
         ({"type": "fixed", "branching": [8, 8, 8]}, "at most 512 nodes"),
         ({"type": "dynamic", "depth": 2, "breadth": 2, "nodes": 7}, "nodes is 7, but depth 2 and breadth 2 make 6"),
+        ({"type": "adaptive", "depth": 0}, "greater than or equal to 1"),
+        ({"type": "adaptive", "depth": 33}, "less than or equal to 32"),
+        ({"type": "adaptive", "breadth": 2}, "nodes is None, breadth 2; give nodes if breadth > 1"),
+        ({"type": "adaptive", "nodes": 3}, "nodes is 3, breadth 1; give nodes if breadth > 1"),
+        ({"type": "adaptive", "depth": 2, "breadth": 2, "nodes": 7}, "nodes is 7, but depth 2 and breadth 2 make 6"),
+        ({"type": "adaptive", "depth": 2, "breadth": 2, "nodes": 513}, "less than or equal to 512"),
         ({"type": "star"}, "star"),
     ],
 )
@@ -113,7 +124,23 @@ def test_impossible_shapes_are_refused(values, message):
 
 
 def test_names_tell_shapes_apart():
-    assert len({shape.name for shape in SHAPES}) == len(SHAPES)
+    shapes = [*SHAPES, *ADAPTIVE]
+    assert len({shape.name for shape in shapes}) == len(shapes)
+    assert [shape.name for shape in ADAPTIVE] == ["adaptive-5", "adaptive-4x3-17"]
+
+
+@pytest.mark.parametrize("shape", ADAPTIVE, ids=lambda shape: shape.name)
+def test_an_adaptive_shape_is_as_large_as_the_largest_it_chooses(shape):
+    chosen = [shape.at(depth) for depth in range(1, shape.depth + 1)]
+    assert [one.depth for one in chosen] == list(range(1, shape.depth + 1))
+    for measure in ("num_nodes", "max_children", "num_expanded"):
+        assert getattr(shape, measure) == max(getattr(one, measure) for one in chosen), measure
+    assert {type(one) for one in chosen} == {ChainShape if shape.breadth == 1 else DynamicShape}
+
+
+def test_a_shallow_tree_has_no_more_nodes_than_its_levels_hold():
+    shape = AdaptiveShape(type="adaptive", depth=4, breadth=3, nodes=17)
+    assert [shape.at(depth).num_nodes for depth in (1, 2, 3, 4)] == [3, 12, 17, 17]
 
 
 # --- Structures ---
@@ -240,6 +267,105 @@ def test_draft_distributions_belong_to_the_node_they_made():
         torch.testing.assert_close(tree.draft_probs[node], recorder.scores(path).exp())
 
 
+# --- Growing less ---
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5, 11, 17])
+def test_a_budget_keeps_the_best_nodes_of_the_same_tree(keep):
+    shape = DynamicShape(type="dynamic", depth=4, breadth=3, nodes=17)
+    offered: list[list[float]] = []
+
+    def budget(log_probs: list[float]) -> int:
+        offered.append(log_probs)
+        return keep
+
+    recorder = Recorder(seed=5)
+    tree = grow(ROOT, shape, recorder.step, recorder.select, budget)
+    parents, texts = tree.parents.tolist(), [text_of(tree, node) for node in range(tree.num_nodes)]
+    assert tree.num_nodes == keep + 1
+    assert all(0 <= parents[node] < node for node in range(1, tree.num_nodes))
+    assert all(text[:-1] in texts for text in texts[1:]), "every prefix of a kept path is kept"
+    assert torch.equal(tree.ancestors, naive_ancestors(parents))
+    assert tree.depths.tolist() == [len(text) for text in texts]
+    smaller = DynamicShape(type="dynamic", depth=4, breadth=3, nodes=keep)
+    assert set(texts[1:]) == reference_dynamic(Recorder(seed=5), smaller)
+    ((scores),) = offered
+    assert scores == sorted(scores, reverse=True)
+    assert len(scores) == shape.nodes
+    paths = [sum(float(recorder.scores([2, *text[:i]])[token]) for i, token in enumerate(text)) for text in texts[1:]]
+    assert sorted(paths, reverse=True) == pytest.approx(scores[:keep], abs=1e-5)
+
+
+def test_a_budget_has_no_say_in_chains_and_fixed_trees():
+    def budget(log_probs: list[float]) -> int:
+        raise AssertionError("asked")
+
+    for shape in SHAPES[:5]:
+        assert grow(ROOT, shape, Recorder().step, Recorder().select, budget).num_nodes == shape.num_nodes + 1
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2])
+@pytest.mark.parametrize("with_budget", [False, True])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.depth > 2], ids=lambda shape: shape.name)
+def test_a_drafter_that_stops_early_leaves_the_levels_it_had(shape, levels, with_budget):
+    """The same nodes as those of a shape that deep, and `max_depth` says how deep."""
+    recorder = Recorder(seed=6)
+
+    def step(tokens, ancestors, depth):
+        return recorder.step(tokens, ancestors, depth) if depth < levels else None
+
+    def budget(log_probs: list[float]) -> int:
+        assert log_probs, "nothing to choose from"
+        return len(log_probs)
+
+    tree = grow(ROOT, shape, step, recorder.select, budget if with_budget else None)
+    parents, texts = tree.parents.tolist(), [text_of(tree, node) for node in range(tree.num_nodes)]
+    assert parents[0] == -1
+    assert all(0 <= parents[node] < node for node in range(1, tree.num_nodes))
+    assert torch.equal(tree.ancestors, naive_ancestors(parents))
+    assert tree.depths.tolist() == [len(text) for text in texts]
+    assert tree.max_depth == levels == max(map(len, texts))
+    if levels == 0:
+        assert_same(tree, root_alone(ROOT))
+        return
+    values = shape.model_dump()
+    if isinstance(shape, FixedShape):
+        values["branching"] = shape.branching[:levels]
+    else:
+        values["depth"] = levels
+    if isinstance(shape, DynamicShape):
+        values["nodes"] = min(shape.nodes, shape.breadth + (levels - 1) * shape.breadth**2)
+    whole = Recorder(seed=6)
+    assert_same(tree, grow(ROOT, type(shape).model_validate(values), whole.step, whole.select))
+
+
+def assert_same(tree, other) -> None:
+    for name in ("tokens", "parents", "depths", "ancestors"):
+        assert torch.equal(getattr(tree, name), getattr(other, name)), name
+    assert tree.max_depth == other.max_depth
+
+
+def test_a_sampled_chain_that_stops_early_hands_on_what_it_drew_from():
+    recorder = Recorder(seed=7)
+
+    def select(logits, depth, k):
+        return logits.argmax(dim=-1, keepdim=True), logits.max(dim=-1, keepdim=True).values, logits.exp()
+
+    for levels in (0, 2):
+        tree = grow(
+            ROOT,
+            ChainShape(type="chain", depth=5),
+            lambda tokens, ancestors, depth, levels=levels: Recorder(seed=7).table[tokens] if depth < levels else None,
+            select,
+        )
+        assert tree.num_nodes == levels + 1
+        if levels == 0:
+            assert tree.draft_probs is None
+        else:
+            assert tree.draft_probs is not None
+            assert torch.equal(tree.draft_probs[1:], recorder.table[tree.tokens[:-1]].exp())
+
+
 # --- The mask ---
 
 
@@ -271,3 +397,18 @@ def test_a_mask_hides_completely():
     query, key = torch.ones(1, 1, 1, 1), torch.tensor([[0.0], [100.0]])[None, None]
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=view)
     assert float(out) == 1.0
+
+
+def test_a_reset_mask_holds_nothing_of_what_it_was():
+    """Whatever was committed or only viewed, in the rows and columns that the next sequence does not write first."""
+    mask = PrefixMask(4, 12, torch.zeros(1))
+    fresh = mask._data.clone()
+    for committed, rows, columns in ((3, 2, 4), (0, 4, 9), (5, 1, 1), (2, 4, 8), (0, 0, 0)):
+        mask.commit(committed)
+        if rows:
+            mask.view(torch.ones(rows, columns, dtype=torch.bool))
+        if committed == 5:
+            mask.commit(2)
+        mask.reset()
+        assert mask.length == 0
+        assert torch.equal(mask._data, fresh)

@@ -1,0 +1,86 @@
+"""What a configuration names becomes drafters for the target at hand, or a message that says what is wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support import DRAFTERS, TinyTarget, build, save_chat_target
+
+from moray.bench.loading import load_drafters
+from moray.distill.checkpoint import save_drafter
+from moray.drafters.configs import NgramConfig, PretrainedConfig
+from moray.errors import ConfigError, MismatchError
+from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+
+NGRAM = NgramConfig(type="ngram")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_chat_target(tmp_path_factory.mktemp("loading") / "target")
+
+
+@pytest.fixture(scope="module")
+def target(folder) -> Target:
+    return Target.load(TargetConfig(model=str(folder), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder) -> ChatTokenizer:
+    return ChatTokenizer.load(str(folder))
+
+
+def test_drafters_come_in_order_under_the_names_of_folders_and_types(folder, target, tokenizer, tmp_path):
+    save_drafter(
+        tmp_path / "mine", build(TinyTarget("chat", folder, target), DRAFTERS["eagle"][0]), tokenizer.fingerprint
+    )
+    entries = (NGRAM, str(tmp_path / "mine"), PretrainedConfig(type="pretrained", model=str(folder)))
+    drafters = load_drafters(entries, target, tokenizer)
+    assert [(name, type(drafter).__name__) for name, drafter in drafters.items()] == [
+        ("ngram", "Ngram"),
+        ("mine", "Eagle"),
+        ("pretrained", "Pretrained"),
+    ]
+    assert not any(drafter.training for drafter in drafters.values())
+    assert {p.dtype for drafter in drafters.values() for p in drafter.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("entries", [(NGRAM, NGRAM), ("a/same", "b/same"), (NGRAM, "runs/ngram")], ids=str)
+def test_two_of_one_name_are_refused(entries, folder, target, tokenizer, tmp_path):
+    named = []
+    for entry in entries:
+        if isinstance(entry, str):
+            drafter = build(TinyTarget("chat", folder, target), DRAFTERS["eagle"][0])
+            save_drafter(tmp_path / entry, drafter, tokenizer.fingerprint)
+            entry = str(tmp_path / entry)
+        named.append(entry)
+    with pytest.raises(ConfigError, match=r"drafters holds two called '(ngram|same)'"):
+        load_drafters(tuple(named), target, tokenizer)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind not in ("ngram", "pretrained")])
+def test_the_sizes_of_a_drafter_to_be_trained_are_refused(kind, target, tokenizer):
+    with pytest.raises(ConfigError, match=rf"of type '{kind}', which must be trained: .* pipelines\.distill wrote"):
+        load_drafters((DRAFTERS[kind][0],), target, tokenizer)
+
+
+def test_a_model_of_another_vocabulary_is_refused(folder, target, tokenizer, tmp_path):
+    """Two letters exchanged: the same size, other tokens."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    values = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = values["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(MismatchError, match=r"other' has another vocabulary than the target, first at \('a', \d+\)"):
+        load_drafters((PretrainedConfig(type="pretrained", model=str(other)),), target, tokenizer)
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(folder, target, tokenizer, tmp_path):
+    save_drafter(tmp_path / "mine", build(TinyTarget("chat", folder, target), DRAFTERS["eagle"][0]), "another")
+    with pytest.raises(MismatchError):
+        load_drafters((str(tmp_path / "mine"),), target, tokenizer)

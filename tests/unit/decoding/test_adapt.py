@@ -1,0 +1,291 @@
+"""How deep to draft: the choice equals brute force over its formula, follows acceptance, and never takes a loss."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from moray.decoding.adapt import Adapter, Costs, measure_costs
+from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape
+
+CHAIN = AdaptiveShape(type="adaptive", depth=8)
+TREE = AdaptiveShape(type="adaptive", depth=6, breadth=4, nodes=40)
+CHEAP = Costs(verify=[(1, 1.0), (64, 1.3)], draft=[(1, 0.05), (8, 0.4)])
+DEAR = Costs(verify=[(1, 1.0), (2, 1.9), (64, 40.0)], draft=[(1, 0.9), (8, 7.2)])
+FORGET, PRIOR_RATE, PRIOR_WEIGHT = 0.97, 0.7, 2.0
+
+
+def live(adapter: Adapter, accept: list[int], cycles: int) -> list[int]:
+    """Levels drafted in each of some cycles; `accept` is how many the target would take, cycle after cycle."""
+    drafted = []
+    for cycle in range(cycles):
+        shape = adapter.next_shape()
+        drafted.append(shape.depth if shape else 0)
+        adapter.record(drafted[-1], min(drafted[-1], accept[cycle % len(accept)]))
+    return drafted
+
+
+# --- Costs ---
+
+
+def test_costs_lie_on_lines_between_what_was_measured():
+    costs = Costs(verify=[(1, 1.0), (3, 2.0), (8, 7.0)], draft=[(1, 0.5), (4, 0.8)])
+    assert [costs.verify_seconds(n) for n in (1, 2, 3, 4, 8)] == pytest.approx([1.0, 1.5, 2.0, 3.0, 7.0])
+    assert costs.verify_seconds(9) == 7.0, "what lies outside is as at the end"
+    assert [costs.draft_seconds(n) for n in (0, 1, 2, 4)] == pytest.approx([0.0, 0.5, 0.6, 0.8])
+    assert Costs([(1, 2.0)], [(1, 0.1)]).verify_seconds(1) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (5, [1, 2, 3, 4, 5]),
+        (13, [1, 2, 3, 4, 6, 8, 12, 13]),
+        (24, [1, 2, 3, 4, 6, 8, 12, 16, 24]),
+    ],
+)
+def test_costs_are_measured_at_growing_sizes(most, sizes):
+    ran: dict[str, list[int]] = {"verify": [], "draft": []}
+    costs = measure_costs(ran["verify"].append, ran["draft"].append, (most, 3), clock=lambda: 0.0)
+    assert [size for size, _ in costs.verify] == sizes
+    assert [size for size, _ in costs.draft] == [1, 2, 3]
+    assert ran["verify"] == [size for size in sizes for _ in range(6)], "once untimed, five times timed"
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_costs_are_medians_without_the_first_run_and_never_fall():
+    clock = Clock()
+    scripts = {
+        1: [100.0, 2.0, 9.0, 2.5, 1.0, 3.0],
+        2: [0.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        3: [0.0, 7.0, 7.0, 0.0, 90.0, 4.0],
+    }
+
+    def verify(size: int) -> None:
+        clock.now += scripts[size].pop(0)
+
+    def draft(size: int) -> None:
+        clock.now += size
+
+    costs = measure_costs(verify, draft, (3, 2), clock)
+    assert costs.verify == [(1, 2.5), (2, 2.5), (3, 7.0)]
+    assert costs.draft == [(1, 1.0), (2, 2.0)], "the floor of the passes is not that of the drafts"
+
+
+# --- Depth ---
+
+
+def test_deep_where_drafts_are_accepted_and_cheap():
+    assert live(Adapter(CHAIN, CHEAP), [8], 30)[-1] == 8
+
+
+def test_shallow_where_drafts_are_refused():
+    drafted = live(Adapter(CHAIN, CHEAP), [1], 60)
+    assert drafted[-1] <= 2 < drafted[0]
+
+
+def test_shallow_where_drafting_is_dear():
+    costs = Costs(verify=[(1, 1.0), (9, 1.2)], draft=[(1, 0.5), (8, 4.0)])
+    assert live(Adapter(CHAIN, costs), [8], 60)[-1] > live(Adapter(CHAIN, costs), [2], 60)[-1] > 0
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_no_draft_where_it_is_a_loss(shape):
+    adapter = Adapter(shape, DEAR)
+    assert live(adapter, [8], 50) == [0] * 50
+    assert adapter.next_shape() is None
+
+
+def test_no_draft_after_refusals_until_they_are_forgotten():
+    """Worth it at the prior's 70 %, not at 0 %: given up after refusals, tried again after a while, then kept."""
+    adapter = Adapter(AdaptiveShape(type="adaptive", depth=1), Costs([(1, 1.0), (2, 1.2)], [(1, 0.2)]))
+    refused = live(adapter, [0], 200)
+    assert refused[0] == 1, "tried"
+    first_pause = refused.index(0)
+    assert 1 in refused[first_pause:], "tried again"
+    assert refused.count(0) > 3 * refused.count(1), "seldom"
+    accepted = live(adapter, [1], 200)
+    assert accepted[-50:] == [1] * 50, "back for good"
+
+
+def expected_rates(history: list[tuple[int, int]], depth: int) -> list[float]:
+    """Acceptance by level, summed up from all cycles at once: age weights, then shrinking to the level before."""
+    rates, belief = [], PRIOR_RATE
+    for level in range(depth):
+        weights = [FORGET**age for age in range(len(history) - 1, -1, -1)]
+        reached = [
+            w for w, (drafted, accepted) in zip(weights, history, strict=True) if level < drafted and level <= accepted
+        ]
+        passed = [
+            w for w, (drafted, accepted) in zip(weights, history, strict=True) if level < drafted and level < accepted
+        ]
+        belief = (sum(passed) + PRIOR_WEIGHT * belief) / (sum(reached) + PRIOR_WEIGHT)
+        rates.append(belief)
+    return rates
+
+
+def best_chain(rates: list[float], costs: Costs) -> int:
+    """The depth of most tokens per second by brute force, 0 included."""
+
+    def rate(depth: int) -> float:
+        expected = sum(math.prod(rates[:level]) for level in range(depth + 1))
+        return expected / (costs.verify_seconds(depth + 1) + costs.draft_seconds(depth))
+
+    return max(range(len(rates) + 1), key=rate)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_depth_is_the_best_by_brute_force(seed):
+    """Random costs and histories, in which many drafts were cut short."""
+    generator = random.Random(seed)
+    chosen = set()
+    for _ in range(30):
+        verify, draft = 1.0, 0.0
+        costs = Costs(
+            [(n, verify := verify + generator.random() * 0.3) for n in (1, 2, 3, 4, 6, 8, 9)],
+            [(n, draft := draft + generator.random() * 0.3) for n in (1, 2, 3, 4, 6, 8)],
+        )
+        adapter = Adapter(CHAIN, costs)
+        history = []
+        for _ in range(generator.randrange(40)):
+            drafted = generator.randrange(9)
+            history.append((drafted, min(drafted, int(generator.expovariate(0.3)))))
+            adapter.record(*history[-1])
+        shape = adapter.next_shape()
+        best = best_chain(expected_rates(history, 8), costs)
+        assert shape == (ChainShape(type="chain", depth=best) if best else None)
+        chosen.add(best)
+    assert len(chosen) >= 3, "one answer to every question proves nothing"
+
+
+def test_drafts_cut_short_say_nothing_about_the_levels_they_never_had():
+    """All of two levels accepted, again and again: the third is believed to be as good, not refused."""
+    cut, refused = Adapter(CHAIN, CHEAP), Adapter(CHAIN, CHEAP)
+    for _ in range(60):
+        cut.record(2, 2)
+        refused.record(3, 2)
+    deep, shallow = cut.next_shape(), refused.next_shape()
+    assert deep is not None
+    assert shallow is not None
+    assert deep.depth == 8 > shallow.depth == 2
+
+
+def test_cycles_without_a_draft_are_no_refusals():
+    adapter, other = Adapter(CHAIN, CHEAP), Adapter(CHAIN, CHEAP)
+    for _ in range(500):
+        adapter.record(0, 0)
+    assert adapter.next_shape() == other.next_shape()
+
+
+# --- Nodes ---
+
+
+def best_budget(log_probs: list[float], trust: float, costs: Costs, depth: int) -> int:
+    def rate(count: int) -> float:
+        expected = 1.0 + trust * sum(map(math.exp, log_probs[:count]))
+        return expected / (costs.verify_seconds(count + 1) + costs.draft_seconds(depth))
+
+    return max(range(1, len(log_probs) + 1), key=rate)
+
+
+def log_probs_of(seed: int, count: int = 40) -> list[float]:
+    generator = random.Random(seed)
+    return sorted((-generator.expovariate(0.6) for _ in range(count)), reverse=True)
+
+
+def after_cycles(costs: Costs, accepted: int, cycles: int) -> tuple[Adapter, float]:
+    """An adapter that has seen that many accepted in every cycle, and its trust, summed up apart."""
+    adapter, promised, kept = Adapter(TREE, costs), 0.0, 0.0
+    log_probs = [math.log(0.5)] * 3
+    for _ in range(cycles):
+        shape = adapter.next_shape()
+        if shape is None:
+            adapter.record(0, 0)
+            promised, kept = promised * FORGET, kept * FORGET
+            continue
+        count = adapter.budget(log_probs)
+        adapter.record(shape.depth, accepted)
+        promised, kept = promised * FORGET + 0.5 * count, kept * FORGET + accepted
+    return adapter, (kept + PRIOR_WEIGHT) / (promised + PRIOR_WEIGHT)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_the_budget_is_the_best_by_brute_force(accepted):
+    costs = Costs([(1, 1.0), (4, 1.1), (16, 2.0), (41, 6.0)], [(1, 0.05), (6, 0.3)])
+    budgets = set()
+    for seed in range(20):
+        adapter, trust = after_cycles(costs, accepted, 12)
+        shape = adapter.next_shape()
+        log_probs = log_probs_of(seed)
+        budgets.add(adapter.budget(log_probs))
+        assert adapter.budget(log_probs) == best_budget(log_probs, trust, costs, shape.depth if shape else 0)
+    assert len(budgets) >= 3
+
+
+def test_the_budget_grows_with_trust():
+    costs = Costs([(1, 1.0), (41, 6.0)], [(1, 0.05), (6, 0.3)])
+    budgets = []
+    for accepted in (0, 1, 3):
+        adapter, _ = after_cycles(costs, accepted, 40)
+        adapter.next_shape()
+        budgets.append([adapter.budget(log_probs_of(seed)) for seed in range(10)])
+    for less, more in pairwise(budgets):
+        assert all(a <= b for a, b in zip(less, more, strict=True))
+        assert sum(less) < sum(more)
+
+
+def test_a_budget_is_at_least_one_node_and_at_most_those_there_are():
+    adapter = Adapter(TREE, CHEAP)
+    adapter.next_shape()
+    assert adapter.budget([-50.0] * 7) == 1
+    assert adapter.budget([-math.inf] * 7) == 1
+    assert adapter.budget([0.0] * 7) == 7
+
+
+def test_trees_are_priced_by_the_nodes_that_are_kept():
+    """All nodes of a shape would be a loss, a few are a gain: so there is a draft, as deep as a chain's at first."""
+    costs = Costs([(1, 1.0), (41, 12.0)], [(1, 0.05), (6, 0.3)])
+    assert TREE.at(1).num_nodes == 4
+    assert 4 / (costs.verify_seconds(5) + costs.draft_seconds(1)) > 1
+    assert 7 / (costs.verify_seconds(41) + costs.draft_seconds(6)) < 1
+    tree, chain = Adapter(TREE, costs), Adapter(AdaptiveShape(type="adaptive", depth=6), costs)
+    first, reference = tree.next_shape(), chain.next_shape()
+    assert isinstance(first, DynamicShape)
+    assert reference is not None
+    assert first.depth == reference.depth
+    sure = [math.log(0.95) * (1 + node) for node in range(6)] + [-9.0] * 34
+    for _ in range(40):
+        shape = tree.next_shape()
+        assert shape is not None
+        assert tree.budget(sure[: shape.num_nodes]) <= 6
+        tree.record(shape.depth, shape.depth)
+    deep = tree.next_shape()
+    assert deep is not None
+    assert deep.depth >= 5, "deep where the few nodes kept are accepted"
+
+
+def test_many_nodes_kept_make_depth_dear():
+    """The same acceptance with more nodes verified for it: a shallower tree."""
+    costs = Costs([(1, 1.0), (41, 4.0)], [(1, 0.05), (6, 0.3)])
+    depths = []
+    for flat in (False, True):
+        adapter = Adapter(TREE, costs)
+        for _ in range(60):
+            adapter.next_shape()
+            adapter.budget([0.0] * 40 if flat else [0.0] * 4)
+            adapter.record(4, 3)
+        shape = adapter.next_shape()
+        depths.append(shape.depth if shape else 0)
+    assert depths[0] > depths[1]
