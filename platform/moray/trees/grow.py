@@ -88,11 +88,12 @@ def _grow_dynamic(
     frontier_scores = torch.zeros(1, device=device)
     frontier_nodes = torch.zeros_like(root)  # index of each frontier node among all candidates
     ancestors = torch.ones(1, 1, dtype=torch.bool, device=device)  # frontier x expanded
-    num_candidates = 1
+    num_candidates, num_levels = 1, 0
     for depth in range(shape.depth):
         logits = step(frontier_tokens, None if depth == 0 else ancestors, depth)
         if logits is None:
             break
+        num_levels += 1
         children, log_probs, _ = select(logits, depth, breadth)
         cumulative = (frontier_scores[:, None] + log_probs).reshape(-1)
         tokens.append(children.reshape(-1))
@@ -106,13 +107,14 @@ def _grow_dynamic(
             itself = torch.eye(best.shape[0], dtype=torch.bool, device=device)
             ancestors = torch.cat([inherited, itself], dim=1)
         num_candidates += cumulative.shape[0]
-    return _keep_best(torch.cat(tokens), torch.cat(parents), torch.cat(scores), shape, budget)
+    return _keep_best(torch.cat(tokens), torch.cat(parents), torch.cat(scores), num_levels, shape, budget)
 
 
 def _keep_best(
     tokens: Int[Tensor, " candidates"],
     parents: Int[Tensor, " candidates"],
     scores: Float[Tensor, " candidates"],
+    num_levels: int,
     shape: DynamicShape,
     budget: Budget | None,
 ) -> TokenTree:
@@ -133,11 +135,11 @@ def _keep_best(
     rows = torch.arange(size, device=kept.device)
     depths = torch.zeros_like(new_parents)
     node = rows
-    for _ in range(shape.depth):
+    for _ in range(num_levels):
         depths += (node != 0).long()
         node = hop[node]
         ancestors[rows, node] = True
-    return TokenTree(tokens[kept], new_parents, depths, ancestors, shape.depth)
+    return TokenTree(tokens[kept], new_parents, depths, ancestors, num_levels)
 
 
 @lru_cache(maxsize=64)
