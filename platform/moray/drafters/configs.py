@@ -146,7 +146,7 @@ class MedusaConfig(TrainedConfig):
     """"own": every head trains a vocabulary projection that starts as the target's lm_head, as published;
     "frozen": all heads share the target's."""
     decay: float = Field(default=0.8, gt=0, le=1)
-    """The loss of head k counts decay^k."""
+    """The loss of head k counts in proportion to decay^k; all heads together count 1."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.medusa", "Medusa"

@@ -70,12 +70,14 @@ class Medusa(Drafter[MedusaState]):
         hidden = self._blocks(real.reshape(1, rows * seq, width)).view(-1, rows, seq, width)
         column = torch.arange(seq, device=real.device).expand(rows, seq)
         predictions = []
-        for index in range(self.config.num_heads):
+        # Together 1: so that the sum over heads is still a mean, and 1 - its refusal a probability.
+        shares = [self.config.decay**index for index in range(self.config.num_heads)]
+        for index, share in enumerate(shares):
             steps = index + 1  # head `index` reads position i - steps to predict the token after i
             ahead = F.pad(hidden[index, :, : max(0, seq - steps)], (0, 0, min(steps, seq), 0))
             start = torch.where(column >= steps, column - steps, column)
             score = partial(self._project, index)
-            predictions.append(Prediction(ahead, start, score, self.config.decay**index))
+            predictions.append(Prediction(ahead, start, score, share / sum(shares)))
         return DraftOutput(tuple(predictions))
 
     def _blocks(self, x: Float[Tensor, "one rows hidden"]) -> Float[Tensor, "heads rows hidden"]:

@@ -22,8 +22,8 @@ from moray.targets.head import TargetHead
 _MAX_FOLLOWERS = 16
 _LOWER_ORDER = 0.1
 """Share of the probability that goes to the next shorter match."""
-_FLOOR = -30.0
-"""Logit of a token that was never seen there."""
+_FLOOR = -100.0
+"""Logit of a token that was never seen there: below that of the rarest follower of the shortest match."""
 
 
 @dataclass

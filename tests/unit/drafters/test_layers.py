@@ -1,0 +1,202 @@
+"""Building blocks of drafters against torch's own and against their definitions."""
+
+import math
+
+import pytest
+import torch
+from reference import rotated
+from torch import nn
+
+from moray.drafters.configs import BlockConfig
+from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttention, block_mask, causal_mask, rotate
+from moray.drafters.slots import DraftSlots
+
+WIDTH, HEAD_DIM, EPS = 24, 8, 1e-5
+BLOCK = BlockConfig(num_heads=4, num_kv_heads=2, intermediate_size=32)
+ROTARY = RotaryTable(HEAD_DIM, 64, 300.0)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def both_norms(dtype: torch.dtype) -> tuple[RMSNorm, nn.RMSNorm]:
+    ours, theirs = RMSNorm(WIDTH, EPS), nn.RMSNorm(WIDTH, eps=EPS)
+    with torch.no_grad():
+        for norm in (ours, theirs):
+            norm.weight.copy_(noise(WIDTH, seed=9) + 1.0)
+            norm.weight.data = norm.weight.data.to(dtype)
+    return ours, theirs
+
+
+# --- RMSNorm ---
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e-2, 1e-4, 1e-7, 1e-30, 0.0])
+def test_the_norm_is_torch_s_own_and_so_are_its_gradients(dtype, scale):
+    """Where eps decides too: at 1e-4 it outweighs the input, at 1e-30 squares vanish, at 0 there is nothing else."""
+    ours, theirs = both_norms(dtype)
+    results = []
+    for norm in (ours, theirs):
+        x = (noise(3, 5, WIDTH) * scale).to(dtype).requires_grad_()
+        y = norm(x)
+        assert y.dtype == dtype
+        results.append([y.detach()])
+        if dtype != torch.float16:  # in which nothing is trained
+            (y.float() * noise(3, 5, WIDTH, seed=2)).sum().backward()
+            results[-1] += [x.grad, norm.weight.grad]
+    for mine, wanted in zip(*results, strict=True):
+        assert bool(torch.isfinite(mine).all())
+        size = float(wanted.float().abs().max())
+        torch.testing.assert_close(mine, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * max(size, 1e-30))
+
+
+def test_the_norm_takes_half_precision_s_largest_numbers():
+    """Norms are wanted exactly where numbers are large: nothing may overflow on the way."""
+    ours, theirs = both_norms(torch.float16)
+    x = noise(4, WIDTH).sign().half() * 6e4
+    with torch.no_grad():
+        for norm in (ours, theirs):
+            norm.weight.mul_(3.0)
+        torch.testing.assert_close(ours(x), theirs(x), rtol=3e-3, atol=3e-3)
+
+
+def test_the_norm_saves_what_torch_s_own_saves():
+    assert RMSNorm(WIDTH, EPS).state_dict().keys() == nn.RMSNorm(WIDTH, eps=EPS).state_dict().keys()
+
+
+# --- Rotary ---
+
+
+def test_neighbouring_pairs_turn_by_position_and_frequency():
+    x = noise(2, 3, 6, HEAD_DIM)
+    turned = rotate(x, ROTARY.rows(5, 11))
+    for batch in range(2):
+        for head in range(3):
+            for i in range(6):
+                wanted = rotated(x[batch, head, i].double(), 5 + i, 300.0)
+                torch.testing.assert_close(turned[batch, head, i].double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    query, key = noise(1, 1, 1, HEAD_DIM, seed=1), noise(1, 1, 1, HEAD_DIM, seed=2)
+    products = [
+        float((rotate(query, ROTARY.rows(at, at + 1)) * rotate(key, ROTARY.rows(at - 7, at - 6))).sum())
+        for at in (7, 20, 60)
+    ]
+    assert products == pytest.approx([products[0]] * 3, abs=1e-5)
+    assert float(rotate(query, ROTARY.rows(9, 10)).norm()) == pytest.approx(float(query.norm()), rel=1e-5)
+
+
+def test_rotation_is_computed_precisely_and_returned_in_the_input_s_type():
+    far = RotaryTable(HEAD_DIM, 100_001, 10_000.0).rows(100_000, 100_001)
+    x = noise(1, 1, 1, HEAD_DIM).bfloat16()
+    turned = rotate(x, far)
+    assert turned.dtype == torch.bfloat16
+    wanted = rotated(x[0, 0, 0].double(), 100_000, 10_000.0)
+    torch.testing.assert_close(turned[0, 0, 0].double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_a_table_survives_a_change_of_precision_and_is_not_saved():
+    table = RotaryTable(HEAD_DIM, 8, 300.0)
+    assert table.state_dict() == {}
+    turned = table.double().rows(3, 4)
+    assert float(turned[0, 0].imag) == pytest.approx(math.sin(3.0), abs=1e-6)
+
+
+# --- Self-attention ---
+
+
+@pytest.fixture
+def attention() -> SelfAttention:
+    torch.manual_seed(0)
+    return SelfAttention(WIDTH, BLOCK, HEAD_DIM).eval()
+
+
+def begun(attention: SelfAttention, x: torch.Tensor, known: int):
+    """Slots and a cache that remember the first `known` positions, in two pieces."""
+    slots = DraftSlots(32, 8, x)
+    cache = slots.new_cache(BLOCK.num_kv_heads, HEAD_DIM)
+    for begin, end in ((0, known // 2), (known // 2, known)):
+        start = slots.commit(end - begin)
+        attention.remember(x[:, begin:end], ROTARY.rows(begin, end), cache, start)
+    return slots, cache
+
+
+def test_drafting_token_by_token_attends_as_all_positions_at_once(attention):
+    x = noise(1, 12, WIDTH)
+    with torch.no_grad():
+        whole = attention(x, ROTARY.rows(0, 12), causal_mask(12, x.device))
+        slots, cache = begun(attention, x, 7)
+        for depth, i in enumerate(range(7, 12)):
+            start, mask = slots.expand(1, None, depth)
+            assert start == i
+            drafted = attention.draft(x[:, i : i + 1], ROTARY.rows(i, i + 1), cache, start, mask)
+            torch.testing.assert_close(drafted[0, 0], whole[0, i], rtol=1e-5, atol=1e-5)
+
+
+def test_a_tree_attends_along_its_paths(attention):
+    """0 root; 1, 2 its children; 3 below 2, 4 below 1: each as if its path were the text."""
+    x, known = noise(1, 9 + 5, WIDTH), 9
+    ancestors = torch.eye(5, dtype=torch.bool)
+    ancestors[1:, 0] = ancestors[3, 2] = ancestors[4, 1] = True
+    with torch.no_grad():
+        slots, cache = begun(attention, x, known)
+        for depth, (begin, end) in enumerate([(0, 1), (1, 3), (3, 5)]):
+            start, mask = slots.expand(end - begin, ancestors[begin:end, :end], depth)
+            rotary = ROTARY.rows(known + depth, known + depth + 1)
+            drafted = attention.draft(x[:, known + begin : known + end], rotary, cache, start, mask)
+            for node in range(begin, end):
+                path = [known + above for above in range(node + 1) if ancestors[node, above]]
+                alone = x[:, [*range(known), *path]]
+                seq = alone.shape[1]
+                wanted = attention(alone, ROTARY.rows(0, seq), causal_mask(seq, x.device))[0, -1]
+                torch.testing.assert_close(drafted[0, node - begin], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_several_tokens_that_are_about_to_be_committed_attend_causally(attention):
+    x = noise(1, 12, WIDTH)
+    slots = DraftSlots(32, 4, x, rows=5)
+    cache = slots.new_cache(BLOCK.num_kv_heads, HEAD_DIM)
+    with torch.no_grad():
+        whole = attention(x, ROTARY.rows(0, 12), causal_mask(12, x.device))
+        for begin, end in ((0, 5), (5, 6), (6, 10), (10, 12)):
+            mask = slots.causal(end - begin)
+            read = attention.draft(x[:, begin:end], ROTARY.rows(begin, end), cache, slots.length, mask)
+            torch.testing.assert_close(read[0], whole[0, begin:end], rtol=1e-5, atol=1e-5)
+            slots.commit(end - begin)
+
+
+def test_what_a_draft_left_in_its_slots_is_overwritten_by_the_text(attention):
+    x = noise(1, 12, WIDTH)
+    with torch.no_grad():
+        whole = attention(x, ROTARY.rows(0, 12), causal_mask(12, x.device))
+        slots, cache = begun(attention, x, 6)
+        for depth in range(4):
+            start, mask = slots.expand(1, None, depth)
+            attention.draft(noise(1, 1, WIDTH, seed=50), ROTARY.rows(6 + depth, 7 + depth), cache, start, mask)
+        start = slots.commit(2)
+        attention.remember(x[:, 6:8], ROTARY.rows(6, 8), cache, start)
+        start, mask = slots.expand(1, None, 0)
+        drafted = attention.draft(x[:, 8:9], ROTARY.rows(8, 9), cache, start, mask)
+    assert start == 8
+    torch.testing.assert_close(drafted[0, 0], whole[0, 8], rtol=1e-5, atol=1e-5)
+
+
+# --- Masks of T-step bounded training ---
+
+
+def test_block_masks_by_hand():
+    """Positions 0 and 2 are verified; the second sequence is a staircase."""
+    start = torch.tensor([[0, 0, 2, 2]]).expand(2, 4)
+    own, memory = block_mask(start, torch.tensor([False, True]))
+    wanted = {
+        "plain": ["x...", "xx..", "xxx.", "xxxx"],
+        "staircase": ["x...", ".x..", "..x.", "...x"],
+        "memory": ["x...", "x...", "xxx.", "xxx."],
+    }
+    for mask, name in ((own[0], "plain"), (own[1], "staircase"), (memory[0], "memory"), (memory[1], "memory")):
+        assert ["".join(".x"[int(seen)] for seen in row) for row in mask[0]] == wanted[name], name
