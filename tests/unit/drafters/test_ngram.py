@@ -100,7 +100,7 @@ def test_the_longest_match_decides_over_more_frequent_shorter_ones(tiny):
 
 
 def test_the_latest_follower_wins_among_equally_frequent_ones(tiny):
-    drafter = made(tiny)
+    drafter = made(tiny, longest=1)
     assert best(followers(drafter, [2, 3, 9, 2, 4, 9], 2)) == 4
     assert best(followers(drafter, [2, 4, 9, 2, 3, 9], 2)) == 3
     assert best(followers(drafter, [2, 3, 9, 2, 3, 8, 2, 4, 9], 2)) == 3, "frequency comes before recency"
