@@ -23,26 +23,32 @@ def main(config: DecodeBenchmarkConfig) -> None:
     """Measure decoding and print costs and phases."""
     from rich.console import Console
 
-    from moray.bench.decode_benchmark import benchmark_decoding, print_benchmark, write_benchmark
+    from moray.bench.decode_benchmark import benchmark_decoding, check_writable, print_benchmark
+    from moray.provenance import write_json_atomically
 
     console = Console()
+    if config.report:
+        check_writable(Path(config.report))
     result = benchmark_decoding(config, console)
     print_benchmark(result, console)
     if config.report:
-        write_benchmark(result, Path(config.report))
+        write_json_atomically(Path(config.report), result)
 
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:
     """Measure a target of random weights and print what its passes cost."""
     from rich.console import Console
 
-    from moray.bench.decode_benchmark import write_benchmark
+    from moray.bench.decode_benchmark import check_writable
     from moray.bench.shaped import benchmark_shape, print_shaped
+    from moray.provenance import write_json_atomically
 
+    if config.report:
+        check_writable(Path(config.report))
     result = benchmark_shape(config)
     print_shaped(result, Console())
     if config.report:
-        write_benchmark(result, Path(config.report))
+        write_json_atomically(Path(config.report), result)
 
 
 CONFIG = DecodeBenchmarkConfig

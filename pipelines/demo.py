@@ -58,7 +58,7 @@ def main(config: DemoConfig) -> None:
 
 def _load_stage(name: str, arguments: Sequence[str]) -> tuple[Callable[[Any], None], Config]:
     """A stage's `main` and its configuration: every stage is checked before the first one runs."""
-    names = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "demo"}
+    names = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "benchmark", "demo"}
     if name not in names:
         raise ConfigError(f"stages names '{name}'; the stages are {', '.join(sorted(names))}")
     module = importlib.import_module(f"pipelines.{name}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.decoding.adapt import Costs
+from moray.decoding.costs import Costs
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
@@ -74,22 +74,22 @@ DRAFTERS: dict[str, list[DrafterConfigBase]] = {
     ],
     "eagle": [
         EagleConfig(type="eagle", layer=_ATTENTION),
-        EagleConfig(type="eagle", layer=_ATTENTION, draft_vocabulary=60),
+        EagleConfig(type="eagle", layer=_ATTENTION, draft_vocab_size=60),
     ],
-    "glide": [GlideConfig(type="glide", layer=_ATTENTION, cross_heads=4)],
+    "glide": [GlideConfig(type="glide", layer=_ATTENTION, num_cross_heads=4)],
     "medusa": [
-        MedusaConfig(type="medusa", num_heads=6, draft_vocabulary=90),
+        MedusaConfig(type="medusa", num_heads=6, draft_vocab_size=90),
         MedusaConfig(type="medusa", num_heads=6, num_blocks=2, projections="frozen"),
     ],
     "independent": [
         IndependentConfig(type="independent", num_layers=2, hidden_size=48, head_dim=16, layer=_ATTENTION),
         IndependentConfig(
-            type="independent", hidden_size=64, head_dim=16, layer=_ATTENTION, embeddings="copied", draft_vocabulary=90
+            type="independent", hidden_size=64, head_dim=16, layer=_ATTENTION, embeddings="copied", draft_vocab_size=90
         ),
         IndependentConfig(type="independent", hidden_size=64, head_dim=16, layer=_ATTENTION, embeddings="frozen"),
     ],
     "pretrained": [PretrainedConfig(type="pretrained", model="made by build()")],
-    "ngram": [NgramConfig(type="ngram", longest=3)],
+    "ngram": [NgramConfig(type="ngram", max_ngram=3)],
 }
 """Small configurations of every member of the union: each of them must keep the whole contract."""
 
@@ -268,7 +268,7 @@ def noisy_copy(tiny: TinyTarget, noise: float = 0.1) -> Path:
 
 def losses_for(drafter: Drafter) -> LossConfig:
     """Losses that the drafter can be trained with."""
-    return LossConfig(feature=float(bool(drafter.config.model_dump()["type"] in ("moa", "eagle"))), kl=1.0)
+    return LossConfig(feature=float(drafter.config.predicts_features), kl=1.0)
 
 
 def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_length: int, steps: int = 35) -> Drafter:

@@ -24,8 +24,11 @@ _CONTAINERS = (tuple, list, set, frozenset, dict, collections.abc.Sequence, coll
 
 def explain(config_class: type[BaseModel], error: ValidationError) -> str:
     """Word the first problem on one line, and say how many more there are."""
+    found = error.errors(include_url=False)
+    # Of a union of a text and mappings, a mapping was meant for the mappings.
+    problems = [p for p in found if p["type"] != "string_type" or not isinstance(p["input"], dict)] or found
     # A misspelt required key is both unknown and missing; the unknown one shows what to mend.
-    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
     keys = {_locate(config_class, problem["loc"])[0] for problem in problems}  # a plain union fails once per member
     more = {1: "", 2: " (and 1 more problem)"}.get(len(keys), f" (and {len(keys) - 1} more problems)")
     return one_line(_explain_one(config_class, problems[0])) + more
@@ -113,6 +116,8 @@ def _locate(config_class: type[BaseModel], location: Sequence[int | str]) -> tup
     annotation: Any = config_class
     owner = config_class
     for part in location:
+        if str(part).startswith("tagged-union["):  # a union inside of a plain one has a name of its own
+            continue
         variant = variant_of(annotation, part)
         if variant is not None and len(_classes_of(annotation)) > 1:
             annotation = variant

@@ -24,11 +24,11 @@ CONFIGS = {
         "cross_attention": _SMALL,
     },
     "eagle": {"layer": _SMALL},
-    "glide": {"layer": _SMALL, "cross_heads": 2},
-    "medusa": {"num_heads": 2, "draft_vocabulary": 3},
-    "independent": {"hidden_size": 16, "head_dim": 8, "layer": _SMALL, "draft_vocabulary": 3},
+    "glide": {"layer": _SMALL, "num_cross_heads": 2},
+    "medusa": {"num_heads": 2, "draft_vocab_size": 3},
+    "independent": {"hidden_size": 16, "head_dim": 8, "layer": _SMALL, "draft_vocab_size": 3},
     "pretrained": {"model": "made by build()"},
-    "ngram": {"longest": 2},
+    "ngram": {"max_ngram": 2},
 }
 SHAPES = {
     "chain": ChainShape(type="chain", depth=2),

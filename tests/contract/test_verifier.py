@@ -372,7 +372,7 @@ def test_a_biased_verifier_fails_on_adaptive_drafts(four_tokens, fault, monkeypa
 @pytest.mark.parametrize("shape", [CHAIN, DYNAMIC, ADAPTIVE_CHAIN], ids=lambda shape: shape.name)
 def test_drafts_that_stop_early_keep_the_target_s_law(four_tokens, shape):
     """Prompt lookup: where a sampled chain ends depends on the tokens drawn for it."""
-    drafter = NgramConfig(type="ngram", shortest=2, longest=3).build(TargetHead.of(four_tokens.target)).eval()
+    drafter = NgramConfig(type="ngram", min_ngram=2, max_ngram=3).build(TargetHead.of(four_tokens.target)).eval()
     keeps, drafted = longer_answers(four_tokens, drafter, shape, REJECTION, ECHOES)
     assert keeps
     assert 0 in drafted

@@ -64,6 +64,10 @@ class CacheStore:
         """Whether a file is there."""
         return self.filesystem.get_file_info(self.path(name)).type == pafs.FileType.File
 
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        return int(self.filesystem.get_file_info(self.path(name)).size or 0)
+
     def names(self, folder: str, suffix: str) -> list[str]:
         """Sorted names in a folder that end in `suffix`."""
         selector = pafs.FileSelector(self.path(folder), allow_not_found=True)

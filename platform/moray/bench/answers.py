@@ -19,8 +19,8 @@ from moray.bench.configs import EvaluateConfig
 from moray.config import Config
 from moray.decoding.stats import Generation
 from moray.distill.runs import check_run
-from moray.errors import DataError
-from moray.provenance import RUN_FILE, write_run_yaml
+from moray.errors import DataError, MismatchError
+from moray.provenance import RUN_FILE, read_run_yaml, write_run_yaml
 
 ANSWERS_FILE = "answers.jsonl"
 
@@ -115,10 +115,17 @@ def open_answers(config: EvaluateConfig, fingerprints: Mapping[str, str]) -> Ite
         if whole:
             _check_owner(folder, config, fingerprints)
         else:
+            _check_unclaimed(folder)
             write_run_yaml(folder, config, config.sampling.seed, fingerprints)
         recorded = [_read_line(line, f"{path}:{number}") for number, line in enumerate(whole, start=1)]
         file.truncate(sum(map(len, whole)))
         yield AnswerLog(path, file, recorded)
+
+
+def _check_unclaimed(folder: Path) -> None:
+    """Refuse a folder whose record belongs to a run of another kind, which could then not go on."""
+    if (folder / RUN_FILE).is_file() and "questions" not in read_run_yaml(folder).get("config", {}):
+        raise MismatchError(f"output '{folder}' holds a run that is no evaluation; give another folder")
 
 
 def _whole_lines(content: bytes) -> list[bytes]:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from moray.config import Config
 from moray.decoding.params import CompileMode, SamplingParams
-from moray.drafters.configs import DrafterConfig
+from moray.drafters.configs import ReadyConfig, TrainableConfig
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import Shape
 
@@ -15,7 +15,7 @@ class EvaluateConfig(Config):
     """Which drafters and trees to measure, on what, and how."""
 
     target: TargetConfig
-    drafters: tuple[str | DrafterConfig, ...] = Field(min_length=1)
+    drafters: tuple[str | ReadyConfig, ...] = Field(min_length=1)
     """Folders of trained drafters; those that need no training as {type: ngram} or {type: pretrained, model: ...}."""
     trees: tuple[Shape, ...] = Field(min_length=1)
     questions: str
@@ -28,6 +28,8 @@ class EvaluateConfig(Config):
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """Each question is asked at each of them; empty for `sampling.temperature` alone."""
     max_new_tokens: int = Field(default=128, ge=1)
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, besides the end-of-sequence tokens."""
     compare_generate: bool = True
     """Measure Hugging Face `generate` beside our own plain decoding."""
     threads: int | None = Field(default=1, ge=1)
@@ -35,7 +37,7 @@ class EvaluateConfig(Config):
     max_context: int = Field(default=8192, ge=2)
     """Most tokens of prompt and answer together, if the target takes more: what the cache is allocated for."""
     compile: CompileMode = "off"
-    """torch.compile for target and drafters; "cuda-graphs" on GPUs alone."""
+    """torch.compile for target and drafters."""
     exact_phases: bool = False
     """Wait for the device after each phase, so that their times can be told apart; it costs some overlap."""
     output: str
@@ -65,7 +67,7 @@ class DecodeBenchmarkConfig(Config):
     """What `pipelines.benchmark decode` measures."""
 
     target: TargetConfig
-    drafters: tuple[str | DrafterConfig, ...] = Field(min_length=1)
+    drafters: tuple[str | ReadyConfig, ...] = Field(min_length=1)
     """Folders of trained drafters; those that need no training as {type: ngram} or {type: pretrained, model: ...}."""
     trees: tuple[Shape, ...] = Field(min_length=1)
     questions: str
@@ -76,7 +78,7 @@ class DecodeBenchmarkConfig(Config):
     threads: int | None = Field(default=1, ge=1)
     """torch threads; None for torch's own choice."""
     compile: CompileMode = "off"
-    """torch.compile for target and drafters; "cuda-graphs" on GPUs alone."""
+    """torch.compile for target and drafters."""
     report: str | None = None
     """JSON file to write; the same as `--json FILE`."""
 
@@ -105,11 +107,11 @@ class ShapedBenchmarkConfig(Config):
     shape: ShapeConfig
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    drafter: DrafterConfig
+    drafter: TrainableConfig
     trees: tuple[Shape, ...] = Field(min_length=1)
     tau: float = Field(default=4.2, gt=1)
     """Tokens per target pass that the SYNTHETIC acceptance is set to: random weights accept nothing."""
-    verify_sizes: tuple[int, ...] = (1, 8, 62)
+    verify_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 8, 62), min_length=1)
     """Tokens of the target passes that are timed."""
     context: int = Field(default=512, ge=1)
     """Tokens that stand before the first one generated."""

@@ -64,7 +64,7 @@ def _main_table(report: Report, width: int) -> Table:
     shared = []
     shown = []
     for name, cells in columns:
-        if name in ("T", "prompts", "tokens") and len(set(cells)) == 1 and width < 120:
+        if name in ("T", "prompts", "tokens") and len(set(cells)) == 1 and width < _WIDE:
             shared.append(f"{name} {cells[0]}")
         else:
             shown.append((name, cells))

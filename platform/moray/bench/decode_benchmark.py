@@ -6,7 +6,7 @@ v is a target pass over the tree, c a draft step and o everything else in a cycl
 measured in one run, method after method on the same prompts. S leaves the prefill out on both sides.
 """
 
-import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from moray.bench.runner import Runner
 from moray.bench.specbench import read_questions
 from moray.bench.summary import summarise
 from moray.bench.wording import number, percent, times
+from moray.config import Config
 from moray.decoding.compiling import compile_models
-from moray.errors import DataError
-from moray.provenance import machine, versions, write_text_atomically
+from moray.errors import ConfigError, DataError
+from moray.provenance import git_state, machine, versions
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 
@@ -59,10 +60,7 @@ def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[
         "rows": [_row(row) for row in figures["rows"]],
         "plain_ms": 1e3 * sum(generation.seconds for generation in plain) / max(1, steps),
         "notes": [*figures["notes"], compiled],
-        "machine": machine(),
-        "versions": versions(),
-        "settings": config.model_dump(mode="json"),
-    }
+    } | record(config)
 
 
 _KEPT = (
@@ -77,12 +75,25 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     return kept | {"speedup_vs_plain": row["speedup_in_cycles"], "speedup_with_prefill": row["speedup_vs_plain"]}
 
 
-def write_benchmark(result: dict[str, Any], path: Path) -> None:
-    """Write a benchmark's result as JSON."""
+def record(config: Config) -> dict[str, Any]:
+    """Where a benchmark's figures come from."""
+    return {
+        "argv": list(sys.argv),
+        "git": git_state(Path(__file__)),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": config.model_dump(mode="json"),
+    }
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written before anything is measured."""
     try:
-        write_text_atomically(path, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            pass
     except OSError as error:
-        raise DataError(f"the benchmark cannot be written to '{path}': {error.strerror}; name another file") from None
+        raise ConfigError(f"report is '{path}', which cannot be written: {error.strerror}; name another file") from None
 
 
 def print_benchmark(result: dict[str, Any], console: Console) -> None:

@@ -1,6 +1,5 @@
 """One evaluation from configuration to report: load, ask, summarise."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.progress import Progress
 
 from moray.bench.answers import AnswerLog, open_answers
 from moray.bench.configs import EvaluateConfig
-from moray.bench.loading import load_drafters
+from moray.bench.loading import fingerprints_of, load_drafters
 from moray.bench.runner import Runner
 from moray.bench.specbench import Question, read_questions
 from moray.bench.summary import summarise
@@ -39,8 +38,8 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     folders = {
         name: Path(entry) for name, entry in zip(drafters, config.drafters, strict=True) if isinstance(entry, str)
     }
-    fingerprints = _fingerprints(config, target, tokenizer, folders)
-    console.print(compile_models(target, drafters.values(), config.compile), style="dim", highlight=False)
+    fingerprints = _fingerprints(config, target, tokenizer)
+    compiled = compile_models(target, drafters.values(), config.compile)
     runner = Runner(target, drafters, tokenizer, config)
     with open_answers(config, fingerprints) as log:
         record = read_run_yaml(Path(config.output))
@@ -59,6 +58,9 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     figures = summarise(runner.measurement, config.samplings, config.target.dtype)
     metrics = {name: read_metrics(folder) for name, folder in folders.items()}
     efforts = {name: _effort(drafter, metrics.get(name, [])) for name, drafter in drafters.items()}
+    if target.device.type == "cuda" and not config.exact_phases:
+        _drop_phases(figures)
+    figures["notes"] += [] if config.compile == "off" else [compiled]
     figures["rows"] = [row | efforts[row["drafter"]] for row in figures["rows"]]
     return figures | {
         "training": {name: _series(rows) for name, rows in metrics.items() if rows},
@@ -69,15 +71,17 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     }
 
 
-def _fingerprints(
-    config: EvaluateConfig, target: Target, tokenizer: ChatTokenizer, folders: Mapping[str, Path]
-) -> dict[str, str]:
+def _drop_phases(figures: dict[str, Any]) -> None:
+    """Leave out what cannot be told apart on a device that works behind the program's back."""
+    unknown = dict.fromkeys(("draft_cost", "verify_cost", "efficiency", "phases_ms"))
+    figures["rows"] = [row | unknown for row in figures["rows"]]
+    figures["notes"].append("costs and phases of a cycle on a GPU need exact_phases=true, which costs some speed")
+
+
+def _fingerprints(config: EvaluateConfig, target: Target, tokenizer: ChatTokenizer) -> dict[str, str]:
     """What must be the same for answers and timings of two runs to stand in one report."""
     here = machine()
-    trained = {
-        f"drafter.{name}": sha256_of_files([folder / "drafter.json", folder / "drafter.safetensors"])
-        for name, folder in folders.items()
-    }
+    trained = {f"drafter.{name}": value for name, value in fingerprints_of(config.drafters).items()}
     return trained | {
         "machine": ", ".join([f"{here['cores']} x {here['cpu']}", *here["gpus"]]),
         "questions": sha256_of_files([Path(config.questions)]),

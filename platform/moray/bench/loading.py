@@ -4,27 +4,32 @@ from pathlib import Path
 
 from moray.distill.checkpoint import load_drafter, read_drafter_config
 from moray.drafters.base import Drafter
-from moray.drafters.configs import DrafterConfig, PretrainedConfig, TrainedConfig
+from moray.drafters.configs import PretrainedConfig, ReadyConfig
 from moray.errors import ConfigError, MismatchError
+from moray.provenance import sha256_of_files
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
+from moray.targets.spec import fingerprint, resolve_folder
 from moray.text import ChatTokenizer
 
 
 def load_drafters(
-    entries: tuple[str | DrafterConfig, ...], target: Target, tokenizer: ChatTokenizer
+    entries: tuple[str | ReadyConfig, ...], target: Target, tokenizer: ChatTokenizer
 ) -> dict[str, Drafter]:
-    """Drafters for one target, in the order given, by the names of their folders, models or types.
+    """Drafters for one target, in the order given, by the names of their folders or types.
 
     Raises:
-        ConfigError: two have the same name, or one would have to be trained first.
+        ConfigError: two have the same name.
         MismatchError: a drafter belongs to another target, tokenizer or template.
     """
     drafters: dict[str, Drafter] = {}
     for entry in entries:
         name = _name(entry)
         if name in drafters:
-            raise ConfigError(f"drafters holds two called '{name}'; rename a folder, it is the row's name")
+            raise ConfigError(
+                f"drafters holds two called '{name}', which is the row's name; rename a folder, or give `name` to one "
+                "that stands there as {type: ...}"
+            )
         drafter = (
             _from_folder(Path(entry), target, tokenizer)
             if isinstance(entry, str)
@@ -35,10 +40,20 @@ def load_drafters(
     return drafters
 
 
-def _name(entry: str | DrafterConfig) -> str:
-    if isinstance(entry, PretrainedConfig):
-        return Path(entry.model).name
-    return Path(entry).name if isinstance(entry, str) else entry.type
+def fingerprints_of(entries: tuple[str | ReadyConfig, ...]) -> dict[str, str]:
+    """What tells drafters from others of the same name: hashes of their files."""
+    found = {}
+    for entry in entries:
+        if isinstance(entry, str):
+            files = [Path(entry) / "drafter.json", Path(entry) / "drafter.safetensors"]
+            found[_name(entry)] = sha256_of_files(files)
+        elif isinstance(entry, PretrainedConfig):
+            found[_name(entry)] = fingerprint(resolve_folder(entry.model))
+    return found
+
+
+def _name(entry: str | ReadyConfig) -> str:
+    return Path(entry).name if isinstance(entry, str) else entry.name or entry.type
 
 
 def _from_folder(folder: Path, target: Target, tokenizer: ChatTokenizer) -> Drafter:
@@ -46,19 +61,19 @@ def _from_folder(folder: Path, target: Target, tokenizer: ChatTokenizer) -> Draf
     return load_drafter(folder, TargetHead.of(target, num_layers), tokenizer.fingerprint)
 
 
-def _from_config(config: DrafterConfig, target: Target, tokenizer: ChatTokenizer) -> Drafter:
-    if isinstance(config, TrainedConfig):
-        raise ConfigError(
-            f"drafters holds the sizes of a drafter of type '{config.type}', which must be trained: name the folder "
-            "that pipelines.distill wrote"
-        )
+def _from_config(config: ReadyConfig, target: Target, tokenizer: ChatTokenizer) -> Drafter:
     if isinstance(config, PretrainedConfig):
-        vocabulary = ChatTokenizer.load(config.model, "plain").tokenizer.get_vocab()
-        ours = tokenizer.tokenizer.get_vocab()
-        if vocabulary != ours:
-            strange = next(iter(sorted(set(vocabulary.items()) ^ set(ours.items()))))
+        theirs, ours = _ordinary_tokens(ChatTokenizer.load(config.model, "plain")), _ordinary_tokens(tokenizer)
+        if theirs != ours:
+            strange = min(theirs ^ ours)
             raise MismatchError(
-                f"drafter.model '{config.model}' has another vocabulary than the target, first at {strange}: a model "
-                "with the target's tokenizer is needed"
+                f"drafters holds model '{config.model}', whose vocabulary is not the target's, first at {strange}: a "
+                "model with the target's tokenizer is needed"
             )
     return config.build(TargetHead.of(target)).eval()
+
+
+def _ordinary_tokens(tokenizer: ChatTokenizer) -> set[tuple[str, int]]:
+    """Tokens and their ids without added ones, which siblings of a family name differently."""
+    added = tokenizer.tokenizer.get_added_vocab()
+    return {(token, index) for token, index in tokenizer.tokenizer.get_vocab().items() if token not in added}

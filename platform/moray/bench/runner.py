@@ -19,9 +19,11 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
+from moray.decoding.stop import StopStrings
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
+from moray.trees.shapes import AdaptiveShape
 
 _WARM_UP_TOKENS = 16
 
@@ -81,22 +83,24 @@ class Runner:
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
         self._capacity = min(target.spec.max_positions, config.max_context)
         self._is_warm = False
+        self._stop = StopStrings(config.stop, tokenizer.decode) if config.stop else None
         most_nodes = 1 + max(shape.num_nodes for shape in config.trees)
         # They take turns, so one cache serves them all.
         self._session = TargetSession(target, self._capacity, most_nodes, config.exact_phases)
         notes: list[str] = []
-        methods = [Method("plain", "", self._plain(target))]
+        methods = [Method("plain", "", self._ours(PlainDecoder(target, self._capacity, self._session)))]
         if config.compare_generate:
             methods.append(Method("generate", "", self._hugging_face(target)))
         for name, drafter in drafters.items():
             for shape in config.trees:
-                if drafter.max_depth is not None and shape.depth > drafter.max_depth:
+                is_fixed = not isinstance(shape, AdaptiveShape)
+                if is_fixed and drafter.max_depth is not None and shape.depth > drafter.max_depth:
                     notes.append(
                         f"{name}, {shape.name}: left out, this drafter drafts at most {drafter.max_depth} levels"
                     )
                     continue
                 decoder = SpeculativeDecoder(target, drafter, shape, self._capacity, self._session)
-                methods.append(Method(name, shape.name, self._speculative(decoder)))
+                methods.append(Method(name, shape.name, self._ours(decoder)))
         self.measurement = Measurement(methods, notes=notes)
         self._names = [(method.name, method.tree) for method in methods]
 
@@ -169,15 +173,9 @@ class Runner:
         self.measurement.asked.append(asked)
         return truth
 
-    def _plain(self, target: Target) -> Run:
-        decoder = PlainDecoder(target, self._capacity, self._session)
+    def _ours(self, decoder: PlainDecoder | SpeculativeDecoder) -> Run:
         return lambda prompt, params, most, sequence: decoder.generate(
-            prompt, params, most, self._eos_ids, sequence=sequence
-        )
-
-    def _speculative(self, decoder: SpeculativeDecoder) -> Run:
-        return lambda prompt, params, most, sequence: decoder.generate(
-            prompt, params, most, self._eos_ids, sequence=sequence
+            prompt, params, most, self._eos_ids, sequence=sequence, stop=self._stop
         )
 
     def _hugging_face(self, target: Target) -> Run:
@@ -200,6 +198,8 @@ class Runner:
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 max_new_tokens=limit,
+                stop_strings=list(self._config.stop) or None,
+                tokenizer=self._tokenizer.tokenizer,
                 **options,
             )
             return Generation(output[0, len(prompt) :].tolist(), seconds=time.perf_counter() - begin)

@@ -19,26 +19,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from moray.batch import TapNeeds
 from moray.bench.configs import ShapeConfig, ShapedBenchmarkConfig
-from moray.bench.decode_benchmark import print_costs
+from moray.bench.decode_benchmark import print_costs, record
+from moray.bench.summary import cycle_costs
 from moray.bench.wording import number
 from moray.decoding.accept import Accepted
 from moray.decoding.compiling import compile_models
+from moray.decoding.costs import median_seconds
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession, synchronise
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
-from moray.decoding.stats import PHASES, Generation, tau
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError
-from moray.provenance import machine, versions
 from moray.targets.attention import attention_backend
 from moray.targets.head import TargetHead
 from moray.targets.model import Target, pick_device
 from moray.targets.spec import TargetSpec
-from moray.trees.shapes import AnyShape, ChainShape
-from moray.trees.tree import TokenTree, fixed_structure
+from moray.trees.shapes import MAX_DEPTH, AnyShape, ChainShape
+from moray.trees.tree import TokenTree, chain_of
 
-_REPEATS = 9
 _DRAFT_DEPTH = 5
 _WARM_UP_TOKENS = 16
 _CONFIDENCE = 20.0
@@ -70,34 +69,37 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
     plain = PlainDecoder(target, capacity, session)
     baselines, generations = [], []
     for shape, rate in zip(config.trees, rates, strict=True):
-        decoder = SpeculativeDecoder(target, drafter, shape, capacity, session)
-        decoder.accept = ReplayedAcceptance(rate)
+        decoder = SpeculativeDecoder(target, drafter, shape, capacity, session, ReplayedAcceptance(rate))
         decoder.generate(prompt, _GREEDY, _WARM_UP_TOKENS, ())
         baselines.append(plain.generate(prompt, _GREEDY, config.max_new_tokens, ()))
         generations.append(decoder.generate(prompt, _GREEDY, config.max_new_tokens, ()))
     step = sum(b.seconds for b in baselines) / sum(len(b.tokens) - 1 for b in baselines)
     rows = [
-        _row(config.drafter.type, shape, generation, step) | {"acceptance_rate": rate}
+        {"drafter": config.drafter.type, "tree": shape.name, "lossless": None, "acceptance_rate": rate}
+        | _speedup_renamed(cycle_costs([generation], step))
         for shape, generation, rate in zip(config.trees, generations, rates, strict=True)
     ]
     return {
-        "acceptance": f"SYNTHETIC: replayed so that tau is about {config.tau:g}; the weights are random",
+        "acceptance": f"SYNTHETIC: replayed at the rate that gives tau {config.tau:g} at full depth (adaptive shapes "
+        "may draft less deep); the weights are random",
         "plain_ms": 1e3 * step,
         "verify_ms": verify_ms,
         "draft_step_ms": draft_ms,
         "rows": rows,
         "ceiling": _ceiling(config, target, drafter),
         "notes": [compiled],
-        "machine": machine(),
-        "versions": versions(),
-        "settings": config.model_dump(mode="json"),
-    }
+    } | record(config)
+
+
+def _speedup_renamed(costs: dict[str, Any]) -> dict[str, Any]:
+    """As the decoding benchmark has it: no prefill on either side."""
+    return costs | {"speedup_vs_plain": costs.pop("speedup_in_cycles")}
 
 
 def random_target(config: ShapedBenchmarkConfig, device: torch.device) -> Target:
     """A Llama of the given sizes, made on the device it runs on."""
     shape: ShapeConfig = config.shape
-    positions = config.context + config.max_new_tokens + 64
+    positions = config.context + config.max_new_tokens + MAX_DEPTH
     llama = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -174,16 +176,12 @@ def acceptance_rate(wanted: float, shape: AnyShape) -> float:
     return (low + high) / 2
 
 
-def _median_ms(run: Callable[[], object], device: torch.device) -> float:
-    run()
-    seconds = []
-    for _ in range(_REPEATS):
+def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    def clock() -> float:
         synchronise(device)
-        begin = time.perf_counter()
-        run()
-        synchronise(device)
-        seconds.append(time.perf_counter() - begin)
-    return 1e3 * sorted(seconds)[_REPEATS // 2]
+        return time.perf_counter()
+
+    return 1e3 * median_seconds(run, clock)
 
 
 @torch.inference_mode()
@@ -194,10 +192,8 @@ def _verify_times(session: TargetSession, prompt: list[int], sizes: tuple[int, .
     session.prefill(prompt)
     times_by_size = {}
     for size in sizes:
-        structure = fixed_structure((1,) * (size - 1), device)
-        tokens = torch.zeros(size, dtype=torch.long, device=device)
-        tree = TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, size - 1)
-        times_by_size[str(size)] = _median_ms(lambda tree=tree: session.verify(tree), device)
+        tree = chain_of(torch.zeros(size, dtype=torch.long, device=device))
+        times_by_size[str(size)] = _milliseconds(lambda tree=tree: session.verify(tree), device)
     return times_by_size
 
 
@@ -210,30 +206,7 @@ def _draft_time(target: Target, drafter: Drafter, session: TargetSession, prompt
     shape = ChainShape(type="chain", depth=min(_DRAFT_DEPTH, drafter.max_depth or _DRAFT_DEPTH))
     root = torch.zeros(1, dtype=torch.long, device=target.device)
     select = Sampler(_GREEDY, target.spec.vocab_size, target.device).selector(len(prompt), shape.depth, True)
-    return _median_ms(lambda: drafter.propose(state, root, shape, select), target.device) / shape.depth
-
-
-def _row(drafter: str, shape: AnyShape, generation: Generation, step: float) -> dict[str, Any]:
-    """Costs and phases of one generation; `step` is a plain one, in seconds."""
-    cycles, levels = generation.num_cycles, sum(generation.drafted)
-    speedup = sum(generation.emitted) * step / generation.seconds
-    gamma = levels / cycles
-    draft_cost = generation.phases["propose"] / levels / step if levels else 0.0
-    phases = {name: 1e3 * generation.phases[name] / cycles for name in PHASES}
-    phases["other"] = 1e3 * generation.seconds / cycles - sum(phases.values())
-    reached = tau([generation])
-    return {
-        "drafter": drafter,
-        "tree": shape.name,
-        "tau": reached,
-        "speedup_vs_plain": speedup,
-        "efficiency": speedup / (reached / (1.0 + gamma * draft_cost)),
-        "draft_steps": gamma,
-        "draft_cost": draft_cost,
-        "lossless": None,
-        "verify_cost": generation.phases["verify"] / cycles / step,
-        "phases_ms": phases,
-    }
+    return _milliseconds(lambda: drafter.propose(state, root, shape, select), target.device) / shape.depth
 
 
 def _ceiling(config: ShapedBenchmarkConfig, target: Target, drafter: Drafter) -> dict[str, float | None]:
@@ -241,7 +214,9 @@ def _ceiling(config: ShapedBenchmarkConfig, target: Target, drafter: Drafter) ->
     size = target.dtype.itemsize
     embeddings = target.spec.vocab_size * target.spec.hidden_size
     plain_bytes = (sum(p.numel() for p in target.model.parameters()) - embeddings) * size
-    draft_bytes = drafter.num_bytes_per_step
+    # Of a drafter of limited depth (Medusa) all levels are made in one step, whose cost they share.
+    levels = 1 if drafter.max_depth is None else min(_DRAFT_DEPTH, drafter.max_depth)
+    draft_bytes = sum(weight.numel() * weight.element_size() for weight in drafter.step_weights()) / levels
     bandwidth = config.memory_bandwidth
     return {
         "plain_bytes": float(plain_bytes),

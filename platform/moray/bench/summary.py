@@ -86,42 +86,53 @@ def _notes(measurement: Measurement, params: SamplingParams, dtype: str, where: 
     return notes
 
 
-def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool) -> dict[str, Any]:
-    generations = method.generations
+def cycle_costs(generations: Sequence[Generation], step_seconds: float) -> dict[str, Any]:
+    """What cycles cost, in plain steps of `step_seconds`, and how near they come to their limit.
+
+    A figure that is not defined (nothing was drafted, no answer took a cycle) is None. Prefill is left out.
+    """
     cycles = max(1, sum(g.num_cycles for g in generations))
-    step_seconds = sum(g.seconds for g in plain.generations) / max(1, sum(len(g.tokens) - 1 for g in plain.generations))
+    seconds = sum(g.seconds for g in generations)
     phases = {name: sum(g.phases[name] for g in generations) for name in PHASES}
-    phases["other"] = sum(g.seconds for g in generations) - sum(phases.values())
+    phases["other"] = seconds - sum(phases.values())
     levels = sum(map(sum, (g.drafted for g in generations)))
-    gamma = levels / cycles
+    gamma, rate = levels / cycles, tau(generations)
     draft_cost = phases["propose"] / levels / step_seconds if levels and step_seconds else None
-    rate = tau(generations) or None
-    in_cycles = sum(sum(g.emitted) for g in generations) * step_seconds / (sum(g.seconds for g in generations) or 1.0)
+    speedup = sum(sum(g.emitted) for g in generations) * step_seconds / seconds if seconds else 0.0
+    efficiency = speedup * (1.0 + gamma * draft_cost) / rate if rate and draft_cost is not None else None
+    return {
+        "tau": rate or None,
+        "speedup_in_cycles": speedup or None,
+        "efficiency": efficiency,
+        "draft_steps": gamma,
+        "draft_cost": draft_cost,
+        "verify_cost": phases["verify"] / cycles / step_seconds if step_seconds else None,
+        "phases_ms": {name: 1e3 * spent / cycles for name, spent in phases.items()},
+    }
+
+
+def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool) -> dict[str, Any]:
+    """All figures of one drafter and tree; `is_exact` says whether equal text can be asked for."""
+    generations = method.generations
+    step_seconds = sum(g.seconds for g in plain.generations) / max(1, sum(len(g.tokens) - 1 for g in plain.generations))
     timings, plain_timings = list(map(_timing, generations)), list(map(_timing, plain.generations))
     low, median, high = quartiles(
         [_speed([own]) / _speed([other]) for own, other in zip(generations, plain.generations, strict=True)]
     )
-    return {
+    return cycle_costs(generations, step_seconds) | {
         "drafter": method.name,
         "tree": method.tree,
-        "tau": rate,
         "tau_spread": ratio_interval([(sum(g.emitted), g.num_cycles) for g in generations]),
         "tokens_per_second": _speed(generations),
         "speedup_vs_plain": _speed(generations) / _speed(plain.generations),
         "speedup_vs_generate": None if generate is None else _speed(generations) / _speed(generate.generations),
-        "speedup_in_cycles": in_cycles or None,
         "speedup_spread": ratio_of_ratios_interval(timings, plain_timings),
         "speedup_median": median,
         "speedup_quartiles": (low, high),
-        "efficiency": None if rate is None or draft_cost is None else in_cycles / (rate / (1.0 + gamma * draft_cost)),
         "lossless": all(method.lossless) or (False if is_exact else None),
         "num_prompts": len(generations),
         "num_tokens": sum(len(g.tokens) for g in generations),
-        "draft_steps": gamma,
-        "draft_cost": draft_cost,
-        "verify_cost": phases["verify"] / cycles / step_seconds if step_seconds else None,
         "acceptance_by_position": acceptance_by_position(generations),
-        "phases_ms": {name: 1e3 * seconds / cycles for name, seconds in phases.items()},
     }
 
 

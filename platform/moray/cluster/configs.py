@@ -1,11 +1,11 @@
 """Configuration of everything that runs on Ray. Imports neither ray nor torch."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moray.activations.ultrachat import ChatsConfig
 from moray.config import Config
 from moray.distill.configs import LossConfig, Optim, Schedule, SpikeSchedule, TrainConfig
-from moray.drafters.configs import DrafterConfig
+from moray.drafters.configs import TrainableConfig
 from moray.targets.spec import TargetConfig
 
 
@@ -73,10 +73,19 @@ class DistilConfig(Config):
     """Folder or URI of the activation cache."""
     output: str
     """Folder of the drafter, its checkpoints and metrics."""
-    drafter: DrafterConfig
+    drafter: TrainableConfig
     losses: LossConfig = LossConfig()
     optim: Optim
     schedule: Schedule = SpikeSchedule(type="spike")
     train: TrainConfig = TrainConfig()
     workers: WorkersConfig = WorkersConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "DistilConfig":
+        if self.losses.feature and not self.drafter.predicts_features:
+            raise ValueError(
+                f"losses.feature is {self.losses.feature}, but a drafter of type '{self.drafter.type}' predicts no "
+                "features: give losses.feature=0, and losses.kl or losses.acceptance"
+            )
+        return self

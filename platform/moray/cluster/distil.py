@@ -91,7 +91,7 @@ def distil(config: DistilConfig) -> Path:
 
 def _count_tokens(config: DistilConfig) -> None:
     """Count once, before every worker asks for it."""
-    if getattr(config.drafter, "draft_vocabulary", None) is not None:
+    if config.drafter.num_draft_tokens is not None:
         store = CacheStore(config.activations)
         token_counts(store, read_manifest(store).plan["target"]["vocab_size"])
 

@@ -7,10 +7,8 @@ choice cannot bend the output's distribution.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
+from moray.decoding.costs import Costs
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape
 
 _FORGET = 0.97
@@ -20,25 +18,7 @@ _PRIOR_WEIGHT = 2.0
 """What is believed of a level before it was tried, and of a level not tried for long: so that it is tried again."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds that the parts of a cycle take, by size; sizes ascend, between them lines are drawn."""
-
-    verify: Sequence[tuple[int, float]]
-    """By tokens of a target pass, the root included."""
-    draft: Sequence[tuple[int, float]]
-    """By levels drafted."""
-
-    def verify_seconds(self, num_tokens: int) -> float:
-        """One target pass."""
-        return _interpolate(self.verify, num_tokens)
-
-    def draft_seconds(self, num_levels: int) -> float:
-        """One draft; none at all is free."""
-        return _interpolate(self.draft, num_levels) if num_levels else 0.0
-
-
-class Adapter:
+class DraftPlanner:
     """Chooses the shape of each cycle of one decoder."""
 
     def __init__(self, shape: AdaptiveShape, costs: Costs) -> None:
@@ -109,55 +89,3 @@ class Adapter:
         """Nodes that the budget lately kept, by level drafted: what acceptance was measured with. One at first, as in
         a chain: to count all that a shape allows would price trees that the budget never lets be verified."""
         return (self._nodes + _PRIOR_WEIGHT) / (self._levels + _PRIOR_WEIGHT)
-
-
-def measure_costs(
-    verify: Callable[[int], object],
-    draft: Callable[[int], object],
-    sizes: tuple[int, int],
-    clock: Callable[[], float],
-) -> Costs:
-    """Time target passes and drafts of growing size.
-
-    Args:
-        verify: runs a target pass of that many tokens and keeps nothing.
-        draft: drafts that many levels and keeps nothing.
-        sizes: most tokens of a pass, and most levels of a draft.
-        clock: seconds, read only once the device is idle.
-    """
-
-    def timings(run: Callable[[int], object], most: int) -> list[tuple[int, float]]:
-        measured: list[tuple[int, float]] = []
-        for size in _sizes(most):
-            run(size)
-            seconds = []
-            for _ in range(_REPEATS):
-                begin = clock()
-                run(size)
-                seconds.append(clock() - begin)
-            # More work is never faster: what says so is noise.
-            floor = measured[-1][1] if measured else 0.0
-            measured.append((size, max(floor, sorted(seconds)[_REPEATS // 2])))
-        return measured
-
-    return Costs(timings(verify, sizes[0]), timings(draft, sizes[1]))
-
-
-_REPEATS = 5
-
-
-def _sizes(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... and `most` itself."""
-    sizes = {most}
-    power = 1
-    while power <= most:
-        sizes |= {size for size in (power, power + power // 2) if size <= most}
-        power *= 2
-    return sorted(sizes)
-
-
-def _interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x <= x1:
-            return y0 + (y1 - y0) * (max(x, x0) - x0) / (x1 - x0)
-    return points[-1][1]

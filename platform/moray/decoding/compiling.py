@@ -1,23 +1,19 @@
 """torch.compile behind one switch, with a fallback that says so.
 
 What is compiled are the parts without state: norms and MLPs of target and drafters, whose only changing size is
-the number of tokens. Attention stays as it is, for its caches grow with every cycle.
+the number of tokens. Attention stays as it is, for its caches grow with every cycle, and so does a pretrained drafter.
 """
 
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
 
 from moray.decoding.params import CompileMode
 from moray.drafters.base import Drafter
-from moray.errors import ConfigError
 from moray.explain import one_line
 from moray.targets.model import Target
-
-_OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "cuda-graphs": {"mode": "reduce-overhead"}}
 
 
 def compile_models(target: Target, drafters: Iterable[Drafter], mode: CompileMode) -> str:
@@ -25,25 +21,20 @@ def compile_models(target: Target, drafters: Iterable[Drafter], mode: CompileMod
 
     Returns:
         what is in force now, in words: if compiling fails, everything is as before and the reason is in it.
-
-    Raises:
-        ConfigError: CUDA graphs on a device that has none.
     """
     if mode == "off":
         return "torch.compile is off"
-    if mode == "cuda-graphs" and target.device.type != "cuda":
-        raise ConfigError(f"compile is 'cuda-graphs' but the target is on {target.device.type}; use 'default' or 'off'")
     modules = [module for model in [target.model, *drafters] for module in _stateless(model)]
-    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # it warns of every kernel that it leaves alone
     try:
         for module in modules:
-            module.compile(dynamic=True, **_OPTIONS[mode])
+            module.compile(dynamic=True)
         with torch.inference_mode():
             for module in modules:
                 _try_out(module, target.device)
     except Exception as error:  # noqa: BLE001 - compilers fail in their own ways; decoding must not
         for module in modules:
-            module._compiled_call_impl = None
+            module._compiled_call_impl = None  # what `Module.compile` sets; torch has no name for undoing it
         reason = one_line(str(error))[:200]
         return f"torch.compile failed and is off: {type(error).__name__}: {reason}"
     return f"torch.compile ({mode}): {len(modules)} norms and MLPs"

@@ -1,4 +1,4 @@
-"""How tokens are drawn. Torch-free."""
+"""How tokens are drawn, and how models are run. Torch-free."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from moray.config import Config
 
-CompileMode = Literal["off", "default", "cuda-graphs"]
+CompileMode = Literal["off", "default"]
 """What torch.compile does to target and drafters (see `decoding.compiling`)."""
 
 

@@ -118,9 +118,8 @@ class TargetSession:
         self._mask.commit(num_tokens)
 
     def _taps(self, begin: int, end: int, output: TargetOutput, rows: Tensor | None) -> Taps:
-        kv = self.cache.flat(begin, end) if self._needs.kv_layers else None
-        if kv is not None and len(self._needs.kv_layers) != kv.shape[2]:
-            kv = kv[:, :, list(self._needs.kv_layers)]
+        layers = self._needs.kv_layers
+        kv = self.cache.flat(begin, end, layers) if layers else None
         index = slice(0, end - begin) if rows is None else rows
         return Taps(kv, {depth: hidden[:, index] for depth, hidden in output.hidden.items()})
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from moray.batch import TapNeeds, Taps
 from moray.decoding.accept import Accepted, accept
-from moray.decoding.adapt import Adapter, Costs, measure_costs
+from moray.decoding.adapt import DraftPlanner
+from moray.decoding.costs import Costs, measure_costs
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession, synchronise
@@ -20,7 +22,7 @@ from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.trees.grow import root_alone
 from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape
-from moray.trees.tree import TokenTree, fixed_structure
+from moray.trees.tree import TokenTree, chain_of
 
 Accept = Callable[[TokenTree, Float[Tensor, "nodes vocab"], Sampler, int], Accepted]
 """accept(tree, logits, sampler, root_position); see `decoding.accept`."""
@@ -91,6 +93,7 @@ class SpeculativeDecoder:
         shape: AnyShape,
         capacity: int,
         session: TargetSession | None = None,
+        rule: Accept | None = None,
     ) -> None:
         """
         Args:
@@ -99,6 +102,7 @@ class SpeculativeDecoder:
             shape: of the trees; an adaptive one measures costs in the first generation.
             capacity: most tokens of prompt and answer together.
             session: one to share with other decoders that take turns with this one, in place of one of its own.
+            rule: which path is accepted, in place of what the sampling parameters ask for.
 
         Raises:
             ConfigError: the shape does not go with the vocabulary, the drafter or the shared session.
@@ -108,6 +112,8 @@ class SpeculativeDecoder:
                 f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
                 f"{target.spec.vocab_size} tokens"
             )
+        if isinstance(shape, AdaptiveShape):
+            shape = shape.limited(drafter.max_depth)
         if drafter.max_depth is not None and shape.depth > drafter.max_depth:
             raise ConfigError(
                 f"tree '{shape.name}' is {shape.depth} levels deep; this drafter drafts at most {drafter.max_depth}"
@@ -120,10 +126,10 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = drafter
         self.shape = shape
-        self.accept: Accept = accept
+        self._accept: Accept = rule or accept
         self._session = session or TargetSession(target, capacity, shape.num_nodes + 1)
         self._state = drafter.new_state(capacity, shape.num_expanded)
-        self._adapter: Adapter | None = None
+        self._planner: DraftPlanner | None = None
 
     @torch.inference_mode()
     def generate(
@@ -151,8 +157,10 @@ class SpeculativeDecoder:
         self._session.begin(self.drafter.observed)
         logits = self._session.prefill(prompt, self._observe)
         root = sampler.choose(logits, len(prompt))
-        if isinstance(self.shape, AdaptiveShape) and self._adapter is None:
-            self._adapter = Adapter(self.shape, self._measure_costs(root, self.shape))
+        if isinstance(self.shape, AdaptiveShape) and self._planner is None:
+            paused = time.perf_counter()
+            self._planner = DraftPlanner(self.shape, self._measure_costs(root, self.shape))
+            begin += time.perf_counter() - paused
         generation = Generation(ending.cut([int(root)]))
         if on_tokens is not None:
             on_tokens(generation.tokens[:], 0)
@@ -181,14 +189,14 @@ class SpeculativeDecoder:
         with generation.timed("verify", wait):
             logits = self._session.verify(tree)
         with generation.timed("accept", wait):
-            result = self.accept(tree, logits, sampler, root_position)
+            result = self._accept(tree, logits, sampler, root_position)
         emitted = ending.cut([*result.tokens, result.next_token])
         generation.accepted.append(len(result.path))
         generation.emitted.append(len(emitted))
         generation.drafted.append(tree.max_depth)
         generation.tokens.extend(emitted)
-        if self._adapter is not None:
-            self._adapter.record(tree.max_depth, len(result.path))
+        if self._planner is not None:
+            self._planner.record(tree.max_depth, len(result.path))
         if on_tokens is not None:
             on_tokens(emitted, min(len(result.path), len(emitted)))
         if ending.finish_reason is not None:
@@ -203,8 +211,8 @@ class SpeculativeDecoder:
     def _propose(self, root: Int[Tensor, " 1"], root_position: int, sampler: Sampler) -> TokenTree:
         shape, budget = self.shape, None
         if isinstance(shape, AdaptiveShape):
-            assert self._adapter is not None
-            shape, budget = self._adapter.next_shape(), self._adapter.budget
+            assert self._planner is not None
+            shape, budget = self._planner.next_shape(), self._planner.budget
             if shape is None:
                 return root_alone(root)
         select = sampler.selector(root_position, shape.depth, isinstance(shape, ChainShape))
@@ -213,13 +221,14 @@ class SpeculativeDecoder:
     def _measure_costs(self, root: Int[Tensor, " 1"], shape: AdaptiveShape) -> Costs:
         """Time passes and drafts behind the prompt; nothing of them is kept."""
         sampler = Sampler(SamplingParams(), self.target.spec.vocab_size, self.target.device)
+        trees: dict[int, TokenTree] = {}  # made in the run that warms up, for making them is not what is measured
 
         def verify(num_tokens: int) -> None:
-            structure = fixed_structure((1,) * (num_tokens - 1), root.device)
-            tokens = root.expand(num_tokens)
-            self._session.verify(
-                TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, num_tokens - 1)
-            )
+            if num_tokens not in trees:
+                chain = chain_of(root.expand(num_tokens))
+                # No deeper than a real tree, which must not leave the table of rotations.
+                trees[num_tokens] = replace(chain, depths=chain.depths.clamp(max=shape.depth))
+            self._session.verify(trees[num_tokens])
 
         def draft(num_levels: int) -> None:
             chosen = shape.at(num_levels)

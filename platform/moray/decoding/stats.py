@@ -1,7 +1,7 @@
 """What a generation did, cycle by cycle: the raw material of tau, acceptance and efficiency."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -42,7 +42,7 @@ class Generation:
         self.phases[phase] += time.perf_counter() - begin
 
 
-def acceptance_by_position(generations: list[Generation]) -> list[float]:
+def acceptance_by_position(generations: Sequence[Generation]) -> list[float]:
     """P(the draft token at depth k is accepted | its path up to depth k-1 was): index 0 is depth 1."""
     depth = max((max(g.drafted, default=0) for g in generations), default=0)
     reached, passed = [0] * depth, [0] * depth
@@ -54,7 +54,7 @@ def acceptance_by_position(generations: list[Generation]) -> list[float]:
     return [p / r for p, r in zip(passed, reached, strict=True) if r]
 
 
-def tau(generations: list[Generation]) -> float:
+def tau(generations: Sequence[Generation]) -> float:
     """Tokens emitted per target pass, bonus token included."""
     cycles = sum(g.num_cycles for g in generations)
     return sum(sum(g.emitted) for g in generations) / cycles if cycles else 0.0

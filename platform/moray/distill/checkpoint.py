@@ -24,7 +24,7 @@ from moray.errors import DataError, MismatchError
 from moray.targets.head import TargetHead
 from moray.targets.spec import TargetSpec
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def save_drafter(folder: Path, drafter: Drafter, text_fingerprint: str) -> None:

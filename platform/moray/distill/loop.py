@@ -62,7 +62,6 @@ def train(
     exactly what an unbroken one would have done.
 
     Raises:
-        ConfigError: a loss asks for what the drafter does not predict.
         DataError: a gradient is not finite.
     """
     model: nn.Module = drafter

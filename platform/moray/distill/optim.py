@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from moray.distill.configs import AdamWConfig, LinearSchedule, MuonConfig, SpikeSchedule
-from moray.errors import DataError
+from moray.errors import ConfigError, DataError
 
 
 class Optimiser:
@@ -29,12 +29,15 @@ class Optimiser:
         else:
             matrices = [parameter for name, parameter in named if _is_hidden_matrix(name, parameter)]
             vectors = [parameter for name, parameter in named if not _is_hidden_matrix(name, parameter)]
-            self._optimisers = [torch.optim.AdamW(vectors, lr=config.vector_lr, betas=(0.9, 0.95), weight_decay=0.0)]
-            if matrices:
-                muon = torch.optim.Muon(
-                    matrices, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+            if not matrices:
+                raise ConfigError(
+                    "optim.type is 'muon', which is for matrices between hidden states, and this drafter has none: use "
+                    "optim.type=adamw"
                 )
-                self._optimisers.insert(0, muon)
+            self._optimisers = [
+                torch.optim.Muon(matrices, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay),
+                torch.optim.AdamW(vectors, lr=config.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
+            ]
         self._base_rates = [group["lr"] for optimiser in self._optimisers for group in optimiser.param_groups]
 
     def step(self, step: int, steps_per_epoch: int, total_steps: int) -> None:

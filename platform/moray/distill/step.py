@@ -30,15 +30,15 @@ class StepResult:
     def metrics(self, weights: LossConfig) -> dict[str, float]:
         """Means for people: losses per position, accuracy by step, simulated tau."""
         values = self.sums.tolist()
-        feature, kl, refusal, positions = values[:4]
+        feature, kl, rejection, positions = values[:4]
         count = max(1.0, positions)
         correct, counts = values[5 : 5 + MAX_STEPS_AHEAD], values[5 + MAX_STEPS_AHEAD :]
         accuracy = [c / n for c, n in zip(correct, counts, strict=True) if n]
         metrics = {
-            "loss": (weights.feature * feature + weights.kl * kl + weights.acceptance * refusal) / count,
+            "loss": (weights.feature * feature + weights.kl * kl + weights.acceptance * rejection) / count,
             "feature_loss": feature / count,
             "kl": kl / count,
-            "acceptance": 1.0 - refusal / count,
+            "acceptance": 1.0 - rejection / count,
             "accuracy": sum(correct) / max(1.0, sum(counts)),
             "simulated_tau": simulated_tau(accuracy),
             "positions": positions,
@@ -86,7 +86,7 @@ def check_finite(result: StepResult, step: int) -> None:
 
 
 def _pack(sums: LossSums, batch: TrainBatch) -> Tensor:
-    """feature, kl, refusal, positions, tokens; then what is counted by steps ahead."""
+    """feature, kl, rejection, positions, tokens; then what is counted by steps ahead."""
     tokens = batch.lengths.sum().to(sums.kl.device)
-    scalars = torch.stack([sums.feature, sums.kl, sums.refusal, sums.count.float(), tokens.float()])
+    scalars = torch.stack([sums.feature, sums.kl, sums.rejection, sums.count.float(), tokens.float()])
     return torch.cat([scalars.float(), sums.correct_by_step.float(), sums.count_by_step.float()])

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,7 +36,7 @@ class DraftView:
     staircase: Bool[Tensor, " batch"]
     """Sequences whose self-attention must not look behind `start`."""
     seed: int = 0
-    """Of whatever a drafter draws itself in this step."""
+    """Seed of what a drafter draws itself in this step, such as noise on features."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Prediction:
     hidden: Float[Tensor, "batch seq hidden"]
     """What `score` reads."""
     start: Int[Tensor, "batch seq"]
-    """Last verified position that the prediction was made from; i itself (or -1) where there is none."""
+    """Last verified position that the prediction was made from; i itself where there is none."""
     score: Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows draft"]]
     """Logits over the draft vocabulary."""
     weight: float = 1.0
-    """Of its losses."""
+    """How much its losses count."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,12 @@ State = TypeVar("State")
 class Drafter(nn.Module, ABC, Generic[State]):
     """A small model that proposes token trees; `State` is one sequence's drafting state."""
 
-    observing: ClassVar[tuple[str, ...]] = ()
-    """Names of the parts that `observe` alone runs."""
-    has_own_projection = False
-    """Whether it projects onto the vocabulary with weights of its own in place of the target's lm_head."""
-
     def __init__(self, config: DrafterConfigBase, head: TargetHead) -> None:
         super().__init__()
         self.config = config
         self.head = head  # frozen, and no nn.Module: never trained, moved or saved with the drafter
         self.spec = head.spec
-        self.vocabulary = DraftVocabulary(head, getattr(config, "draft_vocabulary", None))
+        self.vocabulary = DraftVocabulary(head, config.num_draft_tokens)
 
     @property
     @abstractmethod
@@ -148,13 +143,9 @@ class Drafter(nn.Module, ABC, Generic[State]):
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
 
-    @property
-    def num_bytes_per_step(self) -> int:
-        """Bytes of weights that one draft step reads: the drafter's own without what observes, and its share of the
-        target's head."""
-        own = [p for name, p in self.named_parameters() if not name.startswith(self.observing)]
-        head = 0 if self.has_own_projection else self.vocabulary.size * self.spec.hidden_size
-        return sum(p.numel() * p.element_size() for p in own) + head * self.head.weight.element_size()
+    def step_weights(self) -> list[Tensor]:
+        """The weights that one draft step reads: its cost in bytes. Shared rows of lm_head stand as they are stored."""
+        return [*self.parameters(), self.vocabulary.rows]
 
     @property
     def num_parameters(self) -> int:

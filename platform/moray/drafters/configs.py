@@ -53,23 +53,37 @@ class DrafterConfigBase(Config):
         None: every position is predicted from the one before it."""
         return None
 
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """How many of the target's tokens the drafter may propose; None for all."""
+        return None
 
-class TrainedConfig(DrafterConfigBase):
+    @property
+    def predicts_features(self) -> bool:
+        """Whether it predicts hidden states of the target, for `losses.feature` to compare."""
+        return False
+
+
+class TrainableBase(DrafterConfigBase):
     """Drafters that are distilled and score tokens with a vocabulary projection."""
 
-    draft_vocabulary: int | None = Field(default=None, ge=2)
+    draft_vocab_size: int | None = Field(default=None, ge=2)
     """Propose only this many tokens, those most frequent in the cache's responses (None: all of them). On large
     vocabularies the projection is most of a draft step."""
 
+    @property
+    def num_draft_tokens(self) -> int | None:
+        return self.draft_vocab_size
 
-class NormedConfig(TrainedConfig):
-    """Drafters made of decoder layers."""
+
+class LayeredBase(TrainableBase):
+    """Trainable drafters made of decoder layers."""
 
     norm_init: Literal["ones", "normal"] = "ones"
     """"normal" draws RMSNorm weights from N(0, 0.02), as MoA's released code does; it costs tau."""
 
 
-class MoAConfig(NormedConfig):
+class MoAConfig(LayeredBase):
     """Mixture of Attentions (arXiv 2410.03804)."""
 
     type: Literal["moa"]
@@ -85,7 +99,9 @@ class MoAConfig(NormedConfig):
 
     @model_validator(mode="after")
     def _check(self) -> "MoAConfig":
-        check_period("mask_width", self.mask_width)
+        low, high = self.mask_width
+        if not 2 <= low < high:
+            raise ValueError(f"mask_width is {list(self.mask_width)}; needed are two numbers with 2 <= low < high")
         return self
 
     def implementation(self) -> tuple[str, str]:
@@ -99,43 +115,47 @@ class MoAConfig(NormedConfig):
     def verified_period(self) -> tuple[int, int]:
         return self.mask_width
 
+    @property
+    def predicts_features(self) -> bool:
+        return True
 
-class EagleConfig(NormedConfig):
+
+class EagleConfig(LayeredBase):
     """EAGLE (arXiv 2401.15077); with a dynamic tree it is EAGLE-2 (arXiv 2406.16858)."""
 
     type: Literal["eagle"]
     layer: BlockConfig
     feature_noise: float = Field(default=0.2, ge=0)
-    """Width of the uniform noise on the target's features in training: U(-noise / 2, noise / 2)."""
+    """Width of the uniform noise on the target's features in training: U(-noise / 2, noise / 2). The released code
+    also multiplies by 512 / length, which would drown the features of short chats."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.eagle", "Eagle"
 
+    @property
+    def predicts_features(self) -> bool:
+        return True
 
-class GlideConfig(NormedConfig):
+
+class GlideConfig(LayeredBase):
     """GLIDE (arXiv 2402.02082): a decoder layer that also attends to the target's last keys and values."""
 
     type: Literal["glide"]
     layer: BlockConfig
-    cross_heads: int = Field(ge=1)
+    num_cross_heads: int = Field(ge=1)
     """Query heads of the cross-attention; a multiple of the target's key/value heads."""
-    block_size: tuple[int, int] = (5, 6)
-    """In training the cross-attention sees the target up to the start of the block: P uniform over low..high-1."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "GlideConfig":
-        check_period("block_size", self.block_size)
-        return self
+    block_size: int = Field(default=5, ge=1)
+    """In training that many tokens are predicted from what the target knew before the first of them."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.glide", "Glide"
 
     @property
     def verified_period(self) -> tuple[int, int]:
-        return self.block_size
+        return self.block_size + 1, self.block_size + 2  # the verified position, then a block to predict
 
 
-class MedusaConfig(TrainedConfig):
+class MedusaConfig(TrainableBase):
     """Medusa (arXiv 2401.10774): one head per step ahead, all on the last hidden state."""
 
     type: Literal["medusa"]
@@ -152,7 +172,7 @@ class MedusaConfig(TrainedConfig):
         return "moray.drafters.medusa", "Medusa"
 
 
-class IndependentConfig(NormedConfig):
+class IndependentConfig(LayeredBase):
     """A small causal LM of its own on the target's vocabulary, distilled from it; knows nothing of the target."""
 
     type: Literal["independent"]
@@ -168,7 +188,14 @@ class IndependentConfig(NormedConfig):
         return "moray.drafters.independent", "Independent"
 
 
-class PretrainedConfig(DrafterConfigBase):
+class ReadyBase(DrafterConfigBase):
+    """Drafters that need no training."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """In tables; None for the type. Needed to measure two of one type."""
+
+
+class PretrainedConfig(ReadyBase):
     """Any Hugging Face causal LM with the target's tokenizer, as it is."""
 
     type: Literal["pretrained"]
@@ -179,36 +206,34 @@ class PretrainedConfig(DrafterConfigBase):
         return "moray.drafters.pretrained", "Pretrained"
 
 
-class NgramConfig(DrafterConfigBase):
+class NgramConfig(ReadyBase):
     """Prompt lookup: what followed the last tokens earlier in the text. No training; the floor for all others."""
 
     type: Literal["ngram"]
-    longest: int = Field(default=4, ge=1, le=16)
+    max_ngram: int = Field(default=4, ge=1, le=16)
     """Most tokens that are looked up together."""
-    shortest: int = Field(default=1, ge=1, le=16)
+    min_ngram: int = Field(default=1, ge=1, le=16)
     """Fewest tokens that must match; below that nothing is proposed."""
 
     @model_validator(mode="after")
     def _check(self) -> "NgramConfig":
-        if self.shortest > self.longest:
-            raise ValueError(f"shortest {self.shortest} must not exceed longest {self.longest}")
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram {self.min_ngram} must not exceed max_ngram {self.max_ngram}")
         return self
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.ngram", "Ngram"
 
 
-def check_period(name: str, period: tuple[int, int]) -> None:
-    """Refuse a period of verified positions that leaves nothing to predict."""
-    low, high = period
-    if not 2 <= low < high:
-        raise ValueError(f"{name} is {list(period)}; needed are two numbers with 2 <= low < high")
-
-
-DrafterConfig = Annotated[
-    MoAConfig | EagleConfig | GlideConfig | MedusaConfig | IndependentConfig | PretrainedConfig | NgramConfig,
-    Field(discriminator="type"),
+TrainableConfig = Annotated[
+    MoAConfig | EagleConfig | GlideConfig | MedusaConfig | IndependentConfig, Field(discriminator="type")
 ]
+"""What `pipelines.distill` trains."""
+
+ReadyConfig = Annotated[PretrainedConfig | NgramConfig, Field(discriminator="type")]
+"""What can be evaluated as it is."""
+
+DrafterConfig = Annotated[TrainableConfig | ReadyConfig, Field(discriminator="type")]
 """The tagged union of all drafters."""
 
 DRAFTER_CONFIG: TypeAdapter[DrafterConfig] = TypeAdapter(DrafterConfig)

@@ -36,7 +36,7 @@ class EagleState:
 
 
 class Eagle(Drafter[EagleState]):
-    """The EAGLE drafter."""
+    """Drafts from its own features; `layer` is one decoder layer, `fc` joins embedding and feature."""
 
     def __init__(self, config: EagleConfig, head: TargetHead) -> None:
         super().__init__(config, head)

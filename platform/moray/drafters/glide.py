@@ -35,23 +35,23 @@ class GlideState:
 
 
 class Glide(Drafter[GlideState]):
-    """The GLIDE drafter."""
+    """Drafts from token embeddings, with the target's last keys and values in view."""
 
     def __init__(self, config: GlideConfig, head: TargetHead) -> None:
         super().__init__(config, head)
         self.config: GlideConfig = config
         spec = self.spec
-        if config.cross_heads % spec.num_kv_heads:
+        if config.num_cross_heads % spec.num_kv_heads:
             raise ConfigError(
-                f"drafter.cross_heads is {config.cross_heads}; a multiple of the target's number of key/value heads, "
-                f"{spec.num_kv_heads}, is needed"
+                f"drafter.num_cross_heads is {config.num_cross_heads}; a multiple of the target's number of "
+                f"key/value heads, {spec.num_kv_heads}, is needed"
             )
         width, eps = spec.hidden_size, spec.norm_eps
         self.self_norm = RMSNorm(width, eps)
         self.self_attention = SelfAttention(width, config.layer, spec.head_dim)
         self.cross_norm = RMSNorm(width, eps)
-        self.cross_query = nn.Linear(width, config.cross_heads * spec.head_dim, bias=False)
-        self.cross_out = nn.Linear(config.cross_heads * spec.head_dim, width, bias=False)
+        self.cross_query = nn.Linear(width, config.num_cross_heads * spec.head_dim, bias=False)
+        self.cross_out = nn.Linear(config.num_cross_heads * spec.head_dim, width, bias=False)
         self.mlp_norm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, config.layer.intermediate_size)
         self.out_norm = RMSNorm(width, eps)
@@ -90,7 +90,7 @@ class Glide(Drafter[GlideState]):
     ) -> Float[Tensor, "batch seq hidden"]:
         """Cross-attention to the target's keys and values, MLP, norm."""
         batch, seq, _ = x.shape
-        query = self.cross_query(self.cross_norm(x)).view(batch, seq, self.config.cross_heads, -1).transpose(1, 2)
+        query = self.cross_query(self.cross_norm(x)).view(batch, seq, self.config.num_cross_heads, -1).transpose(1, 2)
         query = self.head.rotate(query, positions)
         x = x + self.cross_out(attend(query, *target, mask))
         return self.out_norm(x + self.mlp(self.mlp_norm(x)))

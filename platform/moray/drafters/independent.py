@@ -30,7 +30,7 @@ class IndependentState:
 
 
 class Independent(Drafter[IndependentState]):
-    """The independent drafter."""
+    """Drafts as a language model of its own."""
 
     def __init__(self, config: IndependentConfig, head: TargetHead) -> None:
         super().__init__(config, head)
@@ -49,7 +49,6 @@ class Independent(Drafter[IndependentState]):
         self.rotary = RotaryTable(config.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         init_weights(self, config.norm_init)
         self.embedding = self.projection = None
-        self.has_own_projection = config.embeddings != "frozen"
         if config.embeddings != "frozen":
             self.embedding = nn.Embedding(spec.vocab_size, width)
             self.projection = nn.Linear(width, self.vocabulary.size, bias=False)
@@ -76,6 +75,11 @@ class Independent(Drafter[IndependentState]):
             every_token = torch.arange(self.spec.vocab_size, device=self.head.weight.device)
             self.embedding.weight.copy_(self.head.embed(every_token).to(device))
             self.projection.weight.copy_(self.vocabulary.select(self.head.weight.T).T.to(device))
+
+    def step_weights(self) -> list[Tensor]:
+        """Of the embeddings a step reads one row."""
+        layers = [*self.layers.parameters(), *self.norm.parameters()]
+        return [*layers, self.vocabulary.rows if self.projection is None else self.projection.weight]
 
     def observe(self, taps: Taps) -> Memory:
         return {}

@@ -243,15 +243,15 @@ class CrossAttentionLayer(_Layer):
         return self._finish(x, self.attention(self.input_norm(x), rotary, key, value, mask))
 
 
-def init_weights(module: nn.Module, norm_init: str, generator: torch.Generator | None = None) -> None:
-    """Linears from N(0, 0.02), biases zero, norms at one (or N(0, 0.02), see `NormedConfig.norm_init`)."""
+def init_weights(module: nn.Module, norm_init: str) -> None:
+    """Linears from N(0, 0.02), biases zero, norms at one (or N(0, 0.02), see `LayeredBase.norm_init`)."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=0.02, generator=generator)
+            nn.init.normal_(part.weight, std=0.02)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
         elif isinstance(part, nn.RMSNorm) and norm_init == "normal":
-            nn.init.normal_(part.weight, std=0.02, generator=generator)
+            nn.init.normal_(part.weight, std=0.02)
 
 
 def causal_mask(seq: int, device: torch.device) -> Bool[Tensor, "1 1 seq seq"]:

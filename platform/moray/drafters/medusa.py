@@ -30,7 +30,7 @@ class MedusaState:
 
 
 class Medusa(Drafter[MedusaState]):
-    """The Medusa drafter."""
+    """Drafts every level at once, from one hidden state of the target."""
 
     def __init__(self, config: MedusaConfig, head: TargetHead) -> None:
         super().__init__(config, head)
@@ -39,7 +39,6 @@ class Medusa(Drafter[MedusaState]):
         self.block_weights = nn.ParameterList(torch.zeros(heads, width, width) for _ in range(config.num_blocks))
         self.block_biases = nn.ParameterList(torch.zeros(heads, 1, width) for _ in range(config.num_blocks))
         self.projections = None
-        self.has_own_projection = config.projections == "own"
         if config.projections == "own":
             self.projections = nn.Parameter(torch.empty(heads, self.vocabulary.size, width))
             self._start_projections(head.weight)
@@ -60,6 +59,10 @@ class Medusa(Drafter[MedusaState]):
     def _start_projections(self, weight: Tensor) -> None:
         if self.projections is not None:
             self.projections.copy_(self.vocabulary.select(weight.T).T.float())
+
+    def step_weights(self) -> list[Tensor]:
+        """All heads run at once, in the first step of a draft."""
+        return [*self.parameters(), *([] if self.projections is not None else [self.vocabulary.rows])]
 
     def observe(self, taps: Taps) -> Memory:
         return {"feature": taps.hidden[-1]}
@@ -108,7 +111,7 @@ class Medusa(Drafter[MedusaState]):
         ancestors: Bool[Tensor, "new expanded"] | None,
         depth: int,
     ) -> Float[Tensor, "new vocab"]:
-        if state.logits is None:
+        if depth == 0 or state.logits is None:
             hidden = self._blocks(state.last[None, None])
             if self.projections is None:
                 logits = self.vocabulary.logits(hidden[:, 0])

@@ -41,8 +41,6 @@ class MoAState:
 class MoA(Drafter[MoAState]):
     """The Mixture-of-Attentions drafter."""
 
-    observing = ("lsa.", "to_memory.")
-
     def __init__(self, config: MoAConfig, head: TargetHead) -> None:
         super().__init__(config, head)
         self.config: MoAConfig = config
@@ -81,6 +79,12 @@ class MoA(Drafter[MoAState]):
     def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
         if self.config.target_layers:
             self.feature_scale.fill_(hidden_rms[-1 - self.config.target_layers])
+
+    def step_weights(self) -> list[Tensor]:
+        """Neither layer self-attention nor the memory's projections: those run once per verified token."""
+        own = [*self.sa.parameters(), *self.ca.parameters()]
+        memory = self.ca.attention.kv_proj.weight
+        return [*(p for p in own if p is not memory), *self.head.last_layer_weights(), self.vocabulary.rows]
 
     def observe(self, taps: Taps) -> Memory:
         assert taps.kv is not None

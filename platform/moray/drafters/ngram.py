@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the same few tokens earlier in the text.
+"""Prompt lookup (as in transformers' `prompt_lookup_num_tokens`): propose what followed the same few tokens before.
 
 Needs no training, no target tensors and no device; what every trained drafter must beat. The scores are a real
 distribution (interpolated back-off over the lengths that match), so that it grows chains and trees and is
@@ -7,6 +7,7 @@ sampled from like any other drafter. Where nothing matches it proposes nothing, 
 It lives on the host: on a GPU every level waits for the tokens of the one before.
 """
 
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -36,7 +37,7 @@ class NgramState:
 
 
 class Ngram(Drafter[NgramState]):
-    """The prompt-lookup drafter."""
+    """Drafts what followed the same tokens before."""
 
     def __init__(self, config: NgramConfig, head: TargetHead) -> None:
         super().__init__(config, head)
@@ -50,7 +51,7 @@ class Ngram(Drafter[NgramState]):
         return {}
 
     def new_state(self, capacity: int, max_expanded: int) -> NgramState:
-        return NgramState(recent=deque(maxlen=self.config.longest))
+        return NgramState(recent=deque(maxlen=self.config.max_ngram))
 
     def reset(self, state: NgramState) -> None:
         state.followers.clear()
@@ -60,7 +61,7 @@ class Ngram(Drafter[NgramState]):
     def extend(self, state: NgramState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
         for token in tokens.tolist():
             recent = tuple(state.recent)
-            for size in range(self.config.shortest, len(recent) + 1):
+            for size in range(self.config.min_ngram, len(recent) + 1):
                 seen = state.followers.setdefault(recent[-size:], OrderedDict())
                 seen[token] = seen.pop(token, 0) + 1
                 if len(seen) > _MAX_FOLLOWERS:
@@ -79,23 +80,22 @@ class Ngram(Drafter[NgramState]):
             before = [state.paths[-1]]
         else:
             before = [state.paths[parent] for parent in parents_of(ancestors).tolist()]
-        paths = [(*past, token)[-self.config.longest :] for past, token in zip(before, new, strict=True)]
+        paths = [(*past, token)[-self.config.max_ngram :] for past, token in zip(before, new, strict=True)]
         state.paths.extend(paths)
         found = [self._next(state, path) for path in paths]
         if not any(found):
             return None
+        cells = [(row, token, math.log(p)) for row, followers in enumerate(found) for token, p in followers.items()]
+        rows, columns, values = zip(*cells, strict=True)
         scores = torch.full((len(new), self.spec.vocab_size), _FLOOR)
-        for row, followers in enumerate(found):
-            for token, probability in followers.items():
-                scores[row, token] = probability
-        scores = torch.where(scores > 0, scores.log(), scores)
+        scores[list(rows), list(columns)] = torch.tensor(values)
         return scores.to(tokens.device)
 
     def _next(self, state: NgramState, path: tuple[int, ...]) -> dict[int, float]:
         """What may follow a path, and how likely; empty where nothing matches."""
         probabilities: dict[int, float] = {}
         share = 1.0
-        for size in range(len(path), self.config.shortest - 1, -1):
+        for size in range(len(path), self.config.min_ngram - 1, -1):
             seen = state.followers.get(path[-size:])
             if not seen:
                 continue

@@ -31,7 +31,7 @@ class PretrainedState:
 
 
 class Pretrained(Drafter[PretrainedState]):
-    """A causal LM of its own weights."""
+    """Drafts as a language model that somebody else has trained."""
 
     def __init__(self, config: PretrainedConfig, head: TargetHead) -> None:
         super().__init__(config, head)

@@ -25,29 +25,38 @@ class DraftVocabulary(nn.Module):
         super().__init__()
         full = head.spec.vocab_size
         if size is not None and size > full:
-            raise ConfigError(f"drafter.draft_vocabulary is {size}; the target has {full} tokens: give at most that")
+            raise ConfigError(f"drafter.draft_vocab_size is {size}; the target has {full} tokens: give at most that")
         self._head = head
         self.size = size or full
         self.is_reduced = size is not None
-        rows = head.weight[: self.size].detach()
         self.tokens: Tensor | None
-        self._rows: Tensor | None
-        self.register_buffer("tokens", torch.arange(self.size, device=rows.device) if self.is_reduced else None)
-        # Frozen rows of lm_head side by side: gathering them at every step would cost what they save.
-        self.register_buffer("_rows", rows.clone() if self.is_reduced else None, persistent=False)
-        self.register_load_state_dict_post_hook(lambda module, _: module._gather())
+        tokens = torch.arange(self.size, device=head.weight.device) if self.is_reduced else None
+        self.register_buffer("tokens", tokens)
+        self._rows: Tensor | None = None
+        self.register_load_state_dict_post_hook(lambda module, _: module._forget_rows())
+
+    @property
+    def rows(self) -> Float[Tensor, "draft hidden"]:
+        """The rows of the target's lm_head that `logits` reads: side by side, for gathering them at every step would
+        cost what they save. Gathered at the first use."""
+        if self.tokens is None:
+            return self._head.weight
+        if self._rows is None:
+            with torch.inference_mode(False), torch.no_grad():  # training may follow decoding
+                self._rows = self._head.weight.index_select(0, self.tokens.to(self._head.weight.device))
+        return self._rows
 
     def choose(self, counts: Int[Tensor, " vocab"]) -> None:
         """Take the `size` most frequent tokens; of equally frequent ones those with the lowest ids."""
         if self.tokens is not None:
             order = counts.to(self.tokens.device).sort(descending=True, stable=True).indices
             self.tokens.copy_(order[: self.size].sort().values)
-            self._gather()
+            self._forget_rows()
 
     def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any draft"]:
         """Logits of final-norm hidden states over the draft vocabulary."""
         hidden = hidden.to(self._head.weight.dtype)
-        return self._head.logits(hidden) if self._rows is None else F.linear(hidden, self._rows)
+        return F.linear(hidden, self.rows) if self.is_reduced else self._head.logits(hidden)
 
     def select(self, full: Float[Tensor, "*any vocab"]) -> Float[Tensor, "*any draft"]:
         """The draft vocabulary's columns of something over all tokens."""
@@ -64,6 +73,5 @@ class DraftVocabulary(nn.Module):
         """Token ids of draft ids."""
         return ids if self.tokens is None else self.tokens[ids]
 
-    def _gather(self) -> None:
-        if self.tokens is not None and self._rows is not None:
-            self._rows.copy_(self._head.weight.detach().index_select(0, self.tokens))
+    def _forget_rows(self) -> None:
+        self._rows = None

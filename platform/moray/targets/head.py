@@ -75,6 +75,11 @@ class TargetHead:
         """A frozen weight, to read device and dtype from."""
         return self._lm_head.weight
 
+    def last_layer_weights(self) -> list[Tensor]:
+        """Weights that `run_last_layers` reads; none without layers."""
+        modules = [*self._layers, self._norm] if self._layers else []
+        return [parameter for module in modules for parameter in module.parameters()]
+
     def embed(self, tokens: Int[Tensor, "*any"]) -> Float[Tensor, "*any hidden"]:
         """Token embeddings as the target's first layer receives them."""
         return self._embed_tokens(tokens)

@@ -68,11 +68,20 @@ class KVCache(Cache):
         self.data[..., self.length : self.length + new, :] = unpacked
         self.length += new
 
-    def flat(self, start: int, end: int) -> Float[Tensor, "batch new layers width"]:
-        """Keys and values of slots start..end-1 as a tap: per token and layer, heads as [k_h ; v_h]."""
-        window = self.data[..., start:end, :]
-        layers, _, batch, heads, new, head_dim = window.shape
-        return window.permute(2, 4, 0, 3, 1, 5).reshape(batch, new, layers, 2 * heads * head_dim)
+    def flat(
+        self, start: int, end: int, layers: Sequence[int] | None = None
+    ) -> Float[Tensor, "batch new layers width"]:
+        """Keys and values of slots start..end-1 as a tap: per token and layer, heads as [k_h ; v_h].
+
+        `layers` picks rows of the cache; None takes all. Neighbouring ones cost no copy more.
+        """
+        data = self.data
+        if layers is not None and len(layers) < data.shape[0]:
+            is_run = list(layers) == list(range(layers[0], layers[0] + len(layers)))
+            data = data[layers[0] : layers[-1] + 1] if is_run else data[list(layers)]
+        window = data[..., start:end, :]
+        num_layers, _, batch, heads, new, head_dim = window.shape
+        return window.permute(2, 4, 0, 3, 1, 5).reshape(batch, new, num_layers, 2 * heads * head_dim)
 
     def reset(self) -> None:
         """Forget everything; the memory stays."""

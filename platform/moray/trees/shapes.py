@@ -142,6 +142,13 @@ class AdaptiveShape(Config):
             DynamicShape(type="dynamic", depth=self.depth, breadth=self.breadth, nodes=self.nodes)
         return self
 
+    def limited(self, depth: int | None) -> "AdaptiveShape":
+        """The same with at most `depth` levels."""
+        if depth is None or depth >= self.depth:
+            return self
+        nodes = None if self.nodes is None else self.at(depth).num_nodes
+        return AdaptiveShape(type="adaptive", depth=depth, breadth=self.breadth, nodes=nodes)
+
     def at(self, depth: int) -> ChainShape | DynamicShape:
         """The shape of one cycle."""
         if self.nodes is None:

@@ -62,6 +62,13 @@ def fixed_structure(branching: tuple[int, ...], device: torch.device) -> Structu
     return structure_of(parents, depths, device)
 
 
+def chain_of(tokens: Int[Tensor, " nodes"]) -> TokenTree:
+    """A root and one node below the other."""
+    depth = tokens.shape[0] - 1
+    structure = fixed_structure((1,) * depth, tokens.device)
+    return TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, depth)
+
+
 def structure_of(parents: list[int], depths: list[int], device: torch.device) -> Structure:
     """Build a structure from host-side lists."""
     ancestors = torch.eye(len(parents), dtype=torch.bool)

@@ -61,15 +61,20 @@ def test_many_chats_are_counted_as_one_by_one(tmp_path):
     assert token_counts(store, 97).tolist() == [wanted[token] for token in range(97)]
 
 
-def test_the_counts_are_kept_beside_the_cache_and_read_again(store):
+def test_the_counts_are_kept_beside_the_cache_and_read_again(store, monkeypatch):
     first = token_counts(store, len(COUNTS))
-    for number in range(len(PARTS)):
-        Path(store.uri, f"tokens/part-{number:05d}.parquet").unlink()
+    monkeypatch.setattr(np, "bincount", lambda *_, **__: pytest.fail("counted again"))
     again = token_counts(CacheStore(store.uri), len(COUNTS))
     assert again.tolist() == first.tolist()
     assert again.dtype == first.dtype
     again[0] = 5  # may be written to
     assert token_counts(store, len(COUNTS)).tolist() == COUNTS
+
+
+def test_a_cache_made_anew_is_counted_anew(store):
+    assert token_counts(store, len(COUNTS)).tolist() == COUNTS
+    write_part(store, 0, [([1, 2, 2, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1])] * 3)
+    assert token_counts(store, len(COUNTS)).tolist() != COUNTS
 
 
 def test_counts_of_another_vocabulary_are_counted_again(store):

@@ -8,7 +8,9 @@ import pytest
 import torch
 from support import DRAFTERS, TinyTarget, build, save_chat_target
 
+from moray.bench.configs import EvaluateConfig
 from moray.bench.loading import load_drafters
+from moray.config import validate
 from moray.distill.checkpoint import save_drafter
 from moray.drafters.configs import NgramConfig, PretrainedConfig
 from moray.errors import ConfigError, MismatchError
@@ -62,10 +64,20 @@ def test_two_of_one_name_are_refused(entries, folder, target, tokenizer, tmp_pat
         load_drafters(tuple(named), target, tokenizer)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind not in ("ngram", "pretrained")])
-def test_the_sizes_of_a_drafter_to_be_trained_are_refused(kind, target, tokenizer):
-    with pytest.raises(ConfigError, match=rf"of type '{kind}', which must be trained: .* pipelines\.distill wrote"):
-        load_drafters((DRAFTERS[kind][0],), target, tokenizer)
+def test_the_sizes_of_a_drafter_to_be_trained_are_refused_by_name():
+    given = {"target": {"model": "m"}, "trees": [{"type": "chain", "depth": 2}], "questions": "q", "output": "o"}
+    with pytest.raises(ConfigError, match=r"'drafters\.0\.type' is \"moa\": accepted are pretrained, ngram"):
+        validate(EvaluateConfig, given | {"drafters": [{"type": "moa"}]})
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'drafters\.0\.max_ngrm'; did you mean 'drafters\.0\.max_ngram'"
+    ):
+        validate(EvaluateConfig, given | {"drafters": [{"type": "ngram", "max_ngrm": 3}]})
+    with pytest.raises(ConfigError, match=r"drafters\.0\.model"):
+        validate(EvaluateConfig, given | {"drafters": [{"type": "pretrained"}]})
+    assert (
+        validate(EvaluateConfig, given | {"drafters": ["runs/demo/moa", {"type": "ngram"}]}).drafters[0]
+        == "runs/demo/moa"
+    )
 
 
 def test_a_model_of_another_vocabulary_is_refused(folder, target, tokenizer, tmp_path):
@@ -76,8 +88,21 @@ def test_a_model_of_another_vocabulary_is_refused(folder, target, tokenizer, tmp
     vocabulary = values["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(MismatchError, match=r"other' has another vocabulary than the target, first at \('a', \d+\)"):
+    with pytest.raises(MismatchError, match=r"other', whose vocabulary is not the target's, first at \('a', \d+\)"):
         load_drafters((PretrainedConfig(type="pretrained", model=str(other)),), target, tokenizer)
+
+
+def test_added_tokens_may_be_named_differently(folder, target, tokenizer, tmp_path):
+    """As the reserved special tokens of Llama 3 and 3.1 are."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    text = (other / "tokenizer.json").read_text().replace("<|system|>", "<|reserved|>")
+    (other / "tokenizer.json").write_text(text)
+    settings = (other / "tokenizer_config.json").read_text().replace("<|system|>", "<|reserved|>")
+    (other / "tokenizer_config.json").write_text(settings)
+    assert "one" in load_drafters(
+        (PretrainedConfig(type="pretrained", model=str(other), name="one"),), target, tokenizer
+    )
 
 
 def test_a_drafter_of_another_tokenizer_is_refused(folder, target, tokenizer, tmp_path):

@@ -8,11 +8,11 @@ from rich.console import Console
 from support import DRAFTERS
 
 from moray.bench.configs import ShapeConfig, ShapedBenchmarkConfig
-from moray.bench.decode_benchmark import write_benchmark
 from moray.bench.shaped import ReplayedAcceptance, acceptance_rate, benchmark_shape, print_shaped, random_target
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
 from moray.errors import ConfigError
+from moray.provenance import write_json_atomically
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape
 from moray.trees.tree import TokenTree, fixed_structure
 
@@ -73,11 +73,14 @@ def test_the_benchmark_measures_every_tree_and_says_that_acceptance_is_synthetic
     chain = result["rows"][0]
     assert chain["tau"] == pytest.approx(3.2, abs=0.3)
     for row in result["rows"]:
+        if row["draft_cost"] is None:  # an adaptive shape that found drafting a loss
+            assert row["tree"].startswith("adaptive")
+            continue
         ideal = row["tau"] / (1 + row["draft_steps"] * row["draft_cost"])
         assert row["efficiency"] == pytest.approx(row["speedup_vs_plain"] / ideal)
         cycle_ms = sum(row["phases_ms"].values())
         assert row["speedup_vs_plain"] == pytest.approx(row["tau"] * result["plain_ms"] / cycle_ms, rel=0.02)
-    write_benchmark(result, tmp_path / "shaped.json")
+    write_json_atomically(tmp_path / "shaped.json", result)
     assert json.loads((tmp_path / "shaped.json").read_text()) == json.loads(json.dumps(result))
     console = Console(record=True, width=100)
     print_shaped(result, console)
@@ -91,8 +94,9 @@ def test_the_ceiling_counts_the_bytes_that_a_step_reads():
     plain = 4 * (2 * layer + 64 + 120 * 64)  # and the last norm and lm_head, but no embeddings
     assert ceiling["plain_bytes"] == plain
     assert ceiling["plain_ms"] == pytest.approx(1e3 * plain / 1e10)
-    attention = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64  # one of MoA's two proposing layers
-    assert ceiling["draft_bytes"] == 4 * (2 * attention + 120 * 64)
+    layers = 2 * (2 * 64 * 64 + 3 * 64 * 96 + 2 * 64)  # q and o, MLP, two norms of both proposing layers
+    keys_values = 64 * 2 * 32  # of self-attention; those of the memory are made where the target runs
+    assert ceiling["draft_bytes"] == 4 * (layers + keys_values + 120 * 64)
     assert ceiling["draft_cost"] == pytest.approx(ceiling["draft_bytes"] / plain)
 
 

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from moray.decoding.adapt import Adapter, Costs, measure_costs
+from moray.decoding.adapt import DraftPlanner
+from moray.decoding.costs import Costs, measure_costs
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape
 
 CHAIN = AdaptiveShape(type="adaptive", depth=8)
@@ -16,7 +17,7 @@ DEAR = Costs(verify=[(1, 1.0), (2, 1.9), (64, 40.0)], draft=[(1, 0.9), (8, 7.2)]
 FORGET, PRIOR_RATE, PRIOR_WEIGHT = 0.97, 0.7, 2.0
 
 
-def live(adapter: Adapter, accept: list[int], cycles: int) -> list[int]:
+def live(adapter: DraftPlanner, accept: list[int], cycles: int) -> list[int]:
     """Levels drafted in each of some cycles; `accept` is how many the target would take, cycle after cycle."""
     drafted = []
     for cycle in range(cycles):
@@ -88,29 +89,29 @@ def test_costs_are_medians_without_the_first_run_and_never_fall():
 
 
 def test_deep_where_drafts_are_accepted_and_cheap():
-    assert live(Adapter(CHAIN, CHEAP), [8], 30)[-1] == 8
+    assert live(DraftPlanner(CHAIN, CHEAP), [8], 30)[-1] == 8
 
 
 def test_shallow_where_drafts_are_refused():
-    drafted = live(Adapter(CHAIN, CHEAP), [1], 60)
+    drafted = live(DraftPlanner(CHAIN, CHEAP), [1], 60)
     assert drafted[-1] <= 2 < drafted[0]
 
 
 def test_shallow_where_drafting_is_dear():
     costs = Costs(verify=[(1, 1.0), (9, 1.2)], draft=[(1, 0.5), (8, 4.0)])
-    assert live(Adapter(CHAIN, costs), [8], 60)[-1] > live(Adapter(CHAIN, costs), [2], 60)[-1] > 0
+    assert live(DraftPlanner(CHAIN, costs), [8], 60)[-1] > live(DraftPlanner(CHAIN, costs), [2], 60)[-1] > 0
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_no_draft_where_it_is_a_loss(shape):
-    adapter = Adapter(shape, DEAR)
+    adapter = DraftPlanner(shape, DEAR)
     assert live(adapter, [8], 50) == [0] * 50
     assert adapter.next_shape() is None
 
 
 def test_no_draft_after_refusals_until_they_are_forgotten():
     """Worth it at the prior's 70 %, not at 0 %: given up after refusals, tried again after a while, then kept."""
-    adapter = Adapter(AdaptiveShape(type="adaptive", depth=1), Costs([(1, 1.0), (2, 1.2)], [(1, 0.2)]))
+    adapter = DraftPlanner(AdaptiveShape(type="adaptive", depth=1), Costs([(1, 1.0), (2, 1.2)], [(1, 0.2)]))
     refused = live(adapter, [0], 200)
     assert refused[0] == 1, "tried"
     first_pause = refused.index(0)
@@ -157,7 +158,7 @@ def test_the_depth_is_the_best_by_brute_force(seed):
             [(n, verify := verify + generator.random() * 0.3) for n in (1, 2, 3, 4, 6, 8, 9)],
             [(n, draft := draft + generator.random() * 0.3) for n in (1, 2, 3, 4, 6, 8)],
         )
-        adapter = Adapter(CHAIN, costs)
+        adapter = DraftPlanner(CHAIN, costs)
         history = []
         for _ in range(generator.randrange(40)):
             drafted = generator.randrange(9)
@@ -172,7 +173,7 @@ def test_the_depth_is_the_best_by_brute_force(seed):
 
 def test_drafts_cut_short_say_nothing_about_the_levels_they_never_had():
     """All of two levels accepted, again and again: the third is believed to be as good, not refused."""
-    cut, refused = Adapter(CHAIN, CHEAP), Adapter(CHAIN, CHEAP)
+    cut, refused = DraftPlanner(CHAIN, CHEAP), DraftPlanner(CHAIN, CHEAP)
     for _ in range(60):
         cut.record(2, 2)
         refused.record(3, 2)
@@ -183,7 +184,7 @@ def test_drafts_cut_short_say_nothing_about_the_levels_they_never_had():
 
 
 def test_cycles_without_a_draft_are_no_refusals():
-    adapter, other = Adapter(CHAIN, CHEAP), Adapter(CHAIN, CHEAP)
+    adapter, other = DraftPlanner(CHAIN, CHEAP), DraftPlanner(CHAIN, CHEAP)
     for _ in range(500):
         adapter.record(0, 0)
     assert adapter.next_shape() == other.next_shape()
@@ -205,9 +206,9 @@ def log_probs_of(seed: int, count: int = 40) -> list[float]:
     return sorted((-generator.expovariate(0.6) for _ in range(count)), reverse=True)
 
 
-def after_cycles(costs: Costs, accepted: int, cycles: int) -> tuple[Adapter, float]:
+def after_cycles(costs: Costs, accepted: int, cycles: int) -> tuple[DraftPlanner, float]:
     """An adapter that has seen that many accepted in every cycle, and its trust, summed up apart."""
-    adapter, promised, kept = Adapter(TREE, costs), 0.0, 0.0
+    adapter, promised, kept = DraftPlanner(TREE, costs), 0.0, 0.0
     log_probs = [math.log(0.5)] * 3
     for _ in range(cycles):
         shape = adapter.next_shape()
@@ -247,7 +248,7 @@ def test_the_budget_grows_with_trust():
 
 
 def test_a_budget_is_at_least_one_node_and_at_most_those_there_are():
-    adapter = Adapter(TREE, CHEAP)
+    adapter = DraftPlanner(TREE, CHEAP)
     adapter.next_shape()
     assert adapter.budget([-50.0] * 7) == 1
     assert adapter.budget([-math.inf] * 7) == 1
@@ -260,7 +261,7 @@ def test_trees_are_priced_by_the_nodes_that_are_kept():
     assert TREE.at(1).num_nodes == 4
     assert 4 / (costs.verify_seconds(5) + costs.draft_seconds(1)) > 1
     assert 7 / (costs.verify_seconds(41) + costs.draft_seconds(6)) < 1
-    tree, chain = Adapter(TREE, costs), Adapter(AdaptiveShape(type="adaptive", depth=6), costs)
+    tree, chain = DraftPlanner(TREE, costs), DraftPlanner(AdaptiveShape(type="adaptive", depth=6), costs)
     first, reference = tree.next_shape(), chain.next_shape()
     assert isinstance(first, DynamicShape)
     assert reference is not None
@@ -281,7 +282,7 @@ def test_many_nodes_kept_make_depth_dear():
     costs = Costs([(1, 1.0), (41, 4.0)], [(1, 0.05), (6, 0.3)])
     depths = []
     for flat in (False, True):
-        adapter = Adapter(TREE, costs)
+        adapter = DraftPlanner(TREE, costs)
         for _ in range(60):
             adapter.next_shape()
             adapter.budget([0.0] * 40 if flat else [0.0] * 4)

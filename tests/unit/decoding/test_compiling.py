@@ -9,7 +9,6 @@ from torch import nn
 from moray.decoding.compiling import compile_models
 from moray.decoding.params import SamplingParams
 from moray.drafters.configs import BlockConfig, EagleConfig
-from moray.errors import ConfigError
 
 GREEDY = SamplingParams()
 EAGLE = EagleConfig(type="eagle", layer=BlockConfig(num_heads=4, num_kv_heads=2, intermediate_size=96))
@@ -28,12 +27,6 @@ def compiled_parts(model: nn.Module) -> list[str]:
 def test_off_compiles_nothing(tiny, monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: pytest.fail("compiled"))
     assert compile_models(tiny.target, [build(tiny, EAGLE)], "off") == "torch.compile is off"
-
-
-def test_cuda_graphs_without_a_gpu_are_refused(tiny):
-    with pytest.raises(ConfigError, match="compile is 'cuda-graphs' but the target is on cpu; use 'default' or 'off'"):
-        compile_models(tiny.target, [], "cuda-graphs")
-    assert compiled_parts(tiny.target.model) == []
 
 
 def test_norms_and_mlps_are_compiled_and_nothing_else(tiny, monkeypatch):

@@ -33,7 +33,7 @@ def test_the_loss_is_that_of_every_position(setting):
     drafter, batch, view, positions, output = setting
     weights = LossConfig(feature=0.7, kl=0.3, acceptance=0.2)
     sums = distillation_loss(output, batch, loss_positions(batch), drafter, weights)
-    feature, kl, refusal, count = 0.0, 0.0, 0.0, 0
+    feature, kl, rejection, count = 0.0, 0.0, 0.0, 0
     correct, counted = [0] * MAX_STEPS_AHEAD, [0] * MAX_STEPS_AHEAD
     for row, i in positions.nonzero().tolist():
         count += 1
@@ -44,7 +44,7 @@ def test_the_loss_is_that_of_every_position(setting):
         p = drafter.head.logits(batch.taps.hidden[-1][row, i]).double().softmax(-1)
         q = drafter.head.logits(output.predictions[0].hidden[row, i]).double().softmax(-1)
         kl += float((p * (p / q).log()).sum().detach())
-        refusal += 1.0 - float(torch.minimum(p, q).sum().detach())
+        rejection += 1.0 - float(torch.minimum(p, q).sum().detach())
         ahead = i - int(view.start[row, i])
         if ahead <= MAX_STEPS_AHEAD:
             counted[ahead - 1] += 1
@@ -52,8 +52,8 @@ def test_the_loss_is_that_of_every_position(setting):
     assert int(sums.count) == count > 30
     assert float(sums.feature) == pytest.approx(feature, rel=1e-4)
     assert float(sums.kl) == pytest.approx(kl, rel=1e-4)
-    assert float(sums.refusal) == pytest.approx(refusal, rel=1e-4)
-    assert float(sums.total.detach()) == pytest.approx(0.7 * feature + 0.3 * kl + 0.2 * refusal, rel=1e-4)
+    assert float(sums.rejection) == pytest.approx(rejection, rel=1e-4)
+    assert float(sums.total.detach()) == pytest.approx(0.7 * feature + 0.3 * kl + 0.2 * rejection, rel=1e-4)
     assert sums.count_by_step.tolist() == counted
     assert sums.correct_by_step.tolist() == correct
     assert sum(counted) < count, "steps beyond the last reported one are trained but not reported"

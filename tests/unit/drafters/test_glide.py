@@ -153,5 +153,5 @@ def test_training_goes_on_after_decoding_has_filled_the_target_s_tables(tiny, dr
 
 
 def test_heads_that_do_not_share_the_target_s_keys_are_refused_with_both_numbers(tiny):
-    with pytest.raises(ConfigError, match=r"cross_heads is 3; a multiple of .* 2, is needed"):
-        build(tiny, VARIANTS["glide-0"].model_copy(update={"cross_heads": 3}))
+    with pytest.raises(ConfigError, match=r"num_cross_heads is 3; a multiple of .* 2, is needed"):
+        build(tiny, VARIANTS["glide-0"].model_copy(update={"num_cross_heads": 3}))

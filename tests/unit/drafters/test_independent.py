@@ -24,8 +24,8 @@ def config_of(embeddings: str, num_layers: int = 2, **others) -> IndependentConf
 CONFIGS = {
     "frozen": config_of("frozen"),
     "copied": config_of("copied"),
-    "copied and reduced": config_of("copied", draft_vocabulary=40),
-    "frozen and reduced": config_of("frozen", draft_vocabulary=40),
+    "copied and reduced": config_of("copied", draft_vocab_size=40),
+    "frozen and reduced": config_of("frozen", draft_vocab_size=40),
     "random": config_of("random", 3, hidden_size=24, head_dim=6),
     "one layer": config_of("random", 1, hidden_size=24),
 }

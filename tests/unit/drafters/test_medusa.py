@@ -19,9 +19,9 @@ from moray.trees.shapes import ChainShape
 HEADS = 4
 CONFIGS = {
     "own": MedusaConfig(type="medusa", num_heads=HEADS),
-    "reduced": MedusaConfig(type="medusa", num_heads=HEADS, draft_vocabulary=50),
+    "reduced": MedusaConfig(type="medusa", num_heads=HEADS, draft_vocab_size=50),
     "frozen": MedusaConfig(type="medusa", num_heads=HEADS, num_blocks=2, projections="frozen"),
-    "frozen and reduced": MedusaConfig(type="medusa", num_heads=HEADS, projections="frozen", draft_vocabulary=50),
+    "frozen and reduced": MedusaConfig(type="medusa", num_heads=HEADS, projections="frozen", draft_vocab_size=50),
 }
 
 
@@ -125,7 +125,7 @@ def test_the_loss_of_head_k_counts_decay_to_the_k_th_and_all_together_one(tiny):
     output = drafter(batch, view_of(batch))
     sums = distillation_loss(output, batch, positions, drafter, LossConfig(feature=0.0, kl=0.7, acceptance=0.3))
     shares = [decay**head for head in range(1, HEADS + 1)]
-    kl = refusal = 0.0
+    kl = rejection = 0.0
     correct, counted = [0] * 8, [0] * 8
     for head, share in enumerate(shares, start=1):
         for row, i in positions.nonzero().tolist():
@@ -134,15 +134,15 @@ def test_the_loss_of_head_k_counts_decay_to_the_k_th_and_all_together_one(tiny):
             p = (reference.lm_head @ batch.taps.hidden[-1][row, i].double()).softmax(0)
             q = reference.logits(head, batch.taps.hidden[-1][row, i - head].double()).softmax(0)
             kl += share / sum(shares) * float((p * (p / q).log()).sum())
-            refusal += share / sum(shares) * (1.0 - float(torch.minimum(p, q).sum()))
+            rejection += share / sum(shares) * (1.0 - float(torch.minimum(p, q).sum()))
             correct[head - 1] += int(p.argmax() == q.argmax())
             counted[head - 1] += 1
     assert float(sums.kl) == pytest.approx(kl, rel=1e-3)
-    assert float(sums.refusal) == pytest.approx(refusal, rel=1e-3)
-    assert float(sums.total.detach()) == pytest.approx(0.7 * kl + 0.3 * refusal, rel=1e-3)
+    assert float(sums.rejection) == pytest.approx(rejection, rel=1e-3)
+    assert float(sums.total.detach()) == pytest.approx(0.7 * kl + 0.3 * rejection, rel=1e-3)
     assert sums.correct_by_step.tolist() == correct
     assert sums.count_by_step.tolist() == counted
-    assert 0.0 <= float(sums.refusal) / int(sums.count) <= 1.0, "a mean probability"
+    assert 0.0 <= float(sums.rejection) / int(sums.count) <= 1.0, "a mean probability"
 
 
 def test_heads_beyond_a_short_text_count_nothing(tiny):

@@ -96,11 +96,11 @@ def test_the_longest_match_decides_over_more_frequent_shorter_ones(tiny):
     assert set(proposed) == {3, 4}
     assert best(proposed) == 3
     assert proposed[3] > 0.85
-    assert best(followers(made(tiny, longest=1), text, 2)) == 4, "one token alone was followed by 4"
+    assert best(followers(made(tiny, max_ngram=1), text, 2)) == 4, "one token alone was followed by 4"
 
 
 def test_the_latest_follower_wins_among_equally_frequent_ones(tiny):
-    drafter = made(tiny, longest=1)
+    drafter = made(tiny, max_ngram=1)
     assert best(followers(drafter, [2, 3, 9, 2, 4, 9], 2)) == 4
     assert best(followers(drafter, [2, 4, 9, 2, 3, 9], 2)) == 3
     assert best(followers(drafter, [2, 3, 9, 2, 3, 8, 2, 4, 9], 2)) == 3, "frequency comes before recency"
@@ -108,13 +108,13 @@ def test_the_latest_follower_wins_among_equally_frequent_ones(tiny):
 
 def test_a_match_that_is_not_there_falls_back_to_a_shorter_one(tiny):
     assert followers(made(tiny), [1, 2, 3, 8, 9], 2) == {3: pytest.approx(1.0)}, "9 2 was never seen, 2 was"
-    assert followers(made(tiny, shortest=2), [1, 2, 3, 8, 9], 2) == {}
-    assert followers(made(tiny, shortest=2), [1, 2, 3, 8, 1], 2) == {3: pytest.approx(1.0)}
+    assert followers(made(tiny, min_ngram=2), [1, 2, 3, 8, 9], 2) == {}
+    assert followers(made(tiny, min_ngram=2), [1, 2, 3, 8, 1], 2) == {3: pytest.approx(1.0)}
 
 
 def test_even_the_rarest_follower_is_likelier_than_a_token_never_seen(tiny):
     """Its share shrinks with every longer match, and with whatever else followed."""
-    drafter = made(tiny, longest=16)
+    drafter = made(tiny, max_ngram=16)
     state = begun(drafter, [16, 22, *[16, 21] * 1500, *range(1, 17), 20, *range(1, 16)])
     scores = drafter.step(state, torch.tensor([16]), None, 0)[0]
     assert scores.topk(3).indices.tolist() == [20, 21, 22]
@@ -195,7 +195,7 @@ def test_where_nothing_matches_the_tree_is_the_root_alone(tiny, shape):
 @pytest.mark.parametrize("shape", SINGLE, ids=lambda shape: shape.type)
 def test_a_draft_ends_where_the_matches_end(tiny, shape):
     """Of 1 2 3 1 it is known what follows 1 2 and 2 3, but not what follows 3 1."""
-    drafter = made(tiny, longest=3, shortest=2)
+    drafter = made(tiny, max_ngram=3, min_ngram=2)
     select = Sampler(GREEDY, 97, torch.device("cpu")).selector(4, shape.depth, isinstance(shape, ChainShape))
     tree = drafter.propose(begun(drafter, [1, 2, 3, 1]), torch.tensor([2]), shape, select)
     assert tree.tokens.tolist() == [2, 3, 1]
@@ -243,5 +243,5 @@ def test_an_adaptive_tree_does_not_take_silence_for_a_refusal(periodic):
     shape = AdaptiveShape(type="adaptive", depth=3, breadth=2, nodes=6)
     decoder = SpeculativeDecoder(periodic.target, made(periodic), shape, MAX_POSITIONS)
     decoder.generate([3], GREEDY, PERIOD, ())
-    assert decoder._adapter is not None
-    assert decoder._adapter._reached == [0.0] * 3
+    assert decoder._planner is not None
+    assert decoder._planner._reached == [0.0] * 3

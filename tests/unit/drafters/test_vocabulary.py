@@ -20,17 +20,17 @@ LAYER = BlockConfig(num_heads=4, num_kv_heads=2, intermediate_size=40)
 
 
 def eagle_with(size: int | None) -> EagleConfig:
-    return EagleConfig(type="eagle", layer=LAYER, draft_vocabulary=size)
+    return EagleConfig(type="eagle", layer=LAYER, draft_vocab_size=size)
 
 
 PROJECTING = {
     "the target's lm_head": eagle_with(30),
-    "heads of its own": MedusaConfig(type="medusa", draft_vocabulary=30),
+    "heads of its own": MedusaConfig(type="medusa", draft_vocab_size=30),
     "a copied lm_head": IndependentConfig(
-        type="independent", hidden_size=32, head_dim=8, layer=LAYER, embeddings="copied", draft_vocabulary=30
+        type="independent", hidden_size=32, head_dim=8, layer=LAYER, embeddings="copied", draft_vocab_size=30
     ),
     "a random lm_head": IndependentConfig(
-        type="independent", hidden_size=24, head_dim=8, layer=LAYER, draft_vocabulary=30
+        type="independent", hidden_size=24, head_dim=8, layer=LAYER, draft_vocab_size=30
     ),
 }
 
@@ -90,7 +90,7 @@ def test_the_whole_vocabulary_is_left_as_it_is(head):
 
 def test_one_larger_than_the_target_s_is_refused_with_both_sizes(tiny, head):
     assert DraftVocabulary(head, FULL).size == FULL
-    with pytest.raises(ConfigError, match=r"draft_vocabulary is 98; the target has 97 tokens"):
+    with pytest.raises(ConfigError, match=r"draft_vocab_size is 98; the target has 97 tokens"):
         build(tiny, eagle_with(98))
 
 
@@ -148,7 +148,7 @@ def test_the_text_does_not_depend_on_the_draft_vocabulary(tiny, shape, size):
 
 
 def test_tokens_outside_are_emitted_but_never_drafted(tiny):
-    drafter = build(tiny, MedusaConfig(type="medusa", num_heads=4, draft_vocabulary=2))
+    drafter = build(tiny, MedusaConfig(type="medusa", num_heads=4, draft_vocab_size=2))
     text = tiny.hugging_face(tiny.prompt(), 30)
     generation = speculate(tiny, drafter, SHAPES["chain"], tiny.prompt(), SamplingParams(), 30)
     assert generation.tokens == text
@@ -164,7 +164,7 @@ def test_tokens_outside_are_emitted_but_never_drafted(tiny):
 
 
 def test_losses_compare_with_the_target_on_the_draft_vocabulary(tiny):
-    """KL with the target renormalised there, refusal with the target as it is, hits by token ids."""
+    """KL with the target renormalised there, rejection with the target as it is, hits by token ids."""
     drafter = build(tiny, eagle_with(40))
     batch = batch_of(tiny.target, [tiny.prompt(0, 20), tiny.prompt(1, 15)], 5, drafter.needs)
     hidden = batch.taps.hidden[-1]
@@ -180,7 +180,7 @@ def test_losses_compare_with_the_target_on_the_draft_vocabulary(tiny):
     positions = loss_positions(batch)
     weights = LossConfig(feature=0.0, kl=0.4, acceptance=0.6)
     sums = distillation_loss(output, batch, positions, drafter, weights)
-    lm_head, kl, refusal, hits, missed = drafter.head.weight.double(), 0.0, 0.0, 0, 0
+    lm_head, kl, rejection, hits, missed = drafter.head.weight.double(), 0.0, 0.0, 0, 0
     for row, i in positions.nonzero().tolist():
         target = (lm_head @ hidden[row, i].double()).softmax(0).tolist()
         exponentials = [float((lm_head[token] @ drafted[row, i].detach().double()).exp()) for token in tokens]
@@ -189,14 +189,14 @@ def test_losses_compare_with_the_target_on_the_draft_vocabulary(tiny):
         for token in tokens:
             p = torch.tensor(target[token] / mass, dtype=torch.float64)
             kl += float(p * (p / own[token]).log())
-        refusal += 1.0 - sum(min(target[token], own[token]) for token in tokens)
+        rejection += 1.0 - sum(min(target[token], own[token]) for token in tokens)
         best = max(range(FULL), key=lambda token: target[token])
         hits += max(tokens, key=lambda token: own[token]) == best
         missed += best not in tokens
     assert int(sums.count) == int(positions.sum()) == sum(sums.count_by_step.tolist())
     assert float(sums.kl) == pytest.approx(kl, rel=1e-3)
-    assert float(sums.refusal) == pytest.approx(refusal, rel=1e-3)
-    assert float(sums.total.detach()) == pytest.approx(0.4 * kl + 0.6 * refusal, rel=1e-3)
+    assert float(sums.rejection) == pytest.approx(rejection, rel=1e-3)
+    assert float(sums.total.detach()) == pytest.approx(0.4 * kl + 0.6 * rejection, rel=1e-3)
     assert sum(sums.correct_by_step.tolist()) == hits
     assert hits >= 5, "nothing right: token ids were not put to the test"
     assert missed >= 5, "nothing outside"
