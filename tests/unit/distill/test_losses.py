@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support import VARIANTS, TinyTarget, batch_of, build, load_target
+from support import VARIANTS, TinyTarget, batch_of, build, load_target, losses_for
 
 from moray.distill import losses
-from moray.distill.configs import LossConfig
+from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.losses import MAX_STEPS_AHEAD, distillation_loss, simulated_tau
 from moray.distill.masks import loss_positions, verified_start
 from moray.distill.step import train_step
@@ -102,7 +102,6 @@ def test_no_training_position_is_no_loss_and_no_crash(setting):
 
 def test_a_batch_that_is_repeated_counts_twice_and_steps_the_same(tiny):
     """Losses are per position: twice the data is the same step, not twice the step."""
-    from moray.distill.configs import TrainConfig
 
     gradients = []
     for copies in (1, 2):
@@ -119,7 +118,6 @@ def test_a_batch_that_is_repeated_counts_twice_and_steps_the_same(tiny):
 
 
 def test_a_gradient_that_is_not_finite_is_refused(tiny):
-    from moray.distill.configs import TrainConfig
     from moray.distill.step import check_finite
 
     drafter = build(tiny, VARIANTS["moa-0"])
@@ -136,3 +134,13 @@ def test_a_gradient_that_is_not_finite_is_refused(tiny):
 )
 def test_simulated_tau_by_hand(accuracy, tau):
     assert simulated_tau(accuracy) == pytest.approx(tau)
+
+
+@pytest.mark.parametrize("name", ["moa-0", "eagle-0", "glide-0", "medusa-0", "medusa-1", "independent-0"])
+def test_a_batch_without_a_position_to_train_on_has_gradients_of_zero(tiny, name):
+    """Else a worker with such a batch dies, or waits for ever for the others."""
+    drafter = build(tiny, VARIANTS[name])
+    batch = batch_of(tiny.target, [tiny.prompt(0, 12)], 12, drafter.needs)
+    result = train_step(drafter, drafter, batch, 0.0, losses_for(drafter), TrainConfig(), torch.Generator())
+    assert float(result.grad_norm) == 0.0
+    assert all(p.grad is not None for p in drafter.parameters() if p.ndim > 1)

@@ -1,0 +1,34 @@
+"""What a distillation is refused for before anything is loaded."""
+
+import pytest
+from support import DRAFTERS
+
+from moray.cluster.configs import DistilConfig
+from moray.config import validate
+from moray.errors import ConfigError
+
+GIVEN = {"target": {"model": "m"}, "activations": "a", "output": "o", "optim": {"type": "adamw"}}
+
+
+@pytest.mark.parametrize("kind", ["glide", "medusa", "independent"])
+def test_a_feature_loss_without_features_is_refused(kind):
+    drafter = DRAFTERS[kind][0].model_dump(mode="json")
+    with pytest.raises(ConfigError, match=rf"losses\.feature is 1\.0, but .* '{kind}' predicts no features: give loss"):
+        validate(DistilConfig, GIVEN | {"drafter": drafter})
+    assert validate(DistilConfig, GIVEN | {"drafter": drafter, "losses": {"feature": 0.0}}).losses.kl == 0.1
+
+
+@pytest.mark.parametrize("kind", ["moa", "eagle"])
+def test_drafters_of_features_take_it(kind):
+    assert validate(DistilConfig, GIVEN | {"drafter": DRAFTERS[kind][0].model_dump(mode="json")}).losses.feature == 1.0
+
+
+def test_what_needs_no_training_cannot_be_distilled():
+    with pytest.raises(ConfigError, match=r"'drafter\.type' is \"ngram\": accepted are moa, eagle, glide, medusa, ind"):
+        validate(DistilConfig, GIVEN | {"drafter": {"type": "ngram"}})
+
+
+def test_losses_of_nothing_are_refused():
+    losses = {"feature": 0.0, "kl": 0.0}
+    with pytest.raises(ConfigError, match="nothing to learn from"):
+        validate(DistilConfig, GIVEN | {"drafter": DRAFTERS["moa"][0].model_dump(mode="json"), "losses": losses})
