@@ -15,7 +15,7 @@ from moray.decoding.costs import Costs
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
-from moray.distill.configs import LinearSchedule, LossConfig, MuonConfig, TrainConfig
+from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, MuonConfig, TrainConfig
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory
@@ -276,9 +276,10 @@ def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_leng
     if drafter.num_parameters == 0:
         return drafter
     batch = batch_of(tiny.target, [sequence] * 3, prompt_length, drafter.needs)
-    optimiser = Optimiser(
-        drafter, MuonConfig(type="muon", lr=0.02), LinearSchedule(type="linear", warmup_steps=5, final=0.1)
-    )
+    muon = MuonConfig(type="muon", lr=0.02)
+    is_medusa = isinstance(drafter.config, MedusaConfig)  # whose heads are no matrices
+    optim = AdamWConfig(type="adamw", lr=3e-3, betas=(0.9, 0.95)) if is_medusa else muon
+    optimiser = Optimiser(drafter, optim, LinearSchedule(type="linear", warmup_steps=5, final=0.1))
     span = Span(first=Progress(), total_steps=steps, steps_per_epoch=steps, epochs=1)
     config = TrainConfig(log_steps=steps, checkpoint_steps=steps)
     train(drafter, optimiser, [batch] * steps, span, losses_for(drafter), config, lambda *_: None, lambda _: None)

@@ -54,7 +54,8 @@ def test_greedy_equals_transformers(tiny, greedy, learnt, target_name, variant, 
     assert known.tokens == greedy(target_name)
     if not variant.startswith("ngram"):  # a text without repetition
         assert max(known.accepted) >= 2, "no long path was accepted: the drafter has not learnt its text"
-    assert min(known.accepted) < shape.depth, "nothing was refused"
+    if not variant.startswith("independent"):  # which may know the text perfectly
+        assert min(known.accepted) < shape.depth, "nothing was refused"
     assert decoder.generate(target.prompt(1, 1), GREEDY, 10, ()).tokens == greedy(target_name, 1, 1)[:10]
 
 
