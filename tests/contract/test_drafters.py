@@ -32,7 +32,7 @@ from moray.distill.step import train_step
 from moray.drafters.base import Drafter, DraftView
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.head import TargetHead
-from moray.trees.shapes import ChainShape, DynamicShape, FixedShape
+from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, SparseShape
 from moray.trees.tree import TokenTree
 
 PROMPT = 6
@@ -469,6 +469,7 @@ TREE_SHAPES = [
     ChainShape(type="chain", depth=1),
     FixedShape(type="fixed", branching=(1, 1, 1)),
     FixedShape(type="fixed", branching=(2, 3, 2)),
+    SparseShape(type="sparse", paths=((0,), (1,), (3,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (0, 1, 0, 2))),
     DynamicShape(type="dynamic", depth=1, breadth=5, nodes=5),
     DynamicShape(type="dynamic", depth=6, breadth=8, nodes=62),
 ]

@@ -24,7 +24,7 @@ from moray.decoding.session import PREFILL_CHUNK, TargetSession
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stop import StopStrings
 from moray.errors import ConfigError, DataError
-from moray.trees.shapes import FixedShape
+from moray.trees.shapes import FixedShape, SparseShape
 
 GREEDY = SamplingParams()
 COUPLED = SamplingParams(temperature=0.8, seed=7)
@@ -69,6 +69,13 @@ def test_untrained_drafters_cost_nothing_but_time(tiny, variant, shape):
     drafter = build(target, VARIANTS[variant], seed=5)
     assert is_lossless(target, drafter, shape, GREEDY, [target.prompt(3)], 20)
     assert is_lossless(target, drafter, shape, FILTERED, [target.prompt(3)], 20)
+
+
+def test_sparse_trees_give_the_same_text(tiny, learnt, variant):
+    target, drafter = tiny("llama"), learnt("llama", variant)
+    shape = SparseShape(type="sparse", paths=((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
+    assert is_lossless(target, drafter, shape, GREEDY, [target.prompt(), target.prompt(1, 5)], 25)
+    assert is_lossless(target, drafter, shape, COUPLED, [target.prompt()], 15)
 
 
 @pytest.mark.parametrize("params", [GREEDY, COUPLED, FILTERED], ids=["greedy", "coupled", "filtered"])

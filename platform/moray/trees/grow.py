@@ -4,14 +4,15 @@ Knows neither models nor sampling: a `Step` scores, a `Select` picks children fr
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moray.trees.shapes import ChainShape, DynamicShape, GrowableShape
-from moray.trees.tree import Structure, TokenTree, fixed_structure
+from moray.trees.shapes import ChainShape, DynamicShape, GrowableShape, SparseShape
+from moray.trees.tree import Structure, TokenTree, fixed_structure, structure_of
 
 Step = Callable[[Int[Tensor, " new"], Bool[Tensor, "new expanded"] | None, int], Float[Tensor, "new vocab"] | None]
 """step(tokens, ancestors, depth) -> logits of each node's child; None ends the tree here.
@@ -42,6 +43,8 @@ def grow(
     """
     if isinstance(shape, DynamicShape):
         return _grow_dynamic(root, shape, step, select, budget)
+    if isinstance(shape, SparseShape):
+        return _grow_sparse(root, shape, step, select)
     branching = (1,) * shape.depth if isinstance(shape, ChainShape) else shape.branching
     return _grow_fixed(root, branching, step, select)
 
@@ -65,6 +68,66 @@ def _grow_fixed(root: Int[Tensor, " 1"], branching: tuple[int, ...], step: Step,
     # The root was not drafted: its row of draft_probs is never read.
     draft = torch.cat([probs[0][:1], *probs]) if probs else None
     return TokenTree(torch.cat(levels), structure.parents, structure.depths, structure.ancestors, len(branching), draft)
+
+
+def _grow_sparse(root: Int[Tensor, " 1"], shape: SparseShape, step: Step, select: Select) -> TokenTree:
+    """Level by level; of each node's children only the named ranks are kept, and only nodes with children expanded."""
+    structure, plan = _sparse_plan(shape.paths, root.device)
+    tokens, expanding = [root], root
+    for depth, level in enumerate(plan):
+        logits = step(expanding, level.ancestors, depth)
+        if logits is None:
+            size = sum(part.shape[0] for part in tokens)
+            structure, plan = structure.first(size), plan[:depth]
+            break
+        children, _, _ = select(logits, depth, level.num_ranks)
+        tokens.append(children[level.parents, level.ranks])
+        expanding = tokens[-1][level.expanding]
+    return TokenTree(torch.cat(tokens), structure.parents, structure.depths, structure.ancestors, len(plan))
+
+
+@dataclass(frozen=True)
+class _SparseLevel:
+    """How one level of a sparse tree grows out of the expanded nodes of the level above."""
+
+    ancestors: Bool[Tensor, "above expanded"] | None
+    """What the expanded nodes above see of all expanded so far; None for the root."""
+    parents: Int[Tensor, " nodes"]
+    """Of each node, its parent's place among the expanded nodes above."""
+    ranks: Int[Tensor, " nodes"]
+    expanding: Int[Tensor, " below"]
+    """Which of the nodes have children."""
+    num_ranks: int
+
+
+@lru_cache(maxsize=16)
+def _sparse_plan(
+    paths: tuple[tuple[int, ...], ...], device: torch.device
+) -> tuple[Structure, tuple[_SparseLevel, ...]]:
+    """A sparse tree's structure, nodes sorted by level and path, and its levels."""
+    nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
+    place = {path: index for index, path in enumerate(nodes)}
+    structure = structure_of([-1, *(place[path[:-1]] for path in nodes[1:])], [len(path) for path in nodes], device)
+    with_children = {path[:-1] for path in paths}
+    expanded = [path for path in nodes if path in with_children]
+    levels = []
+    for depth in range(1, max(map(len, paths)) + 1):
+        above = [path for path in expanded if len(path) == depth - 1]
+        seen = expanded[: expanded.index(above[-1]) + 1]
+        here = [path for path in nodes if len(path) == depth]
+        sees = torch.tensor([[path[: len(other)] == other for other in seen] for path in above], device=device)
+        levels.append(
+            _SparseLevel(
+                ancestors=None if depth == 1 else sees,
+                parents=torch.tensor([above.index(path[:-1]) for path in here], device=device),
+                ranks=torch.tensor([path[-1] for path in here], device=device),
+                expanding=torch.tensor(
+                    [i for i, path in enumerate(here) if path in with_children], dtype=torch.long, device=device
+                ),
+                num_ranks=1 + max(path[-1] for path in here),
+            )
+        )
+    return structure, tuple(levels)
 
 
 def root_alone(root: Int[Tensor, " 1"]) -> TokenTree:

@@ -116,6 +116,51 @@ class DynamicShape(Config):
         return 1 + (self.depth - 1) * self.breadth
 
 
+class SparseShape(Config):
+    """Medusa's static tree (arXiv 2401.10774, section 2.3.3): the nodes that are named, each by the ranks on its path.
+
+    [0] is the likeliest token after the root, [0, 1] the second likeliest after that one.
+    """
+
+    type: Literal["sparse"]
+    paths: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(min_length=1, max_length=512)
+
+    @model_validator(mode="after")
+    def _check(self) -> "SparseShape":
+        known = {(), *self.paths}
+        if len(known) <= len(self.paths):
+            raise ValueError("paths names a node twice, or the root; name every other node once")
+        for path in self.paths:
+            if path[:-1] not in known:
+                raise ValueError(f"paths holds {list(path)} but not its parent {list(path[:-1])}; add it")
+        return self
+
+    @property
+    def name(self) -> str:
+        """Short name for tables."""
+        return f"sparse-{len(self.paths)}"
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return max(map(len, self.paths))
+
+    @property
+    def num_nodes(self) -> int:
+        """Draft nodes (root not counted)."""
+        return len(self.paths)
+
+    @property
+    def max_children(self) -> int:
+        """How many of a node's likeliest children are looked at."""
+        return 1 + max(path[-1] for path in self.paths)
+
+    @property
+    def num_expanded(self) -> int:
+        """Nodes that the drafter expands: those with children."""
+        return len({path[:-1] for path in self.paths})
+
+
 class AdaptiveShape(Config):
     """Depth, and number of nodes, chosen anew in every cycle from measured costs and running acceptance
     (`decoding.adapt`); down to no draft at all where drafting would be a loss.
@@ -177,7 +222,7 @@ class AdaptiveShape(Config):
         return self.at(self.depth).num_expanded
 
 
-GrowableShape = ChainShape | FixedShape | DynamicShape
+GrowableShape = ChainShape | FixedShape | DynamicShape | SparseShape
 """What one cycle can draft."""
 
 AnyShape = GrowableShape | AdaptiveShape

@@ -1,13 +1,14 @@
 """Shapes count right, structures and masks say who sees whom, and growing finds the likeliest nodes."""
 
 import itertools
+import json
 
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from moray.trees.grow import grow, root_alone
-from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape, Shape
+from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape, Shape, SparseShape
 from moray.trees.tree import PrefixMask, fixed_structure, structure_of
 
 CPU = torch.device("cpu")
@@ -412,3 +413,85 @@ def test_a_reset_mask_holds_nothing_of_what_it_was():
         mask.reset()
         assert mask.length == 0
         assert torch.equal(mask._data, fresh)
+
+
+# --- Sparse trees ---
+
+
+def sparse(*paths: tuple[int, ...]) -> SparseShape:
+    return SparseShape(type="sparse", paths=paths)
+
+
+def table_step(seen: list | None = None):
+    """Logits that depend on the token and on the number of its ancestors; remembers what it was asked."""
+
+    def step(tokens, ancestors, depth):
+        if seen is not None:
+            seen.append((tokens.tolist(), None if ancestors is None else ancestors.tolist(), depth))
+        depths = torch.ones_like(tokens) if ancestors is None else ancestors.sum(dim=1)
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(50, 9, 50, generator=generator)
+        return table[tokens, depths]
+
+    return step
+
+
+def best(logits, depth, children):
+    scores, tokens = logits.log_softmax(-1).topk(children, dim=-1)
+    return tokens, scores, None
+
+
+def test_a_sparse_tree_of_all_ranks_is_the_fixed_one():
+    every = [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(2)]
+    shape = sparse(*reversed(every))
+    fixed = FixedShape(type="fixed", branching=(3, 2))
+    ours, theirs = (grow(torch.tensor([7]), each, table_step(), best) for each in (shape, fixed))
+    for name in ("tokens", "parents", "depths", "ancestors"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert ours.max_depth == theirs.max_depth == 2
+    assert (shape.num_nodes, shape.depth, shape.max_children) == (9, 2, 3)
+    assert (shape.num_expanded, fixed.num_expanded) == (4, 4)
+
+
+def test_a_sparse_tree_keeps_the_named_ranks_and_expands_no_leaf():
+    seen: list = []
+    shape = sparse((0,), (1,), (4,), (0, 0), (0, 2), (1, 1), (0, 2, 0))
+    tree = grow(torch.tensor([7]), shape, table_step(seen), best)
+    step = table_step()
+
+    def ranked(path: list[int]) -> list[int]:
+        """Children of the path's last token, likeliest first; the table knows the path's length alone."""
+        alone = torch.ones(1, len(path), dtype=torch.bool)
+        return step(torch.tensor(path[-1:]), alone, len(path) - 1)[0].topk(5).indices.tolist()
+
+    first = ranked([7])
+    a, b, c = first[0], first[1], first[4]
+    aa, ac, bb = ranked([7, a])[0], ranked([7, a])[2], ranked([7, b])[1]
+    assert tree.tokens.tolist() == [7, a, b, c, aa, ac, bb, ranked([7, a, ac])[0]]
+    assert tree.parents.tolist() == [-1, 0, 0, 0, 1, 1, 2, 5]
+    assert tree.depths.tolist() == [0, 1, 1, 1, 2, 2, 2, 3]
+    assert [tokens for tokens, _, _ in seen] == [[7], [a, b], [ac]], "leaves are not expanded"
+    assert seen[1][1] == [[True, True, False], [True, False, True]]
+    assert seen[2][1] == [[True, True, False, True]], "the root, the likeliest token, itself"
+    assert shape.num_expanded == 4
+
+
+def test_a_sparse_tree_may_end_early():
+    shape = sparse((0,), (1,), (0, 0), (0, 0, 0))
+    for levels in range(3):
+
+        def step(tokens, ancestors, depth, levels=levels):
+            return table_step()(tokens, ancestors, depth) if depth < levels else None
+
+        tree = grow(torch.tensor([7]), shape, step, best)
+        assert tree.max_depth == levels
+        assert tree.num_nodes == [1, 3, 4][levels] == tree.ancestors.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [([[0], [0]], "twice"), ([[0, 1]], r"\[0, 1\] but not its parent \[0\]"), ([[]], "the root"), ([[-1]], "greater")],
+)
+def test_sparse_trees_that_are_none_are_refused(paths, message):
+    with pytest.raises(ValidationError, match=message):
+        SparseShape.model_validate_json(json.dumps({"type": "sparse", "paths": paths}))
