@@ -89,6 +89,9 @@ def _check(output: Path, unbroken: Path) -> None:
     assert 2 * CHECKPOINT_STEPS <= second < MAX_STEPS, "it began anew instead of going on"
     rows, wanted = read_metrics(output), read_metrics(unbroken)
     assert [row["step"] for row in rows] == list(range(5, MAX_STEPS + 1, 5))
+    spent = [row.pop("seconds") for row in rows]
+    assert spent == sorted(spent), "time goes on where it was"
+    assert all(row.pop("seconds") > 0 for row in wanted)
     assert rows == wanted
     assert _digest(output) == _digest(unbroken)
 
