@@ -337,7 +337,7 @@ class Rehearsed(Drafter[RehearsedState]):
         state.cache.reset()
         state.mask.reset()
 
-    def extend(self, state: RehearsedState, tokens: Tensor, memory: Memory) -> None:
+    def extend(self, state: RehearsedState, tokens: Tensor, memory: Memory, num_kept: int = 0) -> None:
         new = tokens.shape[0]
         state.cache.length = state.mask.length
         self._pass(state, tokens, torch.ones(new, new, dtype=torch.bool).tril(), state.cache.length + torch.arange(new))

@@ -109,6 +109,7 @@ def largest_difference(drafter: Drafter, batch, view: DraftView, spoil=lambda st
                     by_start.setdefault(begin, []).append((i, logits[i]))
         for begin, wanted in by_start.items():
             state = state_at(drafter, batch.tokens, batch.taps, begin + 1)
+            drafter.step(state, batch.tokens[0, begin + 1 : begin + 2], None, 0)  # along with what has waited for it
             spoil(state)
             for i, expected in sorted(wanted, key=lambda pair: pair[0]):
                 drafted = drafter.step(state, batch.tokens[0, i : i + 1], None, i - begin - 1)
@@ -183,7 +184,7 @@ STATE_OF = {
     "moa-0": ("memory", "own"),
     "moa-1": ("memory", "own"),
     "moa-2": ("memory", "own"),
-    "eagle-0": ("cache", "last"),
+    "eagle-0": ("cache", "before"),
     "glide-0": ("own", "target"),
     "medusa-0": ("last",),
     "independent-0": ("caches",),
@@ -248,8 +249,34 @@ def test_drafting_leaves_the_state_as_it_was(drafter, batch, variant):
         later = drafter.step(state, batch.tokens[0, 12:13], None, 0)
         fresh = state_at(drafter, batch.tokens, batch.taps, 12)
         expected = drafter.step(fresh, batch.tokens[0, 12:13], None, 0)
-    assert torch.equal(first, again)
+    torch.testing.assert_close(again, first, atol=1e-5, rtol=0)
     torch.testing.assert_close(later, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
+def test_what_was_drafted_and_accepted_is_as_if_it_had_been_read(drafter, batch, variant, num_accepted):
+    """Cycles of a chain of three along the true text, with some of it kept; the next draft is that of a fresh state."""
+    if variant.startswith("ngram"):
+        batch.tokens[0, :24] = batch.tokens[0, :5].repeat(5)[:24]
+    text, depth = batch.tokens[0], min(3, drafter.max_depth or 3)
+    num_accepted = min(num_accepted, depth)
+    state = state_at(drafter, batch.tokens, batch.taps, 4)
+    known = 4
+    with torch.no_grad():
+        for _ in range(3):
+            drafted = text[known : known + depth].clone()
+            drafted[1 + num_accepted :] = 3  # refused, and therefore not what is kept
+            for level in range(depth):
+                drafter.step(state, drafted[level : level + 1], None, level)
+            end = known + 1 + num_accepted
+            memory = drafter.observe(pieces_of(batch.taps, known, end))
+            drafter.extend(state, text[known:end], memory, num_kept=min(1 + num_accepted, depth))
+            known = end
+        after = [drafter.step(state, text[known + level : known + level + 1], None, level) for level in range(depth)]
+        fresh = state_at(drafter, batch.tokens, batch.taps, known)
+        wanted = [drafter.step(fresh, text[known + level : known + level + 1], None, level) for level in range(depth)]
+    for one, other in zip(after, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
 # --- Memory ---
@@ -308,7 +335,9 @@ def test_shapes_and_finiteness(trained, trained_batch):
         assert torch.isfinite(prediction.hidden).all()
         assert prediction.score(prediction.hidden[0]).shape == (batch.tokens.shape[1], drafter.vocabulary.size)
     state = state_at(drafter, batch.tokens, batch.taps, 5)
-    logits = drafter.step(state, torch.tensor([1, 2, 3]), torch.eye(3, dtype=torch.bool), 0)
+    assert drafter.step(state, torch.tensor([4]), None, 0).shape == (1, drafter.spec.vocab_size)
+    siblings = torch.cat([torch.ones(3, 1, dtype=torch.bool), torch.eye(3, dtype=torch.bool)], dim=1)
+    logits = drafter.step(state, torch.tensor([1, 2, 3]), siblings, 1)
     assert logits.shape == (3, drafter.spec.vocab_size)
 
 

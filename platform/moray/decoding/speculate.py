@@ -193,7 +193,7 @@ class SpeculativeDecoder:
         emitted = ending.cut([*result.tokens, result.next_token])
         generation.accepted.append(len(result.path))
         generation.emitted.append(len(emitted))
-        generation.drafted.append(tree.max_depth)
+        generation.drafted.append(tree.num_levels)
         generation.tokens.extend(emitted)
         if self._planner is not None:
             self._planner.record(tree.max_depth, len(result.path))
@@ -205,7 +205,7 @@ class SpeculativeDecoder:
             taps = self._session.commit(result.path)
             verified = torch.tensor([*result.tokens, result.next_token], device=root.device)
         with generation.timed("observe", wait):
-            self._observe(torch.cat([root, verified[:-1]]), taps)
+            self._observe(torch.cat([root, verified[:-1]]), taps, tree.num_kept(len(result.path)))
         return verified[-1:]
 
     def _propose(self, root: Int[Tensor, " 1"], root_position: int, sampler: Sampler) -> TokenTree:
@@ -241,8 +241,8 @@ class SpeculativeDecoder:
 
         return measure_costs(verify, draft, (shape.num_nodes + 1, shape.depth), clock)
 
-    def _observe(self, tokens: Int[Tensor, " new"], taps: Taps) -> None:
-        self.drafter.extend(self._state, tokens, self.drafter.observe(taps))
+    def _observe(self, tokens: Int[Tensor, " new"], taps: Taps, num_kept: int = 0) -> None:
+        self.drafter.extend(self._state, tokens, self.drafter.observe(taps), num_kept)
 
 
 def _limit(max_new_tokens: int, room: int) -> int:

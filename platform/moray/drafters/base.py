@@ -111,8 +111,12 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """Empty a state; its memory stays allocated."""
 
     @abstractmethod
-    def extend(self, state: State, tokens: Int[Tensor, " new"], memory: Memory) -> None:
-        """Append newly verified tokens and their memory ([1, new, width] each) to a state."""
+    def extend(self, state: State, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
+        """Append newly verified tokens and their memory ([1, new, width] each) to a state.
+
+        The first `num_kept` of them are what the last `propose` expanded first, in this order (see
+        `TokenTree.num_kept`): what was computed of them then need not be computed again.
+        """
 
     @abstractmethod
     def step(

@@ -31,7 +31,7 @@ class EagleState:
 
     slots: DraftSlots
     cache: Tensor  # [2, 1, kv_heads, slots, head_dim]
-    last: Tensor  # [1, 1, hidden]: the target's feature of the last verified token; zero before the first
+    before: Tensor  # [1, waiting + 1, hidden]: the target's feature of the token before each that waits and the root
     drafted: list[Tensor]  # predicted features of the expanded nodes, level by level
 
 
@@ -86,29 +86,35 @@ class Eagle(Drafter[EagleState]):
 
     def reset(self, state: EagleState) -> None:
         state.slots.reset()
-        state.last = torch.zeros_like(state.last)
+        state.before = torch.zeros_like(state.before[:, :1])
 
-    def extend(self, state: EagleState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
-        start = state.slots.commit(tokens.shape[0])
-        feature = memory["feature"].to(self.fc.weight.dtype)
-        # One layer: keys and values of a token depend on its own input alone.
-        x = self._join(tokens[None], torch.cat([state.last, feature[:, :-1]], dim=1))
-        self.layer.remember(x, self.rotary.rows(start, state.slots.length), state.cache, start)
-        state.last = feature[:, -1:].clone()
+    def extend(self, state: EagleState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
+        before = torch.cat([state.before, memory["feature"].to(self.fc.weight.dtype)], dim=1)
+        first = state.slots.num_verified + 1 - state.before.shape[1]  # position of the token that before[0] is for
+
+        def remember(some: Int[Tensor, " some"], start: int) -> None:
+            # One layer: keys and values of a token depend on its own input alone.
+            end = start + some.shape[0]
+            x = self._join(some[None], before[:, start - first : end - first])
+            self.layer.remember(x, self.rotary.rows(start, end), state.cache, start)
+
+        # Of what was drafted only the root read a feature of the target; behind it stand the drafter's own.
+        state.slots.extend(tokens, min(num_kept, 1), remember)
+        state.before = before[:, state.slots.length - first :]
 
     def step(
         self, state: EagleState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
     ) -> Float[Tensor, "new vocab"]:
+        rows = state.slots.expand(tokens, ancestors, depth)
         if depth == 0:
             state.drafted = []
-            before = state.last.expand(-1, tokens.shape[0], -1)
+            before = state.before[:, -1 - rows.num_known :]
         elif ancestors is None:
             before = state.drafted[-1]
         else:
             before = torch.cat(state.drafted, dim=1)[:, parents_of(ancestors)]
-        start, mask = state.slots.expand(tokens.shape[0], ancestors, depth)
-        position = state.slots.length + depth
-        rotary = self.rotary.rows(position, position + 1)
-        predicted = self.layer.draft(self._join(tokens[None], before), rotary, state.cache, start, mask)
+        rotary = self.rotary.rows(rows.begin, rows.position + 1)
+        x = self._join(rows.tokens[None], before)
+        predicted = self.layer.draft(x, rotary, state.cache, rows.start, rows.mask, rows.num_known)
         state.drafted.append(predicted)
         return self.vocabulary.expand(self.vocabulary.logits(predicted[0]))

@@ -8,6 +8,7 @@ what the target would not have computed yet.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -109,25 +110,32 @@ class Glide(Drafter[GlideState]):
     def reset(self, state: GlideState) -> None:
         state.slots.reset()
 
-    def extend(self, state: GlideState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
-        start = state.slots.commit(tokens.shape[0])
-        end = state.slots.length
-        # One layer over embeddings: a token's keys and values depend on nothing but itself.
-        normed = self.self_norm(self.head.embed(tokens)[None].to(self.cross_query.weight.dtype))
-        self.self_attention.remember(normed, self.rotary.rows(start, end), state.own, start)
+    def extend(self, state: GlideState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
+        start = state.slots.num_verified
+        state.slots.extend(tokens, num_kept, partial(self._remember, state))
+        end = state.slots.num_verified
         key, value = self._unpack(memory["last_layer"])
         state.target[0, :, :, start:end] = key
         state.target[1, :, :, start:end] = value
 
+    def _remember(self, state: GlideState, tokens: Int[Tensor, " some"], start: int) -> None:
+        # One layer over embeddings: a token's keys and values depend on nothing but itself.
+        normed = self.self_norm(self._embed(tokens))
+        self.self_attention.remember(normed, self.rotary.rows(start, start + tokens.shape[0]), state.own, start)
+
+    def _embed(self, tokens: Int[Tensor, " some"]) -> Float[Tensor, "1 some hidden"]:
+        return self.head.embed(tokens)[None].to(self.cross_query.weight.dtype)
+
     def step(
         self, state: GlideState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
     ) -> Float[Tensor, "new vocab"]:
-        start, mask = state.slots.expand(tokens.shape[0], ancestors, depth)
-        position = state.slots.length + depth
-        rotary = self.rotary.rows(position, position + 1)
-        x = self.head.embed(tokens)[None].to(self.cross_query.weight.dtype)
-        x = x + self.self_attention.draft(self.self_norm(x), rotary, state.own, start, mask)
-        key, value = state.target[..., : state.slots.length, :]
-        positions = torch.full((1, tokens.shape[0]), position, device=tokens.device)
-        hidden = self._finish(x, (key, value), None, positions)
+        rows = state.slots.expand(tokens, ancestors, depth)
+        rotary = self.rotary.rows(rows.begin, rows.position + 1)
+        x = self._embed(rows.tokens)
+        attended = self.self_attention.draft(
+            self.self_norm(x), rotary, state.own, rows.start, rows.mask, rows.num_known
+        )
+        key, value = state.target[..., : rows.position - depth, :]
+        positions = torch.full((1, tokens.shape[0]), rows.position, device=tokens.device)
+        hidden = self._finish(x[:, rows.num_known :] + attended, (key, value), None, positions)
         return self.vocabulary.expand(self.vocabulary.logits(hidden[0]))

@@ -5,6 +5,7 @@ It knows nothing of the target but the text, so nothing crosses from target to d
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import IndependentConfig
 from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttentionLayer, causal_mask, init_weights
-from moray.drafters.slots import EXTEND_CHUNK, DraftSlots
+from moray.drafters.slots import DraftSlots
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
@@ -103,27 +104,25 @@ class Independent(Drafter[IndependentState]):
         return F.linear(hidden, self.projection.weight.to(hidden.dtype))
 
     def new_state(self, capacity: int, max_expanded: int) -> IndependentState:
-        rows = EXTEND_CHUNK if self.config.num_layers > 1 else 0
-        slots = DraftSlots(capacity, max_expanded, self.norm.weight, rows)
+        slots = DraftSlots(capacity, max_expanded, self.norm.weight, is_layered=self.config.num_layers > 1)
         caches = [slots.new_cache(self.config.layer.num_kv_heads, self.config.head_dim) for _ in self._blocks]
         return IndependentState(slots, caches)
 
     def reset(self, state: IndependentState) -> None:
         state.slots.reset()
 
-    def extend(self, state: IndependentState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
+    def extend(self, state: IndependentState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
+        state.slots.extend(tokens, num_kept, partial(self._remember, state))
+
+    def _remember(self, state: IndependentState, tokens: Int[Tensor, " some"], start: int) -> None:
         # The last layer's output is not needed: its keys and values are, and they need no attention of its own.
-        *lower, last = zip(self._blocks, state.caches, strict=True)
-        for chunk in tokens.split(EXTEND_CHUNK) if lower else (tokens,):
-            start, new = state.slots.length, chunk.shape[0]
-            rotary = self.rotary.rows(start, start + new)
-            mask = state.slots.causal(new) if lower else None
-            x = self._embed(chunk[None])
-            for layer, cache in lower:
-                x = layer.draft(x, rotary, cache, start, mask)
-            layer, cache = last
-            layer.remember(x, rotary, cache, start)
-            state.slots.commit(new)
+        *lower, (last, last_cache) = zip(self._blocks, state.caches, strict=True)
+        rotary = self.rotary.rows(start, start + tokens.shape[0])
+        mask = state.slots.causal(tokens.shape[0]) if lower else None
+        x = self._embed(tokens[None])
+        for layer, cache in lower:
+            x = layer.draft(x, rotary, cache, start, mask)
+        last.remember(x, rotary, last_cache, start)
 
     def step(
         self,
@@ -132,10 +131,11 @@ class Independent(Drafter[IndependentState]):
         ancestors: Bool[Tensor, "new expanded"] | None,
         depth: int,
     ) -> Float[Tensor, "new vocab"]:
-        start, mask = state.slots.expand(tokens.shape[0], ancestors, depth)
-        position = state.slots.length + depth
-        rotary = self.rotary.rows(position, position + 1)
-        x = self._embed(tokens[None])
-        for layer, cache in zip(self._blocks, state.caches, strict=True):
-            x = layer.draft(x, rotary, cache, start, mask)
+        rows = state.slots.expand(tokens, ancestors, depth)
+        rotary = self.rotary.rows(rows.begin, rows.position + 1)
+        *lower, (last, last_cache) = zip(self._blocks, state.caches, strict=True)
+        x = self._embed(rows.tokens[None])
+        for layer, cache in lower:
+            x = layer.draft(x, rotary, cache, rows.start, rows.causal)
+        x = last.draft(x, rotary, last_cache, rows.start, rows.mask, rows.num_known)
         return self.vocabulary.expand(self._logits(self.norm(x)[0]))

@@ -73,8 +73,10 @@ class SelfAttention(nn.Module):
     ) -> Float[Tensor, "batch seq width"]:
         """All positions at once."""
         heads = _heads(self.qkv_proj(normed), self.head_dim)
-        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        return self._attend(rotate(query, rotary), rotate(key, rotary), value, mask)
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated = rotate(heads[:, :num_rotated], rotary)
+        query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, num_rotated:]
+        return self._attend(query, key, value, mask)
 
     def remember(self, normed: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
         """Write keys and values of new positions into a cache's slots from `start` on."""
@@ -90,9 +92,13 @@ class SelfAttention(nn.Module):
         rotary: Rotary,
         cache: KVBuffer,
         start: int,
-        mask: Float[Tensor, "1 1 new seen"] | None,
-    ) -> Float[Tensor, "1 new width"]:
-        """New positions over the cache, in which their own slots begin at `start`."""
+        mask: Float[Tensor, "1 1 rest seen"] | None,
+        num_known: int = 0,
+    ) -> Float[Tensor, "1 rest width"]:
+        """New positions over the cache, in which their own slots begin at `start`.
+
+        Of the first `num_known` only keys and values are computed; the others see them all, if they have no mask.
+        """
         heads = _heads(self.qkv_proj(normed), self.head_dim)
         num_rotated = self.num_heads + self.num_kv_heads
         rotated = rotate(heads[:, :num_rotated], rotary)
@@ -100,7 +106,7 @@ class SelfAttention(nn.Module):
         cache[0, :, :, start:end] = rotated[:, self.num_heads :]
         cache[1, :, :, start:end] = heads[:, num_rotated:]
         key, value = cache[..., :end, :]
-        return self._attend(rotated[:, : self.num_heads], key, value, mask)
+        return self._attend(rotated[:, : self.num_heads, num_known:], key, value, mask)
 
     def _attend(
         self,
@@ -169,8 +175,12 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(intermediate_size, width, bias=False)
 
     def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
+        return self.down(self.gated(x))
+
+    def gated(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any intermediate"]:
+        """What the last projection reads."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return F.silu(gate) * up
 
 
 class _Layer(nn.Module):
@@ -204,6 +214,14 @@ class SelfAttentionLayer(_Layer):
         """All positions of `x` at once."""
         return self._finish(x, self.attention(self.input_norm(x), rotary, mask))
 
+    def mean(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch width"]:
+        """The mean of what `forward` gives at all positions, without a mask.
+
+        The MLP's last projection is linear, so it is applied to the mean: a `seq`-th of its work.
+        """
+        x = x + self.attention(self.input_norm(x), rotary, None)
+        return x.mean(dim=1) + self.mlp.down(self.mlp.gated(self.mlp_norm(x)).mean(dim=1))
+
     def remember(self, x: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
         """Keys and values of new positions alone (see `SelfAttention.remember`)."""
         self.attention.remember(self.input_norm(x), rotary, cache, start)
@@ -214,10 +232,12 @@ class SelfAttentionLayer(_Layer):
         rotary: Rotary,
         cache: KVBuffer,
         start: int,
-        mask: Float[Tensor, "1 1 new seen"] | None,
-    ) -> Float[Tensor, "1 new width"]:
-        """New positions over a cache (see `SelfAttention.draft`)."""
-        return self._finish(x, self.attention.draft(self.input_norm(x), rotary, cache, start, mask))
+        mask: Float[Tensor, "1 1 rest seen"] | None,
+        num_known: int = 0,
+    ) -> Float[Tensor, "1 rest width"]:
+        """New positions over a cache, but for the first `num_known` (see `SelfAttention.draft`)."""
+        attended = self.attention.draft(self.input_norm(x), rotary, cache, start, mask, num_known)
+        return self._finish(x[:, num_known:], attended)
 
 
 class CrossAttentionLayer(_Layer):

@@ -100,7 +100,7 @@ class Medusa(Drafter[MedusaState]):
     def reset(self, state: MedusaState) -> None:
         state.logits = None
 
-    def extend(self, state: MedusaState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
+    def extend(self, state: MedusaState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
         state.last = memory["feature"][0, -1].to(self.block_weights[0].dtype)
         state.logits = None
 

@@ -10,6 +10,7 @@ Memory covers verified tokens only, so drafting k tokens needs nothing new from 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -98,8 +99,8 @@ class MoA(Drafter[MoAState]):
         memory m_t; then cross-attention's keys and values of it, not yet rotated."""
         batch, seq, layers, width = kv.shape
         x = kv.reshape(batch * seq, layers, width).to(self.to_memory.weight.dtype)
-        mixed = self.lsa(x, self.layer_rotary.rows(0, layers), None)
-        return self.ca.memorise(self.to_memory(mixed.mean(dim=1)).view(batch, seq, -1))
+        mixed = self.lsa.mean(x, self.layer_rotary.rows(0, layers))
+        return self.ca.memorise(self.to_memory(mixed).view(batch, seq, -1))
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         assert batch.taps.kv is not None
@@ -155,33 +156,36 @@ class MoA(Drafter[MoAState]):
         if state.tail is not None:
             state.tail.reset()
 
-    def extend(self, state: MoAState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
-        start = state.slots.commit(tokens.shape[0])
-        end = state.slots.length
-        rotary = self.rotary.rows(start, end)
-        # SA is one layer over embeddings: a token's keys and values depend on nothing but itself.
-        x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
-        self.sa.remember(x, rotary, state.own, start)
-        key, value = self.ca.attention.split(memory["cross"].to(x.dtype), rotary)
+    def extend(self, state: MoAState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
+        start = state.slots.num_verified
+        state.slots.extend(tokens, num_kept, partial(self._remember, state))
+        end = state.slots.num_verified
+        cross = memory["cross"].to(state.memory.dtype)
+        key, value = self.ca.attention.split(cross, self.rotary.rows(start, end))
         state.memory[0, :, :, start:end] = key
         state.memory[1, :, :, start:end] = value
         if state.tail is not None:
             state.tail.length = start
             state.tail.write(memory["tail"].unflatten(2, (self.config.target_layers, -1)))
 
+    def _remember(self, state: MoAState, tokens: Int[Tensor, " some"], start: int) -> None:
+        # SA is one layer over embeddings: a token's keys and values depend on nothing but itself.
+        self.sa.remember(self._embed(tokens), self.rotary.rows(start, start + tokens.shape[0]), state.own, start)
+
+    def _embed(self, tokens: Int[Tensor, " some"]) -> Float[Tensor, "1 some hidden"]:
+        return self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
+
     def step(
         self, state: MoAState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
     ) -> Float[Tensor, "new vocab"]:
-        start, mask = state.slots.expand(tokens.shape[0], ancestors, depth)
-        position = state.slots.length + depth
-        rotary = self.rotary.rows(position, position + 1)
-        x = self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
-        x = self.sa.draft(x, rotary, state.own, start, mask)
-        key, value = state.memory[..., : state.slots.length, :]
-        hidden = self.ca(x, rotary, key, value, None)
+        rows = state.slots.expand(tokens, ancestors, depth)
+        rotary = self.rotary.rows(rows.begin, rows.position + 1)
+        x = self.sa.draft(self._embed(rows.tokens), rotary, state.own, rows.start, rows.mask, rows.num_known)
+        key, value = state.memory[..., : rows.position - depth, :]
+        hidden = self.ca(x, rotary[rows.num_known :], key, value, None)
         if state.tail is not None:
-            state.tail.length = start
-            positions = torch.full((1, tokens.shape[0]), position, device=tokens.device)
+            state.tail.length = rows.start + rows.num_known
+            positions = torch.full((1, tokens.shape[0]), rows.position, device=tokens.device)
             feature = (hidden * self.feature_scale).to(self.head.weight.dtype)
-            hidden = self.head.run_last_layers(feature, positions, mask, state.tail)
+            hidden = self.head.run_last_layers(feature, positions, rows.mask, state.tail)
         return self.vocabulary.expand(self.vocabulary.logits(hidden[0]))

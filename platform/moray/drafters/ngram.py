@@ -58,7 +58,7 @@ class Ngram(Drafter[NgramState]):
         state.recent.clear()
         state.paths.clear()
 
-    def extend(self, state: NgramState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
+    def extend(self, state: NgramState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
         for token in tokens.tolist():
             recent = tuple(state.recent)
             for size in range(self.config.min_ngram, len(recent) + 1):

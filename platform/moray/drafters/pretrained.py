@@ -5,6 +5,7 @@ nothing.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch import Tensor
 from moray.batch import TapNeeds, Taps
 from moray.drafters.base import Drafter, Memory
 from moray.drafters.configs import PretrainedConfig
-from moray.drafters.slots import EXTEND_CHUNK, DraftSlots
+from moray.drafters.slots import DraftSlots
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
 from moray.targets.model import Target
@@ -48,7 +49,7 @@ class Pretrained(Drafter[PretrainedState]):
         return {}
 
     def new_state(self, capacity: int, max_expanded: int) -> PretrainedState:
-        slots = DraftSlots(capacity, max_expanded, self._model.model.lm_head.weight, rows=EXTEND_CHUNK)
+        slots = DraftSlots(capacity, max_expanded, self._model.model.lm_head.weight, is_layered=True)
         return PretrainedState(slots, self._model.new_cache(slots.num_slots))
 
     def reset(self, state: PretrainedState) -> None:
@@ -56,16 +57,15 @@ class Pretrained(Drafter[PretrainedState]):
         state.cache.reset()
         state.is_full = False
 
-    def extend(self, state: PretrainedState, tokens: Int[Tensor, " new"], memory: Memory) -> None:
-        if state.slots.length + tokens.shape[0] > self._model.spec.max_positions:
+    def extend(self, state: PretrainedState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
+        if state.slots.num_verified + tokens.shape[0] > self._model.spec.max_positions:
             state.is_full = True
-        if state.is_full:
-            return
-        for chunk in tokens.split(EXTEND_CHUNK):
-            new = chunk.shape[0]
-            state.cache.length = state.slots.length
-            self._run(state, chunk, state.slots.causal(new), torch.arange(new, device=chunk.device))
-            state.slots.commit(new)
+        if not state.is_full:
+            state.slots.extend(tokens, num_kept, partial(self._remember, state))
+
+    def _remember(self, state: PretrainedState, tokens: Int[Tensor, " some"], start: int) -> None:
+        positions = torch.arange(start, start + tokens.shape[0], device=tokens.device)
+        self._run(state, tokens, start, positions, state.slots.causal(tokens.shape[0]))
 
     def step(
         self,
@@ -74,13 +74,13 @@ class Pretrained(Drafter[PretrainedState]):
         ancestors: Bool[Tensor, "new expanded"] | None,
         depth: int,
     ) -> Float[Tensor, "new vocab"] | None:
-        if state.is_full or state.slots.length + depth >= self._model.spec.max_positions:
+        if state.is_full or state.slots.num_verified + depth >= self._model.spec.max_positions:
             return None
-        start, mask = state.slots.expand(tokens.shape[0], ancestors, depth)
-        state.cache.length = start
-        offsets = torch.full_like(tokens, state.slots.length + depth - start)
-        hidden = self._run(state, tokens, mask, offsets)
-        logits = self._model.logits(hidden)
+        rows = state.slots.expand(tokens, ancestors, depth)
+        # Verified tokens that have waited stand one behind the other, nodes of one depth side by side.
+        positions = torch.arange(rows.begin, rows.begin + rows.tokens.shape[0], device=tokens.device)
+        hidden = self._run(state, rows.tokens, rows.start, positions.clamp(max=rows.position), rows.causal)
+        logits = self._model.logits(hidden[rows.num_known :])
         # Embeddings are often padded to another size than the target's: ids beyond both are never text.
         missing = self.spec.vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self.spec.vocab_size]
@@ -89,10 +89,11 @@ class Pretrained(Drafter[PretrainedState]):
         self,
         state: PretrainedState,
         tokens: Int[Tensor, " new"],
+        start: int,
+        positions: Int[Tensor, " new"],
         mask: Float[Tensor, "1 1 new slots"] | None,
-        offsets: Int[Tensor, " new"],
     ) -> Float[Tensor, "new hidden"]:
-        """Last hidden states of tokens that stand `offsets` behind the cache's length."""
+        """Last hidden states of tokens whose slots begin at `start`."""
         known = tokens.clamp(max=self._model.spec.vocab_size - 1)
-        positions = offsets + state.cache.length
+        state.cache.length = start
         return self._model.forward(known[None], positions[None], mask, state.cache).last[0]

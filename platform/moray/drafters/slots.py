@@ -1,34 +1,64 @@
 """Where a drafter keeps keys and values while it drafts one sequence.
 
-slot    0 .. length-1        length .. length+expanded-1
-holds   verified tokens      the tree's expanded nodes, overwritten by the next tree
+slot    0 .. length-1        length .. length+pending-1       behind them
+holds   verified tokens      verified tokens to be computed   the tree's expanded nodes, overwritten by the next tree
+                             along with the next root
+
+An accepted chain's nodes already lie in the slots of the verified tokens that they have become; what is missing (a
+leaf, a tree's path) waits for the next root, so that a cycle needs no pass of the drafter of its own.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moray.trees.tree import PrefixMask
 
 EXTEND_CHUNK = 64
-"""Most verified tokens whose attention is computed at once, for drafters of several layers."""
+"""Verified tokens that are computed at once, the parts of a prompt; fewer wait for the next root."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What one draft step computes: verified tokens that have waited (at depth 0 only), then the nodes to score."""
+
+    tokens: Int[Tensor, " rows"]
+    num_known: int
+    """How many of the rows are verified tokens, which nobody has to score."""
+    start: int
+    """Slot of the first row."""
+    begin: int
+    """Position of the first row; verified tokens have ascending ones, nodes share the last."""
+    position: int
+    """Position of the nodes: the number of verified tokens, plus the depth."""
+    mask: Float[Tensor, "1 1 nodes slots"] | None
+    """What the nodes see of all slots up to their own (None: everything)."""
+    causal: Float[Tensor, "1 1 rows slots"] | None
+    """The same for all rows; only where slots were made for drafters of several layers."""
 
 
 class DraftSlots:
     """Counts the slots that all of a drafter's caches share, and masks them. Nothing is allocated after the start."""
 
-    def __init__(self, capacity: int, max_expanded: int, like: Tensor, rows: int = 0) -> None:
+    def __init__(self, capacity: int, max_expanded: int, like: Tensor, is_layered: bool = False) -> None:
         """
         Args:
             capacity: most verified tokens.
             max_expanded: most nodes of a tree that the drafter expands.
             like: gives type and device.
-            rows: most tokens that are masked at once, if more than `max_expanded`.
+            is_layered: verified tokens need attention themselves, for a layer above reads what comes out.
         """
         self.num_slots = capacity + max_expanded
         self.length = 0
+        self._none = torch.empty(0, dtype=torch.long, device=like.device)
+        self._pending = self._none
+        self._is_computed = False
         self._num_expanded = 0
         self._like = like
+        rows = EXTEND_CHUNK if is_layered else 0
         self._mask = PrefixMask(max(max_expanded, rows), self.num_slots, like)
         self._lower = torch.ones(rows, rows, dtype=torch.bool, device=like.device).tril()
 
@@ -36,32 +66,71 @@ class DraftSlots:
         """Keys and values of one attention."""
         return self._like.new_zeros(2, 1, num_kv_heads, self.num_slots, head_dim)
 
-    def commit(self, num_tokens: int) -> int:
-        """Add verified tokens; returns the slot of the first one."""
-        start = self.length
-        self._mask.commit(num_tokens)
-        self.length += num_tokens
-        return start
+    @property
+    def num_verified(self) -> int:
+        """Verified tokens, those among them that wait for the next root."""
+        return self.length + self._pending.shape[0]
+
+    def extend(
+        self, tokens: Int[Tensor, " new"], num_kept: int, remember: Callable[[Int[Tensor, " some"], int], None]
+    ) -> None:
+        """Add verified tokens.
+
+        Args:
+            tokens: in order.
+            num_kept: how many of them, from the first on, already lie in their slots (see `Drafter.extend`).
+            remember: remember(some, start) computes keys and values of some tokens, whose slots begin at `start`.
+        """
+        self._settle()
+        if self._pending.shape[0]:  # nothing was drafted since
+            self._remember(self._pending, remember)
+        self._commit(num_kept)
+        self._pending = tokens[num_kept:]
+        if self._pending.shape[0] >= EXTEND_CHUNK:
+            self._remember(self._pending, remember)
+
+    def _remember(self, tokens: Int[Tensor, " some"], remember: Callable[[Int[Tensor, " some"], int], None]) -> None:
+        for chunk in tokens.split(EXTEND_CHUNK):
+            remember(chunk, self.length)
+            self._commit(chunk.shape[0])
+        self._pending = self._none
 
     def causal(self, num_tokens: int) -> Float[Tensor, "1 1 new slots"] | None:
-        """What tokens that are about to be committed see: all before them and themselves (None: everything)."""
+        """What new verified tokens see: all before them and themselves (None: everything)."""
         return None if num_tokens == 1 else self._mask.view(self._lower[:num_tokens, :num_tokens])
 
     def expand(
-        self, num_nodes: int, ancestors: Bool[Tensor, "new expanded"] | None, depth: int
-    ) -> tuple[int, Float[Tensor, "1 1 new slots"] | None]:
-        """Add nodes at `depth` of the running tree (0 begins a new one).
-
-        Returns:
-            the slot of the first one, and what they see of all slots up to their own (None: everything).
-        """
-        if depth == 0:
-            self._num_expanded = 0
-        start = self.length + self._num_expanded
-        self._num_expanded += num_nodes
-        return start, None if ancestors is None else self._mask.view(ancestors)
+        self, nodes: Int[Tensor, " nodes"], ancestors: Bool[Tensor, "nodes expanded"] | None, depth: int
+    ) -> Expansion:
+        """Add nodes at `depth` of the running tree; at 0, where a new one begins, its root alone."""
+        self._settle()
+        if depth > 0:
+            start, position = self.length + self._num_expanded, self.length + depth
+            self._num_expanded += nodes.shape[0]
+            mask = None if ancestors is None else self._mask.view(ancestors)
+            return Expansion(nodes, 0, start, position, position, mask, mask)
+        self._num_expanded = 1
+        self._is_computed = True  # by the step that this is for
+        start, known = self.length, self._pending.shape[0]
+        if not known:
+            return Expansion(nodes, 0, start, start, start, None, None)
+        causal = self.causal(known + 1) if self._lower.shape[0] else None
+        return Expansion(torch.cat([self._pending, nodes]), known, start, start, start + known, None, causal)
 
     def reset(self) -> None:
         """Forget everything."""
         self.length = self._num_expanded = 0
+        self._pending, self._is_computed = self._none, False
         self._mask.reset()
+
+    def _settle(self) -> None:
+        """What waited was computed with the root, and has become like all other verified tokens."""
+        if self._is_computed:
+            self._is_computed = False
+            self._commit(self._pending.shape[0])
+            self._pending = self._none
+
+    def _commit(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._mask.commit(num_tokens)
+            self.length += num_tokens

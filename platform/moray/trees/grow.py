@@ -4,7 +4,7 @@ Knows neither models nor sampling: a `Step` scores, a `Select` picks children fr
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -18,7 +18,7 @@ Step = Callable[[Int[Tensor, " new"], Bool[Tensor, "new expanded"] | None, int],
 """step(tokens, ancestors, depth) -> logits of each node's child; None ends the tree here.
 
 `ancestors` says which of all nodes expanded so far (these included, in order) each new node descends from,
-itself among them; None where every new node sees all of them (a chain).
+itself among them; None where every new node sees all of them (a chain). At depth 0 there is the root alone.
 """
 
 Select = Callable[
@@ -67,7 +67,15 @@ def _grow_fixed(root: Int[Tensor, " 1"], branching: tuple[int, ...], step: Step,
         start, end = end, end + levels[-1].shape[0]
     # The root was not drafted: its row of draft_probs is never read.
     draft = torch.cat([probs[0][:1], *probs]) if probs else None
-    return TokenTree(torch.cat(levels), structure.parents, structure.depths, structure.ancestors, len(branching), draft)
+    return TokenTree(
+        torch.cat(levels),
+        structure.parents,
+        structure.depths,
+        structure.ancestors,
+        len(branching),
+        draft,
+        is_chain=end == len(branching) + 1,
+    )
 
 
 def _grow_sparse(root: Int[Tensor, " 1"], shape: SparseShape, step: Step, select: Select) -> TokenTree:
@@ -144,6 +152,8 @@ def _grow_dynamic(
     level 0   root                                   expanded[0]
     level 1   breadth candidates, all expanded       expanded[1 : 1 + breadth]
     level k   breadth * breadth candidates, the best `breadth` of them expanded
+
+    Candidates are numbered in this order.
     """
     device, breadth = root.device, shape.breadth
     tokens, parents, scores = [root], [torch.full_like(root, -1)], [torch.zeros(1, device=device)]
@@ -171,20 +181,31 @@ def _grow_dynamic(
             ancestors = torch.cat([inherited, itself], dim=1)
         num_candidates += cumulative.shape[0]
         num_levels += 1
-    size = shape.nodes
     ranked = torch.cat(scores).sort(descending=True, stable=True)
+    best, deepest = ranked.indices[: shape.nodes + 1], num_levels
     if budget is not None and num_levels:
-        size = budget(ranked.values[1 : shape.nodes + 1].tolist())
-    return _keep_best(torch.cat(tokens), torch.cat(parents), ranked.indices[: size + 1], num_levels)
+        # In one copy; indices of candidates are far below what doubles count exactly.
+        log_probs, indices = torch.stack([ranked.values.double(), ranked.indices.double()])[:, : best.shape[0]].tolist()
+        best = best[: budget(log_probs[1:]) + 1]
+        deepest = max(_level(int(index), breadth) for index in indices[: best.shape[0]])
+    tree = _keep_best(torch.cat(tokens), torch.cat(parents), best, deepest)
+    return replace(tree, num_empty_levels=num_levels - deepest)
+
+
+def _level(candidate: int, breadth: int) -> int:
+    """Where a candidate of a dynamic tree stands: see the numbering in `_grow_dynamic`."""
+    if candidate == 0:
+        return 0
+    return 1 if candidate <= breadth else 2 + (candidate - 1 - breadth) // breadth**2
 
 
 def _keep_best(
     tokens: Int[Tensor, " candidates"],
     parents: Int[Tensor, " candidates"],
     best: Int[Tensor, " kept"],
-    num_levels: int,
+    max_depth: int,
 ) -> TokenTree:
-    """The tree of the root and the likeliest candidates.
+    """The tree of the root and the likeliest candidates, none of them deeper than `max_depth`.
 
     A child scores at most its parent's score and stands behind it, so a stable sort keeps every kept node's
     parent too.
@@ -198,11 +219,11 @@ def _keep_best(
     rows = torch.arange(size, device=kept.device)
     depths = torch.zeros_like(new_parents)
     node = rows
-    for _ in range(num_levels):
+    for _ in range(max_depth):
         depths += (node != 0).long()
         node = hop[node]
         ancestors[rows, node] = True
-    return TokenTree(tokens[kept], new_parents, depths, ancestors, num_levels)
+    return TokenTree(tokens[kept], new_parents, depths, ancestors, max_depth)
 
 
 @lru_cache(maxsize=64)

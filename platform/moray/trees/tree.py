@@ -27,11 +27,27 @@ class TokenTree:
     ancestors: Bool[Tensor, "nodes nodes"]
     max_depth: int
     draft_probs: Float[Tensor, "nodes vocab"] | None = None
+    is_chain: bool = False
+    """Known to have one node per level."""
+    num_empty_levels: int = 0
+    """Levels that were drafted below the deepest node, and of which nothing was worth keeping."""
 
     @property
     def num_nodes(self) -> int:
         """Nodes, root included."""
         return self.tokens.shape[0]
+
+    @property
+    def num_levels(self) -> int:
+        """Levels drafted, those among them that hold no node."""
+        return self.max_depth + self.num_empty_levels
+
+    def num_kept(self, path_length: int) -> int:
+        """Of the root and an accepted path, how many the drafter expanded one right after the other, from the root on.
+
+        In a chain all but a leaf; of another tree the root alone, for the drafter expands other nodes in between.
+        """
+        return min(1 + path_length if self.is_chain else 1, self.max_depth)
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,7 @@ def chain_of(tokens: Int[Tensor, " nodes"]) -> TokenTree:
     """A root and one node below the other."""
     depth = tokens.shape[0] - 1
     structure = fixed_structure((1,) * depth, tokens.device)
-    return TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, depth)
+    return TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, depth, is_chain=True)
 
 
 def structure_of(parents: list[int], depths: list[int], device: torch.device) -> Structure:

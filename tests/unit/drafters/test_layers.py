@@ -8,7 +8,15 @@ from reference import rotated
 from torch import nn
 
 from moray.drafters.configs import BlockConfig
-from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttention, block_mask, causal_mask, rotate
+from moray.drafters.layers import (
+    RMSNorm,
+    RotaryTable,
+    SelfAttention,
+    SelfAttentionLayer,
+    block_mask,
+    causal_mask,
+    rotate,
+)
 from moray.drafters.slots import DraftSlots
 
 WIDTH, HEAD_DIM, EPS = 24, 8, 1e-5
@@ -117,13 +125,29 @@ def attention() -> SelfAttention:
 
 
 def begun(attention: SelfAttention, x: torch.Tensor, known: int):
-    """Slots and a cache that remember the first `known` positions, in two pieces."""
+    """Slots and a cache that remember the first `known` positions, in two pieces, but for the second half of them."""
     slots = DraftSlots(32, 8, x)
     cache = slots.new_cache(BLOCK.num_kv_heads, HEAD_DIM)
     for begin, end in ((0, known // 2), (known // 2, known)):
-        start = slots.commit(end - begin)
-        attention.remember(x[:, begin:end], ROTARY.rows(begin, end), cache, start)
+        add(attention, slots, cache, x, begin, end)
     return slots, cache
+
+
+def add(attention: SelfAttention, slots: DraftSlots, cache: torch.Tensor, x: torch.Tensor, begin: int, end: int):
+    """Verify positions of x: a token is its own position here."""
+
+    def remember(some: torch.Tensor, start: int) -> None:
+        rotary = ROTARY.rows(start, start + some.shape[0])
+        attention.remember(x[:, some], rotary, cache, start)
+
+    slots.extend(torch.arange(begin, end), 0, remember)
+
+
+def drafted(attention: SelfAttention, slots: DraftSlots, cache: torch.Tensor, x: torch.Tensor, nodes, ancestors, depth):
+    """What nodes read that are positions of x."""
+    rows = slots.expand(nodes, ancestors, depth)
+    rotary = ROTARY.rows(rows.begin, rows.position + 1)
+    return attention.draft(x[:, rows.tokens], rotary, cache, rows.start, rows.mask, rows.num_known)[0]
 
 
 def test_drafting_token_by_token_attends_as_all_positions_at_once(attention):
@@ -132,10 +156,8 @@ def test_drafting_token_by_token_attends_as_all_positions_at_once(attention):
         whole = attention(x, ROTARY.rows(0, 12), causal_mask(12, x.device))
         slots, cache = begun(attention, x, 7)
         for depth, i in enumerate(range(7, 12)):
-            start, mask = slots.expand(1, None, depth)
-            assert start == i
-            drafted = attention.draft(x[:, i : i + 1], ROTARY.rows(i, i + 1), cache, start, mask)
-            torch.testing.assert_close(drafted[0, 0], whole[0, i], rtol=1e-5, atol=1e-5)
+            read = drafted(attention, slots, cache, x, torch.tensor([i]), None, depth)
+            torch.testing.assert_close(read, whole[0, i : i + 1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_tree_attends_along_its_paths(attention):
@@ -146,44 +168,49 @@ def test_a_tree_attends_along_its_paths(attention):
     with torch.no_grad():
         slots, cache = begun(attention, x, known)
         for depth, (begin, end) in enumerate([(0, 1), (1, 3), (3, 5)]):
-            start, mask = slots.expand(end - begin, ancestors[begin:end, :end], depth)
-            rotary = ROTARY.rows(known + depth, known + depth + 1)
-            drafted = attention.draft(x[:, known + begin : known + end], rotary, cache, start, mask)
+            nodes = torch.arange(known + begin, known + end)
+            read = drafted(attention, slots, cache, x, nodes, ancestors[begin:end, :end], depth)
             for node in range(begin, end):
                 path = [known + above for above in range(node + 1) if ancestors[node, above]]
                 alone = x[:, [*range(known), *path]]
                 seq = alone.shape[1]
                 wanted = attention(alone, ROTARY.rows(0, seq), causal_mask(seq, x.device))[0, -1]
-                torch.testing.assert_close(drafted[0, node - begin], wanted, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(read[node - begin], wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_several_tokens_that_are_about_to_be_committed_attend_causally(attention):
+def test_tokens_that_wait_attend_causally_where_a_layer_above_reads_them(attention):
     x = noise(1, 12, WIDTH)
-    slots = DraftSlots(32, 4, x, rows=5)
+    slots = DraftSlots(32, 4, x, is_layered=True)
     cache = slots.new_cache(BLOCK.num_kv_heads, HEAD_DIM)
     with torch.no_grad():
         whole = attention(x, ROTARY.rows(0, 12), causal_mask(12, x.device))
-        for begin, end in ((0, 5), (5, 6), (6, 10), (10, 12)):
-            mask = slots.causal(end - begin)
-            read = attention.draft(x[:, begin:end], ROTARY.rows(begin, end), cache, slots.length, mask)
-            torch.testing.assert_close(read[0], whole[0, begin:end], rtol=1e-5, atol=1e-5)
-            slots.commit(end - begin)
+        for begin, end in ((0, 5), (5, 6), (6, 10), (10, 11)):
+            add(attention, slots, cache, x, begin, end)
+            rows = slots.expand(torch.tensor([end]), None, 0)
+            assert (rows.num_known, rows.begin, rows.position) == (end - begin, begin, end)
+            read = attention.draft(x[:, rows.tokens], ROTARY.rows(begin, end + 1), cache, rows.start, rows.causal)
+            torch.testing.assert_close(read[0], whole[0, begin : end + 1], rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_draft_left_in_its_slots_is_overwritten_by_the_text(attention):
     x = noise(1, 12, WIDTH)
+    other = noise(1, 12, WIDTH, seed=50)
     with torch.no_grad():
         whole = attention(x, ROTARY.rows(0, 12), causal_mask(12, x.device))
         slots, cache = begun(attention, x, 6)
-        for depth in range(4):
-            start, mask = slots.expand(1, None, depth)
-            attention.draft(noise(1, 1, WIDTH, seed=50), ROTARY.rows(6 + depth, 7 + depth), cache, start, mask)
-        start = slots.commit(2)
-        attention.remember(x[:, 6:8], ROTARY.rows(6, 8), cache, start)
-        start, mask = slots.expand(1, None, 0)
-        drafted = attention.draft(x[:, 8:9], ROTARY.rows(8, 9), cache, start, mask)
-    assert start == 8
-    torch.testing.assert_close(drafted[0, 0], whole[0, 8], rtol=1e-5, atol=1e-5)
+        drafted(attention, slots, cache, x, torch.tensor([6]), None, 0)
+        for depth in range(1, 4):
+            drafted(attention, slots, cache, other, torch.tensor([6 + depth]), None, depth)
+        add(attention, slots, cache, x, 6, 8)
+        read = drafted(attention, slots, cache, x, torch.tensor([8]), None, 0)
+    torch.testing.assert_close(read, whole[0, 8:9], rtol=1e-5, atol=1e-5)
+
+
+def test_the_mean_over_positions_is_the_mean_of_all_positions():
+    torch.manual_seed(0)
+    layer = SelfAttentionLayer(WIDTH, BLOCK, HEAD_DIM, 1e-5)
+    x, rotary = noise(3, 7, WIDTH), ROTARY.rows(0, 7)
+    torch.testing.assert_close(layer.mean(x, rotary), layer(x, rotary, None).mean(dim=1))
 
 
 # --- Masks of T-step bounded training ---

@@ -305,6 +305,32 @@ def test_a_budget_has_no_say_in_chains_and_fixed_trees():
         assert grow(ROOT, shape, Recorder().step, Recorder().select, budget).num_nodes == shape.num_nodes + 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [1, 3, 6])
+def test_a_budget_s_tree_knows_its_deepest_node(seed, size):
+    shape = DynamicShape(type="dynamic", depth=6, breadth=3, nodes=17)
+    recorder = Recorder(seed)
+    tree = grow(ROOT, shape, recorder.step, recorder.select, lambda log_probs: size)
+    assert tree.num_nodes == size + 1
+    assert tree.max_depth == int(tree.depths.max())
+    assert tree.num_levels == len(recorder.calls) == 6
+
+
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, FixedShape(type="fixed", branching=(1, 1, 1))], ids=lambda shape: shape.name
+)
+def test_what_is_kept_of_a_path_was_expanded_first_and_in_order(shape):
+    recorder = Recorder(seed=3)
+    tree = grow(ROOT, shape, recorder.step, recorder.select)
+    is_chain = max(getattr(shape, "branching", (shape.max_children,))) == 1 and not isinstance(shape, DynamicShape)
+    for node in range(tree.num_nodes):
+        text = [int(ROOT), *text_of(tree, node)]
+        kept = tree.num_kept(len(text) - 1)
+        assert recorder.paths[:kept] == [text[:end] for end in range(1, kept + 1)]
+        assert kept == (min(len(text), shape.depth) if is_chain else 1)
+    assert root_alone(ROOT).num_kept(0) == 0, "nothing was drafted"
+
+
 @pytest.mark.parametrize("levels", [0, 1, 2])
 @pytest.mark.parametrize("with_budget", [False, True])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.depth > 2], ids=lambda shape: shape.name)
