@@ -1,9 +1,9 @@
 """How much to draft next: the depth and number of nodes that promise most tokens per second.
 
-Knows two things: what the parts of a cycle cost on this machine (`Costs`, measured once), and how often drafts have
-been accepted lately. The best size maximises E[tokens](n) / (verify(n) + draft), and is 0 where drafting would be
-a loss. It looks at past cycles, and at the scores of deterministic proposals, never at sampled tokens: so the
-choice cannot bend the output's distribution.
+Knows two things: what a cycle costs on this machine (`Costs`, measured once, corrected by the cycles since), and how
+often drafts have been accepted lately. The best size maximises E[tokens](n) / (verify(n) + draft), and is 0 where
+drafting would be a loss. It looks at past cycles, and at the scores of deterministic proposals, never at sampled
+tokens: so the choice cannot bend the output's distribution.
 """
 
 import math
@@ -16,14 +16,37 @@ _FORGET = 0.97
 _PRIOR_RATE = 0.7
 _PRIOR_WEIGHT = 2.0
 """What is believed of a level before it was tried, and of a level not tried for long: so that it is tried again."""
+_COST_WEIGHT = 8.0
+"""Cycles that what was measured at the start counts for, against cycles since."""
+_HICCUP = 2.0
+"""What took longer than so many times what was expected counts for no more: the machine did something else."""
+
+
+class _Correction:
+    """How much longer something really takes than was measured; it changes with the context and the machine's load."""
+
+    def __init__(self) -> None:
+        self._spent = self._measured = 0.0
+
+    def seconds(self, measured: float) -> float:
+        """What is now expected of that which was measured to take so long."""
+        prior = _COST_WEIGHT * measured
+        return measured * (self._spent + prior) / (self._measured + prior) if prior else 0.0
+
+    def record(self, measured: float, seconds: float) -> None:
+        """What was measured to take so long has taken `seconds`."""
+        limit = _HICCUP * self.seconds(measured)
+        self._spent = self._spent * _FORGET + min(seconds, limit)
+        self._measured = self._measured * _FORGET + measured
 
 
 class DraftPlanner:
     """Chooses the shape of each cycle of one decoder."""
 
     def __init__(self, shape: AdaptiveShape, costs: Costs) -> None:
-        self._shape = shape
         self._costs = costs
+        self._shapes = [shape.at(depth) for depth in range(1, shape.depth + 1)]
+        self._verify, self._draft = _Correction(), _Correction()
         self._reached = [0.0] * shape.depth
         self._passed = [0.0] * shape.depth
         self._promised = self._kept = 0.0
@@ -33,18 +56,23 @@ class DraftPlanner:
 
     def next_shape(self) -> ChainShape | DynamicShape | None:
         """The shape to draft now; None for no draft."""
-        best_depth, best_rate = 0, 1.0 / self._costs.verify_seconds(1)
+        best_depth, best_rate = 0, 1.0 / self._verify.seconds(self._costs.verify_seconds(1))
         expected, survival = 1.0, 1.0
         for depth, rate in enumerate(self._acceptance(), start=1):
             survival *= rate
             expected += survival
-            nodes = min(self._shape.at(depth).num_nodes, math.ceil(depth * self._nodes_per_level()))
-            per_second = expected / (self._costs.verify_seconds(nodes + 1) + self._costs.draft_seconds(depth))
+            nodes = min(self._shapes[depth - 1].num_nodes, math.ceil(depth * self._nodes_per_level()))
+            per_second = expected / self._seconds(nodes, depth)
             if per_second > best_rate:
                 best_depth, best_rate = depth, per_second
         self._num_levels, self._num_nodes = best_depth, 0
         self._sum_of_probabilities = 0.0
-        return self._shape.at(best_depth) if best_depth else None
+        return self._shapes[best_depth - 1] if best_depth else None
+
+    def _seconds(self, num_nodes: int, num_levels: int) -> float:
+        """A cycle with a draft."""
+        verify = self._verify.seconds(self._costs.verify_seconds(num_nodes + 1))
+        return verify + self._draft.seconds(self._costs.draft_seconds(num_levels))
 
     def budget(self, log_probs: list[float]) -> int:
         """How many of a tree's best nodes to verify (see `trees.grow.Budget`).
@@ -53,20 +81,25 @@ class DraftPlanner:
         running ratio of what was accepted to what was promised corrects it.
         """
         trust = (self._kept + _PRIOR_WEIGHT) / (self._promised + _PRIOR_WEIGHT)
-        draft = self._costs.draft_seconds(self._num_levels)
         best, best_rate, best_sum, total = 1, 0.0, 0.0, 0.0
         for count, log_prob in enumerate(log_probs, start=1):
             total += math.exp(log_prob)
-            rate = (1.0 + trust * total) / (self._costs.verify_seconds(count + 1) + draft)
+            rate = (1.0 + trust * total) / self._seconds(count, self._num_levels)
             if rate > best_rate:
                 best, best_rate, best_sum = count, rate, total
         self._sum_of_probabilities = best_sum
         self._num_nodes = min(best, len(log_probs))
         return best
 
+    def record_seconds(self, num_nodes: int, verify: float, draft: float) -> None:
+        """What a cycle's target pass over `num_nodes` nodes below the root took, and its draft."""
+        self._verify.record(self._costs.verify_seconds(num_nodes + 1), verify)
+        if self._num_levels:
+            self._draft.record(self._costs.draft_seconds(self._num_levels), draft)
+
     def record(self, num_levels: int, num_accepted: int) -> None:
-        """What became of a cycle: levels drafted and how many were accepted."""
-        for level in range(self._shape.depth):
+        """What became of a cycle: levels verified, and how many of them were accepted."""
+        for level in range(len(self._reached)):
             self._reached[level] *= _FORGET
             self._passed[level] *= _FORGET
             if level < num_levels and level <= num_accepted:

@@ -50,6 +50,11 @@ class TargetSession:
         self.cache.reset()
         self._mask.reset()
 
+    @property
+    def has_exact_phases(self) -> bool:
+        """Whether what a phase took is known: on a CPU, and where `wait` waits."""
+        return self._is_timed or self.target.device.type == "cpu"
+
     def wait(self) -> None:
         """Wait for the device if this session is timed."""
         if self._is_timed:

@@ -184,9 +184,9 @@ class SpeculativeDecoder:
         """One cycle; returns the next root."""
         root_position = prompt_length + len(generation.tokens) - 1
         wait = self._session.wait
-        with generation.timed("propose", wait):
+        with generation.timed("propose", wait) as propose:
             tree = self._propose(root, root_position, sampler)
-        with generation.timed("verify", wait):
+        with generation.timed("verify", wait) as verify:
             logits = self._session.verify(tree)
         with generation.timed("accept", wait):
             result = self._accept(tree, logits, sampler, root_position)
@@ -197,6 +197,8 @@ class SpeculativeDecoder:
         generation.tokens.extend(emitted)
         if self._planner is not None:
             self._planner.record(tree.max_depth, len(result.path))
+            if self._session.has_exact_phases:
+                self._planner.record_seconds(tree.num_nodes - 1, verify.seconds, propose.seconds)
         if on_tokens is not None:
             on_tokens(emitted, min(len(result.path), len(emitted)))
         if ending.finish_reason is not None:

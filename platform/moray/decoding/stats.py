@@ -9,6 +9,13 @@ PHASES = ("propose", "verify", "accept", "commit", "observe")
 
 
 @dataclass
+class Timer:
+    """How long a phase of one cycle took, once it is over."""
+
+    seconds: float = 0.0
+
+
+@dataclass
 class Generation:
     """One answer and how it was made."""
 
@@ -33,13 +40,15 @@ class Generation:
         return len(self.accepted)
 
     @contextmanager
-    def timed(self, phase: str, wait: Callable[[], None]) -> Iterator[None]:
+    def timed(self, phase: str, wait: Callable[[], None]) -> Iterator[Timer]:
         """Add the time spent inside to a phase. Unless `wait` waits for the device, work that one phase has
         queued on a GPU counts for the next phase that needs its result."""
+        timer = Timer()
         begin = time.perf_counter()
-        yield
+        yield timer
         wait()
-        self.phases[phase] += time.perf_counter() - begin
+        timer.seconds = time.perf_counter() - begin
+        self.phases[phase] += timer.seconds
 
 
 def acceptance_by_position(generations: Sequence[Generation]) -> list[float]:
