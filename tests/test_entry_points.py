@@ -132,6 +132,7 @@ def test_a_shaped_benchmark_is_read():
         },
         "drafter": {"type": "medusa", "num_heads": 2},
         "trees": [{"type": "chain", "depth": 2}],
+        "tau": 4.2,
     }  # fmt: skip
     assert validate(ShapedBenchmarkConfig, values).report is None
     with pytest.raises(ConfigError, match=r"'tau' is 1"):

@@ -101,6 +101,19 @@ class ShapeConfig(Config):
     vocab_size: int = Field(ge=2)
 
 
+class RecordedAcceptanceConfig(Config):
+    """Which cycles of an evaluation to replay."""
+
+    recorded: str
+    """answers.jsonl of an evaluation, or its folder."""
+    drafter: str
+    """As its report names it."""
+    tree: str
+    """As its report names it, such as chain-5."""
+    temperature: float | None = Field(default=None, ge=0)
+    """None: the only one that was asked at."""
+
+
 class ShapedBenchmarkConfig(Config):
     """What `pipelines.benchmark shaped` measures: costs that depend on sizes alone."""
 
@@ -109,8 +122,10 @@ class ShapedBenchmarkConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drafter: TrainableConfig
     trees: tuple[Shape, ...] = Field(min_length=1)
-    tau: float = Field(default=4.2, gt=1)
+    tau: float | None = Field(default=None, gt=1)
     """Tokens per target pass that the SYNTHETIC acceptance is set to: random weights accept nothing."""
+    acceptance: RecordedAcceptanceConfig | None = None
+    """In place of tau: the lengths that an evaluation recorded, replayed in order. SYNTHETIC all the same."""
     verify_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 8, 62), min_length=1)
     """Tokens of the target passes that are timed."""
     context: int = Field(default=512, ge=1)
@@ -121,6 +136,13 @@ class ShapedBenchmarkConfig(Config):
     compile: CompileMode = "off"
     report: str | None = None
     """JSON file to write; the same as `--json FILE`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ShapedBenchmarkConfig":
+        if (self.tau is None) == (self.acceptance is None):
+            given = "neither tau nor acceptance is" if self.tau is None else "both tau and acceptance are"
+            raise ValueError(f"{given} given; give one of the two (tau=4.2, or acceptance.recorded=...)")
+        return self
 
 
 class LiveConfig(Config):
