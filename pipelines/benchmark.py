@@ -10,17 +10,16 @@ weights in the sizes of a real one, with synthetic acceptance:
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from moray.bench.configs import DecodeBenchmarkConfig, ShapedBenchmarkConfig
-from moray.config import run_entry_point
+from moray.commands import Command, run_commands
 
-_DEFAULT = Path(__file__).parents[1] / "configs" / "benchmarks" / "decode-demo.yaml"
+_DEMO = Path(__file__).parents[1] / "configs" / "benchmarks" / "decode-demo.yaml"
 
 
 def main(config: DecodeBenchmarkConfig) -> None:
-    """Measure decoding and print costs and phases."""
+    """Measure drafters phase by phase; without a YAML file those of the demo."""
     from rich.console import Console
 
     from moray.bench.decode_benchmark import benchmark_decoding, check_writable, print_benchmark
@@ -36,7 +35,7 @@ def main(config: DecodeBenchmarkConfig) -> None:
 
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:
-    """Measure a target of random weights and print what its passes cost."""
+    """Measure a target of random weights in the sizes of a real one, with synthetic acceptance."""
     from rich.console import Console
 
     from moray.bench.decode_benchmark import check_writable
@@ -51,26 +50,8 @@ def main_shaped(config: ShapedBenchmarkConfig) -> None:
         write_json_atomically(Path(config.report), result)
 
 
-CONFIG = DecodeBenchmarkConfig
-
-
-def split_command(argv: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether `shaped` is asked for, and the arguments: `--json FILE` as `report=FILE`, the demo's YAML if none is
-    named for `decode`."""
-    words = list(argv)
-    is_shaped = words[:1] == ["shaped"]
-    if words[:1] in (["decode"], ["shaped"]):
-        words = words[1:]
-    if "--json" in words[:-1]:
-        place = words.index("--json")
-        words[place : place + 2] = [f"report={words[place + 1]}"]
-    named = any(word.endswith((".yaml", ".yml")) and "=" not in word for word in words)
-    return is_shaped, words if named or is_shaped else [str(_DEFAULT), *words]
-
+_DECODE = Command(DecodeBenchmarkConfig, main, default=_DEMO)
+COMMANDS = {"": _DECODE, "decode": _DECODE, "shaped": Command(ShapedBenchmarkConfig, main_shaped)}
 
 if __name__ == "__main__":
-    _is_shaped, _arguments = split_command(sys.argv[1:])
-    if _is_shaped:
-        run_entry_point(ShapedBenchmarkConfig, __doc__ or "", main_shaped, _arguments)
-    else:
-        run_entry_point(CONFIG, __doc__ or "", main, _arguments)
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:])

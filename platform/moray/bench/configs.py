@@ -145,6 +145,17 @@ class ShapedBenchmarkConfig(Config):
         return self
 
 
+class CompareConfig(Config):
+    """Two reports to put side by side."""
+
+    a: str
+    """A report.json."""
+    b: str
+    """Another one; ratios are b / a."""
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
+
+
 class LiveConfig(Config):
     """One prompt to decode in the terminal."""
 
