@@ -89,6 +89,33 @@ class DecodeBenchmarkConfig(Config):
         return EvaluateConfig.model_validate(shared | own)
 
 
+class TreeSearchConfig(Config):
+    """What `pipelines.benchmark tree` searches: a sparse tree for one drafter."""
+
+    target: TargetConfig
+    drafter: str | ReadyConfig
+    """Folder of a trained drafter, or {type: ngram} or {type: pretrained, model: ...}."""
+    questions: str
+    """As for pipelines.evaluate; others than those it will be measured on."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """How many, spread evenly over categories; None for all."""
+    nodes: int = Field(default=63, ge=1, le=512)
+    """Of the tree, its root not counted."""
+    levels: int = Field(default=5, ge=1, le=32)
+    """Most levels below the root; a drafter of fewer has fewer."""
+    ranks: int = Field(default=10, ge=1, le=64)
+    """Candidates of a level that are looked at."""
+    max_new_tokens: int = Field(default=128, ge=2)
+    max_context: int = Field(default=8192, ge=2)
+    """Most tokens of prompt and answer together, if the target takes more."""
+    threads: int | None = Field(default=1, ge=1)
+    """torch threads; None for torch's own choice."""
+    output: str | None = None
+    """YAML file to write the tree to, for `trees` of other commands; None prints it."""
+    report: str | None = None
+    """JSON file for rates and tree; the same as `--json FILE`."""
+
+
 class ShapeConfig(Config):
     """Sizes of a Llama of random weights."""
 
