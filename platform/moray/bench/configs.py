@@ -168,7 +168,7 @@ class ShapedBenchmarkConfig(Config):
     def _check(self) -> "ShapedBenchmarkConfig":
         if (self.tau is None) == (self.acceptance is None):
             given = "neither tau nor acceptance is" if self.tau is None else "both tau and acceptance are"
-            raise ValueError(f"{given} given; give one of the two (tau=4.2, or acceptance.recorded=...)")
+            raise ValueError(f"{given} given; give one of the two, such as tau=4.2, and make the other null")
         return self
 
 
