@@ -35,9 +35,9 @@ def main(config: DecodeBenchmarkConfig) -> None:
     if config.report:
         check_writable(Path(config.report))
     result = benchmark_decoding(config, console)
-    print_benchmark(result, console)
     if config.report:
         write_json_atomically(Path(config.report), result)
+    print_benchmark(result, console)
 
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:
@@ -51,9 +51,9 @@ def main_shaped(config: ShapedBenchmarkConfig) -> None:
     if config.report:
         check_writable(Path(config.report))
     result = benchmark_shape(config)
-    print_shaped(result, Console())
     if config.report:
         write_json_atomically(Path(config.report), result)
+    print_shaped(result, Console())
 
 
 def main_tree(config: TreeSearchConfig) -> None:
@@ -69,11 +69,12 @@ def main_tree(config: TreeSearchConfig) -> None:
         if path:
             check_writable(Path(path), key)
     result = search_tree(config, console)
-    print_tree(result, console)
     if config.report:
         write_json_atomically(Path(config.report), result)
     if config.output:
         write_tree(result, Path(config.output))
+    print_tree(result, console)
+    if config.output:
         console.print(f"tree: {config.output}", markup=False, highlight=False)
     else:
         print_yaml(result, console)
