@@ -7,20 +7,25 @@
 weights in the sizes of a real one, with synthetic acceptance:
 
     python -m pipelines.benchmark shaped configs/benchmarks/llama-3-8b-shaped.yaml --json runs/shaped.json
+
+`tree` measures how often each candidate of a drafter is right, and searches the sparse tree that makes the most of it;
+what it writes stands behind the other YAML files of a command with a key `trees`:
+
+    python -m pipelines.benchmark tree configs/benchmarks/tree-demo.yaml output=runs/demo/medusa-tree.yaml
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from moray.bench.configs import DecodeBenchmarkConfig, ShapedBenchmarkConfig
-from moray.config import run_entry_point
+from moray.bench.configs import DecodeBenchmarkConfig, ShapedBenchmarkConfig, TreeSearchConfig
+from moray.commands import Command, run_commands
 
-_DEFAULT = Path(__file__).parents[1] / "configs" / "benchmarks" / "decode-demo.yaml"
+_BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
+_DEMO, _DEMO_TREE = _BENCHMARKS / "decode-demo.yaml", _BENCHMARKS / "tree-demo.yaml"
 
 
 def main(config: DecodeBenchmarkConfig) -> None:
-    """Measure decoding and print costs and phases."""
+    """Measure drafters phase by phase; without a YAML file those of the demo."""
     from rich.console import Console
 
     from moray.bench.decode_benchmark import benchmark_decoding, check_writable, print_benchmark
@@ -30,13 +35,13 @@ def main(config: DecodeBenchmarkConfig) -> None:
     if config.report:
         check_writable(Path(config.report))
     result = benchmark_decoding(config, console)
-    print_benchmark(result, console)
     if config.report:
         write_json_atomically(Path(config.report), result)
+    print_benchmark(result, console)
 
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:
-    """Measure a target of random weights and print what its passes cost."""
+    """Measure a target of random weights in the sizes of a real one, with synthetic acceptance."""
     from rich.console import Console
 
     from moray.bench.decode_benchmark import check_writable
@@ -46,31 +51,42 @@ def main_shaped(config: ShapedBenchmarkConfig) -> None:
     if config.report:
         check_writable(Path(config.report))
     result = benchmark_shape(config)
-    print_shaped(result, Console())
     if config.report:
         write_json_atomically(Path(config.report), result)
+    print_shaped(result, Console())
 
 
-CONFIG = DecodeBenchmarkConfig
+def main_tree(config: TreeSearchConfig) -> None:
+    """Measure a drafter's hit rates and search its best sparse tree; without a YAML file Medusa's on the demo."""
+    from rich.console import Console
+
+    from moray.bench.decode_benchmark import check_writable
+    from moray.bench.tree_search import print_tree, print_yaml, search_tree, write_tree
+    from moray.provenance import write_json_atomically
+
+    console = Console()
+    for key, path in (("report", config.report), ("output", config.output)):
+        if path:
+            check_writable(Path(path), key)
+    result = search_tree(config, console)
+    if config.report:
+        write_json_atomically(Path(config.report), result)
+    if config.output:
+        write_tree(result, Path(config.output))
+    print_tree(result, console)
+    if config.output:
+        console.print(f"tree: {config.output}", markup=False, highlight=False)
+    else:
+        print_yaml(result, console)
 
 
-def split_command(argv: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether `shaped` is asked for, and the arguments: `--json FILE` as `report=FILE`, the demo's YAML if none is
-    named for `decode`."""
-    words = list(argv)
-    is_shaped = words[:1] == ["shaped"]
-    if words[:1] in (["decode"], ["shaped"]):
-        words = words[1:]
-    if "--json" in words[:-1]:
-        place = words.index("--json")
-        words[place : place + 2] = [f"report={words[place + 1]}"]
-    named = any(word.endswith((".yaml", ".yml")) and "=" not in word for word in words)
-    return is_shaped, words if named or is_shaped else [str(_DEFAULT), *words]
-
+_DECODE = Command(DecodeBenchmarkConfig, main, default=_DEMO)
+COMMANDS = {
+    "": _DECODE,
+    "decode": _DECODE,
+    "shaped": Command(ShapedBenchmarkConfig, main_shaped),
+    "tree": Command(TreeSearchConfig, main_tree, default=_DEMO_TREE),
+}
 
 if __name__ == "__main__":
-    _is_shaped, _arguments = split_command(sys.argv[1:])
-    if _is_shaped:
-        run_entry_point(ShapedBenchmarkConfig, __doc__ or "", main_shaped, _arguments)
-    else:
-        run_entry_point(CONFIG, __doc__ or "", main, _arguments)
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:])

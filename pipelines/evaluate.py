@@ -9,11 +9,10 @@ command goes on where it was. Two reports side by side, also as JSON with `--jso
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from moray.bench.configs import EvaluateConfig
-from moray.config import run_command, run_entry_point
+from moray.bench.configs import CompareConfig, EvaluateConfig
+from moray.commands import Command, run_commands
 
 
 def main(config: EvaluateConfig) -> None:
@@ -31,23 +30,20 @@ def main(config: EvaluateConfig) -> None:
     console.print(f"report: {json_path} and {html_path}")
 
 
-def compare_reports(arguments: Sequence[str]) -> None:
-    """Print two reports side by side, and write the comparison if asked to."""
+def main_compare(config: CompareConfig) -> None:
+    """Print two reports side by side, row by row; ratios are b / a."""
     from rich.console import Console
 
-    from moray.bench.compare import compare, comparison_parser, print_comparison, write_comparison
+    from moray.bench.compare import compare, print_comparison, write_comparison
 
-    given = comparison_parser().parse_args(arguments)
-    comparison = compare(given.a, given.b)
+    comparison = compare(Path(config.a), Path(config.b))
     print_comparison(comparison, Console())
-    if given.json:
-        write_comparison(comparison, given.json)
+    if config.report:
+        write_comparison(comparison, Path(config.report))
 
 
 CONFIG = EvaluateConfig
+COMMANDS = {"": Command(EvaluateConfig, main), "compare": Command(CompareConfig, main_compare, files=("a", "b"))}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["compare"]:
-        run_command(lambda: compare_reports(sys.argv[2:]))
-    else:
-        run_entry_point(CONFIG, __doc__ or "", main)
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:])

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-from moray.bench.compare import comparison_parser
-from moray.bench.configs import DecodeBenchmarkConfig, ShapedBenchmarkConfig
+from moray.bench.configs import ShapedBenchmarkConfig
+from moray.commands import load_command
 from moray.config import load_config, validate
 from moray.errors import ConfigError
-from pipelines.benchmark import split_command
+from pipelines import benchmark, evaluate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = [
@@ -95,33 +95,69 @@ def documented_commands() -> list[str]:
 @pytest.mark.parametrize("command", documented_commands())
 def test_documented_commands_are_complete_and_valid(command, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    module, *arguments = shlex.split(command)
-    if arguments[0] == "compare":
-        assert comparison_parser().parse_args(arguments[1:])
-    elif module == "pipelines.benchmark":
-        is_shaped, settings = split_command(arguments)
-        if is_shaped and not (REPOSITORY / settings[0]).is_file():
-            pytest.skip(f"{settings[0]} is still to come")
-        config = load_config(ShapedBenchmarkConfig if is_shaped else DecodeBenchmarkConfig, settings)
-        assert ("--json" in arguments) == (config.report is not None)
+    name, *arguments = shlex.split(command)
+    module = importlib.import_module(name)
+    if hasattr(module, "COMMANDS"):
+        _, config = load_command(module.COMMANDS, arguments)
+        assert "--json" not in arguments or config.report == arguments[arguments.index("--json") + 1]
     else:
-        assert load_config(importlib.import_module(module).CONFIG, arguments)
+        assert load_config(module.CONFIG, arguments)
 
 
-def test_a_benchmark_is_told_apart_and_its_file_named():
-    demo = str(REPOSITORY / "configs" / "benchmarks" / "decode-demo.yaml")
-    for words, expected in (
-        ([], (False, [demo])),
-        (["decode"], (False, [demo])),
-        (["decode", "--json", "a.json"], (False, [demo, "report=a.json"])),
-        (["--json", "a.yaml", "max_new_tokens=3"], (False, [demo, "report=a.yaml", "max_new_tokens=3"])),
-        (["decode", "mine.yml", "--json", "a b.json"], (False, ["mine.yml", "report=a b.json"])),
-        (["decode", "questions=q.yaml"], (False, [demo, "questions=q.yaml"])),
-        (["shaped", "--json", "a.json", "b.yaml"], (True, ["report=a.json", "b.yaml"])),
-        (["shaped"], (True, [])),
-        (["decode", "--json"], (False, [demo, "--json"])),
+def test_a_benchmark_is_told_apart_and_its_file_named(tmp_path, monkeypatch):
+    (tmp_path / "mine.yml").write_text((REPOSITORY / "configs" / "benchmarks" / "decode-demo.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    for words, changes in (
+        ([], {}),
+        (["decode"], {}),
+        (["decode", "--json", "a.json"], {"report": "a.json"}),
+        (["--json", "1", "max_new_tokens=3"], {"report": "1", "max_new_tokens": 3}),
+        (["decode", "mine.yml", "--json", "a b.json", "num_questions=2"], {"report": "a b.json", "num_questions": 2}),
+        (["decode", "--json=a.json", "questions=q.yaml"], {"report": "a.json", "questions": "q.yaml"}),
     ):
-        assert split_command(words) == expected
+        command, config = load_command(benchmark.COMMANDS, words)
+        assert command is benchmark.COMMANDS["decode"]
+        given = config.model_dump()
+        assert {name: given[name] for name in changes} == changes
+        assert (config.target.model, config.report) == ("runs/demo/target", changes.get("report"))
+    shaped = str(REPOSITORY / "configs" / "benchmarks" / "llama-3-8b-shaped.yaml")
+    command, config = load_command(benchmark.COMMANDS, ["shaped", "--json", "a.json", shaped])
+    assert (command.config_class, config.report) == (ShapedBenchmarkConfig, "a.json")
+    with pytest.raises(ConfigError, match="is missing"):
+        load_command(benchmark.COMMANDS, ["shaped"])
+
+
+def test_a_comparison_takes_two_files_and_one_to_write():
+    for words, report in ((["a.json", "b=1.json"], None), (["a.json", "--json", "c.json", "b=1.json"], "c.json")):
+        command, config = load_command(evaluate.COMMANDS, ["compare", *words])
+        assert command is evaluate.COMMANDS["compare"]
+        assert (config.a, config.b, config.report) == ("a.json", "b=1.json", report)
+    for words in ([], ["a.json"], ["a.json", "b.json", "c.json"], ["a.json", "b.json", "--jsn"], ["a", "b", "--json"]):
+        with pytest.raises(ConfigError, match=r"^compare: .*; write compare a.json b.json \[--json FILE\]$"):
+            load_command(evaluate.COMMANDS, ["compare", *words])
+
+
+@pytest.mark.parametrize(("module", "names"), [("benchmark", ["decode", "shaped", "tree"]), ("evaluate", ["compare"])])
+def test_help_shows_the_commands_and_each_has_its_own(tmp_path, module, names):
+    whole = run(tmp_path, "-m", f"pipelines.{module}", "--help")
+    assert "commands (each with its own --help):" in whole.out
+    for name in names:
+        assert f"  {name}: " in whole.out
+    outcome = run(tmp_path, "-m", f"pipelines.{module}", names[-1], "--help")
+    assert outcome.exit_code == 0, outcome.err
+    assert outcome.out.startswith(f"usage: python -m pipelines.{module} {names[-1]} ")
+    assert "--json FILE" in outcome.out
+    assert "keys:" in outcome.out
+    assert outcome.cpu_seconds < MAX_CPU_SECONDS
+
+
+def test_an_unknown_command_gives_one_line_and_exit_code_2(tmp_path):
+    outcome = run(tmp_path, "-m", "pipelines.benchmark", "decod", "--json", "a.json")
+    assert (outcome.exit_code, outcome.out) == (2, "")
+    expected = "error: there is no command 'decod'; the commands are decode, shaped, tree"
+    assert outcome.err.startswith(expected)
+    assert outcome.err.endswith("; did you mean 'decode'?\n")
+    assert outcome.err.count("\n") == 1
 
 
 def test_a_shaped_benchmark_is_read():
@@ -132,6 +168,7 @@ def test_a_shaped_benchmark_is_read():
         },
         "drafter": {"type": "medusa", "num_heads": 2},
         "trees": [{"type": "chain", "depth": 2}],
+        "tau": 4.2,
     }  # fmt: skip
     assert validate(ShapedBenchmarkConfig, values).report is None
     with pytest.raises(ConfigError, match=r"'tau' is 1"):

@@ -60,11 +60,40 @@ _Loader.add_implicit_resolver(
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as every other configuration error: one line, exit code 2."""
+class CommandLine(argparse.ArgumentParser):
+    """The words of one command; `--help` lists the keys of its configuration.
+
+    A wrong command line is reported as every other configuration error: one line, exit code 2.
+    """
+
+    advice = "write settings as key=value (see --help)"
+
+    def __init__(self, config_class: type[Config], description: str, prog: str | None, usage: str = "") -> None:
+        """
+        Args:
+            config_class: what the words configure.
+            description: what the command does, as `--help` shows it.
+            prog: how the command is called; None for the name of the program.
+            usage: what stands behind it; empty for YAML files and overrides.
+        """
+        super().__init__(
+            prog=prog,
+            usage=f"%(prog)s {usage or '[config.yaml ...] [key=value ...]'}",
+            description=description,
+            epilog=describe(config_class),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("arguments", nargs="*", metavar="arguments", help="files, left to right, then overrides")
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; write settings as key=value (see --help)")
+        raise ConfigError(f"{message}; {self.advice}")
+
+
+def program() -> str | None:
+    """How this process was called: python -m and the module; None outside of an entry point."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name}" if spec is not None else None
 
 
 def load_config(config_class: type[AnyConfig], arguments: Sequence[str]) -> AnyConfig:
@@ -161,15 +190,7 @@ def run_entry_point(
 
     `main` imports torch and ray inside: nothing heavy is loaded before parsing has succeeded.
     """
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    parser = _Parser(
-        prog=f"python -m {spec.name}" if spec is not None else None,
-        usage="%(prog)s [config.yaml ...] [key=value ...]",
-        description=description,
-        epilog=describe(config_class),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("arguments", nargs="*", metavar="arguments", help="YAML files, left to right, then overrides")
+    parser = CommandLine(config_class, description, program())
     run_command(lambda: main(load_config(config_class, parser.parse_args(argv).arguments)))
 
 

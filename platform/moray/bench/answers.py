@@ -19,7 +19,7 @@ from moray.bench.configs import EvaluateConfig
 from moray.config import Config
 from moray.decoding.stats import Generation
 from moray.distill.runs import check_run
-from moray.errors import DataError, MismatchError
+from moray.errors import ConfigError, DataError, MismatchError
 from moray.provenance import RUN_FILE, read_run_yaml, write_run_yaml
 
 ANSWERS_FILE = "answers.jsonl"
@@ -122,6 +122,25 @@ def open_answers(config: EvaluateConfig, fingerprints: Mapping[str, str]) -> Ite
         yield AnswerLog(path, file, recorded)
 
 
+def read_answers(path: Path) -> Iterator[AnsweredTurn]:
+    """Every whole line of an evaluation's answers, read one by one.
+
+    Raises:
+        ConfigError: no such file.
+        DataError: a line is damaged, or the file holds something else.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"}\n") and not file.peek(1):
+                    return  # what a kill left half-written
+                yield _read_line(line, f"{path}:{number}", "name the answers.jsonl of an evaluation")
+    except OSError as error:
+        raise ConfigError(
+            f"'{path}' cannot be read: {error.strerror}; name the answers.jsonl that an evaluation wrote"
+        ) from None
+
+
 def _check_unclaimed(folder: Path) -> None:
     """Refuse a folder whose record belongs to a run of another kind, which could then not go on."""
     if (folder / RUN_FILE).is_file() and "questions" not in read_run_yaml(folder).get("config", {}):
@@ -143,10 +162,10 @@ def _check_owner(folder: Path, config: EvaluateConfig, fingerprints: Mapping[str
     check_run(folder, config, fingerprints, in_the_way=answers)
 
 
-def _read_line(line: bytes, where: str) -> AnsweredTurn:
+def _read_line(line: bytes, where: str, advice: str = "remove the file to ask anew") -> AnsweredTurn:
     try:
         return AnsweredTurn.model_validate_json(line)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"])) or "the line"
-        raise DataError(f"{where}: {place} is damaged ({problem['msg']}); remove the file to ask anew") from None
+        raise DataError(f"{where}: {place} is damaged ({problem['msg']}); {advice}") from None

@@ -4,11 +4,10 @@ Rows are matched by drafter, tree and temperature. This module refuses to know h
 neither torch nor ray.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -77,23 +76,6 @@ class Comparison(Config):
     machine: tuple[Difference, ...]
     settings: tuple[Difference, ...]
     """Versions, questions, lengths and the like."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"compare: {message}; write compare a.json b.json [--json out.json]")
-
-
-def comparison_parser() -> argparse.ArgumentParser:
-    """The command line of a comparison."""
-    parser = _Parser(
-        prog="python -m pipelines.evaluate compare",
-        description="Compare two reports of pipelines.evaluate, row by row.",
-    )
-    parser.add_argument("a", type=Path, metavar="a.json", help="a report.json")
-    parser.add_argument("b", type=Path, metavar="b.json", help="another one; ratios are b / a")
-    parser.add_argument("--json", type=Path, metavar="out.json", help="write the comparison there as well")
-    return parser
 
 
 def compare(a: Path, b: Path) -> Comparison:

@@ -89,6 +89,33 @@ class DecodeBenchmarkConfig(Config):
         return EvaluateConfig.model_validate(shared | own)
 
 
+class TreeSearchConfig(Config):
+    """What `pipelines.benchmark tree` searches: a sparse tree for one drafter."""
+
+    target: TargetConfig
+    drafter: str | ReadyConfig
+    """Folder of a trained drafter, or {type: ngram} or {type: pretrained, model: ...}."""
+    questions: str
+    """As for pipelines.evaluate; others than those it will be measured on."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """How many, spread evenly over categories; None for all."""
+    nodes: int = Field(default=63, ge=1, le=512)
+    """Of the tree, its root not counted."""
+    levels: int = Field(default=5, ge=1, le=32)
+    """Most levels below the root; a drafter of fewer has fewer."""
+    ranks: int = Field(default=10, ge=1, le=64)
+    """Candidates of a level that are looked at."""
+    max_new_tokens: int = Field(default=128, ge=2)
+    max_context: int = Field(default=8192, ge=2)
+    """Most tokens of prompt and answer together, if the target takes more."""
+    threads: int | None = Field(default=1, ge=1)
+    """torch threads; None for torch's own choice."""
+    output: str | None = None
+    """YAML file to write the tree to, for `trees` of other commands; None prints it."""
+    report: str | None = None
+    """JSON file for rates and tree; the same as `--json FILE`."""
+
+
 class ShapeConfig(Config):
     """Sizes of a Llama of random weights."""
 
@@ -101,6 +128,19 @@ class ShapeConfig(Config):
     vocab_size: int = Field(ge=2)
 
 
+class RecordedAcceptanceConfig(Config):
+    """Which cycles of an evaluation to replay."""
+
+    recorded: str
+    """answers.jsonl of an evaluation, or its folder."""
+    drafter: str
+    """As its report names it."""
+    tree: str
+    """As its report names it, such as chain-5."""
+    temperature: float | None = Field(default=None, ge=0)
+    """None: the only one that was asked at."""
+
+
 class ShapedBenchmarkConfig(Config):
     """What `pipelines.benchmark shaped` measures: costs that depend on sizes alone."""
 
@@ -109,8 +149,10 @@ class ShapedBenchmarkConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drafter: TrainableConfig
     trees: tuple[Shape, ...] = Field(min_length=1)
-    tau: float = Field(default=4.2, gt=1)
+    tau: float | None = Field(default=None, gt=1)
     """Tokens per target pass that the SYNTHETIC acceptance is set to: random weights accept nothing."""
+    acceptance: RecordedAcceptanceConfig | None = None
+    """In place of tau: the lengths that an evaluation recorded, replayed in order. SYNTHETIC all the same."""
     verify_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 8, 62), min_length=1)
     """Tokens of the target passes that are timed."""
     context: int = Field(default=512, ge=1)
@@ -119,6 +161,24 @@ class ShapedBenchmarkConfig(Config):
     memory_bandwidth: float | None = Field(default=None, gt=0)
     """Bytes per second of the device, for the ceiling in milliseconds; None leaves it out."""
     compile: CompileMode = "off"
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ShapedBenchmarkConfig":
+        if (self.tau is None) == (self.acceptance is None):
+            given = "neither tau nor acceptance is" if self.tau is None else "both tau and acceptance are"
+            raise ValueError(f"{given} given; give one of the two, such as tau=4.2, and make the other null")
+        return self
+
+
+class CompareConfig(Config):
+    """Two reports to put side by side."""
+
+    a: str
+    """A report.json."""
+    b: str
+    """Another one; ratios are b / a."""
     report: str | None = None
     """JSON file to write; the same as `--json FILE`."""
 

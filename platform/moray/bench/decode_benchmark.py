@@ -86,14 +86,14 @@ def record(config: Config) -> dict[str, Any]:
     }
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written before anything is measured."""
+def check_writable(path: Path, key: str = "report") -> None:
+    """Refuse a file that cannot be written before anything is measured; `key` names it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8"):
             pass
     except OSError as error:
-        raise ConfigError(f"report is '{path}', which cannot be written: {error.strerror}; name another file") from None
+        raise ConfigError(f"{key} is '{path}', which cannot be written: {error.strerror}; name another file") from None
 
 
 def print_benchmark(result: dict[str, Any], console: Console) -> None:

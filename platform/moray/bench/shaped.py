@@ -1,9 +1,9 @@
 """What decoding costs at the sizes of a real target, without its weights.
 
 Costs of passes and drafts depend on sizes alone, acceptance does not: random weights accept nothing, so acceptance
-here is SYNTHETIC, replayed at the rate that gives the tau asked for. What comes out are milliseconds, the costs v, c
-and o, and efficiency at that tau; never a claim about a drafter's quality. Beside them stands the ceiling from bytes:
-a plain step cannot be faster than reading every weight once.
+here is SYNTHETIC (see `bench.replay`): at the rate that gives the tau asked for, or replayed from an evaluation. What
+comes out are milliseconds, the costs v, c and o, and efficiency at that tau; never a claim about a drafter's quality.
+Beside them stands the ceiling from bytes: a plain step cannot be faster than reading every weight once.
 """
 
 import time
@@ -11,18 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from moray.batch import TapNeeds
 from moray.bench.configs import ShapeConfig, ShapedBenchmarkConfig
 from moray.bench.decode_benchmark import print_costs, record
+from moray.bench.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
 from moray.bench.summary import cycle_costs
 from moray.bench.wording import number
-from moray.decoding.accept import Accepted
 from moray.decoding.compiling import compile_models
 from moray.decoding.costs import median_seconds
 from moray.decoding.params import SamplingParams
@@ -30,19 +28,17 @@ from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession, synchronise
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.drafters.base import Drafter
-from moray.errors import ConfigError
 from moray.targets.attention import attention_backend
 from moray.targets.head import TargetHead
 from moray.targets.model import Target, pick_device
 from moray.targets.spec import TargetSpec
-from moray.trees.shapes import MAX_DEPTH, AnyShape, ChainShape
-from moray.trees.tree import TokenTree, chain_of
+from moray.trees.shapes import MAX_DEPTH, ChainShape
+from moray.trees.tree import chain_of
 
 _DRAFT_DEPTH = 5
 _WARM_UP_TOKENS = 16
 _CONFIDENCE = 20.0
 _ROPE_THETA = 500_000.0
-_GOLDEN_RATIO = 0.6180339887498949
 _GREEDY = SamplingParams()
 
 
@@ -51,8 +47,9 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: no such device, or a tree too shallow for the tau asked for.
+        DataError: the recorded answers cannot be read, or nothing of the drafter and tree is among them.
     """
-    rates = [acceptance_rate(config.tau, shape) for shape in config.trees]
+    label, rates, rules = _replays(config)
     device = pick_device(config.device)
     target = random_target(config, device)
     drafter = config.drafter.build(TargetHead.of(target, config.drafter.num_target_layers)).eval().to(device)
@@ -68,9 +65,10 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
     draft_ms = _draft_time(target, drafter, session, prompt)
     plain = PlainDecoder(target, capacity, session)
     baselines, generations = [], []
-    for shape, rate in zip(config.trees, rates, strict=True):
-        decoder = SpeculativeDecoder(target, drafter, shape, capacity, session, ReplayedAcceptance(rate))
+    for shape, rule in zip(config.trees, rules, strict=True):
+        decoder = SpeculativeDecoder(target, drafter, shape, capacity, session, rule)
         decoder.generate(prompt, _GREEDY, _WARM_UP_TOKENS, ())
+        rule.restart()
         baselines.append(plain.generate(prompt, _GREEDY, config.max_new_tokens, ()))
         generations.append(decoder.generate(prompt, _GREEDY, config.max_new_tokens, ()))
     step = sum(b.seconds for b in baselines) / sum(len(b.tokens) - 1 for b in baselines)
@@ -80,8 +78,7 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
         for shape, generation, rate in zip(config.trees, generations, rates, strict=True)
     ]
     return {
-        "acceptance": f"SYNTHETIC: replayed at the rate that gives tau {config.tau:g} at full depth (adaptive shapes "
-        "may draft less deep); the weights are random",
+        "acceptance": label,
         "plain_ms": 1e3 * step,
         "verify_ms": verify_ms,
         "draft_step_ms": draft_ms,
@@ -89,6 +86,25 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
         "ceiling": _ceiling(config, target, drafter),
         "notes": [compiled],
     } | record(config)
+
+
+def _replays(config: ShapedBenchmarkConfig) -> tuple[str, list[float | None], list[ReplayedAcceptance]]:
+    """Where acceptance comes from, in words, and for every tree its rate (if there is one) and its rule."""
+    if config.acceptance is not None:
+        recorded = RecordedLengths.read(config.acceptance)
+        rules = [ReplayedAcceptance(recorded.restarted()) for _ in config.trees]
+        label = (
+            f"SYNTHETIC: {recorded.source}, as deep as each tree goes (adaptive shapes may draft less deep); the "
+            "weights are random"
+        )
+        return label, [None] * len(rules), rules
+    assert config.tau is not None, "the configuration gives one of the two"
+    rates = [acceptance_rate(config.tau, shape) for shape in config.trees]
+    label = (
+        f"SYNTHETIC: replayed at the rate that gives tau {config.tau:g} at full depth (adaptive shapes may draft less "
+        "deep); the weights are random"
+    )
+    return label, [*rates], [ReplayedAcceptance(LengthsAtRate(rate)) for rate in rates]
 
 
 def _speedup_renamed(costs: dict[str, Any]) -> dict[str, Any]:
@@ -128,52 +144,6 @@ def random_target(config: ShapedBenchmarkConfig, device: torch.device) -> Target
         **shape.model_dump(),
     )
     return Target(model, spec, ())
-
-
-class ReplayedAcceptance:
-    """Accepts the longest path of a tree as far as a set rate goes, whatever it says (`decoding.speculate.Accept`).
-
-    Lengths are spread evenly over their distribution instead of drawn, so that few cycles give the tau asked for.
-    """
-
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
-        self._cycle = 0
-
-    def __call__(
-        self, tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int
-    ) -> Accepted:
-        # The same work and the same wait for the device as the greedy rule.
-        rows = torch.stack([tree.tokens, tree.parents, tree.depths, logits.argmax(dim=-1)])
-        tokens, parents, depths, chosen = rows.tolist()
-        path: list[int] = []
-        node = depths.index(max(depths))
-        while node != 0:
-            path.insert(0, node)
-            node = parents[node]
-        self._cycle += 1
-        uniform = self._cycle * _GOLDEN_RATIO % 1.0
-        length = next((k for k in range(len(path)) if uniform >= self._rate ** (k + 1)), len(path))
-        path = path[:length]
-        return Accepted(path, [tokens[child] for child in path], chosen[path[-1] if path else 0])
-
-
-def acceptance_rate(wanted: float, shape: AnyShape) -> float:
-    """The rate r with 1 + r + r^2 + ... + r^depth = tau.
-
-    Raises:
-        ConfigError: the shape is too shallow for it.
-    """
-    if wanted > shape.depth + 1:
-        raise ConfigError(f"tau is {wanted:g}; a tree '{shape.name}' emits {shape.depth + 1} tokens a pass at most")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if sum(middle**k for k in range(shape.depth + 1)) < wanted:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
 
 
 def _milliseconds(run: Callable[[], object], device: torch.device) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moray.bench.compare import Comparison, compare, comparison_parser, print_comparison, write_comparison
+from moray.bench.compare import Comparison, compare, print_comparison, write_comparison
 from moray.errors import ConfigError
 
 
@@ -119,9 +119,3 @@ def test_a_file_that_is_no_report_is_one_line_and_exit_code_2(tmp_path, content,
         compare(path, path)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("arguments", [[], ["a.json"], ["a.json", "b.json", "c.json"], ["a.json", "b.json", "--jsn"]])
-def test_a_wrong_command_line_says_what_to_write(arguments):
-    with pytest.raises(ConfigError, match=r"write compare a.json b.json \[--json out.json\]"):
-        comparison_parser().parse_args(arguments)

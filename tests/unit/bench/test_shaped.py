@@ -1,17 +1,22 @@
 """The benchmark on random weights: its synthetic acceptance is what was asked for, and said to be synthetic."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from support import DRAFTERS
 
-from moray.bench.configs import ShapeConfig, ShapedBenchmarkConfig
-from moray.bench.shaped import ReplayedAcceptance, acceptance_rate, benchmark_shape, print_shaped, random_target
+from moray.bench.answers import AnsweredTurn, MethodAnswer
+from moray.bench.configs import RecordedAcceptanceConfig, ShapeConfig, ShapedBenchmarkConfig
+from moray.bench.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
+from moray.bench.shaped import benchmark_shape, print_shaped, random_target
+from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
-from moray.errors import ConfigError
+from moray.decoding.stats import Generation, tau
+from moray.errors import ConfigError, DataError
 from moray.provenance import write_json_atomically
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape
 from moray.trees.tree import TokenTree, fixed_structure
@@ -50,7 +55,8 @@ def test_replayed_lengths_follow_the_rate_and_paths_lie_in_the_tree():
     size = structure.parents.shape[0]
     tree = TokenTree(torch.arange(size), structure.parents, structure.depths, structure.ancestors, 4)
     logits = torch.randn(size, 50, generator=torch.Generator().manual_seed(0))
-    accept = ReplayedAcceptance(acceptance_rate(3.0, FixedShape(type="fixed", branching=(2, 2, 2, 1))))
+    rate = acceptance_rate(3.0, FixedShape(type="fixed", branching=(2, 2, 2, 1)))
+    accept = ReplayedAcceptance(LengthsAtRate(rate))
     sampler = Sampler(SamplingParams(), 50, CPU)
     lengths = []
     for _ in range(200):
@@ -105,3 +111,88 @@ def test_random_weights_are_sure_of_themselves_and_come_in_the_type_asked_for():
     assert target.dtype == torch.bfloat16
     hidden = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     assert float(target.logits(hidden).float().softmax(-1).max(-1).values.mean()) > 0.3
+
+
+ACCEPTED = {"chain-5": ([5, 0, 2], [3, 4]), "dynamic-4x2-6": ([1, 1], [4, 0, 4])}
+
+
+@pytest.fixture
+def answers(tmp_path) -> Path:
+    """Two answers of a drafter with two trees, the last cycle of each cut by its end; half a line more."""
+    lines = []
+    for number in range(2):
+        generations = [MethodAnswer(method="plain", tree="", generation=Generation([7] * 9))]
+        for tree, parts in ACCEPTED.items():
+            accepted = parts[number]
+            emitted = [length + 1 for length in accepted]
+            emitted[-1] = max(1, emitted[-1] - 2)
+            generation = Generation([7] * sum(emitted), accepted=accepted, emitted=emitted, drafted=[5] * len(accepted))
+            generations.append(MethodAnswer(method="moa", tree=tree, generation=generation))
+        turn = AnsweredTurn(question_id=str(number), turn=0, temperature=0.0, answers=tuple(generations))
+        lines.append(turn.model_dump_json() + "\n")
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(lines) + '{"question_id": "3"')
+    return path
+
+
+def recorded_in(path: Path, **changes) -> RecordedAcceptanceConfig:
+    return RecordedAcceptanceConfig(**({"recorded": str(path), "drafter": "moa", "tree": "chain-5"} | changes))
+
+
+def test_recorded_lengths_come_in_order_and_cyclically_and_no_deeper_than_the_tree(answers):
+    lengths = RecordedLengths.read(recorded_in(answers))
+    round_of = [5, 0, 0, 3, 2]  # the ends of the answers took 2 tokens of 2 and of 4
+    assert [lengths.next(5) for _ in range(10)] == round_of * 2
+    assert [lengths.next(3) for _ in range(5)] == [3, 0, 0, 3, 2]
+    assert lengths.next(0) == 0
+    lengths.restart()
+    assert lengths.next(8) == 5
+    folder = RecordedLengths.read(recorded_in(answers.parent, tree="dynamic-4x2-6"))
+    assert [folder.next(4) for _ in range(5)] == [1, 0, 4, 0, 2]
+
+
+def test_a_benchmark_replays_the_recorded_tau_and_says_where_it_comes_from(answers):
+    chosen = recorded_in(answers)
+    chain = ChainShape(type="chain", depth=5)
+    result = benchmark_shape(config_of(tau=None, acceptance=chosen, trees=(chain,), max_new_tokens=1 + 15 * 9))
+    recorded = tau([Generation([], accepted=[5, 0, 2, 3, 4], emitted=[6, 1, 1, 4, 3])])
+    assert recorded == 3.0
+    assert result["rows"][0]["tau"] == pytest.approx(recorded), "nine whole rounds"
+    assert result["rows"][0]["acceptance_rate"] is None
+    expected = f"SYNTHETIC: replayed from {answers}, moa, chain-5, recorded tau 3 over 5 cycles"
+    assert result["acceptance"].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafter": "eagle"}, r"acceptance.drafter is 'eagle', which '.*' does not hold; it holds moa$"),
+        ({"tree": "chain-4"}, r"acceptance.tree is 'chain-4', .* for moa; it holds chain-5, dynamic-4x2-6$"),
+        ({"temperature": 1.0}, r"acceptance.temperature is 1; '.*' holds 0: name one of them$"),
+    ],
+)
+def test_what_was_not_recorded_is_named_beside_what_was(answers, changes, message):
+    with pytest.raises(DataError, match=message):
+        RecordedLengths.read(recorded_in(answers, **changes))
+
+
+def test_a_file_without_recorded_answers_is_one_line(answers):
+    with pytest.raises(ConfigError, match=r"no.jsonl' cannot be read: No such file .*; name the answers.jsonl"):
+        RecordedLengths.read(recorded_in(answers.with_name("no.jsonl")))
+    report = answers.with_name("report.json")
+    for content in ('{"rows": []}\n', '{\n "rows": []\n}\n'):
+        report.write_text(content)
+        with pytest.raises(
+            DataError, match=r"report.json:1: .* is damaged .*; name the answers.jsonl of an evaluation"
+        ):
+            RecordedLengths.read(recorded_in(report))
+
+
+def test_one_of_tau_and_recorded_acceptance_is_given(answers):
+    values = config_of().model_dump(mode="json")
+    with pytest.raises(ConfigError, match="neither tau nor acceptance is given; give one of the two"):
+        validate(ShapedBenchmarkConfig, values | {"tau": None})
+    acceptance = recorded_in(answers).model_dump()
+    with pytest.raises(ConfigError, match="both tau and acceptance are given; give one of the two"):
+        validate(ShapedBenchmarkConfig, values | {"acceptance": acceptance})
+    assert validate(ShapedBenchmarkConfig, values | {"tau": None, "acceptance": acceptance}).tau is None

@@ -1,0 +1,123 @@
+"""Entry points of more than one command, such as `python -m pipelines.benchmark shaped ...`.
+
+A table maps names to commands; "" is what is done without a name, and `--help` shows the others. This module refuses
+to know any command, and it imports neither torch nor ray.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic
+
+from moray.config import AnyConfig, CommandLine, load_config, program, run_command, validate
+from moray.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Command(Generic[AnyConfig]):
+    """What one command takes and does; the first line of its `main`'s docstring says so in `--help`."""
+
+    config_class: type[AnyConfig]
+    """With a key `report`, the command also takes `--json FILE`."""
+    main: Callable[[AnyConfig], None]
+    """Imports torch and ray inside: nothing heavy is loaded before parsing has succeeded."""
+    default: Path | None = None
+    """YAML file that is read where none is named."""
+    files: tuple[str, ...] = ()
+    """Keys that take the words of the command line, one file each and in this order; empty: words are YAML files,
+    merged left to right, and overrides."""
+
+    @property
+    def usage(self) -> str:
+        """What stands behind the command's name."""
+        words = [f"{key}.json" for key in self.files] or ["[config.yaml ...]", "[key=value ...]"]
+        return " ".join([*words, *(["[--json FILE]"] if self._takes_json else [])])
+
+    @property
+    def summary(self) -> str:
+        """One line on what it does."""
+        return (self.main.__doc__ or "").strip().partition("\n")[0]
+
+    def load(self, words: Sequence[str], name: str = "", description: str = "") -> AnyConfig:
+        """Read the words behind the command's name; `--help` prints and exits.
+
+        Raises:
+            ConfigError: naming what is wrong with a word, a file or a key.
+        """
+        prog = " ".join(part for part in (program(), name) if part)
+        parser = CommandLine(self.config_class, description or self.summary, prog or None, self.usage)
+        if self.files:
+            parser.advice = f"write {name} {self.usage}"
+        if self._takes_json:
+            parser.add_argument("--json", metavar="FILE", help="write what was measured there as well: report=FILE")
+        given = parser.parse_intermixed_args(words)
+        if self.files:
+            return self._load_files(given, parser)
+        settings = list(given.arguments)
+        if self.default is not None and not any(map(_is_yaml, settings)):
+            settings.insert(0, str(self.default))
+        if self._takes_json and given.json is not None:
+            settings.append(f"report={json.dumps(given.json)}")  # a text, whatever YAML would make of it
+        return load_config(self.config_class, settings)
+
+    @property
+    def _takes_json(self) -> bool:
+        return "report" in self.config_class.model_fields
+
+    def _load_files(self, given: Any, parser: CommandLine) -> AnyConfig:
+        if len(given.arguments) != len(self.files):
+            parser.error(f"{len(given.arguments)} files are given, {len(self.files)} are needed")
+        values = dict(zip(self.files, given.arguments, strict=True))
+        return validate(self.config_class, values | ({"report": given.json} if self._takes_json else {}))
+
+
+Commands = Mapping[str, Command[Any]]
+"""Commands by name; "" is what is done without a name."""
+
+
+def load_command(commands: Commands, argv: Sequence[str], description: str = "") -> tuple[Command[Any], Any]:
+    """The command that is meant, and its configuration.
+
+    Raises:
+        ConfigError: there is no such command, or its words are wrong.
+    """
+    first = next(iter(argv), "")
+    if first and first in commands:
+        try:
+            return commands[first], commands[first].load(argv[1:], first)
+        except ConfigError as error:
+            # Files alone do not say which command they were for; a key does.
+            raise ConfigError(f"{first}: {error}") if commands[first].files else error from None
+    if re.fullmatch(r"[A-Za-z]\w*", first) and not Path(first).exists():
+        names = sorted(filter(None, commands))
+        match = difflib.get_close_matches(first, names, n=1)
+        nearest = f"; did you mean '{match[0]}'?" if match else ""
+        raise ConfigError(f"there is no command '{first}'; the commands are {', '.join(names)}{nearest}")
+    return commands[""], commands[""].load(argv, description=f"{description.rstrip()}\n\n{_listed(commands)}")
+
+
+def run_commands(commands: Commands, description: str, argv: Sequence[str]) -> None:
+    """Find the command that is meant, run it, and turn our own errors into one line and an exit code."""
+
+    def run() -> None:
+        command, config = load_command(commands, argv, description)
+        command.main(config)
+
+    run_command(run)
+
+
+def _listed(commands: Commands) -> str:
+    """The commands that have a name, for `--help`."""
+    names = sorted(filter(None, commands))
+    lines = ["commands (each with its own --help):"]
+    for name in names:
+        is_default = commands[name] is commands[""]
+        lines.append(f"  {name}: {commands[name].summary}{' Without a command, too.' if is_default else ''}")
+    return "\n".join(lines)
+
+
+def _is_yaml(word: str) -> bool:
+    return "=" not in word and word.endswith((".yaml", ".yml"))

@@ -1,0 +1,52 @@
+"""The presets fit together: each can be trained as it stands, and evaluations name what presets write."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from moray.bench.configs import EvaluateConfig, ShapeConfig, ShapedBenchmarkConfig
+from moray.bench.shaped import random_target
+from moray.cluster.configs import DistilConfig
+from moray.config import load_config, read_yaml
+from moray.drafters.configs import DRAFTER_CONFIG
+from moray.targets.head import TargetHead
+from moray.trees.shapes import ChainShape
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+DRAFTERS = sorted((CONFIGS / "drafters").glob("*.yaml"))
+WIDE = [path for path in DRAFTERS if path.stem.startswith("independent-wide")]
+WHERE = {"moa-stories": ["activations=a", "output=runs/stories/moa-stories"]}
+"""Settings that presets without a cache of their own need."""
+
+
+@pytest.mark.parametrize("path", DRAFTERS, ids=lambda path: path.stem)
+def test_a_preset_can_be_trained_and_writes_a_folder_of_its_own_name(path):
+    config = load_config(DistilConfig, [str(path), "target.model=x", *WHERE.get(path.stem, [])])
+    assert Path(config.output).name == path.stem.removesuffix("-demo")
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "evaluations").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_evaluation_names_folders_that_presets_write(path):
+    config = load_config(EvaluateConfig, [str(path), "target.model=x"])
+    written = {read_yaml(preset).get("output") for preset in DRAFTERS}
+    assert {entry for entry in config.drafters if isinstance(entry, str)} <= written
+
+
+@pytest.mark.parametrize("path", WIDE, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("vocab_size", "written"), [(32_000, 0), (128_256, 1)])
+def test_a_wide_preset_has_the_parameters_that_it_says(path, vocab_size, written):
+    drafter = DRAFTER_CONFIG.validate_python(read_yaml(path)["drafter"])
+    sizes = {"num_layers": 1, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    shape = ShapeConfig(**sizes, intermediate_size=8, vocab_size=vocab_size)
+    chain = ChainShape(type="chain", depth=1)
+    config = ShapedBenchmarkConfig(shape=shape, device="cpu", drafter=drafter, trees=(chain,), tau=1.5)
+    with torch.device("meta"):
+        target = random_target(config, torch.device("meta"))
+        count = drafter.build(TargetHead.of(target)).num_parameters
+    comment = "".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    said = re.findall(r"([\d.]+) ([MB])\b", comment)[-2:][written]
+    unit = {"M": 1e6, "B": 1e9}[said[1]]
+    digits = len(said[0].partition(".")[2])
+    assert f"{count / unit:.{digits}f}" == said[0]

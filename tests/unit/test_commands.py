@@ -1,0 +1,104 @@
+"""Entry points of several commands: the right one runs, with its own keys, and what is wrong is one line."""
+
+import pytest
+
+from moray.commands import Command, load_command, run_commands
+from moray.config import Config
+from moray.errors import ConfigError
+
+received: list[Config] = []
+
+
+class Steps(Config):
+    """Keys without a report."""
+
+    steps: int = 1
+
+
+class Measured(Config):
+    """Keys with one."""
+
+    steps: int
+    report: str | None = None
+
+
+class Pair(Config):
+    """Two files."""
+
+    left: str
+    right: str
+
+
+def walk(config: Steps) -> None:
+    """Walk some steps.
+
+    Not shown."""
+    received.append(config)
+
+
+def measure(config: Measured) -> None:
+    """Measure some steps."""
+    received.append(config)
+
+
+def pair(config: Pair) -> None:
+    """Take two files."""
+    received.append(config)
+
+
+@pytest.fixture
+def commands(tmp_path):
+    (tmp_path / "default.yaml").write_text("steps: 7\n")
+    received.clear()
+    measuring = Command(Measured, measure, default=tmp_path / "default.yaml")
+    return {"": Command(Steps, walk), "measure": measuring, "pair": Command(Pair, pair, files=("left", "right"))}
+
+
+def test_the_named_command_runs_and_none_is_the_plain_one(commands, tmp_path):
+    (tmp_path / "mine.yaml").write_text("steps: 2\n")
+    for argv, expected in (
+        ([], Steps()),
+        (["steps=3"], Steps(steps=3)),
+        (["measure"], Measured(steps=7)),
+        (["measure", "steps=3", "--json", "1"], Measured(steps=3, report="1")),
+        (["measure", "--json=a: b", str(tmp_path / "mine.yaml")], Measured(steps=2, report="a: b")),
+        (["pair", "a", "b=c"], Pair(left="a", right="b=c")),
+    ):
+        run_commands(commands, "Test.", argv)
+        assert received[-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["measur"], "there is no command 'measur'; the commands are measure, pair; did you mean 'measure'\\?$"),
+        (["x"], "there is no command 'x'; the commands are measure, pair$"),
+        (["x.yaml"], "config file 'x.yaml' does not exist"),
+        (["--json", "a.json"], "unrecognized arguments: --json; write settings as key=value"),
+        (["measure", "--js", "a.json"], "unrecognized arguments: --js"),
+        (["measure", "--json"], "argument --json: expected one argument"),
+        (["measure", "step=1"], "unknown key 'step'"),
+        (["pair", "a"], "^pair: 1 files are given, 2 are needed; write pair left.json right.json$"),
+        (["pair", "a", "b", "--json", "c"], "^pair: .*--json.*; write pair left.json right.json$"),
+    ],
+)
+def test_what_is_wrong_is_one_line(commands, argv, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_command(commands, argv)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    assert received == []
+
+
+def test_help_lists_the_commands_and_then_the_keys(commands, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_commands(commands, "Does a lot.", ["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.index("Does a lot.") < shown.index("  measure: Measure some steps.\n  pair: Take two files.")
+    assert "--json" not in shown
+    with pytest.raises(SystemExit):
+        run_commands(commands, "Does a lot.", ["measure", "-h"])
+    shown = capsys.readouterr().out
+    assert "measure [config.yaml ...] [key=value ...] [--json FILE]" in shown
+    assert shown.index("Measure some steps.") < shown.index("report: str | null = null")
