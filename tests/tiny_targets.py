@@ -61,6 +61,8 @@ class TinyTarget:
     """Answers that plain decoding has given already."""
     stock: dict[str, Any] = field(default_factory=dict)
     """The same weights in an unmodified model that our code never touches."""
+    generated: dict[Any, list[int]] = field(default_factory=dict)
+    """Answers that the unmodified model has given already."""
 
     @property
     def config(self) -> TargetConfig:
@@ -72,6 +74,12 @@ class TinyTarget:
 
     def hugging_face(self, prompt: list[int], max_new_tokens: int, eos_ids: list[int] | None = None) -> list[int]:
         """What `generate` of transformers gives, greedily; a model of its own, with the stock attention."""
+        key = (tuple(prompt), max_new_tokens, tuple(eos_ids or ()))
+        if key not in self.generated:
+            self.generated[key] = self._generate(prompt, max_new_tokens, eos_ids)
+        return self.generated[key]
+
+    def _generate(self, prompt: list[int], max_new_tokens: int, eos_ids: list[int] | None) -> list[int]:
         tokens = torch.tensor([prompt])
         if self.name not in self.stock:
             self.stock[self.name] = AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="eager")

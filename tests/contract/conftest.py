@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from functools import cache
 
-import jaxtyping
 import pytest
 from drafting import PROMPT
+from shape_checks import unchecked
 from support import (
     ADAPTIVE,
     SHAPES,
@@ -58,7 +58,8 @@ def learnt(tiny: Callable[[str], TinyTarget], greedy: Callable[..., list[int]]) 
         target = tiny(name)
         prompt = target.prompt()
         steps = {"independent-0": 50, "independent-2": 80}.get(variant, 35)  # they learn from the text alone
-        return overfit(target, build(target, VARIANTS[variant]), prompt + greedy(name), len(prompt), steps)
+        with unchecked():
+            return overfit(target, build(target, VARIANTS[variant]), prompt + greedy(name), len(prompt), steps)
 
     return make
 
@@ -132,7 +133,6 @@ def four_tokens(tmp_path_factory) -> TinyTarget:
 
 @pytest.fixture
 def unchecked_shapes():
-    """Thousands of tiny cycles: checking the tensors' shapes, as all other tests do, would cost five times as much."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    """Thousands of tiny cycles: checking the tensors' shapes, as other tests do, would cost several times as much."""
+    with unchecked():
+        yield

@@ -25,17 +25,20 @@ from moray.trees.shapes import ChainShape, FixedShape
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
+FEWER = 500
+"""Samples that show a gross bias. Of the finer ones below some need all of `keeps_the_law`."""
+
 
 def test_the_rule_that_the_faults_are_made_of_is_right(monkeypatch):
     """With the right residual it passes: so what fails below is the fault and not the frame around it."""
     monkeypatch.setattr(accept_module, "accept_by_rejection", with_residual(lambda p, q: (p - q).clamp(min=0)))
-    assert keeps_the_law(CHAIN, REJECTION)
+    assert keeps_the_law(CHAIN, REJECTION, samples=FEWER)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_biased_verifier_fails_the_check(fault, monkeypatch):
     monkeypatch.setattr(accept_module, *FAULTS[fault])
-    assert not keeps_the_law(CHAIN, REJECTION)
+    assert not keeps_the_law(CHAIN, REJECTION, samples=FEWER)
 
 
 @pytest.mark.parametrize("fault", ["accepts always", "residual from p"])
@@ -108,4 +111,4 @@ def test_coupled_noise_that_ignores_the_position_fails_the_check(monkeypatch):
         )
 
     monkeypatch.setattr(Sampler, "noise", stuck)
-    assert not keeps_the_law(CHAIN, COUPLED)
+    assert not keeps_the_law(CHAIN, COUPLED, samples=FEWER)

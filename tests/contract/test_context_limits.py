@@ -20,6 +20,7 @@ from moray.trees.shapes import FixedShape
 CHAIN, DYNAMIC = SHAPES["chain"], SHAPES["dynamic"]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_an_answer_ends_with_the_context(tiny, greedy, learnt, variant, shape):
     target = tiny("llama")
     prompt = target.prompt()
@@ -32,13 +33,14 @@ def test_an_answer_ends_with_the_context(tiny, greedy, learnt, variant, shape):
         assert generation.finish_reason == "length"
 
 
+@pytest.mark.parametrize("variant", [*VARIANTS, "rehearsed"])
 def test_drafts_may_look_past_the_target_s_last_position(tiny, variant, shape):
     target = tiny("llama")
     prompt = target.prompt(5, MAX_POSITIONS - 8)
     plain = plainly(target, prompt, GREEDY, 40)
     assert len(plain) == 8
-    for drafter in (build(target, VARIANTS[variant]), Rehearsed(target.target)):
-        assert speculate(target, drafter, shape, prompt, GREEDY, 40).tokens == plain
+    drafter = Rehearsed(target.target) if variant == "rehearsed" else build(target, VARIANTS[variant])
+    assert speculate(target, drafter, shape, prompt, GREEDY, 40).tokens == plain
 
 
 @pytest.mark.parametrize("length", [0, 40, 41, 700])
@@ -59,18 +61,28 @@ def test_a_context_longer_than_the_target_s_is_refused_with_both_sizes(tiny):
             make()
 
 
-@pytest.mark.parametrize("length", [PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, PREFILL_CHUNK + 150])
-def test_long_prompts_are_read_in_chunks(tiny, greedy, variant, length):
-    """A random drafter accepts nothing, so that its memory is checked apart: against one built at once."""
+LENGTHS = [PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, PREFILL_CHUNK + 150]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_long_prompts_are_read_in_chunks(tiny, greedy, length):
     target = tiny("qwen3")
     prompt = target.prompt(6, length)
     text = greedy("qwen3", 6, length)[:12]
     assert plainly(target, prompt, GREEDY, 12) == text
-    drafter = build(target, VARIANTS[variant])
-    assert speculate(target, drafter, DYNAMIC, prompt, GREEDY, 12).tokens == text
     rehearsed = speculate(target, Rehearsed(target.target), CHAIN, prompt, GREEDY, 11)
     assert rehearsed.tokens == text[:11]
     assert rehearsed.accepted == [4, 4]
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_drafter_follows_in_chunks(tiny, greedy, variant, length):
+    """A random drafter accepts nothing, so that its memory is checked apart: against one built at once."""
+    target = tiny("qwen3")
+    drafter = build(target, VARIANTS[variant])
+    text = greedy("qwen3", 6, length)[:8]
+    assert speculate(target, drafter, DYNAMIC, target.prompt(6, length), GREEDY, 8).tokens == text
 
 
 def test_a_tree_wider_than_the_vocabulary_is_refused(tiny):

@@ -19,12 +19,16 @@ from moray.errors import ConfigError
 CHAIN, FIXED, DYNAMIC = SHAPES["chain"], SHAPES["fixed"], SHAPES["dynamic"]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_decoder_keeps_nothing_from_one_answer_to_the_next(tiny, learnt, variant, shape):
     target, drafter = tiny("llama"), learnt("llama", variant)
     used = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
     used.generate(target.prompt(2, 3), GREEDY, 10, ())
-    for prompt in (target.prompt(), target.prompt(1, 60), target.prompt()):
-        fresh = speculate(target, drafter, shape, prompt, GREEDY, 10)
+    short, long = (
+        (prompt, speculate(target, drafter, shape, prompt, GREEDY, 10))
+        for prompt in (target.prompt(), target.prompt(1, 60))
+    )
+    for prompt, fresh in (short, long, short):
         again = used.generate(prompt, GREEDY, 10, ())
         assert again.tokens == fresh.tokens
         assert again.accepted == fresh.accepted, "the drafts changed, so the drafter has not forgotten"
@@ -45,6 +49,7 @@ def test_two_sessions_on_one_target_and_one_drafter_do_not_meet(tiny, greedy, le
     assert texts == [greedy("llama", 1)[:10]] * 3
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_decoders_that_take_turns_may_share_a_session(tiny, learnt):
     """Each observes other taps of the same target; all do as they would with a session of their own."""
     target = tiny("llama")

@@ -32,7 +32,7 @@ def test_adaptive_drafts_of_every_drafter_give_the_same_text(tiny, learnt, varia
             assert len(set(generation.drafted)) >= 3, "the depths did not vary"
 
 
-@pytest.mark.usefixtures("moody")
+@pytest.mark.usefixtures("moody", "unchecked_shapes")
 @pytest.mark.parametrize("params", [GREEDY, COUPLED, FILTERED], ids=["greedy", "coupled", "filtered"])
 @pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
 def test_every_degree_of_acceptance_gives_the_same_text_at_every_depth(tiny, adaptive, params, noise):
@@ -84,7 +84,7 @@ def test_costs_are_measured_where_the_context_ends(tiny, adaptive):
 REPETITIVE = [5, 6, 7, 8, 5, 6, 7, 9, 5, 6, 7]
 
 
-@pytest.mark.usefixtures("moody")
+@pytest.mark.usefixtures("moody", "unchecked_shapes")
 @pytest.mark.parametrize("params", [GREEDY, FILTERED], ids=["greedy", "filtered"])
 def test_a_drafter_that_stops_early_costs_no_token(tiny, params):
     """Prompt lookup ends its drafts wherever nothing matches, at other levels in every cycle."""

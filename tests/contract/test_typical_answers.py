@@ -1,5 +1,6 @@
 """Typical acceptance, which is lossy: answers with every drafter on every tree, and its two extremes."""
 
+import pytest
 from spelling import length_until, spell
 from support import COUPLED, MAX_POSITIONS, SHAPES, VARIANTS, Rehearsed, build, plainly
 
@@ -13,17 +14,19 @@ DYNAMIC = SHAPES["dynamic"]
 TYPICAL = SamplingParams(temperature=0.8, seed=7, rule="typical")
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("variant", [*VARIANTS, "rehearsed"])
 def test_typical_acceptance_runs_on_every_tree(tiny, variant, shape):
     target = tiny("llama")
-    for drafter in (build(target, VARIANTS[variant]), Rehearsed(target.target, 0.5)):
-        decoder = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
-        first = decoder.generate(target.prompt(), TYPICAL, 20, ())
-        again = decoder.generate(target.prompt(), TYPICAL, 20, ())
-        assert len(first.tokens) == 20
-        assert (again.tokens, again.accepted) == (first.tokens, first.accepted), "a function of the seed"
-        stop = StopStrings([spell(first.tokens[7:9])], spell)
-        ended = decoder.generate(target.prompt(), TYPICAL, 20, (), stop=stop)
-        assert ended.tokens == first.tokens[: length_until(stop.strings[0], first.tokens)]
+    drafter = Rehearsed(target.target, 0.5) if variant == "rehearsed" else build(target, VARIANTS[variant])
+    decoder = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
+    first = decoder.generate(target.prompt(), TYPICAL, 20, ())
+    again = decoder.generate(target.prompt(), TYPICAL, 20, ())
+    assert len(first.tokens) == 20
+    assert (again.tokens, again.accepted) == (first.tokens, first.accepted), "a function of the seed"
+    stop = StopStrings([spell(first.tokens[7:9])], spell)
+    ended = decoder.generate(target.prompt(), TYPICAL, 20, (), stop=stop)
+    assert ended.tokens == first.tokens[: length_until(stop.strings[0], first.tokens)]
 
 
 def test_typical_acceptance_takes_all_or_nothing_at_its_extremes(tiny, shape):
