@@ -4,7 +4,21 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from support import TARGETS, VARIANTS, MoodyCosts, TinyTarget, build, load_target, overfit
+from drafting import PROMPT
+from shape_checks import unchecked
+from support import (
+    ADAPTIVE,
+    SHAPES,
+    TARGETS,
+    TRAINED,
+    VARIANTS,
+    MoodyCosts,
+    TinyTarget,
+    batch_of,
+    build,
+    load_target,
+    overfit,
+)
 
 from moray.decoding import speculate as speculate_module
 from moray.drafters.base import Drafter
@@ -44,7 +58,8 @@ def learnt(tiny: Callable[[str], TinyTarget], greedy: Callable[..., list[int]]) 
         target = tiny(name)
         prompt = target.prompt()
         steps = {"independent-0": 50, "independent-2": 80}.get(variant, 35)  # they learn from the text alone
-        return overfit(target, build(target, VARIANTS[variant]), prompt + greedy(name), len(prompt), steps)
+        with unchecked():
+            return overfit(target, build(target, VARIANTS[variant]), prompt + greedy(name), len(prompt), steps)
 
     return make
 
@@ -63,3 +78,61 @@ def variant(request: pytest.FixtureRequest) -> str:
 def moody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adaptive decoders measure costs that change at every look, so that every cycle has another depth."""
     monkeypatch.setattr(speculate_module, "measure_costs", lambda *_: MoodyCosts())
+
+
+@pytest.fixture
+def drafter(tiny, variant) -> Drafter:
+    return build(tiny("llama"), VARIANTS[variant])
+
+
+@pytest.fixture
+def batch(tiny, drafter):
+    """Two chats of different lengths whose responses begin after PROMPT tokens."""
+    target = tiny("llama")
+    return batch_of(target.target, [target.prompt(0, 24), target.prompt(1, 19)], PROMPT, drafter.needs)
+
+
+@pytest.fixture(params=TRAINED)
+def trained(request, tiny) -> Drafter:
+    """A random drafter of every kind that can be trained."""
+    return build(tiny("llama"), VARIANTS[request.param])
+
+
+@pytest.fixture
+def trained_batch(tiny, trained):
+    target = tiny("llama")
+    return batch_of(target.target, [target.prompt(0, 24), target.prompt(1, 19)], PROMPT, trained.needs)
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request):
+    return SHAPES[request.param]
+
+
+@pytest.fixture(params=ADAPTIVE)
+def adaptive(request):
+    return ADAPTIVE[request.param]
+
+
+@pytest.fixture(scope="session")
+def four_tokens(tmp_path_factory) -> TinyTarget:
+    """A real target with a vocabulary of four."""
+    return load_target(
+        tmp_path_factory.mktemp("four"),
+        vocab_size=4,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.4,
+        seed=11,
+    )
+
+
+@pytest.fixture
+def unchecked_shapes():
+    """Thousands of tiny cycles: checking the tensors' shapes, as other tests do, would cost several times as much."""
+    with unchecked():
+        yield

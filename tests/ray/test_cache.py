@@ -76,12 +76,15 @@ def test_cache_holds_every_chat_once_and_its_totals_are_right(
 
 
 def test_second_run_touches_nothing_and_a_removed_shard_is_made_again(
-    tiny_target: Path, chats_file: Path, tmp_path: Path
+    tiny_cache: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:
-    output = tmp_path / "cache"
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text("".join(line + "\n" for line in chats_file.read_text().splitlines()[:24]))
-    first = _cache(output, tiny_target, chats)
+    import shutil
+
+    output = shutil.copytree(tiny_cache, tmp_path / "cache")
+    chats = shutil.copy(chats_file, tmp_path / "chats.jsonl")
+    for name in ("plan.json", "manifest.json"):  # as if cached from this file, which may be changed below
+        (output / name).write_text((output / name).read_text().replace(str(chats_file), str(chats)))
+    first = read_manifest(CacheStore(str(output)))
     times = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     assert _cache(output, tiny_target, chats) == first
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == times

@@ -1,6 +1,7 @@
 """Regenerated chats: the user's turns as they were, every answer the target's own greedy one."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +19,7 @@ def chats(write_chats: Callable[[Path, int], Path], tmp_path_factory: pytest.Tem
     return write_chats(tmp_path_factory.mktemp("asked") / "chats.jsonl", 7)
 
 
-def _regenerate(target: Path, chats: Path, output: Path) -> list[list[dict[str, str]]]:
-    """Run it; the messages of every chat, in order."""
+def _regenerate(target: Path, chats: Path, output: Path) -> None:
     from moray.cluster.regenerate import regenerate
 
     config = RegenerateConfig(
@@ -31,12 +31,24 @@ def _regenerate(target: Path, chats: Path, output: Path) -> list[list[dict[str, 
         chats_per_part=3,
     )
     assert regenerate(config) == 7
+
+
+def _messages(output: Path) -> list[list[dict[str, str]]]:
+    """The messages of every chat, in order."""
     parts = sorted(output.glob("part-*.jsonl"))
     assert len(parts) == 3
     return [json.loads(line)["messages"] for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
 
 
-def test_every_answer_is_the_target_s_own(ray_session: None, tiny_target: Path, chats: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def answered(ray_session: None, tiny_target: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all answers. Not to be written to."""
+    output = tmp_path_factory.mktemp("regenerated") / "answered"
+    _regenerate(tiny_target, chats, output)
+    return output
+
+
+def test_every_answer_is_the_target_s_own(tiny_target: Path, chats: Path, answered: Path) -> None:
     from moray.decoding.params import SamplingParams
     from moray.decoding.speculate import PlainDecoder
     from moray.targets.model import Target
@@ -45,8 +57,7 @@ def test_every_answer_is_the_target_s_own(ray_session: None, tiny_target: Path, 
     target, text = Target.load(TargetConfig(model=str(tiny_target))), ChatTokenizer.load(str(tiny_target))
     decoder = PlainDecoder(target, 512)
     eos = {*target.eos_ids, *text.eos_ids}
-    answered = _regenerate(tiny_target, chats, tmp_path / "answered")
-    for line, messages in zip(chats.read_text(encoding="utf-8").splitlines(), answered, strict=True):
+    for line, messages in zip(chats.read_text(encoding="utf-8").splitlines(), _messages(answered), strict=True):
         asked = json.loads(line)["messages"]
         assert [m["role"] for m in messages] == [m["role"] for m in asked]
         assert [m["content"] for m in messages[::2]] == [m["content"] for m in asked[::2]]
@@ -56,11 +67,11 @@ def test_every_answer_is_the_target_s_own(ray_session: None, tiny_target: Path, 
             assert messages[turn]["content"] == text.decode(tokens)
 
 
-def test_only_missing_parts_are_made_again(ray_session: None, tiny_target: Path, chats: Path, tmp_path: Path) -> None:
-    output = tmp_path / "answered"
-    first = _regenerate(tiny_target, chats, output)
+def test_only_missing_parts_are_made_again(tiny_target: Path, chats: Path, answered: Path, tmp_path: Path) -> None:
+    output = shutil.copytree(answered, tmp_path / "answered")
     (output / "part-00001.jsonl").unlink()
     kept = output / "part-00000.jsonl"
     before = kept.stat().st_mtime_ns
-    assert _regenerate(tiny_target, chats, output) == first
+    _regenerate(tiny_target, chats, output)
+    assert _messages(output) == _messages(answered)
     assert kept.stat().st_mtime_ns == before

@@ -1,10 +1,9 @@
 """Real answers with every drafter follow the target's law, on chains and trees: chi-square, vocabulary of four."""
 
-import jaxtyping
 import pytest
 import torch
+from laws import COUPLED, PROMPT, REJECTION, fits, law_of_answers
 from support import UNTRAINED, TinyTarget, build, union_members
-from test_verifier import COUPLED, PROMPT, REJECTION, fits, four_tokens, law_of_answers  # noqa: F401 - a fixture
 
 from moray.decoding import accept as accept_module
 from moray.decoding import speculate as speculate_module
@@ -37,12 +36,7 @@ SHAPES = {
 }
 SAMPLES = 350
 
-
-@pytest.fixture(autouse=True)
-def _unchecked_shapes():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 
 def drafter_of(tiny: TinyTarget, kind: str) -> Drafter:
@@ -69,17 +63,17 @@ def test_every_drafter_is_here():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_rejection_sampling_keeps_the_target_s_law(four_tokens, kind, shape):  # noqa: F811
+def test_rejection_sampling_keeps_the_target_s_law(four_tokens, kind, shape):
     assert keeps_the_law(four_tokens, drafter_of(four_tokens, kind), SHAPES[shape], REJECTION)
 
 
 @pytest.mark.parametrize("kind", ["moa", "ngram"])
-def test_coupled_sampling_keeps_the_target_s_law(four_tokens, kind):  # noqa: F811
+def test_coupled_sampling_keeps_the_target_s_law(four_tokens, kind):
     assert keeps_the_law(four_tokens, drafter_of(four_tokens, kind), SHAPES["tree"], COUPLED)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "ngram"])
-def test_a_verifier_that_believes_the_drafter_is_caught(four_tokens, kind, monkeypatch):  # noqa: F811
+def test_a_verifier_that_believes_the_drafter_is_caught(four_tokens, kind, monkeypatch):
     """The same check on a biased verifier, which takes every first draft token as it comes."""
     accept = accept_module.accept
 

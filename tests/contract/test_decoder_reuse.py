@@ -1,0 +1,91 @@
+"""One decoder gives many answers, and several share a target, a drafter or a session, without traces."""
+
+import pytest
+import torch
+from support import (
+    COUPLED,
+    GREEDY,
+    MAX_POSITIONS,
+    SHAPES,
+    Rehearsed,
+    plainly,
+    speculate,
+)
+
+from moray.decoding.session import TargetSession
+from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.errors import ConfigError
+
+CHAIN, FIXED, DYNAMIC = SHAPES["chain"], SHAPES["fixed"], SHAPES["dynamic"]
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_decoder_keeps_nothing_from_one_answer_to_the_next(tiny, learnt, variant, shape):
+    target, drafter = tiny("llama"), learnt("llama", variant)
+    used = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
+    used.generate(target.prompt(2, 3), GREEDY, 10, ())
+    short, long = (
+        (prompt, speculate(target, drafter, shape, prompt, GREEDY, 10))
+        for prompt in (target.prompt(), target.prompt(1, 60))
+    )
+    for prompt, fresh in (short, long, short):
+        again = used.generate(prompt, GREEDY, 10, ())
+        assert again.tokens == fresh.tokens
+        assert again.accepted == fresh.accepted, "the drafts changed, so the drafter has not forgotten"
+
+
+def test_two_sessions_on_one_target_and_one_drafter_do_not_meet(tiny, greedy, learnt):
+    """Interleaved: the second answer is generated whole between two cycles of the first."""
+    target, drafter = tiny("llama"), learnt("llama", "moa-1")
+    outer = SpeculativeDecoder(target.target, drafter, DYNAMIC, MAX_POSITIONS)
+    inner = SpeculativeDecoder(target.target, drafter, CHAIN, MAX_POSITIONS)
+    texts: list[list[int]] = []
+
+    def interrupt(tokens: list[int], accepted: int) -> None:
+        if len(texts) < 3:
+            texts.append(inner.generate(target.prompt(1), GREEDY, 10, ()).tokens)
+
+    assert outer.generate(target.prompt(), GREEDY, 40, (), interrupt).tokens == greedy("llama")
+    assert texts == [greedy("llama", 1)[:10]] * 3
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_decoders_that_take_turns_may_share_a_session(tiny, learnt):
+    """Each observes other taps of the same target; all do as they would with a session of their own."""
+    target = tiny("llama")
+    entries = [
+        ("moa-0", CHAIN), ("eagle-0", DYNAMIC), ("moa-2", FIXED), ("glide-0", CHAIN), ("medusa-0", DYNAMIC),
+        ("ngram-0", FIXED), ("eagle-1", CHAIN),
+    ]  # fmt: skip
+    session = TargetSession(target.target, MAX_POSITIONS, 1 + max(shape.num_nodes for _, shape in entries))
+    drafters = [(learnt("llama", variant), shape) for variant, shape in entries]
+    needs = {str(drafter.observed) for drafter, _ in drafters}
+    assert len(needs) >= 4
+    plain = PlainDecoder(target.target, MAX_POSITIONS, session)
+    shared = [SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS, session) for drafter, shape in drafters]
+    own = [SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS) for drafter, shape in drafters]
+    for prompt, params in ((target.prompt(2, 30), GREEDY), (target.prompt(), GREEDY), (target.prompt(), COUPLED)):
+        expected = plainly(target, prompt, params, 30)
+        for ours, alone in zip(shared, own, strict=True):
+            first, second = ours.generate(prompt, params, 30, ()), alone.generate(prompt, params, 30, ())
+            assert first.tokens == second.tokens == expected
+            assert first.accepted == second.accepted, "the drafter observed something else"
+        assert plain.generate(prompt, params, 30, ()).tokens == expected
+
+
+def test_a_shared_session_that_is_too_small_is_refused(tiny):
+    target = tiny("llama").target
+    drafter = Rehearsed(target)
+    session = TargetSession(target, 64, CHAIN.num_nodes + 1)
+    assert SpeculativeDecoder(target, drafter, CHAIN, 64, session)
+    with pytest.raises(ConfigError, match=r"trees of 5 nodes, .* 15 nodes \('dynamic-4x3-14'\)"):
+        SpeculativeDecoder(target, drafter, DYNAMIC, 64, session)
+    with pytest.raises(ConfigError, match=r"made for 64 tokens .* this decoder for 63 tokens"):
+        SpeculativeDecoder(target, drafter, CHAIN, 63, session)
+
+
+def test_generation_leaves_no_gradients_behind(tiny, learnt):
+    target, drafter = tiny("llama"), learnt("llama", "moa-2")
+    speculate(target, drafter, DYNAMIC, target.prompt(), GREEDY, 5)
+    assert all(parameter.grad is None for parameter in target.target.model.parameters())
+    assert torch.is_grad_enabled()

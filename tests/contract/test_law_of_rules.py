@@ -1,0 +1,55 @@
+"""Every rule of acceptance gives the target's law: chi-square on a world of tables that can be enumerated."""
+
+import pytest
+import torch
+from laws import CHAIN, COUPLED, DYNAMIC, REJECTION, SIBLINGS, TableWorld, fits, keeps_the_law
+
+from moray.decoding.params import SamplingParams
+from moray.trees.shapes import FixedShape
+
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+RULES = {
+    "chain sampled from q": (CHAIN, REJECTION, False),
+    "independent siblings": (SIBLINGS, REJECTION, True),
+    "three independent siblings": (FixedShape(type="fixed", branching=(3,)), REJECTION, True),
+    "deterministic tree": (SIBLINGS, REJECTION, False),
+    "deterministic dynamic tree": (DYNAMIC, REJECTION, False),
+    "coupled chain": (CHAIN, COUPLED, False),
+    "coupled tree": (DYNAMIC, COUPLED, False),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_gives_the_target_s_law(rule):
+    assert keeps_the_law(*RULES[rule])
+
+
+@pytest.mark.parametrize("shape", [CHAIN, SIBLINGS], ids=["chain", "tree"])
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_filters_hold_under_every_rule(shape, rule):
+    world = TableWorld(vocabulary=4, sharpness=0.7, seed=2)
+    params = SamplingParams(temperature=0.9, top_k=3, top_p=0.9, rule=rule)
+    law = world.law(params, 3)
+    assert 8 <= int((law > 0).sum()) < law.numel() - 8, "the filters forbid many texts and leave many"
+    assert keeps_the_law(shape, params, world=world)
+
+
+@pytest.mark.parametrize("name", ["drafter is the target", "drafter is sure and wrong"])
+def test_extreme_drafters_keep_the_law(name):
+    world = TableWorld(seed=3)
+    world.drafter = world.target if name == "drafter is the target" else (-40 * world.target)
+    for rule in ("chain sampled from q", "deterministic tree", "independent siblings"):
+        assert keeps_the_law(*RULES[rule], world=world, samples=600)
+
+
+def test_the_check_tells_close_laws_apart():
+    """The chi-square itself can fail: texts of a slightly warmer target do not pass for the target's."""
+    world, warmer = TableWorld(), TableWorld()
+    warmer.target = world.target / 1.3
+    counts = torch.zeros(27, dtype=torch.float64)
+    for seed in range(800):
+        a, b, c = warmer.generate(CHAIN, COUPLED.model_copy(update={"seed": seed}), 3)
+        counts[(a * 3 + b) * 3 + c] += 1
+    assert fits(counts, warmer.law(COUPLED, 3))
+    assert not fits(counts, world.law(COUPLED, 3))

@@ -1,0 +1,101 @@
+"""Drafts whose depth and size change from cycle to cycle give the target's own text too."""
+
+import pytest
+from support import (
+    ADAPTIVE,
+    COUPLED,
+    FILTERED,
+    GREEDY,
+    MAX_POSITIONS,
+    SHAPES,
+    VARIANTS,
+    Rehearsed,
+    build,
+    plainly,
+    speculate,
+)
+
+from moray.decoding.params import SamplingParams
+from moray.decoding.speculate import SpeculativeDecoder
+
+TYPICAL = SamplingParams(temperature=0.8, seed=7, rule="typical")
+
+
+@pytest.mark.usefixtures("moody")
+def test_adaptive_drafts_of_every_drafter_give_the_same_text(tiny, learnt, variant, adaptive):
+    target, drafter = tiny("llama"), learnt("llama", variant)
+    decoder = SpeculativeDecoder(target.target, drafter, adaptive, MAX_POSITIONS)
+    for params, count in ((GREEDY, 40), (COUPLED, 20)):
+        generation = decoder.generate(target.prompt(), params, count, ())
+        assert generation.tokens == plainly(target, target.prompt(), params, count)
+        if not variant.startswith("ngram"):  # it ends drafts itself
+            assert len(set(generation.drafted)) >= 3, "the depths did not vary"
+
+
+@pytest.mark.usefixtures("moody", "unchecked_shapes")
+@pytest.mark.parametrize("params", [GREEDY, COUPLED, FILTERED], ids=["greedy", "coupled", "filtered"])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+def test_every_degree_of_acceptance_gives_the_same_text_at_every_depth(tiny, adaptive, params, noise):
+    target = tiny("qwen2")
+    decoder = SpeculativeDecoder(target.target, Rehearsed(target.target, noise), adaptive, MAX_POSITIONS)
+    drafted, accepted = set(), set()
+    for prompt in (target.prompt(), target.prompt(4, 20)):
+        generation = decoder.generate(prompt, params, 40, ())
+        assert generation.tokens == plainly(target, prompt, params, 40)
+        assert all(a <= d for a, d in zip(generation.accepted, generation.drafted, strict=True))
+        drafted |= set(generation.drafted)
+        accepted |= set(generation.accepted)
+    assert drafted == {0, 1, 2, 3, 4}, "no draft, and every depth"
+    assert len(accepted) >= 3
+
+
+@pytest.mark.usefixtures("moody")
+def test_adaptive_drafts_sample_typically_too(tiny, adaptive):
+    target = tiny("llama")
+    decoder = SpeculativeDecoder(target.target, Rehearsed(target.target, 0.5), adaptive, MAX_POSITIONS)
+    generation = decoder.generate(target.prompt(), TYPICAL, 40, ())
+    assert len(generation.tokens) == 40
+    assert 0 in generation.drafted
+
+
+def test_measuring_costs_leaves_nothing_behind(tiny, greedy, learnt, adaptive):
+    """With the real clock: passes and drafts behind the prompt are forgotten, and measured once."""
+    target, drafter = tiny("llama"), learnt("llama", "moa-1")
+    decoder = SpeculativeDecoder(target.target, drafter, adaptive, MAX_POSITIONS)
+    measured = []
+    measure = decoder._measure_costs
+    decoder._measure_costs = lambda root, shape: measured.append(measure(root, shape)) or measured[-1]
+    for _ in range(2):
+        assert decoder.generate(target.prompt(), GREEDY, 40, ()).tokens == greedy("llama")
+    (costs,) = measured
+    assert [size for size, _ in costs.verify][-1] == adaptive.num_nodes + 1
+    assert [size for size, _ in costs.draft] == [1, 2, 3, 4]
+    assert min(seconds for _, seconds in [*costs.verify, *costs.draft]) > 0
+
+
+def test_costs_are_measured_where_the_context_ends(tiny, adaptive):
+    target = tiny("llama")
+    for room in (1, 3):
+        prompt = target.prompt(5, MAX_POSITIONS - room)
+        plain = plainly(target, prompt, GREEDY, 40)
+        assert speculate(target, Rehearsed(target.target), adaptive, prompt, GREEDY, 40).tokens == plain
+
+
+REPETITIVE = [5, 6, 7, 8, 5, 6, 7, 9, 5, 6, 7]
+
+
+@pytest.mark.usefixtures("moody", "unchecked_shapes")
+@pytest.mark.parametrize("params", [GREEDY, FILTERED], ids=["greedy", "filtered"])
+def test_a_drafter_that_stops_early_costs_no_token(tiny, params):
+    """Prompt lookup ends its drafts wherever nothing matches, at other levels in every cycle."""
+    target = tiny("llama")
+    drafter = build(target, VARIANTS["ngram-0"])
+    for shape in (*SHAPES.values(), *ADAPTIVE.values()):
+        decoder = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
+        drafted = set()
+        for prompt in (REPETITIVE, [*REPETITIVE, *target.prompt(), *target.prompt()[:4]]):
+            generation = decoder.generate(prompt, params, 30, ())
+            assert generation.tokens == plainly(target, prompt, params, 30)
+            drafted |= set(generation.drafted)
+        assert 0 in drafted
+        assert len(drafted) >= 2, "no draft was cut short"

@@ -1,0 +1,21 @@
+"""Nothing that the library supports is missing from this suite."""
+
+from support import DRAFTERS, TARGETS, union_members
+
+
+def test_every_member_of_the_union_is_under_this_contract():
+    assert union_members() == set(DRAFTERS)
+    for kind, configs in DRAFTERS.items():
+        assert configs
+        assert all(config.model_dump()["type"] == kind for config in configs)
+
+
+def test_targets_of_this_suite_differ(tiny):
+    fingerprints = {tiny(name).target.spec.fingerprint for name in TARGETS}
+    assert len(fingerprints) == len(TARGETS)
+
+
+def test_every_supported_family_is_tested():
+    from moray.targets.spec import FAMILIES
+
+    assert {options["family"] for options in TARGETS.values()} == set(FAMILIES)
