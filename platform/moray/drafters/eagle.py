@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction, parents_of
 from moray.drafters.configs import EagleConfig
-from moray.drafters.layers import RotaryTable, SelfAttentionLayer, causal_mask, init_weights
+from moray.drafters.layers import RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.slots import DraftSlots
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
@@ -61,7 +61,7 @@ class Eagle(Drafter[EagleState]):
         before = F.pad(self._noisy(real, view.seed)[:, :-1], (0, 0, 1, 0))
         seq = batch.tokens.shape[1]
         x = self._join(batch.tokens, before)
-        predicted = self.layer(x, self.rotary.rows(0, seq), causal_mask(seq, x.device))
+        predicted = self.layer(x, self.rotary.rows(0, seq), "causal")
         prediction = Prediction(predicted, view.start, self.vocabulary.logits)
         return DraftOutput((prediction,), {-1: (predicted, 1.0)})
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import IndependentConfig
-from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttentionLayer, causal_mask, init_weights
+from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.slots import DraftSlots
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
@@ -88,9 +88,9 @@ class Independent(Drafter[IndependentState]):
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         x = self._embed(batch.tokens)
         seq = batch.tokens.shape[1]
-        mask, rotary = causal_mask(seq, x.device), self.rotary.rows(0, seq)
+        rotary = self.rotary.rows(0, seq)
         for layer in self._blocks:
-            x = layer(x, rotary, mask)
+            x = layer(x, rotary, "causal")
         return DraftOutput((Prediction(self.norm(x), view.start, self._logits),))
 
     def _embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq width"]:

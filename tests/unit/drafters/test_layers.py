@@ -14,7 +14,6 @@ from moray.drafters.layers import (
     SelfAttention,
     SelfAttentionLayer,
     block_mask,
-    causal_mask,
     rotate,
 )
 from moray.drafters.slots import DraftSlots
@@ -124,6 +123,15 @@ def attention() -> SelfAttention:
     return SelfAttention(WIDTH, BLOCK, HEAD_DIM).eval()
 
 
+def causal_mask(seq: int) -> torch.Tensor:
+    return torch.ones(seq, seq, dtype=torch.bool).tril()[None, None]
+
+
+def test_causal_is_what_a_mask_says(attention):
+    x, rotary = noise(2, 9, WIDTH), ROTARY.rows(0, 9)
+    torch.testing.assert_close(attention(x, rotary, "causal"), attention(x, rotary, causal_mask(9)))
+
+
 def begun(attention: SelfAttention, x: torch.Tensor, known: int):
     """Slots and a cache that remember the first `known` positions, in two pieces, but for the second half of them."""
     slots = DraftSlots(32, 8, x)
@@ -153,7 +161,7 @@ def drafted(attention: SelfAttention, slots: DraftSlots, cache: torch.Tensor, x:
 def test_drafting_token_by_token_attends_as_all_positions_at_once(attention):
     x = noise(1, 12, WIDTH)
     with torch.no_grad():
-        whole = attention(x, ROTARY.rows(0, 12), causal_mask(12, x.device))
+        whole = attention(x, ROTARY.rows(0, 12), causal_mask(12))
         slots, cache = begun(attention, x, 7)
         for depth, i in enumerate(range(7, 12)):
             read = drafted(attention, slots, cache, x, torch.tensor([i]), None, depth)
@@ -174,7 +182,7 @@ def test_a_tree_attends_along_its_paths(attention):
                 path = [known + above for above in range(node + 1) if ancestors[node, above]]
                 alone = x[:, [*range(known), *path]]
                 seq = alone.shape[1]
-                wanted = attention(alone, ROTARY.rows(0, seq), causal_mask(seq, x.device))[0, -1]
+                wanted = attention(alone, ROTARY.rows(0, seq), causal_mask(seq))[0, -1]
                 torch.testing.assert_close(read[node - begin], wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -183,7 +191,7 @@ def test_tokens_that_wait_attend_causally_where_a_layer_above_reads_them(attenti
     slots = DraftSlots(32, 4, x, is_layered=True)
     cache = slots.new_cache(BLOCK.num_kv_heads, HEAD_DIM)
     with torch.no_grad():
-        whole = attention(x, ROTARY.rows(0, 12), causal_mask(12, x.device))
+        whole = attention(x, ROTARY.rows(0, 12), causal_mask(12))
         for begin, end in ((0, 5), (5, 6), (6, 10), (10, 11)):
             add(attention, slots, cache, x, begin, end)
             rows = slots.expand(torch.tensor([end]), None, 0)
@@ -196,7 +204,7 @@ def test_what_a_draft_left_in_its_slots_is_overwritten_by_the_text(attention):
     x = noise(1, 12, WIDTH)
     other = noise(1, 12, WIDTH, seed=50)
     with torch.no_grad():
-        whole = attention(x, ROTARY.rows(0, 12), causal_mask(12, x.device))
+        whole = attention(x, ROTARY.rows(0, 12), causal_mask(12))
         slots, cache = begun(attention, x, 6)
         drafted(attention, slots, cache, x, torch.tensor([6]), None, 0)
         for depth in range(1, 4):
