@@ -26,18 +26,24 @@ class _Correction:
     """How much longer something really takes than was measured; it changes with the context and the machine's load."""
 
     def __init__(self) -> None:
-        self._spent = self._measured = 0.0
+        self._ratios = self._count = 0.0
 
-    def seconds(self, measured: float) -> float:
-        """What is now expected of that which was measured to take so long."""
-        prior = _COST_WEIGHT * measured
-        return measured * (self._spent + prior) / (self._measured + prior) if prior else 0.0
+    @property
+    def factor(self) -> float:
+        """Of what was measured; one for all sizes."""
+        return (self._ratios + _COST_WEIGHT) / (self._count + _COST_WEIGHT)
 
     def record(self, measured: float, seconds: float) -> None:
         """What was measured to take so long has taken `seconds`."""
-        limit = _HICCUP * self.seconds(measured)
-        self._spent = self._spent * _FORGET + min(seconds, limit)
-        self._measured = self._measured * _FORGET + measured
+        ratio = min(seconds / max(measured, 1e-9), _HICCUP * self.factor)
+        self.forget()
+        self._ratios += ratio
+        self._count += 1.0
+
+    def forget(self) -> None:
+        """A cycle has passed: what is not tried for long is believed to be as it was measured."""
+        self._ratios *= _FORGET
+        self._count *= _FORGET
 
 
 class DraftPlanner:
@@ -56,7 +62,7 @@ class DraftPlanner:
 
     def next_shape(self) -> ChainShape | DynamicShape | None:
         """The shape to draft now; None for no draft."""
-        best_depth, best_rate = 0, 1.0 / self._verify.seconds(self._costs.verify_seconds(1))
+        best_depth, best_rate = 0, 1.0 / (self._costs.verify_seconds(1) * self._verify.factor)
         expected, survival = 1.0, 1.0
         for depth, rate in enumerate(self._acceptance(), start=1):
             survival *= rate
@@ -71,8 +77,8 @@ class DraftPlanner:
 
     def _seconds(self, num_nodes: int, num_levels: int) -> float:
         """A cycle with a draft."""
-        verify = self._verify.seconds(self._costs.verify_seconds(num_nodes + 1))
-        return verify + self._draft.seconds(self._costs.draft_seconds(num_levels))
+        verify = self._costs.verify_seconds(num_nodes + 1) * self._verify.factor
+        return verify + self._costs.draft_seconds(num_levels) * self._draft.factor
 
     def budget(self, log_probs: list[float]) -> int:
         """How many of a tree's best nodes to verify (see `trees.grow.Budget`).
@@ -92,10 +98,16 @@ class DraftPlanner:
         return best
 
     def record_seconds(self, num_nodes: int, verify: float, draft: float) -> None:
-        """What a cycle's target pass over `num_nodes` nodes below the root took, and its draft."""
+        """What a cycle's target pass over `num_nodes` nodes below the root took, and its draft.
+
+        Where phases are not known exactly (a GPU that nobody waits for) this is not called, and what was measured
+        stands.
+        """
         self._verify.record(self._costs.verify_seconds(num_nodes + 1), verify)
         if self._num_levels:
             self._draft.record(self._costs.draft_seconds(self._num_levels), draft)
+        else:
+            self._draft.forget()
 
     def record(self, num_levels: int, num_accepted: int) -> None:
         """What became of a cycle: levels verified, and how many of them were accepted."""
@@ -119,6 +131,9 @@ class DraftPlanner:
         return rates
 
     def _nodes_per_level(self) -> float:
-        """Nodes that the budget lately kept, by level drafted: what acceptance was measured with. One at first, as in
-        a chain: to count all that a shape allows would price trees that the budget never lets be verified."""
+        """Nodes that the budget lately kept, by level that holds any: what acceptance was measured with.
+
+        One at first, as in a chain: to count all that a shape allows would price trees that the budget never lets be
+        verified.
+        """
         return (self._nodes + _PRIOR_WEIGHT) / (self._levels + _PRIOR_WEIGHT)

@@ -29,7 +29,7 @@ class Costs:
 def measure_costs(
     verify: Callable[[int], object],
     draft: Callable[[int], object],
-    sizes: tuple[int, int],
+    most: tuple[int, int],
     clock: Callable[[], float],
 ) -> Costs:
     """Time target passes and drafts of growing size.
@@ -37,11 +37,12 @@ def measure_costs(
     Args:
         verify: runs a target pass of that many tokens and keeps nothing.
         draft: drafts that many levels and keeps nothing.
-        sizes: most tokens of a pass, and most levels of a draft.
+        most: tokens of a pass, and levels of a draft.
         clock: seconds, read only once the device is idle.
     """
 
-    runs = [partial(verify, size) for size in _sizes(sizes[0])] + [partial(draft, size) for size in _sizes(sizes[1])]
+    passes, drafts = _sizes(most[0]), _sizes(most[1])
+    runs = [partial(verify, size) for size in passes] + [partial(draft, size) for size in drafts]
     for run in runs:
         run()  # the first time of anything is slow
     best = [float("inf")] * len(runs)
@@ -52,11 +53,7 @@ def measure_costs(
             begin = clock()
             run()
             best[index] = min(best[index], clock() - begin)
-    num_passes = len(_sizes(sizes[0]))
-    return Costs(
-        _ascending(_sizes(sizes[0]), best[:num_passes]),
-        _ascending(_sizes(sizes[1]), best[num_passes:]),
-    )
+    return Costs(_ascending(passes, best[: len(passes)]), _ascending(drafts, best[len(passes) :]))
 
 
 def _ascending(sizes: Sequence[int], seconds: Sequence[float]) -> list[tuple[int, float]]:

@@ -27,7 +27,7 @@ class Generation:
     emitted: list[int] = field(default_factory=list)
     """Tokens emitted by each cycle, the target's own one included; fewer where the answer ended."""
     drafted: list[int] = field(default_factory=list)
-    """Levels drafted in each cycle: the most that could have been accepted."""
+    """Levels drafted in each cycle. Of an adaptive tree the deepest may hold nothing that was worth verifying."""
     seconds: float = 0.0
     """Decoding time; prefill is not in it."""
     prefill_seconds: float = 0.0

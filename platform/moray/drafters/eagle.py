@@ -113,8 +113,8 @@ class Eagle(Drafter[EagleState]):
             before = state.drafted[-1]
         else:
             before = torch.cat(state.drafted, dim=1)[:, parents_of(ancestors)]
-        rotary = self.rotary.rows(rows.begin, rows.position + 1)
+        rotary = self.rotary.rows(*rows.positions)
         x = self._join(rows.tokens[None], before)
-        predicted = self.layer.draft(x, rotary, state.cache, rows.start, rows.mask, rows.num_known)
+        predicted = self.layer.draft(x, rotary, state.cache, rows.slot, rows.mask, rows.num_known)
         state.drafted.append(predicted)
         return self.vocabulary.expand(self.vocabulary.logits(predicted[0]))

@@ -130,12 +130,10 @@ class Glide(Drafter[GlideState]):
         self, state: GlideState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
     ) -> Float[Tensor, "new vocab"]:
         rows = state.slots.expand(tokens, ancestors, depth)
-        rotary = self.rotary.rows(rows.begin, rows.position + 1)
+        rotary = self.rotary.rows(*rows.positions)
         x = self._embed(rows.tokens)
-        attended = self.self_attention.draft(
-            self.self_norm(x), rotary, state.own, rows.start, rows.mask, rows.num_known
-        )
-        key, value = state.target[..., : rows.position - depth, :]
+        attended = self.self_attention.draft(self.self_norm(x), rotary, state.own, rows.slot, rows.mask, rows.num_known)
+        key, value = state.target[..., : state.slots.num_verified, :]
         positions = torch.full((1, tokens.shape[0]), rows.position, device=tokens.device)
         hidden = self._finish(x[:, rows.num_known :] + attended, (key, value), None, positions)
         return self.vocabulary.expand(self.vocabulary.logits(hidden[0]))

@@ -132,10 +132,10 @@ class Independent(Drafter[IndependentState]):
         depth: int,
     ) -> Float[Tensor, "new vocab"]:
         rows = state.slots.expand(tokens, ancestors, depth)
-        rotary = self.rotary.rows(rows.begin, rows.position + 1)
+        rotary = self.rotary.rows(*rows.positions)
         *lower, (last, last_cache) = zip(self._blocks, state.caches, strict=True)
         x = self._embed(rows.tokens[None])
         for layer, cache in lower:
-            x = layer.draft(x, rotary, cache, rows.start, rows.causal)
-        x = last.draft(x, rotary, last_cache, rows.start, rows.mask, rows.num_known)
+            x = layer.draft(x, rotary, cache, rows.slot, rows.causal)
+        x = last.draft(x, rotary, last_cache, rows.slot, rows.mask, rows.num_known)
         return self.vocabulary.expand(self._logits(self.norm(x)[0]))

@@ -21,6 +21,11 @@ KVBuffer = Float[Tensor, "2 1 kv_heads slots head_dim"]
 """Keys and values of one attention and one sequence, slot by slot (see `drafters.slots`)."""
 
 
+Mask = Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | Literal["causal"] | None
+"""What queries see of keys: True or 0 where they do; None: everything. "causal" says the same as a lower triangle, to
+kernels that take no mask and are faster for it."""
+
+
 class RotaryTable(nn.Module):
     """Rotations for positions 0..num_positions-1, computed once and never saved."""
 
@@ -74,7 +79,7 @@ class SelfAttention(nn.Module):
         self,
         normed: Float[Tensor, "batch seq width"],
         rotary: Rotary,
-        mask: Bool[Tensor, "#batch 1 seq seq"] | Literal["causal"] | None,
+        mask: Mask,
     ) -> Float[Tensor, "batch seq width"]:
         """All positions at once."""
         heads = _heads(self.qkv_proj(normed), self.head_dim)
@@ -118,7 +123,7 @@ class SelfAttention(nn.Module):
         query: Float[Tensor, "batch heads seq head_dim"],
         key: Float[Tensor, "batch kv_heads slots head_dim"],
         value: Float[Tensor, "batch kv_heads slots head_dim"],
-        mask: Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | Literal["causal"] | None,
+        mask: Mask,
     ) -> Float[Tensor, "batch seq width"]:
         return self.o_proj(attend(query, key, value, mask))
 
@@ -162,9 +167,9 @@ def attend(
     query: Float[Tensor, "batch heads seq head_dim"],
     key: Float[Tensor, "batch kv_heads slots head_dim"],
     value: Float[Tensor, "batch kv_heads slots head_dim"],
-    mask: Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | Literal["causal"] | None,
+    mask: Mask,
 ) -> Float[Tensor, "batch seq width"]:
-    """Scaled dot-product attention, heads side by side. "causal" is faster than a mask that says the same."""
+    """Scaled dot-product attention, heads side by side."""
     is_causal = isinstance(mask, str)
     attended = F.scaled_dot_product_attention(
         query,
@@ -192,6 +197,16 @@ class SwiGLU(nn.Module):
         """What the last projection reads."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+class PooledSwiGLU(SwiGLU):
+    """The mean over positions of what a gated MLP gives.
+
+    Its last projection is linear, so it is applied to the mean: a `seq`-th of its work.
+    """
+
+    def forward(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch width"]:
+        return self.down(self.gated(x).mean(dim=1))
 
 
 class _Layer(nn.Module):
@@ -223,18 +238,10 @@ class SelfAttentionLayer(_Layer):
         self,
         x: Float[Tensor, "batch seq width"],
         rotary: Rotary,
-        mask: Bool[Tensor, "#batch 1 seq seq"] | Literal["causal"] | None,
+        mask: Mask,
     ) -> Float[Tensor, "batch seq width"]:
         """All positions of `x` at once."""
         return self._finish(x, self.attention(self.input_norm(x), rotary, mask))
-
-    def mean(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch width"]:
-        """The mean of what `forward` gives at all positions, without a mask.
-
-        The MLP's last projection is linear, so it is applied to the mean: a `seq`-th of its work.
-        """
-        x = x + self.attention(self.input_norm(x), rotary, None)
-        return x.mean(dim=1) + self.mlp.down(self.mlp.gated(self.mlp_norm(x)).mean(dim=1))
 
     def remember(self, x: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
         """Keys and values of new positions alone (see `SelfAttention.remember`)."""
@@ -252,6 +259,20 @@ class SelfAttentionLayer(_Layer):
         """New positions over a cache, but for the first `num_known` (see `SelfAttention.draft`)."""
         attended = self.attention.draft(self.input_norm(x), rotary, cache, start, mask, num_known)
         return self._finish(x[:, num_known:], attended)
+
+
+class PooledSelfAttentionLayer(_Layer):
+    """The mean over positions of what a decoder layer without a mask gives."""
+
+    def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
+        super().__init__(width, config, norm_eps)
+        self.attention = SelfAttention(width, config, head_dim)
+        self.mlp = PooledSwiGLU(width, config.intermediate_size)
+
+    def forward(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch width"]:
+        """All positions of `x` at once."""
+        x = x + self.attention(self.input_norm(x), rotary, None)
+        return x.mean(dim=1) + self.mlp(self.mlp_norm(x))
 
 
 class CrossAttentionLayer(_Layer):

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import MoAConfig
-from moray.drafters.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, block_mask, init_weights
+from moray.drafters.layers import (
+    CrossAttentionLayer,
+    PooledSelfAttentionLayer,
+    RotaryTable,
+    SelfAttentionLayer,
+    block_mask,
+    init_weights,
+)
 from moray.drafters.slots import DraftSlots
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
@@ -57,11 +64,12 @@ class MoA(Drafter[MoAState]):
         if head.num_layers < config.target_layers:
             raise ConfigError(f"drafter.target_layers is {config.target_layers} but the head has {head.num_layers}")
         eps = spec.norm_eps
-        self.lsa = SelfAttentionLayer(spec.kv_width, config.layer_self_attention, spec.kv_width // layer_heads, eps)
+        layer_head_dim = spec.kv_width // layer_heads
+        self.lsa = PooledSelfAttentionLayer(spec.kv_width, config.layer_self_attention, layer_head_dim, eps)
         self.to_memory = nn.Linear(spec.kv_width, spec.hidden_size, bias=True)
         self.sa = SelfAttentionLayer(spec.hidden_size, config.self_attention, spec.head_dim, eps)
         self.ca = CrossAttentionLayer(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
-        self.layer_rotary = RotaryTable(spec.kv_width // layer_heads, spec.num_layers, _LAYER_ROTARY_THETA)
+        self.layer_rotary = RotaryTable(layer_head_dim, spec.num_layers, _LAYER_ROTARY_THETA)
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         # Residual streams can be 20-30 times a norm's output: predict in units of their rms.
         self.feature_scale: Tensor
@@ -99,7 +107,7 @@ class MoA(Drafter[MoAState]):
         memory m_t; then cross-attention's keys and values of it, not yet rotated."""
         batch, seq, layers, width = kv.shape
         x = kv.reshape(batch * seq, layers, width).to(self.to_memory.weight.dtype)
-        mixed = self.lsa.mean(x, self.layer_rotary.rows(0, layers))
+        mixed = self.lsa(x, self.layer_rotary.rows(0, layers))
         return self.ca.memorise(self.to_memory(mixed).view(batch, seq, -1))
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
@@ -179,12 +187,12 @@ class MoA(Drafter[MoAState]):
         self, state: MoAState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
     ) -> Float[Tensor, "new vocab"]:
         rows = state.slots.expand(tokens, ancestors, depth)
-        rotary = self.rotary.rows(rows.begin, rows.position + 1)
-        x = self.sa.draft(self._embed(rows.tokens), rotary, state.own, rows.start, rows.mask, rows.num_known)
-        key, value = state.memory[..., : rows.position - depth, :]
+        rotary = self.rotary.rows(*rows.positions)
+        x = self.sa.draft(self._embed(rows.tokens), rotary, state.own, rows.slot, rows.mask, rows.num_known)
+        key, value = state.memory[..., : state.slots.num_verified, :]
         hidden = self.ca(x, rotary[rows.num_known :], key, value, None)
         if state.tail is not None:
-            state.tail.length = rows.start + rows.num_known
+            state.tail.length = rows.slot + rows.num_known
             positions = torch.full((1, tokens.shape[0]), rows.position, device=tokens.device)
             feature = (hidden * self.feature_scale).to(self.head.weight.dtype)
             hidden = self.head.run_last_layers(feature, positions, rows.mask, state.tail)

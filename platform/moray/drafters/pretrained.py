@@ -78,8 +78,9 @@ class Pretrained(Drafter[PretrainedState]):
             return None
         rows = state.slots.expand(tokens, ancestors, depth)
         # Verified tokens that have waited stand one behind the other, nodes of one depth side by side.
-        positions = torch.arange(rows.begin, rows.begin + rows.tokens.shape[0], device=tokens.device)
-        hidden = self._run(state, rows.tokens, rows.start, positions.clamp(max=rows.position), rows.causal)
+        first, _ = rows.positions
+        positions = torch.arange(first, first + rows.tokens.shape[0], device=tokens.device)
+        hidden = self._run(state, rows.tokens, rows.slot, positions.clamp(max=rows.position), rows.causal)
         logits = self._model.logits(hidden[rows.num_known :])
         # Embeddings are often padded to another size than the target's: ids beyond both are never text.
         missing = self.spec.vocab_size - logits.shape[1]

@@ -4,8 +4,8 @@ slot    0 .. length-1        length .. length+pending-1       behind them
 holds   verified tokens      verified tokens to be computed   the tree's expanded nodes, overwritten by the next tree
                              along with the next root
 
-An accepted chain's nodes already lie in the slots of the verified tokens that they have become; what is missing (a
-leaf, a tree's path) waits for the next root, so that a cycle needs no pass of the drafter of its own.
+An accepted chain's nodes already lie in the slots of the verified tokens that they have become. What is missing (a
+leaf, a tree's path) waits for the next root, so that it needs no pass of its own; a prompt does not wait.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch import Tensor
 from moray.trees.tree import PrefixMask
 
 EXTEND_CHUNK = 64
-"""Verified tokens that are computed at once, the parts of a prompt; fewer wait for the next root."""
+"""Most verified tokens that are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,19 @@ class Expansion:
     tokens: Int[Tensor, " rows"]
     num_known: int
     """How many of the rows are verified tokens, which nobody has to score."""
-    start: int
-    """Slot of the first row."""
-    begin: int
-    """Position of the first row; verified tokens have ascending ones, nodes share the last."""
+    slot: int
+    """Of the first row."""
     position: int
-    """Position of the nodes: the number of verified tokens, plus the depth."""
+    """Of the nodes: the number of verified tokens, plus the depth."""
     mask: Float[Tensor, "1 1 nodes slots"] | None
     """What the nodes see of all slots up to their own (None: everything)."""
     causal: Float[Tensor, "1 1 rows slots"] | None
     """The same for all rows; only where slots were made for drafters of several layers."""
+
+    @property
+    def positions(self) -> tuple[int, int]:
+        """First position of the rows, and one past the last: verified tokens ascend, nodes share the last one."""
+        return self.position - self.num_known, self.position + 1
 
 
 class DraftSlots:
@@ -85,12 +88,14 @@ class DraftSlots:
         if self._pending.shape[0]:  # nothing was drafted since
             self._remember(self._pending, remember)
         self._commit(num_kept)
-        self._pending = tokens[num_kept:]
-        if self._pending.shape[0] >= EXTEND_CHUNK:
-            self._remember(self._pending, remember)
+        missing = tokens[num_kept:]
+        if num_kept and missing.shape[0] < EXTEND_CHUNK:
+            self._pending = missing
+        else:  # a prompt, or a token after a cycle without a draft
+            self._remember(missing, remember)
 
     def _remember(self, tokens: Int[Tensor, " some"], remember: Callable[[Int[Tensor, " some"], int], None]) -> None:
-        for chunk in tokens.split(EXTEND_CHUNK):
+        for chunk in tokens.split(EXTEND_CHUNK) if tokens.shape[0] else ():
             remember(chunk, self.length)
             self._commit(chunk.shape[0])
         self._pending = self._none
@@ -108,14 +113,14 @@ class DraftSlots:
             start, position = self.length + self._num_expanded, self.length + depth
             self._num_expanded += nodes.shape[0]
             mask = None if ancestors is None else self._mask.view(ancestors)
-            return Expansion(nodes, 0, start, position, position, mask, mask)
+            return Expansion(nodes, 0, start, position, mask, mask)
         self._num_expanded = 1
         self._is_computed = True  # by the step that this is for
         start, known = self.length, self._pending.shape[0]
         if not known:
-            return Expansion(nodes, 0, start, start, start, None, None)
+            return Expansion(nodes, 0, start, start, None, None)
         causal = self.causal(known + 1) if self._lower.shape[0] else None
-        return Expansion(torch.cat([self._pending, nodes]), known, start, start, start + known, None, causal)
+        return Expansion(torch.cat([self._pending, nodes]), known, start, start + known, None, causal)
 
     def reset(self) -> None:
         """Forget everything."""

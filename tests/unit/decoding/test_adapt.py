@@ -121,6 +121,34 @@ def test_a_machine_that_has_become_slower_at_everything_drafts_as_deep_as_before
     assert abs(mean(settled(CHEAP, slow)) - mean(settled(CHEAP, None))) < 0.5
 
 
+def test_drafting_that_became_too_dear_is_tried_again():
+    """Three times slower for a while, which ends drafting; the machine recovers, and so does drafting."""
+    measured = Costs([(1, 10.0), (9, 10.4)], [(1, 4.0), (8, 32.0)])
+    planner, depths = DraftPlanner(CHAIN, measured), []
+    for cycle in range(400):
+        shape = planner.next_shape()
+        depth = shape.depth if shape else 0
+        factor = 3.0 if cycle < 40 else 1.0
+        planner.record_seconds(depth, measured.verify_seconds(depth + 1), factor * measured.draft_seconds(depth))
+        planner.record(depth, min(depth, (1, 1, 0, 1, 1, 0, 1, 1, 1, 0)[cycle % 10]))
+        depths.append(depth)
+    assert depths[0] == 1
+    assert depths[39] == 0, "given up"
+    assert sum(depths[-100:]) > 20, "and back"
+
+
+def test_a_factor_learnt_at_one_size_holds_at_all():
+    costs = Costs([(1, 1.0), (9, 1.0)], [(1, 0.1), (8, 0.8)])
+    planner = DraftPlanner(CHAIN, costs)
+    for _ in range(200):
+        planner.next_shape()
+        planner.record_seconds(planner._num_levels, 3.0, 3.0 * costs.draft_seconds(planner._num_levels))
+    slow = Costs([(1, 3.0), (9, 3.0)], [(1, 0.3), (8, 2.4)])
+    for depth in (1, 8):
+        wanted = slow.verify_seconds(depth + 1) + slow.draft_seconds(depth)
+        assert planner._seconds(depth, depth) == pytest.approx(wanted, rel=0.15)
+
+
 def test_one_cycle_of_a_thousand_times_the_seconds_changes_little():
     calm, disturbed = settled(CHEAP, CHEAP), settled(CHEAP, CHEAP, hiccup=100)
     assert all(abs(one - other) <= 1 for one, other in zip(calm, disturbed, strict=True))

@@ -9,6 +9,7 @@ from torch import nn
 
 from moray.drafters.configs import BlockConfig
 from moray.drafters.layers import (
+    PooledSelfAttentionLayer,
     RMSNorm,
     RotaryTable,
     SelfAttention,
@@ -133,7 +134,7 @@ def test_causal_is_what_a_mask_says(attention):
 
 
 def begun(attention: SelfAttention, x: torch.Tensor, known: int):
-    """Slots and a cache that remember the first `known` positions, in two pieces, but for the second half of them."""
+    """Slots and a cache that remember the first `known` positions, in two pieces."""
     slots = DraftSlots(32, 8, x)
     cache = slots.new_cache(BLOCK.num_kv_heads, HEAD_DIM)
     for begin, end in ((0, known // 2), (known // 2, known)):
@@ -154,8 +155,8 @@ def add(attention: SelfAttention, slots: DraftSlots, cache: torch.Tensor, x: tor
 def drafted(attention: SelfAttention, slots: DraftSlots, cache: torch.Tensor, x: torch.Tensor, nodes, ancestors, depth):
     """What nodes read that are positions of x."""
     rows = slots.expand(nodes, ancestors, depth)
-    rotary = ROTARY.rows(rows.begin, rows.position + 1)
-    return attention.draft(x[:, rows.tokens], rotary, cache, rows.start, rows.mask, rows.num_known)[0]
+    rotary = ROTARY.rows(*rows.positions)
+    return attention.draft(x[:, rows.tokens], rotary, cache, rows.slot, rows.mask, rows.num_known)[0]
 
 
 def test_drafting_token_by_token_attends_as_all_positions_at_once(attention):
@@ -192,12 +193,15 @@ def test_tokens_that_wait_attend_causally_where_a_layer_above_reads_them(attenti
     cache = slots.new_cache(BLOCK.num_kv_heads, HEAD_DIM)
     with torch.no_grad():
         whole = attention(x, ROTARY.rows(0, 12), causal_mask(12))
-        for begin, end in ((0, 5), (5, 6), (6, 10), (10, 11)):
-            add(attention, slots, cache, x, begin, end)
+        add(attention, slots, cache, x, 0, 2)
+        for begin, end in ((2, 5), (5, 6), (6, 10), (10, 11)):
+            root = drafted(attention, slots, cache, x, torch.tensor([begin]), None, 0)
+            torch.testing.assert_close(root, whole[0, begin : begin + 1], rtol=1e-5, atol=1e-5)
+            slots.extend(torch.arange(begin, end), 1, pytest.fail)
             rows = slots.expand(torch.tensor([end]), None, 0)
-            assert (rows.num_known, rows.begin, rows.position) == (end - begin, begin, end)
-            read = attention.draft(x[:, rows.tokens], ROTARY.rows(begin, end + 1), cache, rows.start, rows.causal)
-            torch.testing.assert_close(read[0], whole[0, begin : end + 1], rtol=1e-5, atol=1e-5)
+            assert (rows.num_known, rows.positions) == (end - begin - 1, (begin + 1, end + 1))
+            read = attention.draft(x[:, rows.tokens], ROTARY.rows(*rows.positions), cache, rows.slot, rows.causal)
+            torch.testing.assert_close(read[0], whole[0, begin + 1 : end + 1], rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_draft_left_in_its_slots_is_overwritten_by_the_text(attention):
@@ -214,11 +218,13 @@ def test_what_a_draft_left_in_its_slots_is_overwritten_by_the_text(attention):
     torch.testing.assert_close(read, whole[0, 8:9], rtol=1e-5, atol=1e-5)
 
 
-def test_the_mean_over_positions_is_the_mean_of_all_positions():
+def test_a_pooled_layer_is_the_mean_over_positions():
     torch.manual_seed(0)
     layer = SelfAttentionLayer(WIDTH, BLOCK, HEAD_DIM, 1e-5)
+    pooled = PooledSelfAttentionLayer(WIDTH, BLOCK, HEAD_DIM, 1e-5)
+    pooled.load_state_dict(layer.state_dict())
     x, rotary = noise(3, 7, WIDTH), ROTARY.rows(0, 7)
-    torch.testing.assert_close(layer.mean(x, rotary), layer(x, rotary, None).mean(dim=1))
+    torch.testing.assert_close(pooled(x, rotary), layer(x, rotary, None).mean(dim=1))
 
 
 # --- Masks of T-step bounded training ---
