@@ -60,8 +60,8 @@ class RMSNorm(nn.RMSNorm):
         if x.device.type != "cpu":
             return super().forward(x)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        # Scaled first: a large x times its weight may be more than half precision holds.
-        return x * (self._root_width / torch.hypot(length, self._floor)).to(x.dtype) * self.weight
+        # Divided first: a large x times its weight may be more than half precision holds.
+        return (x / torch.hypot(length, self._floor)).to(x.dtype) * (self.weight * self._root_width)
 
 
 class SelfAttention(nn.Module):
