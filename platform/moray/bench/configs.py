@@ -1,5 +1,7 @@
-"""Configuration of an evaluation. Torch-free."""
+"""What is measured, and how: evaluations, benchmarks, the search of a tree, comparisons and live decoding. Torch-free.
+"""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -114,6 +116,15 @@ class TreeSearchConfig(Config):
     """YAML file to write the tree to, for `trees` of other commands; None prints it."""
     report: str | None = None
     """JSON file for rates and tree; the same as `--json FILE`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TreeSearchConfig":
+        if self.output and self.report and Path(self.output).resolve() == Path(self.report).resolve():
+            raise ValueError(
+                f"output is '{self.output}' and report (--json) '{self.report}', the same file; the tree is YAML and "
+                "the report JSON: name two files"
+            )
+        return self
 
 
 class ShapeConfig(Config):

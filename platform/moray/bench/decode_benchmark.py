@@ -87,13 +87,16 @@ def record(config: Config) -> dict[str, Any]:
 
 
 def check_writable(path: Path, key: str = "report") -> None:
-    """Refuse a file that cannot be written before anything is measured; `key` names it."""
+    """Refuse a file that cannot be written before anything is measured; `key` names it. No file is left behind."""
+    was_there = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8"):
             pass
     except OSError as error:
         raise ConfigError(f"{key} is '{path}', which cannot be written: {error.strerror}; name another file") from None
+    if not was_there:
+        path.resolve().unlink()  # an empty YAML file would pass for settings if the run fails
 
 
 def print_benchmark(result: dict[str, Any], console: Console) -> None:

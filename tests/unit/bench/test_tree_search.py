@@ -155,6 +155,13 @@ def test_the_yaml_is_what_trees_takes_and_the_result_is_json(folder, tmp_path):
     assert f"sparse-7: {shape.depth} levels, expected tau {result['expected_tau']:.3f}" in console.export_text()
 
 
+@pytest.mark.parametrize("report", ["tree.yaml", "./tree.yaml", "x/../tree.yaml"])
+def test_tree_and_report_are_two_files(folder, report):
+    with pytest.raises(ConfigError, match=r"output is 'tree.yaml' and report \(--json\) '.*', the same file; .* two"):
+        configure(folder, output="tree.yaml", report=report)
+    configure(folder, output="tree.yaml", report="tree.json")
+
+
 def test_what_cannot_be_searched_says_why(folder, tmp_path):
     with pytest.raises(ConfigError, match="'ranks' is 65"):
         configure(folder, ranks=65)
