@@ -1,5 +1,4 @@
-"""What is measured, and how: evaluations, benchmarks, the search of a tree, comparisons and live decoding. Torch-free.
-"""
+"""What is measured, and how: evaluations, benchmarks, a tree's search, comparisons, live decoding. Torch-free."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -130,6 +130,6 @@ def test_questions_that_do_not_fit_are_refused(folder, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "x" * 600}))
     threads = torch.get_num_threads()
-    with pytest.raises(DataError, match=r"no prompt of questions '.*long.jsonl' fits"):
+    with pytest.raises(DataError, match=r"no prompt of questions '.*long.jsonl' fits into .* 512 tokens; give shorter"):
         benchmark_decoding(configure(folder, questions=str(path)), Console(quiet=True))
     torch.set_num_threads(threads)
