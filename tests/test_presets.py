@@ -1,4 +1,4 @@
-"""The presets fit together: each can be trained as it stands, and evaluations name what presets write."""
+"""The presets fit together: each loads and reads a cache that another fills; evaluations name their outputs."""
 
 import re
 from pathlib import Path
@@ -22,9 +22,19 @@ WHERE = {"moa-stories": ["activations=a", "output=runs/stories/moa-stories"]}
 
 
 @pytest.mark.parametrize("path", DRAFTERS, ids=lambda path: path.stem)
-def test_a_preset_can_be_trained_and_writes_a_folder_of_its_own_name(path):
+def test_a_preset_loads_and_writes_a_folder_of_its_own_name(path):
     config = load_config(DistilConfig, [str(path), "target.model=x", *WHERE.get(path.stem, [])])
     assert Path(config.output).name == path.stem.removesuffix("-demo")
+
+
+@pytest.mark.parametrize("path", DRAFTERS, ids=lambda path: path.stem)
+def test_a_preset_reads_the_activations_that_its_target_s_preset_writes(path):
+    preset = read_yaml(path)
+    cache = {"llama-3-8b": "ultrachat", "demo": "demo"}.get(Path(preset.get("output", "")).parent.name)
+    if cache is None:
+        assert path.stem in WHERE
+        return
+    assert preset["activations"] == read_yaml(CONFIGS / "activations" / f"{cache}.yaml")["output"]
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "evaluations").glob("*.yaml")), ids=lambda path: path.stem)

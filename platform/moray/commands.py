@@ -4,6 +4,7 @@ A table maps names to commands; "" is what is done without a name, and `--help` 
 to know any command, and it imports neither torch nor ray.
 """
 
+import argparse
 import difflib
 import json
 import re
@@ -12,8 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
-from moray.config import AnyConfig, CommandLine, load_config, program, run_command, validate
+from moray.config import AnyConfig, CommandLine, Config, load_config, program, run_command, validate
 from moray.errors import ConfigError
+
+
+class _CommandLine(CommandLine):
+    """Says of wrong words what to write in place of them."""
+
+    def __init__(
+        self, config_class: type[Config], description: str, prog: str | None, usage: str, advice: str | None
+    ) -> None:
+        super().__init__(config_class, description, prog, usage)
+        self.advice = advice or CommandLine.advice
 
 
 @dataclass(frozen=True)
@@ -48,9 +59,8 @@ class Command(Generic[AnyConfig]):
             ConfigError: naming what is wrong with a word, a file or a key.
         """
         prog = " ".join(part for part in (program(), name) if part)
-        parser = CommandLine(self.config_class, description or self.summary, prog or None, self.usage)
-        if self.files:
-            parser.advice = f"write {name} {self.usage}"
+        advice = f"write {name} {self.usage}" if self.files else None
+        parser = _CommandLine(self.config_class, description or self.summary, prog or None, self.usage, advice)
         if self._takes_json:
             parser.add_argument("--json", metavar="FILE", help="write what was measured there as well: report=FILE")
         given = parser.parse_intermixed_args(words)
@@ -67,9 +77,9 @@ class Command(Generic[AnyConfig]):
     def _takes_json(self) -> bool:
         return "report" in self.config_class.model_fields
 
-    def _load_files(self, given: Any, parser: CommandLine) -> AnyConfig:
+    def _load_files(self, given: argparse.Namespace, parser: CommandLine) -> AnyConfig:
         if len(given.arguments) != len(self.files):
-            parser.error(f"{len(given.arguments)} files are given, {len(self.files)} are needed")
+            parser.error(f"files given: {len(given.arguments)}, needed: {len(self.files)}")
         values = dict(zip(self.files, given.arguments, strict=True))
         return validate(self.config_class, values | ({"report": given.json} if self._takes_json else {}))
 
@@ -89,8 +99,10 @@ def load_command(commands: Commands, argv: Sequence[str], description: str = "")
         try:
             return commands[first], commands[first].load(argv[1:], first)
         except ConfigError as error:
+            if not commands[first].files:
+                raise
             # Files alone do not say which command they were for; a key does.
-            raise ConfigError(f"{first}: {error}") if commands[first].files else error from None
+            raise ConfigError(f"{first}: {error}") from None
     if re.fullmatch(r"[A-Za-z]\w*", first) and not Path(first).exists():
         names = sorted(filter(None, commands))
         match = difflib.get_close_matches(first, names, n=1)

@@ -78,7 +78,7 @@ def test_the_named_command_runs_and_none_is_the_plain_one(commands, tmp_path):
         (["measure", "--js", "a.json"], "unrecognized arguments: --js"),
         (["measure", "--json"], "argument --json: expected one argument"),
         (["measure", "step=1"], "unknown key 'step'"),
-        (["pair", "a"], "^pair: 1 files are given, 2 are needed; write pair left.json right.json$"),
+        (["pair", "a"], "^pair: files given: 1, needed: 2; write pair left.json right.json$"),
         (["pair", "a", "b", "--json", "c"], "^pair: .*--json.*; write pair left.json right.json$"),
     ],
 )

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moray.bench.report_schema import Measure, Report, Row, RowKey, read_report
+from moray.bench.report_schema import CategoryMean, CategoryRow, Measure, Report, Row, RowKey, read_report
 from moray.bench.wording import number, percent, temperature, times
 from moray.config import Config, flatten
 from moray.errors import ConfigError, DataError
@@ -57,6 +57,17 @@ class ComparedRow(Config):
     num_prompts: tuple[int, int]
 
 
+class ComparedCategory(Config):
+    """One category of such a row in both reports; "mean" is the plain mean, where both have the same ones."""
+
+    category: str
+    drafter: str
+    tree: str
+    temperature: Measure
+    tau: Pair
+    speedup_vs_plain: Pair
+
+
 class Difference(Config):
     """A circumstance that was not the same."""
 
@@ -71,6 +82,7 @@ class Comparison(Config):
     a: str
     b: str
     rows: tuple[ComparedRow, ...]
+    categories: tuple[ComparedCategory, ...]
     only_in_a: tuple[RowKey, ...]
     only_in_b: tuple[RowKey, ...]
     machine: tuple[Difference, ...]
@@ -90,6 +102,7 @@ def compare(a: Path, b: Path) -> Comparison:
         a=str(a),
         b=str(b),
         rows=tuple(_compare_rows(row, rows_b[key]) for key, row in rows_a.items() if key in rows_b),
+        categories=_compare_categories(*reports),
         only_in_a=tuple(key for key in rows_a if key not in rows_b),
         only_in_b=tuple(key for key in rows_b if key not in rows_a),
         machine=_differences(reports[0].machine, reports[1].machine),
@@ -100,6 +113,8 @@ def compare(a: Path, b: Path) -> Comparison:
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table, then whatever makes the two reports less than comparable."""
     console.print(_table(comparison.rows))
+    if comparison.categories:
+        console.print(_category_table(comparison.categories))
     for name, path, keys in (("a", comparison.a, comparison.only_in_a), ("b", comparison.b, comparison.only_in_b)):
         console.print(Text(f"{name}: {path}"))
         for drafter, tree, value in keys:
@@ -142,6 +157,29 @@ def _compare_rows(a: Row, b: Row) -> ComparedRow:
     )
 
 
+def _compare_categories(a: Report, b: Report) -> tuple[ComparedCategory, ...]:
+    """Row by row what both measured, category by category and then the mean."""
+    compared, groups_b = [], b.category_groups
+    means_a, means_b = ({mean.key: mean for mean in report.category_means} for report in (a, b))
+    for key, rows in a.category_groups.items():
+        theirs = groups_b.get(key, {})
+        compared += [_compare_category(name, row, theirs[name]) for name, row in rows.items() if name in theirs]
+        if rows.keys() == theirs.keys():
+            compared.append(_compare_category("mean", means_a[key], means_b[key]))
+    return tuple(compared)
+
+
+def _compare_category(name: str, a: CategoryRow | CategoryMean, b: CategoryRow | CategoryMean) -> ComparedCategory:
+    return ComparedCategory(
+        category=name,
+        drafter=a.drafter,
+        tree=a.tree,
+        temperature=a.temperature,
+        tau=_pair(a.tau, b.tau),
+        speedup_vs_plain=_pair(a.speedup_vs_plain, b.speedup_vs_plain),
+    )
+
+
 def _pair(a: Measure, b: Measure) -> Pair:
     return Pair(a=a, b=b, ratio=None if a is None or b is None or not a else b / a)
 
@@ -160,6 +198,23 @@ def _table(rows: Sequence[ComparedRow]) -> Table:
             number(tau.a), number(tau.b), number(tau.ratio),
             times(speedup.a), times(speedup.b), number(speedup.ratio),
             percent(efficiency.a), percent(efficiency.b),
+        )  # fmt: skip
+    return table
+
+
+def _category_table(rows: Sequence[ComparedCategory]) -> Table:
+    table = Table(title="By category, b / a", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    for name in ("drafter", "tree"):
+        table.add_column(name, overflow="fold", min_width=7)
+    table.add_column("T", justify="right")
+    table.add_column("category", overflow="fold")
+    for name in ("tau", "vs plain"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        ratios = number(row.tau.ratio), number(row.speedup_vs_plain.ratio)
+        table.add_row(
+            Text(row.drafter), Text(row.tree), temperature(row.temperature), Text(row.category), *ratios,
+            end_section=row.category == "mean",
         )  # fmt: skip
     return table
 

@@ -1,8 +1,9 @@
-"""Configuration of an evaluation. Torch-free."""
+"""What is measured, and how: evaluations, benchmarks, a tree's search, comparisons, live decoding. Torch-free."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from moray.config import Config
 from moray.decoding.params import CompileMode, SamplingParams
@@ -24,9 +25,9 @@ class EvaluateConfig(Config):
     """How many, spread evenly over categories; None for all."""
     categories: tuple[str, ...] = ()
     """Empty for all."""
-    sampling: SamplingParams = SamplingParams()
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """Each question is asked at each of them; empty for `sampling.temperature` alone."""
+    sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = Field(default=128, ge=1)
     stop: tuple[str, ...] = ()
     """Texts that end an answer, besides the end-of-sequence tokens."""
@@ -42,6 +43,15 @@ class EvaluateConfig(Config):
     """Wait for the device after each phase, so that their times can be told apart; it costs some overlap."""
     output: str
     """Folder of answers.jsonl, report.json and report.html."""
+
+    @field_validator("sampling", mode="before")
+    @classmethod
+    def _begin_with_the_first_temperature(cls, value: Any, info: ValidationInfo) -> Any:
+        """Beside `temperatures` a `sampling.temperature` of 0 counts as not given; typical acceptance refuses it."""
+        match value, info.data:
+            case {"rule": "typical"}, {"temperatures": (first, *_)}:
+                return value | {"temperature": value.get("temperature") or first}
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> "EvaluateConfig":
@@ -114,6 +124,15 @@ class TreeSearchConfig(Config):
     """YAML file to write the tree to, for `trees` of other commands; None prints it."""
     report: str | None = None
     """JSON file for rates and tree; the same as `--json FILE`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TreeSearchConfig":
+        if self.output and self.report and Path(self.output).resolve() == Path(self.report).resolve():
+            raise ValueError(
+                f"output is '{self.output}' and report (--json) '{self.report}', the same file; the tree is YAML and "
+                "the report JSON: name two files"
+            )
+        return self
 
 
 class ShapeConfig(Config):

@@ -3,6 +3,7 @@
 A terminal is narrow: what is the same in every line goes into the caption, and the page holds the rest.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -10,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moray.bench.report_schema import CategoryRow, Measure, Report, Row, RowKey, read_report
-from moray.bench.wording import count, mean_pair, number, pair, percent, temperature, times
+from moray.bench.report_schema import CategoryMean, CategoryRow, Measure, Report, Row, RowKey, read_report
+from moray.bench.wording import count, number, pair, percent, temperature, times
 
 _WIDE = 120
 _MOST_PAIRS = 3
@@ -37,7 +38,7 @@ def print_report(report: dict[str, Any] | Report, console: Console) -> None:
             is_narrow = len(fastest) > _MOST_PAIRS and console.width < _WIDE
             figures = "Speed-up vs plain" if is_narrow else "Speed-up vs plain / tau"
             console.print(Text(f"{figures} by category{where}, fastest tree of each drafter", style="italic"))
-            console.print(_category_table(fastest, is_narrow))
+            console.print(_category_table(fastest, checked.category_means, is_narrow))
     for note in checked.notes:
         console.print(Text(f"note: {note}"))
 
@@ -83,7 +84,9 @@ def _lossless(row: Row) -> Text:
     return Text("yes", style="green") if row.lossless else Text("NO", style="bold red")
 
 
-def _category_table(groups: dict[RowKey, dict[str, CategoryRow]], is_narrow: bool) -> Table:
+def _category_table(
+    groups: dict[RowKey, dict[str, CategoryRow]], means: Sequence[CategoryMean], is_narrow: bool
+) -> Table:
     """A line per category with "speed-up / tau" of each group, and their mean over categories.
 
     Where there is no room the speed-up stands alone, and the trees below.
@@ -103,8 +106,8 @@ def _category_table(groups: dict[RowKey, dict[str, CategoryRow]], is_narrow: boo
         cells = [pair(row.speedup_vs_plain, row.tau) if row else "-" for row in rows]
         table.add_row(Text(name), *(_first(cell, is_narrow) for cell in cells), count(num_prompts))
     table.add_section()
-    means = [_first(mean_pair(group.values()), is_narrow) for group in groups.values()]
-    table.add_row("mean", *means, count(num_all))
+    cells = {mean.key: pair(mean.speedup_vs_plain, mean.tau) for mean in means}
+    table.add_row("mean", *(_first(cells.get(key, "-"), is_narrow) for key in groups), count(num_all))
     return table
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.progress import track
@@ -19,18 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from moray.bench.configs import DecodeBenchmarkConfig
-from moray.bench.loading import load_drafters
+from moray.bench.loading import load_drafters, load_target, nothing_fits
 from moray.bench.report_schema import Phases
 from moray.bench.runner import Runner
-from moray.bench.specbench import read_questions
 from moray.bench.summary import summarise
 from moray.bench.wording import number, percent, times
 from moray.config import Config
 from moray.decoding.compiling import compile_models
-from moray.errors import ConfigError, DataError
+from moray.errors import ConfigError
 from moray.provenance import git_state, machine, versions
-from moray.targets.model import Target
-from moray.text import ChatTokenizer
 
 
 def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[str, Any]:
@@ -40,11 +36,7 @@ def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[
         DataError: not one prompt fits into the target's context.
     """
     evaluation = config.evaluation()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    questions = read_questions(config.questions, config.num_questions)
-    tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-    target = Target.load(config.target)
+    questions, tokenizer, target = load_target(config)
     drafters = load_drafters(config.drafters, target, tokenizer)
     compiled = compile_models(target, drafters.values(), config.compile)
     runner = Runner(target, drafters, tokenizer, evaluation)
@@ -52,7 +44,7 @@ def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[
     for _ in track(runner.ask(questions), "benchmark", total, console=console):
         pass
     if not runner.measurement.asked:
-        raise DataError(f"no prompt of questions '{config.questions}' fits into the target's context")
+        raise nothing_fits(config.questions, runner.capacity)
     figures = summarise(runner.measurement, evaluation.samplings, config.target.dtype)
     plain = runner.measurement.methods[0].generations
     steps = sum(len(generation.tokens) - 1 for generation in plain)
@@ -87,13 +79,16 @@ def record(config: Config) -> dict[str, Any]:
 
 
 def check_writable(path: Path, key: str = "report") -> None:
-    """Refuse a file that cannot be written before anything is measured; `key` names it."""
+    """Refuse a file that cannot be written before anything is measured; `key` names it. No file is left behind."""
+    was_there = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8"):
             pass
     except OSError as error:
         raise ConfigError(f"{key} is '{path}', which cannot be written: {error.strerror}; name another file") from None
+    if not was_there:
+        path.resolve().unlink()  # an empty YAML file would pass for settings if the run fails
 
 
 def print_benchmark(result: dict[str, Any], console: Console) -> None:
@@ -105,11 +100,11 @@ def print_benchmark(result: dict[str, Any], console: Console) -> None:
 
 def print_costs(rows: Sequence[dict[str, Any]], plain_ms: float, console: Console) -> None:
     """Print what cycles cost in plain steps, then their phases in milliseconds."""
-    costs = _table("Decoding: S = tau / (v + gamma c + o), efficiency = S / (tau / (1 + gamma c))")
+    costs = table_of_rows("Decoding: S = tau / (v + gamma c + o), efficiency = S / (tau / (1 + gamma c))")
     for name in ("tau", "S", "eff.", "gamma", "c", "v", "lossless"):
         costs.add_column(name, justify="right")
     names = tuple(Phases.model_fields)
-    phases = _table(f"Milliseconds of an average cycle; a plain step takes {number(plain_ms)}")
+    phases = table_of_rows(f"Milliseconds of an average cycle; a plain step takes {number(plain_ms)}")
     for name in (*names, "sum"):
         phases.add_column(name, justify="right")
     for row in rows:
@@ -124,7 +119,8 @@ def print_costs(rows: Sequence[dict[str, Any]], plain_ms: float, console: Consol
     console.print(phases)
 
 
-def _table(title: str) -> Table:
+def table_of_rows(title: str) -> Table:
+    """An empty table whose lines begin with drafter and tree."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("drafter", overflow="fold")
     table.add_column("tree", overflow="fold")

@@ -3,20 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from moray.bench.answers import AnswerLog, open_answers
 from moray.bench.configs import EvaluateConfig
-from moray.bench.loading import fingerprints_of, load_drafters
+from moray.bench.loading import fingerprints_of, load_drafters, load_target, nothing_fits
 from moray.bench.runner import Runner
-from moray.bench.specbench import Question, read_questions
+from moray.bench.specbench import Question
 from moray.bench.summary import summarise
 from moray.decoding.compiling import compile_models
 from moray.distill.metrics import read_metrics
 from moray.drafters.base import Drafter
-from moray.errors import DataError
 from moray.provenance import machine, read_run_yaml, sha256_of_files, versions
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
@@ -29,11 +27,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         DataError: not one prompt fits into the target's context.
         MismatchError: `config.output` holds the answers of another evaluation.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    questions = read_questions(config.questions, config.num_questions, config.categories)
-    tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-    target = Target.load(config.target)
+    questions, tokenizer, target = load_target(config, config.categories)
     drafters = load_drafters(config.drafters, target, tokenizer)
     folders = {
         name: Path(entry) for name, entry in zip(drafters, config.drafters, strict=True) if isinstance(entry, str)
@@ -51,10 +45,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
             )  # fmt: skip
         _ask(runner, questions, log, total, console)
     if not runner.measurement.asked:
-        raise DataError(
-            f"no prompt of questions '{config.questions}' fits into the context of {target.spec.max_positions} tokens "
-            "that the target has; give shorter ones"
-        )
+        raise nothing_fits(config.questions, runner.capacity)
     figures = summarise(runner.measurement, config.samplings, config.target.dtype)
     metrics = {name: read_metrics(folder) for name, folder in folders.items()}
     efforts = {name: _effort(drafter, metrics.get(name, [])) for name, drafter in drafters.items()}

@@ -13,6 +13,8 @@ assumes (arXiv 2401.10774, section 2.3.3). One conversation is held at a time, a
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -63,36 +65,38 @@ class HitCounter:
         self._state = drafter.new_state(capacity, self._levels)
         self._hits = torch.zeros(self._levels, ranks, dtype=torch.long, device=target.device)
         self._counted = [0] * self._levels
+        self._num_known = 0  # tokens of the present text that the drafter was given
 
-    @torch.inference_mode()
     def answer(self, prompt: list[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
-        """The target's own greedy answer to a prompt, every position of it counted.
+        """The target's own greedy answer to a prompt.
 
         Raises:
             DataError: the prompt is empty or leaves no room in the context.
         """
-        answer = self._plain.generate(prompt, _GREEDY, max_new_tokens, eos_ids).tokens
+        return self._plain.generate(prompt, _GREEDY, max_new_tokens, eos_ids).tokens
+
+    @torch.inference_mode()
+    def count(self, prompt: list[int], answer: list[int]) -> None:
+        """Count every position of an answer to a prompt."""
         text = torch.tensor([*prompt, *answer], device=self._hits.device)
-        known = 0  # tokens that were given to `extend`
-
-        def follow(tokens: Int[Tensor, " new"], taps: Taps) -> None:
-            nonlocal known
-            memory = self._drafter.observe(taps)
-            begin, end = known, known + tokens.shape[0]
-            while known < end:
-                if known >= len(prompt):
-                    self._count(text, known)
-                until = known + 1 if known >= len(prompt) else min(end, len(prompt))
-                part = {name: value[:, known - begin : until - begin] for name, value in memory.items()}
-                self._drafter.extend(self._state, text[known:until], part)
-                known = until
-
+        self._num_known = 0
         self._drafter.reset(self._state)
         self._session.begin(self._drafter.observed)
+        follow = partial(self._follow, text, len(prompt))
         self._session.prefill(text[:-1].tolist(), follow)  # nothing follows the last token: it is no root
-        return answer
 
-    def _count(self, text: Int[Tensor, " seq"], root: int) -> None:
+    def _follow(self, text: Int[Tensor, " seq"], first_root: int, tokens: Int[Tensor, " new"], taps: Taps) -> None:
+        """Give a chunk of the text to the drafter: the prompt at once, tokens of the answer each as a root first."""
+        memory = self._drafter.observe(taps)
+        begin, end = self._num_known, self._num_known + tokens.shape[0]
+        for known, until in pairwise(sorted({begin, *range(max(begin, first_root), end), end})):
+            if known >= first_root:
+                self._count_below(text, known)
+            part = {name: value[:, known - begin : until - begin] for name, value in memory.items()}
+            self._drafter.extend(self._state, text[known:until], part)
+        self._num_known = end
+
+    def _count_below(self, text: Int[Tensor, " seq"], root: int) -> None:
         """Draft along the truth below one root; everything before it is known."""
         for level in range(min(self._levels, text.shape[0] - 1 - root)):
             self._counted[level] += 1
@@ -105,7 +109,7 @@ class HitCounter:
             self._hits[level] += candidates[0] == text[root + level + 1]
 
     @property
-    def rates(self) -> HitRates:
+    def measured(self) -> HitRates:
         """What was counted so far; waits for the device."""
         rates = [
             tuple(hits / max(1, counted) for hits in row)
@@ -134,5 +138,6 @@ def count_questions(
             if len(prompt) >= counter.capacity:
                 break
             answer = counter.answer(prompt, max_new_tokens, eos_ids)
+            counter.count(prompt, answer)
             messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
             yield len(answer)

@@ -1,16 +1,38 @@
-"""From what a configuration names to drafters that decode."""
+"""From what a configuration names to a target, questions, and drafters that decode."""
 
 from pathlib import Path
 
+import torch
+
+from moray.bench.configs import DecodeBenchmarkConfig, EvaluateConfig, TreeSearchConfig
+from moray.bench.specbench import Question, read_questions
 from moray.distill.checkpoint import load_drafter, read_drafter_config
 from moray.drafters.base import Drafter
 from moray.drafters.configs import PretrainedConfig, ReadyConfig
-from moray.errors import ConfigError, MismatchError
+from moray.errors import ConfigError, DataError, MismatchError
 from moray.provenance import sha256_of_files
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.targets.spec import fingerprint, resolve_folder
 from moray.text import ChatTokenizer
+
+
+def load_target(
+    config: EvaluateConfig | DecodeBenchmarkConfig | TreeSearchConfig, categories: tuple[str, ...] = ()
+) -> tuple[list[Question], ChatTokenizer, Target]:
+    """What every measurement begins with: torch's threads, the questions, and the target that answers them."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    questions = read_questions(config.questions, config.num_questions, categories)
+    tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
+    return questions, tokenizer, Target.load(config.target)
+
+
+def nothing_fits(questions: str, capacity: int) -> DataError:
+    """The error of a measurement that could not ask a single question."""
+    return DataError(
+        f"no prompt of questions '{questions}' fits into the context of {capacity} tokens; give shorter ones"
+    )
 
 
 def load_drafters(

@@ -97,10 +97,6 @@ class RecordedLengths:
         )
         return cls(lengths, source)
 
-    def restarted(self) -> "RecordedLengths":
-        """The same lengths from the first on."""
-        return RecordedLengths(self._lengths, self.source)
-
     def next(self, depth: int) -> int:
         length = self._lengths[self._cycle % len(self._lengths)]
         self._cycle += 1
@@ -126,15 +122,15 @@ def _choose(
             f"acceptance.tree is '{config.tree}', which '{path}' does not hold for {config.drafter}; it holds "
             f"{', '.join(trees)}"
         )
-    temperatures = [key[2] for key in there if key[:2] == (config.drafter, config.tree)]
-    wanted = temperatures[0] if config.temperature is None and len(temperatures) == 1 else config.temperature
-    if wanted not in temperatures:
+    keys = [key for key in there if key[:2] == (config.drafter, config.tree)]
+    meant = [key for key in keys if config.temperature in (None, key[2])]
+    if len(meant) != 1:
+        wanted = "null" if config.temperature is None else f"{config.temperature:g}"
         raise DataError(
-            f"acceptance.temperature is {'null' if wanted is None else f'{wanted:g}'}; '{path}' holds "
-            f"{', '.join(f'{value:g}' for value in temperatures)}: name one of them"
+            f"acceptance.temperature is {wanted}; '{path}' holds {', '.join(f'{key[2]:g}' for key in keys)}: name one "
+            "of them"
         )
-    assert wanted is not None
-    return config.drafter, config.tree, wanted
+    return meant[0]
 
 
 class ReplayedAcceptance:
@@ -169,7 +165,10 @@ def acceptance_rate(wanted: float, shape: AnyShape) -> float:
         ConfigError: the shape is too shallow for it.
     """
     if wanted > shape.depth + 1:
-        raise ConfigError(f"tau is {wanted:g}; a tree '{shape.name}' emits {shape.depth + 1} tokens a pass at most")
+        raise ConfigError(
+            f"tau is {wanted:g}; a tree '{shape.name}' emits {shape.depth + 1} tokens a pass at most: take a deeper "
+            "tree or a smaller tau"
+        )
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

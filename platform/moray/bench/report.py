@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from moray.bench.report_schema import Phases, Report, Row, RowKey, read_report
-from moray.bench.wording import count, duration, interval, mean_pair, number, pair, percent, temperature, times
+from moray.bench.wording import count, duration, interval, number, pair, percent, temperature, times
 from moray.config import flatten
 from moray.errors import DataError
 from moray.provenance import write_text_atomically
@@ -93,9 +93,9 @@ def render_html(report: Report) -> str:
 
 def _category_lines(report: Report) -> list[tuple[RowKey, dict[str, str]]]:
     """The cells of each line by category; the cell "mean" is the plain mean over the categories measured."""
-    lines = []
+    lines, means = [], {mean.key: pair(mean.speedup_vs_plain, mean.tau) for mean in report.category_means}
     for key, rows in report.category_groups.items():
-        cells = {"mean": mean_pair(rows.values())}
+        cells = {"mean": means.get(key, "-")}
         cells.update((name, pair(row.speedup_vs_plain, row.tau)) for name, row in rows.items())
         lines.append((key, cells))
     return lines

@@ -7,6 +7,7 @@ needs neither torch nor ray.
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -99,12 +100,29 @@ class CategoryRow(Config):
         return self.drafter, self.tree, self.temperature
 
 
+class CategoryMean(Config):
+    """The plain means over the categories of one drafter, tree and temperature, each category counted once."""
+
+    drafter: str
+    tree: str
+    temperature: Measure = 0.0
+    tau: Measure
+    speedup_vs_plain: Measure
+    num_categories: Count
+
+    @property
+    def key(self) -> RowKey:
+        """The `Row.key` of the same drafter, tree and temperature."""
+        return self.drafter, self.tree, self.temperature
+
+
 class Report(Config):
     """Everything an evaluation found out. `training` maps a drafter to its series; each is as long as "step"."""
 
     rows: tuple[Row, ...]
     baselines: tuple[Baseline, ...] = ()
     categories: tuple[CategoryRow, ...] = ()
+    category_means: tuple[CategoryMean, ...] = ()  # `read_report` takes them from `categories`
     training: dict[str, dict[str, tuple[Measure, ...]]] = Field(default_factory=dict)
     machine: dict[str, Any] = Field(default_factory=dict)
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -143,9 +161,28 @@ def read_report(values: dict[str, Any] | Report) -> Report:
     if isinstance(values, Report):
         return values
     try:
-        return Report.model_validate_json(json.dumps(_plain(values)))
+        report = Report.model_validate_json(json.dumps(_plain(values)))
     except ValidationError as error:
         raise DataError(_explain(error)) from None
+    means = [_mean_over(key, list(rows.values())) for key, rows in report.category_groups.items()]
+    return report.model_copy(update={"category_means": tuple(means)})
+
+
+def _mean_over(key: RowKey, rows: Sequence[CategoryRow]) -> CategoryMean:
+    drafter, tree, temperature = key
+    return CategoryMean(
+        drafter=drafter,
+        tree=tree,
+        temperature=temperature,
+        tau=_mean([row.tau for row in rows]),
+        speedup_vs_plain=_mean([row.speedup_vs_plain for row in rows]),
+        num_categories=len(rows),
+    )
+
+
+def _mean(values: Sequence[Measure]) -> Measure:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _plain(value: Any) -> Any:

@@ -78,17 +78,18 @@ class Runner:
     def __init__(
         self, target: Target, drafters: dict[str, Drafter], tokenizer: ChatTokenizer, config: EvaluateConfig
     ) -> None:
+        self.capacity = min(target.spec.max_positions, config.max_context)
+        """Most tokens of prompt and answer together."""
         self._config = config
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
-        self._capacity = min(target.spec.max_positions, config.max_context)
         self._is_warm = False
         self._stop = StopStrings(config.stop, tokenizer.decode) if config.stop else None
         most_nodes = 1 + max(shape.num_nodes for shape in config.trees)
         # They take turns, so one cache serves them all.
-        self._session = TargetSession(target, self._capacity, most_nodes, config.exact_phases)
+        self._session = TargetSession(target, self.capacity, most_nodes, config.exact_phases)
         notes: list[str] = []
-        methods = [Method("plain", "", self._ours(PlainDecoder(target, self._capacity, self._session)))]
+        methods = [Method("plain", "", self._ours(PlainDecoder(target, self.capacity, self._session)))]
         if config.compare_generate:
             methods.append(Method("generate", "", self._hugging_face(target)))
         for name, drafter in drafters.items():
@@ -99,7 +100,7 @@ class Runner:
                         f"{name}, {shape.name}: left out, this drafter drafts at most {drafter.max_depth} levels"
                     )
                     continue
-                decoder = SpeculativeDecoder(target, drafter, shape, self._capacity, self._session)
+                decoder = SpeculativeDecoder(target, drafter, shape, self.capacity, self._session)
                 methods.append(Method(name, shape.name, self._ours(decoder)))
         self.measurement = Measurement(methods, notes=notes)
         self._names = [(method.name, method.tree) for method in methods]
@@ -125,7 +126,7 @@ class Runner:
             for params, messages in list(conversations.items()):
                 messages.append({"role": "user", "content": text})
                 prompt = self._tokenizer.encode_prompt(messages)
-                if len(prompt) >= self._capacity:
+                if len(prompt) >= self.capacity:
                     del conversations[params]
                     num_left = len(question.turns) - turn
                     self.measurement.num_skipped += num_left
@@ -192,7 +193,7 @@ class Runner:
                 options |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
                 torch.manual_seed(params.seed + sequence)  # the same text when it is asked again
             tokens = torch.tensor([prompt], device=target.device)
-            limit = min(most, self._capacity - len(prompt))
+            limit = min(most, self.capacity - len(prompt))
             begin = time.perf_counter()
             output = target.model.generate(
                 tokens,

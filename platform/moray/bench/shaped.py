@@ -3,7 +3,9 @@
 Costs of passes and drafts depend on sizes alone, acceptance does not: random weights accept nothing, so acceptance
 here is SYNTHETIC (see `bench.replay`): at the rate that gives the tau asked for, or replayed from an evaluation. What
 comes out are milliseconds, the costs v, c and o, and efficiency at that tau; never a claim about a drafter's quality.
-Beside them stands the ceiling from bytes: a plain step cannot be faster than reading every weight once.
+Beside them stands the ceiling from bytes: a plain step cannot be faster than reading every weight once, so
+
+    S <= tau / (1 + gamma * c_bytes)        c_bytes = bytes of a draft step / bytes of a plain step
 """
 
 import time
@@ -17,10 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from moray.batch import TapNeeds
 from moray.bench.configs import ShapeConfig, ShapedBenchmarkConfig
-from moray.bench.decode_benchmark import print_costs, record
+from moray.bench.decode_benchmark import print_costs, record, table_of_rows
 from moray.bench.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
 from moray.bench.summary import cycle_costs
-from moray.bench.wording import number
+from moray.bench.wording import number, percent, times
 from moray.decoding.compiling import compile_models
 from moray.decoding.costs import median_seconds
 from moray.decoding.params import SamplingParams
@@ -68,13 +70,14 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
     for shape, rule in zip(config.trees, rules, strict=True):
         decoder = SpeculativeDecoder(target, drafter, shape, capacity, session, rule)
         decoder.generate(prompt, _GREEDY, _WARM_UP_TOKENS, ())
-        rule.restart()
+        rule.restart()  # what the warm-up and the tree before it took does not count
         baselines.append(plain.generate(prompt, _GREEDY, config.max_new_tokens, ()))
         generations.append(decoder.generate(prompt, _GREEDY, config.max_new_tokens, ()))
     step = sum(b.seconds for b in baselines) / sum(len(b.tokens) - 1 for b in baselines)
+    ceiling = _ceiling(config, target, drafter)
     rows = [
         {"drafter": config.drafter.type, "tree": shape.name, "lossless": None, "acceptance_rate": rate}
-        | _speedup_renamed(cycle_costs([generation], step))
+        | _beside_ceiling(_speedup_renamed(cycle_costs([generation], step)), ceiling["draft_cost"])
         for shape, generation, rate in zip(config.trees, generations, rates, strict=True)
     ]
     return {
@@ -83,7 +86,7 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
         "verify_ms": verify_ms,
         "draft_step_ms": draft_ms,
         "rows": rows,
-        "ceiling": _ceiling(config, target, drafter),
+        "ceiling": ceiling,
         "notes": [compiled],
     } | record(config)
 
@@ -92,12 +95,12 @@ def _replays(config: ShapedBenchmarkConfig) -> tuple[str, list[float | None], li
     """Where acceptance comes from, in words, and for every tree its rate (if there is one) and its rule."""
     if config.acceptance is not None:
         recorded = RecordedLengths.read(config.acceptance)
-        rules = [ReplayedAcceptance(recorded.restarted()) for _ in config.trees]
+        rule = ReplayedAcceptance(recorded)  # one for all trees: each begins with a restart
         label = (
             f"SYNTHETIC: {recorded.source}, as deep as each tree goes (adaptive shapes may draft less deep); the "
             "weights are random"
         )
-        return label, [None] * len(rules), rules
+        return label, [None] * len(config.trees), [rule] * len(config.trees)
     assert config.tau is not None, "the configuration gives one of the two"
     rates = [acceptance_rate(config.tau, shape) for shape in config.trees]
     label = (
@@ -179,7 +182,7 @@ def _draft_time(target: Target, drafter: Drafter, session: TargetSession, prompt
     return _milliseconds(lambda: drafter.propose(state, root, shape, select), target.device) / shape.depth
 
 
-def _ceiling(config: ShapedBenchmarkConfig, target: Target, drafter: Drafter) -> dict[str, float | None]:
+def _ceiling(config: ShapedBenchmarkConfig, target: Target, drafter: Drafter) -> dict[str, Any]:
     """Bytes that a plain step and a draft step must read, and what follows from them (v = 1, o = 0)."""
     size = target.dtype.itemsize
     embeddings = target.spec.vocab_size * target.spec.hidden_size
@@ -197,6 +200,14 @@ def _ceiling(config: ShapedBenchmarkConfig, target: Target, drafter: Drafter) ->
     }
 
 
+def _beside_ceiling(row: dict[str, Any], byte_cost: float) -> dict[str, Any]:
+    """The row, the speed-up that bytes allow at its tau and its levels per cycle, and its share of that."""
+    ceiling = row["tau"] / (1.0 + row["draft_steps"] * byte_cost) if row["tau"] else None
+    measured = row["speedup_vs_plain"]
+    share = measured / ceiling if measured is not None and ceiling else None
+    return row | {"ceiling_speedup": ceiling, "share_of_ceiling": share}
+
+
 def print_shaped(result: dict[str, Any], console: Console) -> None:
     """Print passes, drafts, rows and the ceiling."""
     console.print(Text(f"acceptance: {result['acceptance']}"))
@@ -209,5 +220,12 @@ def print_shaped(result: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     print_costs(result["rows"], result["plain_ms"], console)
+    table = table_of_rows("Beside the ceiling from bytes: tau / (1 + gamma c_bytes)")
+    for name in ("S", "ceiling", "share"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        cells = times(row["speedup_vs_plain"]), times(row["ceiling_speedup"]), percent(row["share_of_ceiling"])
+        table.add_row(Text(row["drafter"]), Text(row["tree"]), *cells)
+    console.print(table)
     for note in result["notes"]:
         console.print(Text(f"note: {note}"))

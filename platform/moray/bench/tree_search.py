@@ -4,7 +4,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.progress import track
@@ -14,14 +13,11 @@ from rich.text import Text
 from moray.bench.configs import TreeSearchConfig
 from moray.bench.decode_benchmark import record
 from moray.bench.hit_rates import HitCounter, count_questions
-from moray.bench.loading import load_drafters
-from moray.bench.specbench import read_questions
+from moray.bench.loading import load_drafters, load_target, nothing_fits
 from moray.bench.wording import number
 from moray.errors import ConfigError, DataError
 from moray.explain import one_line
 from moray.provenance import write_text_atomically
-from moray.targets.model import Target
-from moray.text import ChatTokenizer
 from moray.trees.search import best_paths, expected_tau
 from moray.trees.shapes import SparseShape
 
@@ -35,13 +31,11 @@ def search_tree(config: TreeSearchConfig, console: Console) -> dict[str, Any]:
         ConfigError: more ranks than the target has tokens.
         DataError: not one prompt fits into the target's context, or the drafter was never right.
     """
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    questions = read_questions(config.questions, config.num_questions)
-    tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-    target = Target.load(config.target)
+    questions, tokenizer, target = load_target(config)
     if config.ranks > target.spec.vocab_size:
-        raise ConfigError(f"ranks is {config.ranks}; the target's vocabulary has {target.spec.vocab_size} tokens")
+        raise ConfigError(
+            f"ranks is {config.ranks}; the target's vocabulary has {target.spec.vocab_size} tokens: give at most that"
+        )
     ((name, drafter),) = load_drafters((config.drafter,), target, tokenizer).items()
     capacity = min(target.spec.max_positions, config.max_context)
     counter = HitCounter(target, drafter, config.levels, config.ranks, capacity)
@@ -50,8 +44,8 @@ def search_tree(config: TreeSearchConfig, console: Console) -> dict[str, Any]:
     asked = count_questions(counter, questions, tokenizer, config.max_new_tokens, eos_ids)
     num_tokens = sum(track(asked, "answers", turns, console=console))
     if not num_tokens:
-        raise DataError(f"no prompt of questions '{config.questions}' fits into the context of {capacity} tokens")
-    measured = counter.rates
+        raise nothing_fits(config.questions, capacity)
+    measured = counter.measured
     paths = best_paths(measured.rates, config.nodes)
     if not paths:
         raise DataError(

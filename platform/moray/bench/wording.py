@@ -3,10 +3,10 @@
 This module refuses to know which figures there are.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
-from moray.bench.report_schema import CategoryRow, Measure
+from moray.bench.report_schema import Measure
 
 
 def number(value: Measure, digits: int = 3) -> str:
@@ -52,13 +52,3 @@ def interval(bounds: Sequence[Measure] | None) -> str:
 def pair(speedup: Measure, tau: Measure) -> str:
     """Speed-up and tau in one cell."""
     return "-" if speedup is None and tau is None else f"{number(speedup)} / {number(tau)}"
-
-
-def mean_pair(rows: Collection[CategoryRow]) -> str:
-    """The plain means of both over categories."""
-    return pair(_mean([row.speedup_vs_plain for row in rows]), _mean([row.tau for row in rows]))
-
-
-def _mean(values: Sequence[Measure]) -> Measure:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

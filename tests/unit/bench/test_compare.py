@@ -54,6 +54,28 @@ def test_rows_are_matched_by_drafter_tree_and_temperature(tmp_path):
     assert "note" not in text
 
 
+def category(name: str, tau: float, speedup: float, **changes: Any) -> dict[str, Any]:
+    return {
+        "category": name, "drafter": "moa", "tree": "chain-3", "temperature": 0.0, "tau": tau,
+        "speedup_vs_plain": speedup, "num_prompts": 4, "num_tokens": 32,
+    } | changes  # fmt: skip
+
+
+def test_categories_are_compared_and_so_are_their_means(tmp_path):
+    a = report(row()) | {"categories": [category("qa", 2.0, 1.0), category("rag", 4.0, 3.0)]}
+    b = report(row()) | {"categories": [category("qa", 3.0, 2.0), category("rag", 6.0, 3.0)]}
+    b["categories"].append(category("qa", 3.0, 2.0, temperature=1.0))
+    comparison, text = compared(tmp_path, a, b)
+    assert [(c.category, c.tau.ratio, c.speedup_vs_plain.ratio) for c in comparison.categories] == [
+        ("qa", 1.5, 2.0), ("rag", 1.5, 1.0), ("mean", 1.5, 1.25)
+    ]  # fmt: skip
+    lines = [line.split() for line in text.splitlines()]
+    assert ["moa", "chain-3", "0", "mean", "1.50", "1.25"] in lines
+    b["categories"].pop(1)
+    assert [c.category for c in compared(tmp_path, a, b)[0].categories] == ["qa"], "means over others say nothing"
+    assert "By category" not in compared(tmp_path, report(row()), b)[1]
+
+
 def test_what_was_not_the_same_is_said(tmp_path):
     same = report(row(), output="other", begun="later", git={"sha": "x"}, trees=[1])
     assert "note" not in compared(tmp_path, report(row(), trees=[2], git={"sha": "y"}), same)[1]

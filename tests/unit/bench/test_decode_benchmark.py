@@ -112,13 +112,24 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"report is '.*file/benchmark.json', which cannot be written"):
         check_writable(tmp_path / "file" / "benchmark.json")
-    check_writable(tmp_path / "new" / "benchmark.json")
+
+
+def test_the_check_leaves_no_file_behind_and_keeps_one_that_was_there(tmp_path):
+    new, old, link = tmp_path / "new" / "tree.yaml", tmp_path / "old.yaml", tmp_path / "link.yaml"
+    old.write_text("trees: []\n")
+    link.symlink_to(tmp_path / "nowhere.yaml")
+    for path in (new, old, link):
+        check_writable(path)
+    assert not new.exists()
+    assert old.read_text() == "trees: []\n"
+    assert link.is_symlink()
+    assert not link.exists()
 
 
 def test_questions_that_do_not_fit_are_refused(folder, tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "x" * 600}))
     threads = torch.get_num_threads()
-    with pytest.raises(DataError, match=r"no prompt of questions '.*long.jsonl' fits"):
+    with pytest.raises(DataError, match=r"no prompt of questions '.*long.jsonl' fits into .* 512 tokens; give shorter"):
         benchmark_decoding(configure(folder, questions=str(path)), Console(quiet=True))
     torch.set_num_threads(threads)

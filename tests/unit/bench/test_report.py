@@ -145,6 +145,18 @@ def test_page_says_once_per_drafter_what_its_training_took(tmp_path: Path) -> No
     assert page_of({"rows": [unknown]}, tmp_path).ids["table-training"] == 0
 
 
+def test_the_file_holds_the_means_over_categories(tmp_path: Path) -> None:
+    path, _ = write_report(full_report(), tmp_path)
+    written = json.loads(path.read_text())
+    assert written["category_means"] == [
+        {
+            "drafter": "moa", "tree": "chain(4)", "temperature": 0.0, "tau": pytest.approx(3.6),
+            "speedup_vs_plain": pytest.approx(1.8), "num_categories": 2,
+        }
+    ]  # fmt: skip
+    assert read_report(written).category_means == read_report(full_report()).category_means
+
+
 def two_temperatures() -> dict[str, Any]:
     rows = [
         row(),

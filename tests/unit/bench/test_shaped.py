@@ -12,6 +12,7 @@ from moray.bench.answers import AnsweredTurn, MethodAnswer
 from moray.bench.configs import RecordedAcceptanceConfig, ShapeConfig, ShapedBenchmarkConfig
 from moray.bench.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
 from moray.bench.shaped import benchmark_shape, print_shaped, random_target
+from moray.bench.wording import percent, times
 from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
@@ -46,7 +47,9 @@ def test_the_acceptance_rate_gives_the_tau_asked_for(shape, tau):
 
 
 def test_a_tree_too_shallow_for_the_tau_is_refused():
-    with pytest.raises(ConfigError, match=r"tau is 4\.2; a tree 'chain-3' emits 4 tokens a pass at most"):
+    with pytest.raises(
+        ConfigError, match=r"tau is 4\.2; a tree 'chain-3' emits 4 tokens a pass at most: take a deeper"
+    ):
         acceptance_rate(4.2, ChainShape(type="chain", depth=3))
 
 
@@ -90,7 +93,14 @@ def test_the_benchmark_measures_every_tree_and_says_that_acceptance_is_synthetic
     assert json.loads((tmp_path / "shaped.json").read_text()) == json.loads(json.dumps(result))
     console = Console(record=True, width=100)
     print_shaped(result, console)
-    assert "SYNTHETIC" in console.export_text()
+    text = console.export_text()
+    assert "SYNTHETIC" in text
+    for row in result["rows"]:
+        ceiling = row["tau"] / (1 + row["draft_steps"] * result["ceiling"]["draft_cost"])
+        assert row["ceiling_speedup"] == pytest.approx(ceiling)
+        assert row["share_of_ceiling"] == pytest.approx(row["speedup_vs_plain"] / ceiling)
+        shown = [drafter, row["tree"], times(row["speedup_vs_plain"]), times(ceiling), percent(row["share_of_ceiling"])]
+        assert " ".join(shown).split() in [line.split() for line in text.splitlines()]
 
 
 def test_the_ceiling_counts_the_bytes_that_a_step_reads():

@@ -46,20 +46,27 @@ def ranks_of(logits: torch.Tensor, token: int) -> list[float]:
     return [float(candidate == token) for candidate in best]
 
 
+def counted(counter: HitCounter, prompt: list[int], max_new_tokens: int, eos_ids: tuple[int, ...]) -> list[int]:
+    """The answer to a prompt, after it was counted."""
+    answer = counter.answer(prompt, max_new_tokens, eos_ids)
+    counter.count(prompt, answer)
+    return answer
+
+
 def test_a_perfect_drafter_is_always_right_at_every_level(tiny):
     counter = HitCounter(tiny.target, Rehearsed(tiny.target), LEVELS, RANKS, CAPACITY)
     for seed, length in ((0, 9), (1, 250)):  # the second answer begins in one chunk of the prefill, ends in another
         prompt = tiny.prompt(seed, length)
-        assert counter.answer(prompt, 20, ()) == plainly(tiny, prompt, GREEDY, 20)
-    assert counter.rates.rates == ((1.0, 0.0, 0.0, 0.0),) * LEVELS
-    assert counter.rates.num_positions == (2 * 19, 2 * 18, 2 * 17)
+        assert counted(counter, prompt, 20, ()) == plainly(tiny, prompt, GREEDY, 20)
+    assert counter.measured.rates == ((1.0, 0.0, 0.0, 0.0),) * LEVELS
+    assert counter.measured.num_positions == (2 * 19, 2 * 18, 2 * 17)
 
 
 @torch.inference_mode()
 def test_a_noisy_drafter_is_right_as_often_as_its_candidates_are(tiny):
     noise, prompt = 1.5, tiny.prompt(2)
     counter = HitCounter(tiny.target, Rehearsed(tiny.target, noise), LEVELS, RANKS, CAPACITY)
-    text = [*prompt, *counter.answer(prompt, 40, ())]
+    text = [*prompt, *counted(counter, prompt, 40, ())]
     tokens = torch.tensor([text])
     logits = tiny.target.logits(taps_of(tiny.target, tokens, TapNeeds(hidden_depths=(-1,))).hidden[-1][0])
     for level in range(LEVELS):
@@ -70,8 +77,8 @@ def test_a_noisy_drafter_is_right_as_often_as_its_candidates_are(tiny):
             found.append(ranks_of(noisy, text[root + level + 1]))
         expected = torch.tensor(found).mean(dim=0).tolist()
         assert 0 < expected[0] < 1
-        assert counter.rates.rates[level] == pytest.approx(expected)
-        assert counter.rates.num_positions[level] == len(found)
+        assert counter.measured.rates[level] == pytest.approx(expected)
+        assert counter.measured.num_positions[level] == len(found)
 
 
 @torch.inference_mode()
@@ -82,31 +89,31 @@ def test_medusa_s_rates_are_those_of_its_heads_in_training(tiny):
         weight.copy_(0.05 * torch.randn(weight.shape, generator=generator))
     counter = HitCounter(tiny.target, drafter, 9, RANKS, CAPACITY)
     prompt = tiny.prompt(3)
-    text = [*prompt, *counter.answer(prompt, 40, ())]
+    text = [*prompt, *counted(counter, prompt, 40, ())]
     tokens, seq = torch.tensor([text]), len(text)
     batch = TrainBatch(
         tokens, torch.ones(1, seq, dtype=torch.bool), torch.tensor([seq]), taps_of(tiny.target, tokens, drafter.needs)
     )
     view = DraftView(torch.arange(seq)[None], torch.zeros(1, dtype=torch.bool))
-    assert len(counter.rates.rates) == drafter.max_depth == 6, "as many levels as heads"
+    assert len(counter.measured.rates) == drafter.max_depth == 6, "as many levels as heads"
     for level, prediction in enumerate(drafter(batch, view).predictions):
         logits = prediction.score(prediction.hidden[0])
         found = [ranks_of(logits[i], text[i + 1]) for i in range(len(prompt) + level, seq - 1)]
-        assert counter.rates.rates[level] == pytest.approx(torch.tensor(found).mean(dim=0).tolist())
+        assert counter.measured.rates[level] == pytest.approx(torch.tensor(found).mean(dim=0).tolist())
 
 
 def test_what_is_not_proposed_is_a_miss_and_nothing_below_it_is_asked(tiny):
     counter = HitCounter(tiny.target, Breathless(tiny.target), LEVELS, RANKS, CAPACITY)
-    counter.answer(tiny.prompt(), 20, ())
-    assert counter.rates.rates == ((1.0, 0.0, 0.0, 0.0), (0.0,) * RANKS, (0.0,) * RANKS)
-    assert counter.rates.num_positions == (19, 18, 0)
+    counted(counter, tiny.prompt(), 20, ())
+    assert counter.measured.rates == ((1.0, 0.0, 0.0, 0.0), (0.0,) * RANKS, (0.0,) * RANKS)
+    assert counter.measured.num_positions == (19, 18, 0)
 
 
 @pytest.mark.parametrize("name", ["moa-0", "moa-2", "eagle-1", "glide-0", "medusa-0", "independent-1", "ngram-0"])
 def test_every_drafter_can_be_measured(tiny, name):
     counter = HitCounter(tiny.target, build(tiny, VARIANTS[name]), LEVELS, RANKS, CAPACITY)
-    counter.answer(tiny.prompt(), 12, ())
-    rates = counter.rates
+    counted(counter, tiny.prompt(), 12, ())
+    rates = counter.measured
     assert rates.num_positions[0] == 11
     assert all(0 <= rate <= 1 for row in rates.rates for rate in row)
 
@@ -155,12 +162,21 @@ def test_the_yaml_is_what_trees_takes_and_the_result_is_json(folder, tmp_path):
     assert f"sparse-7: {shape.depth} levels, expected tau {result['expected_tau']:.3f}" in console.export_text()
 
 
+@pytest.mark.parametrize("report", ["tree.yaml", "./tree.yaml", "x/../tree.yaml"])
+def test_tree_and_report_are_two_files(folder, report):
+    with pytest.raises(ConfigError, match=r"output is 'tree.yaml' and report \(--json\) '.*', the same file; .* two"):
+        configure(folder, output="tree.yaml", report=report)
+    configure(folder, output="tree.yaml", report="tree.json")
+
+
 def test_what_cannot_be_searched_says_why(folder, tmp_path):
     with pytest.raises(ConfigError, match="'ranks' is 65"):
         configure(folder, ranks=65)
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "x" * 600}))
-    with pytest.raises(DataError, match=r"no prompt of questions '.*long.jsonl' fits into the context of 512 tokens"):
+    with pytest.raises(
+        DataError, match=r"no prompt of questions '.*long.jsonl' fits into the context of 512 tokens; give"
+    ):
         search_tree(configure(folder, questions=str(path)), Console(quiet=True))
     nothing = configure(folder, drafter={"type": "ngram", "min_ngram": 16, "max_ngram": 16})
     with pytest.raises(DataError, match="drafter ngram never had the target's next token among its 40 likeliest"):
