@@ -22,6 +22,15 @@ def test_training_sees_what_drafting_sees_on_every_target(tiny, target_name, nam
     assert is_one_model(drafter, batch, view_of(batch, drafter))
 
 
+@pytest.mark.parametrize("name", ["moa-1", "glide-0"])
+def test_training_sees_what_drafting_sees_with_a_reduced_vocabulary(tiny, name):
+    """Of those whose variants all have the whole one."""
+    target = tiny("llama")
+    drafter = build(target, VARIANTS[name].model_copy(update={"draft_vocab_size": 60}))
+    batch = batch_of(target.target, [target.prompt(2, 20)], PROMPT, drafter.needs)
+    assert is_one_model(drafter, batch, view_of(batch, drafter))
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_sees_what_drafting_sees_after_training(tiny, learnt, name):
     """Norms and biases have left their initial values; a random drafter's large attention weights are even."""
