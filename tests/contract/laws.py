@@ -8,8 +8,9 @@ from functools import cache
 from itertools import product
 
 import torch
+from rehearsed import Rehearsed
 from scipy.stats import chisquare
-from support import Rehearsed, TinyTarget
+from tiny_targets import TinyTarget
 
 from moray.decoding import accept as accept_module
 from moray.decoding.params import SamplingParams

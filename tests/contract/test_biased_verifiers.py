@@ -15,7 +15,7 @@ from laws import (
     keeps_the_law,
     longer_answers,
 )
-from support import Rehearsed
+from rehearsed import Rehearsed
 
 from moray.decoding import accept as accept_module
 from moray.decoding.accept import Accepted

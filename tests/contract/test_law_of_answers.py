@@ -16,7 +16,8 @@ from laws import (
     law_of_answers,
     longer_answers,
 )
-from support import MAX_POSITIONS, Rehearsed
+from rehearsed import Rehearsed
+from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.speculate import PlainDecoder
 from moray.drafters.configs import NgramConfig

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from laws import COUPLED, PROMPT, REJECTION, fits, law_of_answers
-from support import UNTRAINED, TinyTarget, build, union_members
+from tiny_drafters import UNTRAINED, build, union_members
+from tiny_targets import TinyTarget
 
 from moray.decoding import accept as accept_module
 from moray.decoding import speculate as speculate_module

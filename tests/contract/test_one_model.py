@@ -3,7 +3,8 @@
 import pytest
 import torch
 from drafting import PROMPT, is_one_model, largest_difference, view_of
-from support import T_STEP, TRAINED, VARIANTS, batch_of, build, overfit
+from tiny_batches import batch_of
+from tiny_drafters import T_STEP, TRAINED, VARIANTS, build, overfit
 
 from moray.drafters.base import DraftView
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import Rehearsed, save_chat_target
+from rehearsed import Rehearsed
+from tiny_targets import save_chat_target
 
 from moray.bench.configs import EvaluateConfig
 from moray.bench.report_schema import read_report

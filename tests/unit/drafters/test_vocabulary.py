@@ -2,18 +2,10 @@
 
 import pytest
 import torch
-from support import (
-    MAX_POSITIONS,
-    SHAPES,
-    TinyTarget,
-    batch_of,
-    build,
-    is_lossless,
-    load_target,
-    overfit,
-    speculate,
-    taps_of,
-)
+from side_by_side import SHAPES, is_lossless, speculate
+from tiny_batches import batch_of, taps_of
+from tiny_drafters import build, overfit
+from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
 
 from moray.decoding.params import SamplingParams
 from moray.distill.checkpoint import load_drafter, save_drafter
