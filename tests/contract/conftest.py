@@ -6,19 +6,10 @@ from functools import cache
 import pytest
 from drafting import PROMPT
 from shape_checks import unchecked
-from support import (
-    ADAPTIVE,
-    SHAPES,
-    TARGETS,
-    TRAINED,
-    VARIANTS,
-    MoodyCosts,
-    TinyTarget,
-    batch_of,
-    build,
-    load_target,
-    overfit,
-)
+from side_by_side import ADAPTIVE, SHAPES, MoodyCosts
+from tiny_batches import batch_of
+from tiny_drafters import TRAINED, VARIANTS, build, overfit
+from tiny_targets import TARGETS, TinyTarget, load_target
 
 from moray.decoding import speculate as speculate_module
 from moray.drafters.base import Drafter
@@ -28,7 +19,7 @@ LEARNT_TOKENS = 40
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyTarget]:
-    """tiny(name): the target of that name (see `support.TARGETS`), made once."""
+    """tiny(name): the target of that name (see `tiny_targets.TARGETS`), made once."""
 
     @cache
     def make(name: str) -> TinyTarget:

@@ -8,13 +8,16 @@ from functools import cache
 from itertools import product
 
 import torch
+from rehearsed import Rehearsed
 from scipy.stats import chisquare
-from support import Rehearsed, TinyTarget
+from tiny_targets import TinyTarget
+from transformers import PreTrainedModel
 
 from moray.decoding import accept as accept_module
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import STREAM_DRAFT, Sampler
-from moray.decoding.speculate import SpeculativeDecoder
+from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.drafters.base import Drafter
 from moray.trees.grow import grow
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape
 
@@ -22,10 +25,10 @@ CPU = torch.device("cpu")
 SIGNIFICANCE = 0.01  # seeds are fixed: a check that passes once passes always
 ROOT_POSITION = 5
 REJECTION = SamplingParams(temperature=1.0, rule="rejection")
-COUPLED = SamplingParams(temperature=1.0, rule="coupled")
-CHAIN = ChainShape(type="chain", depth=2)
+COUPLING = SamplingParams(temperature=1.0, rule="coupled")
+SHORT_CHAIN = ChainShape(type="chain", depth=2)
 SIBLINGS = FixedShape(type="fixed", branching=(2, 2))
-DYNAMIC = DynamicShape(type="dynamic", depth=2, breadth=2, nodes=4)
+SHORT_DYNAMIC = DynamicShape(type="dynamic", depth=2, breadth=2, nodes=4)
 ADAPTIVE_CHAIN = AdaptiveShape(type="adaptive", depth=3)
 ADAPTIVE_TREE = AdaptiveShape(type="adaptive", depth=2, breadth=2, nodes=5)
 PROMPT = [1, 3, 0]
@@ -110,29 +113,27 @@ def fits(counts: torch.Tensor, law: torch.Tensor) -> bool:
     return bool(chisquare(observed[keep], wanted[keep]).pvalue > SIGNIFICANCE)
 
 
-def keeps_the_law(
-    shape, params: SamplingParams, siblings: bool = False, world: TableWorld | None = None, samples: int = 1200
-) -> bool:
-    """Whether texts of three tokens, one per seed, have the target's law."""
-    world = world or TableWorld()
+def counts_of(
+    world: TableWorld, shape, params: SamplingParams, samples: int = 800, siblings: bool = False
+) -> torch.Tensor:
+    """How often each text of three tokens came, one per seed."""
     counts = torch.zeros(world.vocabulary**3, dtype=torch.float64)
     for seed in range(samples):
         a, b, c = world.generate(shape, params.model_copy(update={"seed": seed}), 3, siblings)
         counts[(a * world.vocabulary + b) * world.vocabulary + c] += 1
-    return fits(counts, world.law(params, 3))
-
-
-def counts_of(world: TableWorld, shape, params: SamplingParams, samples: int = 800) -> torch.Tensor:
-    """How often each text of three tokens came, one per seed."""
-    counts = torch.zeros(world.vocabulary**3, dtype=torch.float64)
-    for seed in range(samples):
-        a, b, c = world.generate(shape, params.model_copy(update={"seed": seed}), 3)
-        counts[(a * world.vocabulary + b) * world.vocabulary + c] += 1
     return counts
 
 
+def keeps_the_law(
+    shape, params: SamplingParams, siblings: bool = False, world: TableWorld | None = None, samples: int = 1200
+) -> bool:
+    """Whether texts of three tokens have the target's law."""
+    world = world or TableWorld()
+    return fits(counts_of(world, shape, params, samples, siblings), world.law(params, 3))
+
+
 @cache
-def law_of_answers(tiny_id: int, params: SamplingParams, model) -> torch.Tensor:
+def law_of_answers(model: PreTrainedModel, params: SamplingParams) -> torch.Tensor:
     """Exact law of the first two tokens, from the model's own forward pass over every text."""
     texts = torch.tensor([[*PROMPT, token] for token in range(4)])
     with torch.no_grad():
@@ -141,14 +142,23 @@ def law_of_answers(tiny_id: int, params: SamplingParams, model) -> torch.Tensor:
     return (first[:, None] * reference_probs(logits[:, -1], params)).flatten()
 
 
-def answers_keep_the_law(tiny: TinyTarget, shape, params: SamplingParams, samples: int = 450) -> bool:
-    """Whether answers of two tokens by one decoder have the target's law."""
-    decoder = SpeculativeDecoder(tiny.target, Rehearsed(tiny.target, 1.0), shape, 16)
+def decoder_keeps_the_law(
+    tiny: TinyTarget, decoder: PlainDecoder | SpeculativeDecoder, params: SamplingParams, samples: int
+) -> bool:
+    """Whether answers of two tokens by one decoder, one per seed, have the target's law."""
     counts = torch.zeros(16, dtype=torch.float64)
     for seed in range(samples):
         first, second = decoder.generate(PROMPT, params.model_copy(update={"seed": seed}), 2, ()).tokens
         counts[first * 4 + second] += 1
-    return fits(counts, law_of_answers(id(tiny), params, tiny.target.model))
+    return fits(counts, law_of_answers(tiny.target.model, params))
+
+
+def answers_keep_the_law(
+    tiny: TinyTarget, shape, params: SamplingParams, drafter: Drafter | None = None, samples: int = 450
+) -> bool:
+    """Whether speculative answers of two tokens have the target's law; without a drafter, with a noisy target's."""
+    decoder = SpeculativeDecoder(tiny.target, drafter or Rehearsed(tiny.target, 1.0), shape, 16)
+    return decoder_keeps_the_law(tiny, decoder, params, samples)
 
 
 def longer_answers(

@@ -5,17 +5,17 @@ import torch
 from biased import FAULTS, with_residual
 from laws import (
     ADAPTIVE_CHAIN,
-    CHAIN,
-    COUPLED,
+    COUPLING,
     CPU,
     PROMPT,
     REJECTION,
+    SHORT_CHAIN,
     TableWorld,
     answers_keep_the_law,
     keeps_the_law,
     longer_answers,
 )
-from support import Rehearsed
+from rehearsed import Rehearsed
 
 from moray.decoding import accept as accept_module
 from moray.decoding.accept import Accepted
@@ -32,13 +32,13 @@ FEWER = 500
 def test_the_rule_that_the_faults_are_made_of_is_right(monkeypatch):
     """With the right residual it passes: so what fails below is the fault and not the frame around it."""
     monkeypatch.setattr(accept_module, "accept_by_rejection", with_residual(lambda p, q: (p - q).clamp(min=0)))
-    assert keeps_the_law(CHAIN, REJECTION, samples=FEWER)
+    assert keeps_the_law(SHORT_CHAIN, REJECTION, samples=FEWER)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_biased_verifier_fails_the_check(fault, monkeypatch):
     monkeypatch.setattr(accept_module, *FAULTS[fault])
-    assert not keeps_the_law(CHAIN, REJECTION, samples=FEWER)
+    assert not keeps_the_law(SHORT_CHAIN, REJECTION, samples=FEWER)
 
 
 @pytest.mark.parametrize("fault", ["accepts always", "residual from p"])
@@ -86,9 +86,9 @@ def test_a_q_that_was_not_sampled_from_fails_the_check(monkeypatch):
         return unfiltered
 
     world, params = TableWorld(vocabulary=4, seed=2), SamplingParams(temperature=0.7, top_k=3, rule="rejection")
-    assert keeps_the_law(CHAIN, params, world=world)
+    assert keeps_the_law(SHORT_CHAIN, params, world=world)
     monkeypatch.setattr(Sampler, "selector", selector)
-    assert not keeps_the_law(CHAIN, params, world=world)
+    assert not keeps_the_law(SHORT_CHAIN, params, world=world)
 
 
 def test_ignored_filters_fail_the_check(monkeypatch):
@@ -99,7 +99,7 @@ def test_ignored_filters_fail_the_check(monkeypatch):
 
     world, params = TableWorld(vocabulary=4, seed=2), SamplingParams(temperature=0.7, top_p=0.7)
     monkeypatch.setattr(Sampler, "log_probs", unfiltered)
-    assert not keeps_the_law(CHAIN, params, world=world, samples=300)
+    assert not keeps_the_law(SHORT_CHAIN, params, world=world, samples=300)
 
 
 def test_coupled_noise_that_ignores_the_position_fails_the_check(monkeypatch):
@@ -111,4 +111,4 @@ def test_coupled_noise_that_ignores_the_position_fails_the_check(monkeypatch):
         )
 
     monkeypatch.setattr(Sampler, "noise", stuck)
-    assert not keeps_the_law(CHAIN, COUPLED, samples=FEWER)
+    assert not keeps_the_law(SHORT_CHAIN, COUPLING, samples=FEWER)

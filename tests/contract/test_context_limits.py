@@ -1,16 +1,10 @@
 """Prompts and answers at the limits of the context, and the refusals beyond them."""
 
 import pytest
-from support import (
-    GREEDY,
-    MAX_POSITIONS,
-    SHAPES,
-    VARIANTS,
-    Rehearsed,
-    build,
-    plainly,
-    speculate,
-)
+from rehearsed import Rehearsed
+from side_by_side import GREEDY, SHAPES, plainly, speculate
+from tiny_drafters import VARIANTS, build
+from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.session import PREFILL_CHUNK
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder

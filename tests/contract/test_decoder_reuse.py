@@ -2,15 +2,9 @@
 
 import pytest
 import torch
-from support import (
-    COUPLED,
-    GREEDY,
-    MAX_POSITIONS,
-    SHAPES,
-    Rehearsed,
-    plainly,
-    speculate,
-)
+from rehearsed import Rehearsed
+from side_by_side import COUPLED, GREEDY, SHAPES, plainly, speculate
+from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder

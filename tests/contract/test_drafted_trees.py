@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drafting import tree_of
-from support import SHAPES
+from side_by_side import SHAPES
 
 from moray.decoding.params import SamplingParams
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, SparseShape

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from drafting import PROMPT, state_at, view_of
-from support import UNTRAINED, VARIANTS, batch_of, build, losses_for
+from tiny_batches import batch_of
+from tiny_drafters import UNTRAINED, VARIANTS, build, losses_for
 
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, TrainConfig
 from moray.distill.optim import Optimiser

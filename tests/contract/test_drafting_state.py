@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drafting import pieces_of, state_at
-from support import taps_of
+from tiny_batches import taps_of
 
 from moray.batch import Taps
 

@@ -1,7 +1,9 @@
 """An answer ends at the first end token or at its limit, also inside an accepted path."""
 
 import pytest
-from support import GREEDY, MAX_POSITIONS, SHAPES, Rehearsed, speculate
+from rehearsed import Rehearsed
+from side_by_side import GREEDY, SHAPES, speculate
+from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.errors import DataError

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from support import SHAPES, Rehearsed, TinyTarget, is_lossless
+from rehearsed import Rehearsed
+from side_by_side import SHAPES, is_lossless
+from tiny_targets import TinyTarget
 
 from moray.decoding import speculate as speculate_module
 from moray.decoding.accept import Accepted, accept

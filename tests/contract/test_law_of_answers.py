@@ -1,22 +1,21 @@
 """Real answers have the target's law, plain and speculative, also when drafts change their depth or stop early."""
 
 import pytest
-import torch
 from laws import (
     ADAPTIVE_CHAIN,
     ADAPTIVE_TREE,
-    CHAIN,
-    COUPLED,
-    DYNAMIC,
+    COUPLING,
     PROMPT,
     REJECTION,
+    SHORT_CHAIN,
+    SHORT_DYNAMIC,
     SIBLINGS,
     answers_keep_the_law,
-    fits,
-    law_of_answers,
+    decoder_keeps_the_law,
     longer_answers,
 )
-from support import MAX_POSITIONS, Rehearsed
+from rehearsed import Rehearsed
+from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.speculate import PlainDecoder
 from moray.drafters.configs import NgramConfig
@@ -33,14 +32,10 @@ ECHOES = [1, 3, 0, 2, 1, 3, 2, 0, 1, 3]
 def test_plain_decoding_is_the_yardstick(four_tokens):
     """The baseline itself draws from the exact law, so that equality with it means something."""
     decoder = PlainDecoder(four_tokens.target, MAX_POSITIONS)
-    counts = torch.zeros(16, dtype=torch.float64)
-    for seed in range(600):
-        first, second = decoder.generate(PROMPT, COUPLED.model_copy(update={"seed": seed}), 2, ()).tokens
-        counts[first * 4 + second] += 1
-    assert fits(counts, law_of_answers(id(four_tokens), COUPLED, four_tokens.target.model))
+    assert decoder_keeps_the_law(four_tokens, decoder, COUPLING, samples=600)
 
 
-@pytest.mark.parametrize("params", [REJECTION, COUPLED], ids=["rejection", "coupled"])
+@pytest.mark.parametrize("params", [REJECTION, COUPLING], ids=["rejection", "coupled"])
 @pytest.mark.parametrize("shape", [ChainShape(type="chain", depth=1), SIBLINGS], ids=["chain", "tree"])
 def test_real_answers_have_the_target_s_law(four_tokens, shape, params):
     assert answers_keep_the_law(four_tokens, shape, params)
@@ -59,7 +54,7 @@ def test_adaptive_drafts_keep_the_target_s_law(four_tokens, shape, params):
 
 
 @pytest.mark.usefixtures("moody")
-@pytest.mark.parametrize("shape", [CHAIN, DYNAMIC, ADAPTIVE_CHAIN], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [SHORT_CHAIN, SHORT_DYNAMIC, ADAPTIVE_CHAIN], ids=lambda shape: shape.name)
 def test_drafts_that_stop_early_keep_the_target_s_law(four_tokens, shape):
     """Prompt lookup: where a sampled chain ends depends on the tokens drawn for it."""
     drafter = NgramConfig(type="ngram", min_ngram=2, max_ngram=3).build(TargetHead.of(four_tokens.target)).eval()

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from laws import COUPLED, PROMPT, REJECTION, fits, law_of_answers
-from support import UNTRAINED, TinyTarget, build, union_members
+from laws import COUPLING, REJECTION, answers_keep_the_law
+from tiny_drafters import UNTRAINED, build, union_members
+from tiny_targets import TinyTarget
 
 from moray.decoding import accept as accept_module
 from moray.decoding import speculate as speculate_module
 from moray.decoding.accept import Accepted
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import SpeculativeDecoder
 from moray.drafters.base import Drafter
 from moray.drafters.configs import DRAFTER_CONFIG
 from moray.trees.shapes import AdaptiveShape, ChainShape, FixedShape
@@ -29,7 +29,7 @@ CONFIGS = {
     "pretrained": {"model": "made by build()"},
     "ngram": {"max_ngram": 2},
 }
-SHAPES = {
+SHORT_SHAPES = {
     "chain": ChainShape(type="chain", depth=2),
     "tree": FixedShape(type="fixed", branching=(2, 2)),
     "adaptive": AdaptiveShape(type="adaptive", depth=2),
@@ -48,28 +48,23 @@ def drafter_of(tiny: TinyTarget, kind: str) -> Drafter:
     return drafter
 
 
-def keeps_the_law(tiny: TinyTarget, drafter: Drafter, shape, params: SamplingParams) -> bool:
-    decoder = SpeculativeDecoder(tiny.target, drafter, shape, 16)
-    counts = torch.zeros(16, dtype=torch.float64)
-    for seed in range(SAMPLES):
-        first, second = decoder.generate(PROMPT, params.model_copy(update={"seed": seed}), 2, ()).tokens
-        counts[first * 4 + second] += 1
-    return fits(counts, law_of_answers(id(tiny), params, tiny.target.model))
+def keeps_the_law(tiny: TinyTarget, kind: str, shape: str, params: SamplingParams) -> bool:
+    return answers_keep_the_law(tiny, SHORT_SHAPES[shape], params, drafter_of(tiny, kind), SAMPLES)
 
 
 def test_every_drafter_is_here():
     assert set(CONFIGS) == union_members() >= set(UNTRAINED)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHORT_SHAPES)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_rejection_sampling_keeps_the_target_s_law(four_tokens, kind, shape):
-    assert keeps_the_law(four_tokens, drafter_of(four_tokens, kind), SHAPES[shape], REJECTION)
+    assert keeps_the_law(four_tokens, kind, shape, REJECTION)
 
 
 @pytest.mark.parametrize("kind", ["moa", "ngram"])
 def test_coupled_sampling_keeps_the_target_s_law(four_tokens, kind):
-    assert keeps_the_law(four_tokens, drafter_of(four_tokens, kind), SHAPES["tree"], COUPLED)
+    assert keeps_the_law(four_tokens, kind, "tree", COUPLING)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "ngram"])
@@ -85,4 +80,4 @@ def test_a_verifier_that_believes_the_drafter_is_caught(four_tokens, kind, monke
         return Accepted([1], [int(tree.tokens[1])], chosen)
 
     monkeypatch.setattr(speculate_module, "accept", believe)
-    assert not keeps_the_law(four_tokens, drafter_of(four_tokens, kind), SHAPES["chain"], REJECTION)
+    assert not keeps_the_law(four_tokens, kind, "chain", REJECTION)

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from laws import (
-    CHAIN,
-    COUPLED,
+    COUPLING,
     CPU,
-    DYNAMIC,
+    SHORT_CHAIN,
+    SHORT_DYNAMIC,
     SIBLINGS,
     TableWorld,
     counts_of,
@@ -59,18 +59,18 @@ def typical_law(world: TableWorld, params: SamplingParams, depth: int, count: in
     return law
 
 
-@pytest.mark.parametrize("shape", [CHAIN, SIBLINGS, DYNAMIC], ids=["chain", "fixed", "dynamic"])
+@pytest.mark.parametrize("shape", [SHORT_CHAIN, SIBLINGS, SHORT_DYNAMIC], ids=["chain", "fixed", "dynamic"])
 def test_typical_acceptance_does_not_keep_the_law(shape):
     assert not keeps_the_law(shape, TYPICAL, samples=600)
 
 
-@pytest.mark.parametrize("shape", [CHAIN, SIBLINGS, DYNAMIC], ids=["chain", "fixed", "dynamic"])
+@pytest.mark.parametrize("shape", [SHORT_CHAIN, SIBLINGS, SHORT_DYNAMIC], ids=["chain", "fixed", "dynamic"])
 def test_typical_acceptance_that_accepts_nothing_is_plain_sampling(shape):
     """Text by text that of coupled sampling, and so the target's law."""
     world = TableWorld()
     for seed in range(40):
         update = {"seed": seed}
-        plain = world.generate(shape, COUPLED.model_copy(update=update), 6)
+        plain = world.generate(shape, COUPLING.model_copy(update=update), 6)
         assert world.generate(shape, NOTHING.model_copy(update=update), 6) == plain
     assert keeps_the_law(shape, NOTHING, samples=600)
 
@@ -78,11 +78,11 @@ def test_typical_acceptance_that_accepts_nothing_is_plain_sampling(shape):
 @pytest.mark.parametrize("update", [{}, {"typical_epsilon": 0.5, "typical_delta": 1.0}, {"top_k": 2}], ids=str)
 def test_typical_chains_have_the_law_of_their_definition(update):
     world, params = TableWorld(vocabulary=4, seed=4), TYPICAL.model_copy(update=update)
-    law = typical_law(world, params, CHAIN.depth, 3)
+    law = typical_law(world, params, SHORT_CHAIN.depth, 3)
     torch.testing.assert_close(float(law.sum()), 1.0)
-    assert fits(counts_of(world, CHAIN, params), law)
+    assert fits(counts_of(world, SHORT_CHAIN, params), law)
     sampled = params.model_copy(update={"rule": "coupled"})
-    assert not fits(counts_of(world, CHAIN, sampled), law), "sampling has another law"
+    assert not fits(counts_of(world, SHORT_CHAIN, sampled), law), "sampling has another law"
 
 
 def follows_the_root(tree, log_p, sampler, root_position) -> Accepted:
@@ -102,4 +102,4 @@ def asks_for_nothing(tree, log_p, sampler, root_position) -> Accepted:
 def test_a_biased_typical_rule_fails_the_check(fault, monkeypatch):
     world = TableWorld(vocabulary=4, seed=4)
     monkeypatch.setattr(accept_module, "accept_typical", fault)
-    assert not fits(counts_of(world, CHAIN, TYPICAL), typical_law(world, TYPICAL, CHAIN.depth, 3))
+    assert not fits(counts_of(world, SHORT_CHAIN, TYPICAL), typical_law(world, TYPICAL, SHORT_CHAIN.depth, 3))

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from drafting import PROMPT, is_one_model, largest_difference, view_of
-from support import T_STEP, TRAINED, VARIANTS, batch_of, build, overfit
+from tiny_batches import batch_of
+from tiny_drafters import T_STEP, TRAINED, VARIANTS, build, overfit
 
 from moray.drafters.base import DraftView
 
@@ -18,6 +19,15 @@ def test_training_sees_what_drafting_sees(trained, trained_batch, period):
 def test_training_sees_what_drafting_sees_on_every_target(tiny, target_name, name):
     target = tiny(target_name)
     drafter = build(target, VARIANTS[name])
+    batch = batch_of(target.target, [target.prompt(2, 20)], PROMPT, drafter.needs)
+    assert is_one_model(drafter, batch, view_of(batch, drafter))
+
+
+@pytest.mark.parametrize("name", ["moa-1", "glide-0"])
+def test_training_sees_what_drafting_sees_with_a_reduced_vocabulary(tiny, name):
+    """Of those whose variants all have the whole one."""
+    target = tiny("llama")
+    drafter = build(target, VARIANTS[name].model_copy(update={"draft_vocab_size": 60}))
     batch = batch_of(target.target, [target.prompt(2, 20)], PROMPT, drafter.needs)
     assert is_one_model(drafter, batch, view_of(batch, drafter))
 

@@ -5,20 +5,10 @@ on one answer, and the target itself as a drafter, exact or with noise.
 """
 
 import pytest
-from support import (
-    COUPLED,
-    FILTERED,
-    GREEDY,
-    MAX_POSITIONS,
-    SHAPES,
-    TARGETS,
-    VARIANTS,
-    Rehearsed,
-    build,
-    is_lossless,
-    plainly,
-    speculate,
-)
+from rehearsed import Rehearsed
+from side_by_side import COUPLED, FILTERED, GREEDY, SHAPES, is_lossless, plainly, speculate
+from tiny_drafters import VARIANTS, build
+from tiny_targets import MAX_POSITIONS, TARGETS
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import SpeculativeDecoder

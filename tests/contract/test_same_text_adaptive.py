@@ -1,19 +1,10 @@
 """Drafts whose depth and size change from cycle to cycle give the target's own text too."""
 
 import pytest
-from support import (
-    ADAPTIVE,
-    COUPLED,
-    FILTERED,
-    GREEDY,
-    MAX_POSITIONS,
-    SHAPES,
-    VARIANTS,
-    Rehearsed,
-    build,
-    plainly,
-    speculate,
-)
+from rehearsed import Rehearsed
+from side_by_side import ADAPTIVE, COUPLED, FILTERED, GREEDY, SHAPES, plainly, speculate
+from tiny_drafters import VARIANTS, build
+from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import SpeculativeDecoder

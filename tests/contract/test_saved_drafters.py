@@ -4,7 +4,10 @@ import pytest
 import torch
 from drafting import state_at, tree_of
 from safetensors.torch import load_file
-from support import SHAPES, VARIANTS, build, load_target, taps_of
+from side_by_side import SHAPES
+from tiny_batches import taps_of
+from tiny_drafters import VARIANTS, build
+from tiny_targets import load_target
 
 from moray.decoding.params import SamplingParams
 from moray.distill.checkpoint import load_drafter, read_drafter_config, save_drafter

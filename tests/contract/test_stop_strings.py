@@ -1,8 +1,10 @@
 """A stop string ends an answer with the token that completes it, wherever that falls."""
 
 import pytest
+from rehearsed import Rehearsed
+from side_by_side import COUPLED, GREEDY, SHAPES, plainly
 from spelling import length_until, spell
-from support import COUPLED, GREEDY, MAX_POSITIONS, SHAPES, Rehearsed, plainly
+from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stop import StopStrings

@@ -1,6 +1,7 @@
 """Nothing that the library supports is missing from this suite."""
 
-from support import DRAFTERS, TARGETS, union_members
+from tiny_drafters import DRAFTERS, union_members
+from tiny_targets import TARGETS
 
 
 def test_every_member_of_the_union_is_under_this_contract():

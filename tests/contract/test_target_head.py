@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import VARIANTS
+from tiny_drafters import VARIANTS
 
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead

@@ -1,8 +1,11 @@
 """Typical acceptance, which is lossy: answers with every drafter on every tree, and its two extremes."""
 
 import pytest
+from rehearsed import Rehearsed
+from side_by_side import COUPLED, SHAPES, plainly
 from spelling import length_until, spell
-from support import COUPLED, MAX_POSITIONS, SHAPES, VARIANTS, Rehearsed, build, plainly
+from tiny_drafters import VARIANTS, build
+from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import SpeculativeDecoder

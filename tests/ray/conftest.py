@@ -42,7 +42,7 @@ def _write_chats(path: Path, num_chats: int, seed: int = 0) -> Path:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny target."""
-    from support import save_chat_target
+    from tiny_targets import save_chat_target
 
     return save_chat_target(tmp_path_factory.mktemp("target"))
 
@@ -50,7 +50,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same sizes and tokenizer, other weights."""
-    from support import save_chat_target
+    from tiny_targets import save_chat_target
 
     return save_chat_target(tmp_path_factory.mktemp("other"), seed=1)
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,25 @@ ROW_KEYS = {
     "num_prompts",
     "num_tokens",
 }
+TRAINED = {"moa", "eagle", "glide", "medusa", "independent"}
+
+
+def check_drafters(rows: list[dict[str, Any]]) -> None:
+    """All six drafters are there, those that are trained saw the same text, and training was worth it."""
+    assert {row["drafter"] for row in rows} == TRAINED | {"ngram"}
+    for row in rows:
+        if row["drafter"] in TRAINED:
+            assert row["training_tokens"] > 0
+            assert row["trainable_parameters"] > 0
+            assert row["training_seconds"] > 0
+        else:
+            assert row["training_tokens"] is None
+            assert row["trainable_parameters"] == 0
+            assert row["training_seconds"] is None
+    assert len({row["training_tokens"] for row in rows if row["drafter"] in TRAINED}) == 1
+    best = {name: max(row["tau"] for row in rows if row["drafter"] == name) for name in {*TRAINED, "ngram"}}
+    assert best["moa"] >= 3.5
+    assert min(best[name] for name in TRAINED) > best["ngram"], best
 
 
 def test_the_demo_runs_from_nothing_and_loses_nothing(tmp_path: Path) -> None:
@@ -44,7 +64,7 @@ def test_the_demo_runs_from_nothing_and_loses_nothing(tmp_path: Path) -> None:
     assert all(row.keys() >= ROW_KEYS for row in rows)
     assert all(row["lossless"] for row in rows)
     assert all(row["num_prompts"] >= 20 for row in rows)
-    assert max(row["tau"] for row in rows if row["drafter"] == "moa") >= 3.5
+    check_drafters(rows)
     html = (tmp_path / "runs/demo/report.html").read_text(encoding="utf-8")
     assert html.count("<svg") >= 4
     for stage in ("train_demo_target", "cache_activations", "distill", "evaluate"):

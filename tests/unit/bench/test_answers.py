@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from rehearsed import Rehearsed
 from rich.console import Console
-from support import Rehearsed, save_chat_target
+from tiny_targets import save_chat_target
 
 from moray.bench import evaluation
 from moray.bench.answers import ANSWERS_FILE, open_answers

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from support import TinyTarget, build, save_chat_target
+from tiny_drafters import build
+from tiny_targets import TinyTarget, save_chat_target
 
 from moray.bench.configs import DecodeBenchmarkConfig
 from moray.bench.decode_benchmark import benchmark_decoding, check_writable, print_benchmark

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import DRAFTERS, TinyTarget, build, save_chat_target
+from tiny_drafters import DRAFTERS, build
+from tiny_targets import TinyTarget, save_chat_target
 
 from moray.bench.configs import EvaluateConfig
 from moray.bench.loading import load_drafters

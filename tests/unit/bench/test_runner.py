@@ -1,19 +1,24 @@
 """From questions to figures with real models: what a report claims is what happened."""
 
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from support import Rehearsed, save_chat_target
+from rehearsed import Rehearsed
+from tiny_targets import save_chat_target
 
 from moray.bench.configs import EvaluateConfig
 from moray.bench.report_schema import read_report
-from moray.bench.runner import Measurement, Runner
+from moray.bench.runner import Measurement, Method, Run, Runner
 from moray.bench.specbench import Question
 from moray.bench.summary import summarise
 from moray.config import validate
 from moray.decoding import speculate
 from moray.decoding.accept import Accepted
+from moray.decoding.params import SamplingParams
+from moray.decoding.stats import Generation
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
@@ -26,7 +31,7 @@ def folder(tmp_path_factory) -> Path:
     return save_chat_target(tmp_path_factory.mktemp("runner"))
 
 
-def measure(folder: Path, questions: list[Question] = QUESTIONS, **settings) -> tuple[Measurement, EvaluateConfig]:
+def runner_of(folder: Path, **settings) -> tuple[Runner, EvaluateConfig]:
     values = {
         "target": {"model": str(folder)},
         "drafters": ["unused"],
@@ -37,10 +42,44 @@ def measure(folder: Path, questions: list[Question] = QUESTIONS, **settings) -> 
     }
     config = validate(EvaluateConfig, values | settings)
     target = Target.load(TargetConfig(model=str(folder), device="cpu"))
-    runner = Runner(target, {"rehearsed": Rehearsed(target, 0.5)}, ChatTokenizer.load(str(folder)), config)
+    return Runner(target, {"rehearsed": Rehearsed(target, 0.5)}, ChatTokenizer.load(str(folder)), config), config
+
+
+def measure(folder: Path, questions: list[Question] = QUESTIONS, **settings) -> tuple[Measurement, EvaluateConfig]:
+    runner, config = runner_of(folder, **settings)
     for _ in runner.ask(questions):
         pass
     return runner.measurement, config
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a method, and what came of it."""
+
+    method: str
+    temperature: float
+    max_new_tokens: int
+    sequence: int
+    generation: Generation
+
+
+def record_calls(runner: Runner) -> list[Call]:
+    """Every run of any method from now on, in order."""
+    calls: list[Call] = []
+
+    def recorded(method: Method) -> Run:
+        run = method.run
+
+        def record(prompt: list[int], params: SamplingParams, most: int, sequence: int) -> Generation:
+            generation = run(prompt, params, most, sequence)
+            calls.append(Call(method.name, params.temperature, most, sequence, generation))
+            return generation
+
+        return record
+
+    for method in runner.measurement.methods:
+        method.run = recorded(method)
+    return calls
 
 
 def report_of(measurement: Measurement, config: EvaluateConfig, dtype: str = "float32") -> dict:
@@ -156,6 +195,46 @@ def test_every_temperature_has_its_own_conversation_and_figures(folder):
     assert texts[0] == texts[1], "what is drawn at one temperature does not depend on the others"
     cold, warm = (m.generations for m in (measurement.at(0.0).methods[0], measurement.at(1.0).methods[0]))
     assert [g.tokens for g in cold] != [g.tokens for g in warm]
+
+
+def test_every_method_is_warmed_up_at_every_temperature_before_anything_is_timed(folder):
+    runner, _ = runner_of(folder, temperatures=[0, 1], max_new_tokens=5)
+    calls = record_calls(runner)
+    for _ in range(2):
+        for _ in runner.ask(QUESTIONS[1:]):
+            pass
+    names = [method.name for method in runner.measurement.methods]
+    assert names == ["plain", "generate", "rehearsed"]
+    warm, timed = calls[:6], calls[6:]
+    assert sorted((c.method, c.temperature) for c in warm) == sorted(product(names, (0.0, 1.0))), "each of them once"
+    assert {c.max_new_tokens for c in warm} == {16}
+    assert len(timed) == 2 * 2 * 3
+    assert {c.max_new_tokens for c in timed} == {5}, "warmed up again"
+    for method in runner.measurement.methods:
+        expected = [c.generation for c in timed if c.method == method.name]
+        assert [id(g) for g in method.generations] == [id(g) for g in expected], "nothing of the warm-up counts"
+
+
+def test_methods_rotate_from_prompt_to_prompt_and_temperatures_alternate(folder):
+    runner, _ = runner_of(folder, temperatures=[0, 1], max_new_tokens=5)
+    calls = record_calls(runner)
+    for _ in runner.ask(QUESTIONS):
+        pass
+    prompts = [calls[begin : begin + 3] for begin in range(6, len(calls), 3)]
+    assert [{(c.sequence, c.temperature) for c in prompt} for prompt in prompts] == [
+        {(sequence, temperature)} for sequence in range(3) for temperature in (0.0, 1.0)
+    ]
+    orders = [
+        ["plain", "generate", "rehearsed"],
+        ["generate", "rehearsed", "plain"],
+        ["rehearsed", "plain", "generate"],
+    ]
+    for temperature in (0.0, 1.0):
+        asked = [prompt for prompt in prompts if prompt[0].temperature == temperature]
+        assert [[c.method for c in prompt] for prompt in asked] == orders
+    for method in runner.measurement.methods:
+        expected = [c.generation for prompt in prompts for c in prompt if c.method == method.name]
+        assert [id(g) for g in method.generations] == [id(g) for g in expected], "another method's answer"
 
 
 def test_no_two_prompts_share_noise(folder):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from support import DRAFTERS
+from tiny_drafters import DRAFTERS
 
 from moray.bench.answers import AnsweredTurn, MethodAnswer
 from moray.bench.configs import RecordedAcceptanceConfig, ShapeConfig, ShapedBenchmarkConfig

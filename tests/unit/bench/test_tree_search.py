@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rehearsed import Rehearsed
 from rich.console import Console
-from support import VARIANTS, Rehearsed, TinyTarget, build, load_target, plainly, save_chat_target, taps_of
+from side_by_side import plainly
+from tiny_batches import taps_of
+from tiny_drafters import VARIANTS, build
+from tiny_targets import TinyTarget, load_target, save_chat_target
 
 from moray.batch import TapNeeds, TrainBatch
 from moray.bench.configs import DecodeBenchmarkConfig, TreeSearchConfig

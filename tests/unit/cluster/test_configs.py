@@ -1,7 +1,7 @@
 """What a distillation is refused for before anything is loaded."""
 
 import pytest
-from support import DRAFTERS
+from tiny_drafters import DRAFTERS
 
 from moray.cluster.configs import DistilConfig
 from moray.config import validate

@@ -3,7 +3,9 @@
 import jaxtyping
 import pytest
 import torch
-from support import SHAPES, TinyTarget, build, load_target, plainly, speculate
+from side_by_side import SHAPES, plainly, speculate
+from tiny_drafters import build
+from tiny_targets import TinyTarget, load_target
 from torch import nn
 
 from moray.decoding.compiling import compile_models

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support import TinyTarget, load_target, taps_of
+from tiny_batches import taps_of
+from tiny_targets import TinyTarget, load_target
 
 from moray.batch import TapNeeds
 from moray.decoding.session import PREFILL_CHUNK, TargetSession

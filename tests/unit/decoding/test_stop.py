@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from support import save_chat_target
+from tiny_targets import save_chat_target
 
 from moray.decoding.stop import MAX_LENGTH, MAX_STRINGS, Ending, StopStrings
 from moray.errors import DataError

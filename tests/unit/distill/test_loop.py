@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from support import VARIANTS, TinyTarget, batch_of, build, load_target
+from tiny_batches import batch_of
+from tiny_drafters import VARIANTS, build
+from tiny_targets import TinyTarget, load_target
 
 from moray.distill.checkpoint import load_drafter, load_training, save_drafter, save_training
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, MuonConfig, TrainConfig

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from support import VARIANTS, TinyTarget, batch_of, build, load_target, losses_for
+from tiny_batches import batch_of
+from tiny_drafters import VARIANTS, build, losses_for
+from tiny_targets import TinyTarget, load_target
 
 from moray.distill import losses
 from moray.distill.configs import LossConfig, TrainConfig

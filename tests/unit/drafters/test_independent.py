@@ -3,7 +3,9 @@
 import pytest
 import torch
 from reference import scrambled
-from support import TinyTarget, batch_of, build, load_target
+from tiny_batches import batch_of
+from tiny_drafters import build
+from tiny_targets import TinyTarget, load_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moray.drafters.base import DraftView

@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 from reference import rotated
+from tiny_drafters import VARIANTS, build
+from tiny_targets import TinyTarget, load_target
 from torch import nn
 
-from moray.drafters.configs import BlockConfig
+from moray.drafters.base import Drafter
+from moray.drafters.configs import BlockConfig, LayeredBase
 from moray.drafters.layers import (
     PooledSelfAttentionLayer,
     RMSNorm,
@@ -28,6 +31,10 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def norm_weights(drafter: Drafter) -> torch.Tensor:
+    return torch.cat([part.weight.detach() for part in drafter.modules() if isinstance(part, nn.RMSNorm)])
+
+
 def both_norms(dtype: torch.dtype) -> tuple[RMSNorm, nn.RMSNorm]:
     ours, theirs = RMSNorm(WIDTH, EPS), nn.RMSNorm(WIDTH, eps=EPS)
     with torch.no_grad():
@@ -35,6 +42,26 @@ def both_norms(dtype: torch.dtype) -> tuple[RMSNorm, nn.RMSNorm]:
             norm.weight.copy_(noise(WIDTH, seed=9) + 1.0)
             norm.weight.data = norm.weight.data.to(dtype)
     return ours, theirs
+
+
+# --- Initial values ---
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyTarget:
+    return load_target(tmp_path_factory.mktemp("layers"))
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if isinstance(VARIANTS[name], LayeredBase)])
+def test_norms_begin_at_one_or_at_random(tiny, name):
+    config = VARIANTS[name]
+    ones, normal = (
+        norm_weights(build(tiny, config.model_copy(update=changes))) for changes in ({}, {"norm_init": "normal"})
+    )
+    assert bool((ones == 1).all())
+    assert normal.shape == ones.shape
+    assert float(normal.mean()) == pytest.approx(0.0, abs=4 * 0.02 / len(normal) ** 0.5)
+    assert float(normal.std()) == pytest.approx(0.02, rel=4 / (2 * len(normal)) ** 0.5)
 
 
 # --- RMSNorm ---

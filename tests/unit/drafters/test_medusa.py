@@ -3,7 +3,9 @@
 import pytest
 import torch
 from reference import Reference, scrambled
-from support import VARIANTS, TinyTarget, batch_of, build, load_target
+from tiny_batches import batch_of
+from tiny_drafters import VARIANTS, build
+from tiny_targets import TinyTarget, load_target
 from torch import Tensor
 
 from moray.decoding.speculate import SpeculativeDecoder

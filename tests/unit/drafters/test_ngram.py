@@ -4,7 +4,9 @@ import time
 
 import pytest
 import torch
-from support import MAX_POSITIONS, SHAPES, TinyTarget, build, load_target, save_target
+from side_by_side import SHAPES
+from tiny_drafters import build
+from tiny_targets import MAX_POSITIONS, TinyTarget, load_target, save_target
 from transformers import AutoModelForCausalLM
 
 from moray.decoding.params import SamplingParams

@@ -2,19 +2,10 @@
 
 import pytest
 import torch
-from support import (
-    MAX_POSITIONS,
-    SHAPES,
-    VOCABULARY,
-    Rehearsed,
-    TinyTarget,
-    is_lossless,
-    load_target,
-    noisy_copy,
-    plainly,
-    save_target,
-    speculate,
-)
+from rehearsed import Rehearsed
+from side_by_side import SHAPES, is_lossless, plainly, speculate
+from tiny_drafters import noisy_copy
+from tiny_targets import MAX_POSITIONS, VOCABULARY, TinyTarget, load_target, save_target
 from transformers import AutoModelForCausalLM
 
 from moray.decoding.params import SamplingParams

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from support import MAX_POSITIONS, SHAPES, TinyTarget, batch_of, build, is_lossless, load_target, speculate, taps_of
+from side_by_side import SHAPES, is_lossless, speculate
+from tiny_batches import batch_of, taps_of
+from tiny_drafters import build, overfit
+from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
 
 from moray.decoding.params import SamplingParams
 from moray.distill.checkpoint import load_drafter, save_drafter
@@ -10,7 +13,7 @@ from moray.distill.configs import LossConfig
 from moray.distill.losses import distillation_loss
 from moray.distill.masks import loss_positions
 from moray.drafters.base import DraftView
-from moray.drafters.configs import BlockConfig, EagleConfig, IndependentConfig, MedusaConfig
+from moray.drafters.configs import BlockConfig, EagleConfig, GlideConfig, IndependentConfig, MedusaConfig, MoAConfig
 from moray.drafters.vocabulary import DraftVocabulary
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
@@ -31,6 +34,18 @@ PROJECTING = {
     ),
     "a random lm_head": IndependentConfig(
         type="independent", hidden_size=24, head_dim=8, layer=LAYER, draft_vocab_size=30
+    ),
+    "the target's lm_head behind its last layer": MoAConfig(
+        type="moa",
+        target_layers=1,
+        mask_width=(4, 7),
+        layer_self_attention=LAYER,
+        self_attention=LAYER,
+        cross_attention=LAYER,
+        draft_vocab_size=30,
+    ),
+    "the target's lm_head behind cross-attention": GlideConfig(
+        type="glide", layer=LAYER, num_cross_heads=4, draft_vocab_size=30
     ),
 }
 
@@ -158,6 +173,26 @@ def test_tokens_outside_are_emitted_but_never_drafted(tiny):
         assert set(text[position : position + accepted]) <= set(drafter.vocabulary.tokens.tolist())
         position += emitted
     assert position == 30 <= MAX_POSITIONS
+
+
+@pytest.mark.parametrize("name", PROJECTING)
+def test_every_drafter_learns_and_drafts_within_its_vocabulary(tiny, name):
+    """Taught a text whose tokens are more than its vocabulary: it gets some of them accepted, and loses none."""
+    prompt = tiny.prompt()
+    text = tiny.hugging_face(prompt, 40)  # what `build` chooses the vocabulary by
+    config = PROJECTING[name].model_copy(update={"draft_vocab_size": 4})
+    drafter = overfit(tiny, build(tiny, config), prompt + text, len(prompt))
+    known = set(drafter.vocabulary.tokens.tolist())
+    assert len(known) == 4 < len(set(text))
+    for shape in ("chain", "dynamic"):
+        generation = speculate(tiny, drafter, SHAPES[shape], prompt, SamplingParams(), 40)
+        assert generation.tokens == text
+        position, drafted = 1, []
+        for accepted, emitted in zip(generation.accepted, generation.emitted, strict=True):
+            drafted += text[position : position + accepted]
+            position += emitted
+        assert set(drafted) <= known
+        assert len(drafted) >= 5, "nothing learnt"
 
 
 # --- Losses ---

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support import MAX_POSITIONS, TARGETS, load_target, save_target
+from tiny_targets import MAX_POSITIONS, TARGETS, load_target, save_target
 from transformers import AutoModelForCausalLM
 
 from moray.errors import ConfigError
