@@ -50,7 +50,6 @@ def largest_difference(drafter: Drafter, batch, view: DraftView, spoil=lambda st
                     by_start.setdefault(begin, []).append((i, logits[i]))
         for begin, wanted in by_start.items():
             state = state_at(drafter, batch.tokens, batch.taps, begin + 1)
-            drafter.step(state, batch.tokens[0, begin + 1 : begin + 2], None, 0)  # along with what has waited for it
             spoil(state)
             for i, expected in sorted(wanted, key=lambda pair: pair[0]):
                 drafted = drafter.step(state, batch.tokens[0, i : i + 1], None, i - begin - 1)
