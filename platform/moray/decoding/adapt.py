@@ -1,8 +1,8 @@
 """How much to draft next: the depth and number of nodes that promise most tokens per second.
 
 Knows two things: what a cycle costs on this machine (`Costs`, measured once, corrected by the cycles since), and how
-often drafts have been accepted lately. The best size maximises E[tokens](n) / (verify(n) + draft), and is 0 where
-drafting would be a loss. It looks at past cycles, and at the scores of deterministic proposals, never at sampled
+often drafts have been accepted lately. The best size maximises E[tokens](n) / (verify(n) + draft + rest), and is 0
+where drafting would be a loss. It looks at past cycles, and at the scores of deterministic proposals, never at sampled
 tokens: so the choice cannot bend the output's distribution.
 """
 
@@ -53,6 +53,7 @@ class DraftPlanner:
         self._costs = costs
         self._shapes = [shape.at(depth) for depth in range(1, shape.depth + 1)]
         self._verify, self._draft = _Correction(), _Correction()
+        self._rest = 0.0
         self._reached = [0.0] * shape.depth
         self._passed = [0.0] * shape.depth
         self._promised = self._kept = 0.0
@@ -62,7 +63,7 @@ class DraftPlanner:
 
     def next_shape(self) -> ChainShape | DynamicShape | None:
         """The shape to draft now; None for no draft."""
-        best_depth, best_rate = 0, 1.0 / (self._costs.verify_seconds(1) * self._verify.factor)
+        best_depth, best_rate = 0, 1.0 / self._seconds(0, 0)
         expected, survival = 1.0, 1.0
         for depth, rate in enumerate(self._acceptance(), start=1):
             survival *= rate
@@ -76,9 +77,9 @@ class DraftPlanner:
         return self._shapes[best_depth - 1] if best_depth else None
 
     def _seconds(self, num_nodes: int, num_levels: int) -> float:
-        """A cycle with a draft."""
+        """A cycle that drafts so many levels and verifies so many nodes below the root."""
         verify = self._costs.verify_seconds(num_nodes + 1) * self._verify.factor
-        return verify + self._costs.draft_seconds(num_levels) * self._draft.factor
+        return verify + self._costs.draft_seconds(num_levels) * self._draft.factor + self._rest
 
     def budget(self, log_probs: list[float]) -> int:
         """How many of a tree's best nodes to verify (see `trees.grow.Budget`).
@@ -97,8 +98,8 @@ class DraftPlanner:
         self._num_nodes = min(best, len(log_probs))
         return best
 
-    def record_seconds(self, num_nodes: int, verify: float, draft: float) -> None:
-        """What a cycle's target pass over `num_nodes` nodes below the root took, and its draft.
+    def record_seconds(self, num_nodes: int, verify: float, draft: float, rest: float = 0.0) -> None:
+        """What a cycle's target pass over `num_nodes` nodes below the root took, its draft, and what every cycle does.
 
         Where phases are not known exactly (a GPU that nobody waits for) this is not called, and what was measured
         stands.
@@ -108,6 +109,7 @@ class DraftPlanner:
             self._draft.record(self._costs.draft_seconds(self._num_levels), draft)
         else:
             self._draft.forget()
+        self._rest += (rest - self._rest) / _COST_WEIGHT
 
     def record(self, num_levels: int, num_accepted: int) -> None:
         """What became of a cycle: levels verified, and how many of them were accepted."""

@@ -188,7 +188,7 @@ class SpeculativeDecoder:
             tree = self._propose(root, root_position, sampler)
         with generation.timed("verify", wait) as verify:
             logits = self._session.verify(tree)
-        with generation.timed("accept", wait):
+        with generation.timed("accept", wait) as accept:
             result = self._accept(tree, logits, sampler, root_position)
         emitted = ending.cut([*result.tokens, result.next_token])
         generation.accepted.append(len(result.path))
@@ -197,17 +197,18 @@ class SpeculativeDecoder:
         generation.tokens.extend(emitted)
         if self._planner is not None:
             self._planner.record(tree.max_depth, len(result.path))
-            if self._session.has_exact_phases:
-                self._planner.record_seconds(tree.num_nodes - 1, verify.seconds, propose.seconds)
         if on_tokens is not None:
             on_tokens(emitted, min(len(result.path), len(emitted)))
         if ending.finish_reason is not None:
             return root
-        with generation.timed("commit", wait):
+        with generation.timed("commit", wait) as commit:
             taps = self._session.commit(result.path)
             verified = torch.tensor([*result.tokens, result.next_token], device=root.device)
-        with generation.timed("observe", wait):
+        with generation.timed("observe", wait) as observe:
             self._observe(torch.cat([root, verified[:-1]]), taps, tree.num_kept(len(result.path)))
+        if self._planner is not None and self._session.has_exact_phases:
+            rest = accept.seconds + commit.seconds + observe.seconds
+            self._planner.record_seconds(tree.num_nodes - 1, verify.seconds, propose.seconds, rest)
         return verified[-1:]
 
     def _propose(self, root: Int[Tensor, " 1"], root_position: int, sampler: Sampler) -> TokenTree:

@@ -149,6 +149,25 @@ def test_a_factor_learnt_at_one_size_holds_at_all():
         assert planner._seconds(depth, depth) == pytest.approx(wanted, rel=0.15)
 
 
+def test_what_every_cycle_does_besides_makes_longer_drafts_worth_while():
+    """A cycle that costs more anyway should bring more: 0.7 accepted, pass 1, draft 0.2 a level, and then the rest."""
+    costs = Costs([(1, 1.0), (9, 1.4)], [(1, 0.2), (8, 1.6)])
+    depths = []
+    for rest in (0.0, 1.0, 3.0):
+        planner = DraftPlanner(CHAIN, costs)
+        for _ in range(100):
+            planner.record_seconds(0, costs.verify_seconds(1), 0.0, rest)
+        shape = planner.next_shape()
+        depths.append(shape.depth if shape else 0)
+    rates = [PRIOR_RATE] * 8
+
+    def best(rest: float) -> int:
+        return best_chain(rates, Costs([(n, s + rest) for n, s in costs.verify], costs.draft))
+
+    assert depths == [best(0.0), best(1.0), best(3.0)]
+    assert depths[0] < depths[1] < depths[2]
+
+
 def test_one_cycle_of_a_thousand_times_the_seconds_changes_little():
     calm, disturbed = settled(CHEAP, CHEAP), settled(CHEAP, CHEAP, hiccup=100)
     assert all(abs(one - other) <= 1 for one, other in zip(calm, disturbed, strict=True))
