@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,7 +36,12 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number, a key is its text, a repeated key is an error."""
+    """YAML as people write it: `1e-3` is a number, `off` a word, a key is its text, a repeated key is an error."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -57,6 +62,13 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),  # YAML 1.1 wants a dot and a signed exponent
     list("-+.0123456789"),
+)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool",
+    re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"),  # as in YAML 1.2; in 1.1 yes, no, on and off are truths too
+    list("tTfF"),
 )
 
 

@@ -25,6 +25,9 @@ _CONTAINERS = (tuple, list, set, frozenset, dict, collections.abc.Sequence, coll
 def explain(config_class: type[BaseModel], error: ValidationError) -> str:
     """Word the first problem on one line, and say how many more there are."""
     found = error.errors(include_url=False)
+    # A list of which an item is refused is also told to be too short without it.
+    parents = {problem["loc"][:end] for problem in found for end in range(len(problem["loc"]))}
+    found = [p for p in found if p["type"] != "too_short" or p["loc"] not in parents]
     # Of a union of a text and mappings, a mapping was meant for the mappings.
     problems = [p for p in found if p["type"] != "string_type" or not isinstance(p["input"], dict)] or found
     # A misspelt required key is both unknown and missing; the unknown one shows what to mend.

@@ -312,3 +312,21 @@ def test_the_module_imports_nothing_heavy():
     code = "import sys, moray.config, moray.provenance; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("word", ["off", "on", "yes", "no"])
+def test_words_that_were_truths_in_old_yaml_are_words(word):
+    assert load(f"either={word}").either == word
+    assert load("flag=true").flag is True
+
+
+def test_a_list_s_bad_item_is_one_problem(tmp_path):
+    class Listed(Config):
+        shapes: tuple[Shape, ...] = Field(min_length=1)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(Listed, ["shapes=[{type: chain, depth: deep}]"])
+    assert "depth" in str(caught.value)
+    assert "more problem" not in str(caught.value)
+    with pytest.raises(ConfigError, match="shapes"):
+        load_config(Listed, ["shapes=[]"])

@@ -122,6 +122,6 @@ def print_costs(rows: Sequence[dict[str, Any]], plain_ms: float, console: Consol
 def table_of_rows(title: str) -> Table:
     """An empty table whose lines begin with drafter and tree."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("drafter", overflow="fold")
-    table.add_column("tree", overflow="fold")
+    table.add_column("drafter", no_wrap=True)
+    table.add_column("tree", no_wrap=True)
     return table

@@ -21,6 +21,7 @@ from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
 from moray.decoding.stop import StopStrings
 from moray.drafters.base import Drafter
+from moray.errors import ConfigError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
 from moray.trees.shapes import AdaptiveShape
@@ -102,6 +103,8 @@ class Runner:
                     continue
                 decoder = SpeculativeDecoder(target, drafter, shape, self.capacity, self._session)
                 methods.append(Method(name, shape.name, self._ours(decoder)))
+        if notes and len(notes) == len(drafters) * len(config.trees):
+            raise ConfigError(f"trees are too deep for every drafter ({'; '.join(notes)}); take shallower ones")
         self.measurement = Measurement(methods, notes=notes)
         self._names = [(method.name, method.tree) for method in methods]
 

@@ -104,8 +104,8 @@ def _replays(config: ShapedBenchmarkConfig) -> tuple[str, list[float | None], li
     assert config.tau is not None, "the configuration gives one of the two"
     rates = [acceptance_rate(config.tau, shape) for shape in config.trees]
     label = (
-        f"SYNTHETIC: replayed at the rate that gives tau {config.tau:g} at full depth (adaptive shapes may draft less "
-        "deep); the weights are random"
+        f"SYNTHETIC: replayed at the rate that gives tau {config.tau:g} at full depth; the weights are random, so that "
+        "trees may be flatter than trained drafters', and adaptive shapes may draft less deep"
     )
     return label, [*rates], [ReplayedAcceptance(LengthsAtRate(rate)) for rate in rates]
 

@@ -19,6 +19,7 @@ from moray.decoding import speculate
 from moray.decoding.accept import Accepted
 from moray.decoding.params import SamplingParams
 from moray.decoding.stats import Generation
+from moray.errors import ConfigError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
@@ -163,6 +164,16 @@ def test_answers_without_a_cycle_leave_figures_undefined(folder):
     measurement, config = measure(folder, max_new_tokens=1)
     (row,) = report_of(measurement, config)["rows"]
     assert (row["tau"], row["draft_cost"], row["efficiency"], row["lossless"]) == (None, None, None, True)
+
+
+def test_trees_that_are_too_deep_are_left_out_unless_they_all_are(folder, monkeypatch):
+    monkeypatch.setattr(Rehearsed, "max_depth", 2)
+    shallow, deep = {"type": "chain", "depth": 2}, {"type": "chain", "depth": 3}
+    runner, _ = runner_of(folder, trees=[shallow, deep], compare_generate=False)
+    assert [(method.name, method.tree) for method in runner.measurement.methods[1:]] == [("rehearsed", "chain-2")]
+    assert runner.measurement.notes == ["rehearsed, chain-3: left out, this drafter drafts at most 2 levels"]
+    with pytest.raises(ConfigError, match=r"too deep for every drafter .* at most 2 levels\); take shallower"):
+        runner_of(folder, trees=[deep])
 
 
 def test_turns_that_do_not_fit_are_counted(folder):
