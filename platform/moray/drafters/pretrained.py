@@ -1,11 +1,11 @@
 """Any Hugging Face causal LM with the target's tokenizer as a drafter, as it is: nothing is trained or saved.
 
-It is driven as a target is: unmodified, with our masks, positions and cache. Beyond its own context it proposes
-nothing.
+It stays unmodified, and is given our masks and positions. Beyond its own context it proposes nothing.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,8 @@ from moray.drafters.slots import DraftSlots
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
 from moray.targets.model import Target
-from moray.targets.spec import TargetConfig
+from moray.targets.other_families import OtherCausalLM
+from moray.targets.spec import FAMILIES, TargetConfig, model_type_of
 
 
 @dataclass
@@ -27,7 +28,7 @@ class PretrainedState:
     """One sequence: the model's own cache."""
 
     slots: DraftSlots
-    cache: KVCache
+    cache: Any  # of the kind that its model fills
     is_full: bool = False
 
 
@@ -37,9 +38,7 @@ class Pretrained(Drafter[PretrainedState]):
     def __init__(self, config: PretrainedConfig, head: TargetHead) -> None:
         super().__init__(config, head)
         self.config: PretrainedConfig = config
-        dtype = str(head.weight.dtype).removeprefix("torch.")
-        settings = {"model": config.model, "dtype": dtype, "device": head.weight.device.type}
-        self._model = Target.load(TargetConfig.model_validate(settings))
+        self._model = _load(config.model, head.weight)
 
     @property
     def needs(self) -> TapNeeds:
@@ -49,23 +48,22 @@ class Pretrained(Drafter[PretrainedState]):
         return {}
 
     def new_state(self, capacity: int, max_expanded: int) -> PretrainedState:
-        slots = DraftSlots(capacity, max_expanded, self._model.model.lm_head.weight, is_layered=True)
+        slots = DraftSlots(capacity, max_expanded, self._model.weight, is_layered=True)
         return PretrainedState(slots, self._model.new_cache(slots.num_slots))
 
     def reset(self, state: PretrainedState) -> None:
         state.slots.reset()
-        state.cache.reset()
         state.is_full = False
 
     def extend(self, state: PretrainedState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
-        if state.slots.num_verified + tokens.shape[0] > self._model.spec.max_positions:
+        if state.slots.num_verified + tokens.shape[0] > self._model.max_positions:
             state.is_full = True
         if not state.is_full:
             state.slots.extend(tokens, num_kept, partial(self._remember, state))
 
     def _remember(self, state: PretrainedState, tokens: Int[Tensor, " some"], start: int) -> None:
         positions = torch.arange(start, start + tokens.shape[0], device=tokens.device)
-        self._run(state, tokens, start, positions, state.slots.causal(tokens.shape[0]))
+        self._run(state, tokens, start, positions, state.slots.causal(tokens.shape[0]), tokens.shape[0])
 
     def step(
         self,
@@ -74,14 +72,15 @@ class Pretrained(Drafter[PretrainedState]):
         ancestors: Bool[Tensor, "new expanded"] | None,
         depth: int,
     ) -> Float[Tensor, "new vocab"] | None:
-        if state.is_full or state.slots.num_verified + depth >= self._model.spec.max_positions:
+        if state.is_full or state.slots.num_verified + depth >= self._model.max_positions:
             return None
         rows = state.slots.expand(tokens, ancestors, depth)
         # Verified tokens that have waited stand one behind the other, nodes of one depth side by side.
         first, _ = rows.positions
         positions = torch.arange(first, first + rows.tokens.shape[0], device=tokens.device)
-        hidden = self._run(state, rows.tokens, rows.slot, positions.clamp(max=rows.position), rows.causal)
-        logits = self._model.logits(hidden[rows.num_known :])
+        logits = self._run(
+            state, rows.tokens, rows.slot, positions.clamp(max=rows.position), rows.causal, rows.num_known
+        )
         # Embeddings are often padded to another size than the target's: ids beyond both are never text.
         missing = self.spec.vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self.spec.vocab_size]
@@ -93,8 +92,41 @@ class Pretrained(Drafter[PretrainedState]):
         start: int,
         positions: Int[Tensor, " new"],
         mask: Float[Tensor, "1 1 new slots"] | None,
-    ) -> Float[Tensor, "new hidden"]:
-        """Last hidden states of tokens whose slots begin at `start`."""
-        known = tokens.clamp(max=self._model.spec.vocab_size - 1)
-        state.cache.length = start
-        return self._model.forward(known[None], positions[None], mask, state.cache).last[0]
+        num_known: int,
+    ) -> Float[Tensor, "rest vocab"]:
+        """Logits of tokens whose slots begin at `start`, but for the first `num_known`."""
+        known = tokens.clamp(max=self._model.vocab_size - 1)
+        return self._model.forward(known, positions, mask, state.cache, start, num_known)
+
+
+class _FamiliarCausalLM:
+    """A model of a family that can be a target, driven as one: preallocated caches, no logits that nobody reads."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.max_positions = target.spec.max_positions
+        self.weight: Tensor = target.model.lm_head.weight
+        self.vocab_size = target.spec.vocab_size
+        self.new_cache = target.new_cache
+
+    def forward(
+        self,
+        tokens: Int[Tensor, " new"],
+        positions: Int[Tensor, " new"],
+        mask: Float[Tensor, "1 1 new slots"] | None,
+        cache: KVCache,
+        start: int,
+        num_known: int,
+    ) -> Float[Tensor, "rest vocab"]:
+        """See `OtherCausalLM.forward`."""
+        cache.length = start
+        hidden = self._target.forward(tokens[None], positions[None], mask, cache).last[0]
+        return self._target.logits(hidden[num_known:])
+
+
+def _load(model: str, like: Tensor) -> _FamiliarCausalLM | OtherCausalLM:
+    if model_type_of(model) not in FAMILIES:
+        return OtherCausalLM(model, like.dtype, like.device)
+    dtype = str(like.dtype).removeprefix("torch.")
+    settings = {"model": model, "dtype": dtype, "device": like.device.type}
+    return _FamiliarCausalLM(Target.load(TargetConfig.model_validate(settings)))

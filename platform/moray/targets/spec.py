@@ -86,6 +86,19 @@ def read_spec(model: str) -> TargetSpec:
     )
 
 
+def model_type_of(model: str) -> str:
+    """What a model's `config.json` calls its family.
+
+    Raises:
+        ConfigError: there is none, or it does not say.
+    """
+    path = resolve_folder(model) / "config.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"model '{model}': its config.json names no model_type; give a Hugging Face model") from None
+
+
 def resolve_folder(model: str) -> Path:
     """The local folder of a model: itself, or the snapshot that the hub client has or fetches."""
     folder = Path(model)

@@ -6,7 +6,7 @@ from rehearsed import Rehearsed
 from side_by_side import SHAPES, is_lossless, plainly, speculate
 from tiny_drafters import noisy_copy
 from tiny_targets import MAX_POSITIONS, VOCABULARY, TinyTarget, load_target, save_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, MambaConfig, Phi3Config
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import SpeculativeDecoder
@@ -148,3 +148,63 @@ def test_padding_to_another_size_costs_only_the_ids_that_are_not_there(tiny, tmp
 def test_a_model_that_is_not_there_is_refused_by_name(tiny, tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         made(tiny, tmp_path / "nowhere")
+
+
+# --- Other families ---
+
+
+OTHERS = {
+    "gpt_neox": lambda: GPTNeoXConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=256,
+    ),
+    "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+    "phi3": lambda: Phi3Config(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=256, original_max_position_embeddings=256, pad_token_id=0,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def other(request, tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(3)
+    stock = AutoModelForCausalLM.from_config(OTHERS[request.param]()).eval()
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.mul_(3.0)  # far from even
+    stock.save_pretrained(folder)
+    return made(tiny, folder), stock
+
+
+def test_a_model_of_another_family_scores_trees_as_it_would_by_itself(tiny, other):
+    drafter, stock = other
+    text = tiny.prompt(4, EXTEND_CHUNK + 5)
+    state = drafter.new_state(128, 16)
+    drafter.extend(state, torch.tensor(text), {})
+    ancestors = torch.eye(5, dtype=torch.bool)
+    ancestors[1:, 0] = ancestors[3, 2] = ancestors[4, 1] = True
+    tokens = [5, 6, 7, 8, 8]
+    for _ in range(2):
+        for depth, (begin, end) in enumerate([(0, 1), (1, 3), (3, 5)]):
+            drafted = drafter.step(state, torch.tensor(tokens[begin:end]), ancestors[begin:end, :end], depth)
+            for node in range(begin, end):
+                path = [tokens[above] for above in range(node + 1) if ancestors[node, above]]
+                with torch.no_grad():
+                    wanted = stock(torch.tensor([[*text, *path]])).logits[0, -1]
+                torch.testing.assert_close(drafted[node - begin], wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_model_of_another_family_drafts_losslessly(tiny, other, shape):
+    drafter, _ = other
+    prompts = [tiny.prompt(), tiny.prompt(1, 2 * EXTEND_CHUNK + 3)]
+    assert is_lossless(tiny, drafter, shape, GREEDY, prompts, 20)
+
+
+def test_a_model_without_keys_and_values_is_refused(tiny, tmp_path):
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"drafter.model .* of type 'mamba', which does not draft here"):
+        made(tiny, tmp_path)

@@ -1,0 +1,98 @@
+"""Any Hugging Face causal LM with full attention, driven through its own forward pass and transformers' own cache.
+
+Slower than `targets.model`, which knows its families, and not verified to be lossless as a target: good for drafting,
+where a wrong logit costs a token's acceptance and never the text.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.utils.logging import disable_progress_bar
+
+from moray.errors import ConfigError
+from moray.explain import one_line
+from moray.targets.spec import resolve_folder
+
+
+class OtherCausalLM:
+    """A model of some family and its sizes."""
+
+    def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
+        """
+        Args:
+            model: folder or hub name.
+            dtype: of the weights.
+            device: where to.
+
+        Raises:
+            ConfigError: it cannot be loaded, or has no positions or no keys and values to keep.
+        """
+        folder = resolve_folder(model)
+        disable_progress_bar()
+        try:
+            sizes: Any = AutoConfig.from_pretrained(folder).get_text_config()
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(f"drafter.model '{model}' cannot be loaded: {one_line(str(error))}") from None
+        self._model = loaded.to(device).eval().requires_grad_(False)
+        positions = getattr(sizes, "max_position_embeddings", None)
+        # Within a sliding window full attention gives the same result.
+        window = getattr(sizes, "sliding_window", None)
+        if positions is None or not self._keeps_keys_and_values(device):
+            raise ConfigError(
+                f"drafter.model '{model}' is of type '{sizes.model_type}', which does not draft here: its attention "
+                "must take positions and keep keys and values; give another model with the target's tokenizer"
+            )
+        self.max_positions: int = min(positions, window or positions)
+        self.weight: Tensor = self._model.get_output_embeddings().weight
+        self.vocab_size = self.weight.shape[0]
+
+    @torch.inference_mode()
+    def _keeps_keys_and_values(self, device: torch.device) -> bool:
+        """Try two tokens at made-up positions: the cache must hold both."""
+        cache = self.new_cache(2)
+        tokens = torch.zeros(2, dtype=torch.long, device=device)
+        mask = torch.zeros(1, 1, 2, 2, dtype=self._model.dtype, device=device)
+        try:
+            self.forward(tokens, torch.arange(2, device=device), mask, cache, 0)
+        except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError):
+            return False
+        return cache.get_seq_length() == 2
+
+    def new_cache(self, capacity: int) -> DynamicCache:
+        """An empty cache for one sequence; it grows as it is filled, whatever the capacity."""
+        return DynamicCache()
+
+    def forward(
+        self,
+        tokens: Int[Tensor, " new"],
+        positions: Int[Tensor, " new"],
+        mask: Float[Tensor, "1 1 new slots"] | None,
+        cache: DynamicCache,
+        start: int,
+        num_known: int = 0,
+    ) -> Float[Tensor, "rest vocab"]:
+        """Logits of tokens whose slots begin at `start`, but for the first `num_known`.
+
+        What the cache held from `start` on is dropped.
+
+        Args:
+            tokens: ids.
+            positions: which need not follow the slots.
+            mask: 0 where a token (row) sees a slot (column), else -inf; None: everything.
+            cache: receives their keys and values.
+            start: at most as many slots as the cache holds.
+        """
+        cache.crop(start - cache.get_seq_length())
+        output = self._model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return output.logits[0, num_known:]
