@@ -12,48 +12,45 @@ weights in the sizes of a real one, with synthetic acceptance:
 what it writes stands behind the other YAML files of a command with a key `trees`:
 
     python -m pipelines.benchmark tree configs/benchmarks/tree-demo.yaml output=runs/demo/medusa-tree.yaml
+
+`cache` measures tokenising, capturing with every codec and reading back; `train` a drafter's training from the cache,
+with the target beside it, and as the published recipe has it:
+
+    python -m pipelines.benchmark cache --json runs/cache.json
+    python -m pipelines.benchmark train --json runs/train.json
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from moray.bench.configs import DecodeBenchmarkConfig, ShapedBenchmarkConfig, TreeSearchConfig
+from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 from moray.commands import Command, run_commands
 
 _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 _DEMO, _DEMO_TREE = _BENCHMARKS / "decode-demo.yaml", _BENCHMARKS / "tree-demo.yaml"
+_DEMO_CACHE, _DEMO_TRAIN = _BENCHMARKS / "cache-demo.yaml", _BENCHMARKS / "train-demo.yaml"
 
 
 def main(config: DecodeBenchmarkConfig) -> None:
     """Measure drafters phase by phase; without a YAML file those of the demo."""
     from rich.console import Console
 
-    from moray.bench.decode_benchmark import benchmark_decoding, check_writable, print_benchmark
-    from moray.provenance import write_json_atomically
+    from moray.bench.decode_benchmark import benchmark_decoding, print_benchmark
 
     console = Console()
-    if config.report:
-        check_writable(Path(config.report))
-    result = benchmark_decoding(config, console)
-    if config.report:
-        write_json_atomically(Path(config.report), result)
-    print_benchmark(result, console)
+    print_benchmark(_reported(config.report, lambda: benchmark_decoding(config, console)), console)
 
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:
     """Measure a target of random weights in the sizes of a real one, with synthetic acceptance."""
     from rich.console import Console
 
-    from moray.bench.decode_benchmark import check_writable
     from moray.bench.shaped import benchmark_shape, print_shaped
-    from moray.provenance import write_json_atomically
 
-    if config.report:
-        check_writable(Path(config.report))
-    result = benchmark_shape(config)
-    if config.report:
-        write_json_atomically(Path(config.report), result)
-    print_shaped(result, Console())
+    print_shaped(_reported(config.report, lambda: benchmark_shape(config)), Console())
 
 
 def main_tree(config: TreeSearchConfig) -> None:
@@ -62,15 +59,11 @@ def main_tree(config: TreeSearchConfig) -> None:
 
     from moray.bench.decode_benchmark import check_writable
     from moray.bench.tree_search import print_tree, print_yaml, search_tree, write_tree
-    from moray.provenance import write_json_atomically
 
     console = Console()
-    for key, path in (("report", config.report), ("output", config.output)):
-        if path:
-            check_writable(Path(path), key)
-    result = search_tree(config, console)
-    if config.report:
-        write_json_atomically(Path(config.report), result)
+    if config.output:
+        check_writable(Path(config.output), "output")
+    result = _reported(config.report, lambda: search_tree(config, console))
     if config.output:
         write_tree(result, Path(config.output))
     print_tree(result, console)
@@ -80,11 +73,46 @@ def main_tree(config: TreeSearchConfig) -> None:
         print_yaml(result, console)
 
 
+def main_cache(config: CacheBenchmarkConfig) -> None:
+    """Measure caching, stage by stage and codec by codec; without a YAML file on the demo."""
+    from rich.console import Console
+
+    from moray.cluster.cache_benchmark import benchmark_cache, print_cache_benchmark
+
+    console = Console()
+    print_cache_benchmark(_reported(config.report, lambda: benchmark_cache(config, console)), console)
+
+
+def main_train(config: TrainBenchmarkConfig) -> None:
+    """Measure training from the cache, online and by the published recipe; without a YAML file on the demo."""
+    from rich.console import Console
+
+    from moray.cluster.train_benchmark import benchmark_training, print_train_benchmark
+
+    console = Console()
+    print_train_benchmark(_reported(config.report, lambda: benchmark_training(config, console)), console)
+
+
+def _reported(report: str | None, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What is measured, written to `report` too: a path that cannot be written is refused before."""
+    from moray.bench.decode_benchmark import check_writable
+    from moray.provenance import write_json_atomically
+
+    if report:
+        check_writable(Path(report))
+    result = measure()
+    if report:
+        write_json_atomically(Path(report), result)
+    return result
+
+
 _DECODE = Command(DecodeBenchmarkConfig, main, default=_DEMO)
 COMMANDS = {
     "": _DECODE,
+    "cache": Command(CacheBenchmarkConfig, main_cache, default=_DEMO_CACHE),
     "decode": _DECODE,
     "shaped": Command(ShapedBenchmarkConfig, main_shaped),
+    "train": Command(TrainBenchmarkConfig, main_train, default=_DEMO_TRAIN),
     "tree": Command(TreeSearchConfig, main_tree, default=_DEMO_TREE),
 }
 

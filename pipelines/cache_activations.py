@@ -2,13 +2,26 @@
 
     python -m pipelines.cache_activations configs/targets/demo.yaml configs/activations/demo.yaml
 
-Killed at any instant, the same command goes on where it was.
+Killed at any instant, or out of disk space, the same command goes on where it was. `plan` tells what it would take,
+without writing anything; what is there may be checked, looked at and joined:
+
+    python -m pipelines.cache_activations plan configs/targets/demo.yaml configs/activations/demo.yaml
+    python -m pipelines.cache_activations verify runs/demo/activations verify.sample_chats=4
+    python -m pipelines.cache_activations stats runs/demo/activations --json runs/stats.json
+    python -m pipelines.cache_activations compact runs/demo/activations shard_mib=512
+
+`verify` hashes every shard, names each damaged one and, with verify.repair=true, removes it, so that the caching
+command makes that one again. `compact` must not run while a drafter trains from the cache.
 """
+
+import sys
 
 from moray.activations.schema import CacheConfig
 from moray.activations.ultrachat import ChatsConfig
 from moray.cluster.configs import CaptureConfig, RayConfig
-from moray.config import Config, run_entry_point
+from moray.cluster.upkeep import CacheCommand, CacheStatisticsConfig, CompactCacheConfig, VerifyCacheConfig
+from moray.commands import Command, run_commands
+from moray.config import Config
 from moray.targets.spec import TargetConfig
 
 
@@ -26,10 +39,11 @@ class CacheActivationsConfig(Config):
 
 def main(config: CacheActivationsConfig) -> None:
     """Make or complete the cache and say what is in it."""
+    from moray.activations.store import CacheStore
     from moray.cluster.session import ray_session
 
+    CacheStore(config.output).check()  # a wrong bucket is said before Ray starts
     with ray_session(config.ray):
-        from moray.activations.store import CacheStore
         from moray.cluster.capture import cache_activations
         from moray.provenance import run_yaml
 
@@ -42,7 +56,66 @@ def main(config: CacheActivationsConfig) -> None:
     print(f"{config.output}: {contents}")
 
 
+def main_plan(config: CacheActivationsConfig) -> None:
+    """Project tokens, bytes and hours from a sample, for every codec; writes nothing."""
+    from rich.console import Console
+
+    from moray.activations.plan_report import Workers, print_plan
+
+    capture = config.capture
+    workers = Workers(capture.num_targets, capture.threads_per_target, need_gpu=capture.gpus_per_target > 0)
+    print_plan(config.output, config.target, config.chats, config.cache, workers, Console())
+
+
+def main_verify(config: VerifyCacheConfig) -> None:
+    """Hash every shard, run a sample of chats again, name what is damaged and, if asked for, remove it."""
+    from moray.cluster.verify import verify_cache
+
+    verify_cache(config)
+    print(f"{config.output}: nothing is wrong")
+
+
+def main_stats(config: CacheStatisticsConfig) -> None:
+    """Say what a cache holds: chats, tokens, bytes per token, lengths, padding."""
+    from pathlib import Path
+
+    from moray.activations.figures import cache_statistics, statistics_lines
+    from moray.activations.manifest import read_manifest
+    from moray.activations.store import CacheStore
+    from moray.provenance import write_json_atomically
+
+    store = CacheStore(config.output)
+    figures = cache_statistics(store, read_manifest(store), config.batch_tokens)
+    if config.report:
+        write_json_atomically(Path(config.report), figures)
+    print("\n".join(statistics_lines(figures)))
+
+
+def main_compact(config: CompactCacheConfig) -> None:
+    """Join small shards into large ones; killed at any instant, the same command goes on."""
+    from moray.activations.manifest import read_manifest
+    from moray.activations.store import CacheStore
+    from moray.cluster.session import ray_session
+
+    read_manifest(CacheStore(config.output))  # what is not there is said before Ray starts
+    with ray_session(config.ray):
+        from moray.cluster.compact import compact
+
+        before, after = compact(config.output, config.shard_mib, config.num_tasks)
+    print(
+        f"{config.output}: {before} shards are now {after}" if before != after else f"{config.output}: compact already"
+    )
+
+
 CONFIG = CacheActivationsConfig
+_CACHE = Command(CacheActivationsConfig, main)
+COMMANDS = {
+    "": _CACHE,
+    "plan": Command(CacheActivationsConfig, main_plan),
+    "verify": CacheCommand(VerifyCacheConfig, main_verify),
+    "stats": CacheCommand(CacheStatisticsConfig, main_stats),
+    "compact": CacheCommand(CompactCacheConfig, main_compact),
+}
 
 if __name__ == "__main__":
-    run_entry_point(CONFIG, __doc__ or "", main)
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:])

@@ -19,8 +19,12 @@ def main(config: DistilConfig) -> None:
         return
     with ray_session(config.ray):
         from moray.cluster.distil import distil
+        from moray.cluster.validate import describe_validation
 
         folder = distil(config)
+        validated = describe_validation(folder)
+    if validated:
+        print(validated)
     print(f"drafter: {folder}")
 
 

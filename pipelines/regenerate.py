@@ -5,19 +5,26 @@
 Killed at any instant, the same command goes on with the parts that are missing.
 """
 
-from moray.cluster.configs import RegenerateConfig
+from moray.cluster.regenerate_config import RegenerateConfig
 from moray.config import run_entry_point
 
 
 def main(config: RegenerateConfig) -> None:
-    """Answer all chats, or the rest of them."""
+    """Answer all chats, or the rest of them, and say what became of them."""
     from moray.cluster.session import ray_session
 
     with ray_session(config.ray):
         from moray.cluster.regenerate import regenerate
 
-        num_chats = regenerate(config)
-    print(f"{config.output}: {num_chats:,} chats answered by {config.target.model}")
+        total = regenerate(config)
+    answers = total["finish_reasons"]
+    print(
+        f"{config.output}: {total['chats']:,} chats of {total['rows']:,} answered by {config.target.model}; "
+        f"{sum(answers.values()):,} answers, {answers.get('length', 0):,} of them cut off by max_new_tokens"
+    )
+    for what in ("dropped", "shortened"):
+        if total[what]:
+            print(f"{what}: " + ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in total[what].items()))
 
 
 CONFIG = RegenerateConfig

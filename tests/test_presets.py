@@ -27,6 +27,18 @@ def test_a_preset_loads_and_writes_a_folder_of_its_own_name(path):
     assert Path(config.output).name == path.stem.removesuffix("-demo")
 
 
+@pytest.mark.parametrize("path", sorted((CONFIGS / "parallel").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_way_of_sharing_goes_with_a_preset(path):
+    config = load_config(DistilConfig, [str(CONFIGS / "drafters" / "moa.yaml"), str(path), "target.model=x"])
+    assert config.parallel.model_dump()["stage"] == int(path.stem.removeprefix("zero-"))
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "sources").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_source_goes_with_a_preset(path):
+    config = load_config(DistilConfig, [str(CONFIGS / "drafters" / "moa-demo.yaml"), str(path), "target.model=x"])
+    assert config.source.type == path.stem.split("-")[0]
+
+
 @pytest.mark.parametrize("path", DRAFTERS, ids=lambda path: path.stem)
 def test_a_preset_reads_the_activations_that_its_target_s_preset_writes(path):
     preset = read_yaml(path)

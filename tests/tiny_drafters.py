@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from one_step import as_lane
 from tiny_batches import batch_of, taps_of
 from tiny_targets import TinyTarget
 from transformers import AutoModelForCausalLM
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, MuonConfig, TrainConfig
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
+from moray.distill.parallel import Replicas
 from moray.drafters.base import Drafter
 from moray.drafters.configs import (
     BlockConfig,
@@ -123,5 +125,8 @@ def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_leng
     optimiser = Optimiser(drafter, optim, LinearSchedule(type="linear", warmup_steps=5, final=0.1))
     span = Span(first=Progress(), total_steps=steps, steps_per_epoch=steps, epochs=1)
     config = TrainConfig(log_steps=steps, checkpoint_steps=steps)
-    train(drafter, optimiser, [batch] * steps, span, losses_for(drafter), config, lambda *_: None, lambda _: None)
+    losses = losses_for(drafter)
+    replicas = Replicas(drafter, optimiser, losses, config)
+    updates = ([as_lane(batch)] for _ in range(steps))
+    train(replicas, updates, span, losses, config, lambda *_: None, lambda _: None)
     return drafter

@@ -1,5 +1,6 @@
 """The tensors that travel between the stages: taps of a target and batches to train on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -53,5 +54,35 @@ class TrainBatch:
         kv = None if self.taps.kv is None else self.taps.kv.to(device, non_blocking=True)
         hidden = {depth: tensor.to(device, non_blocking=True) for depth, tensor in self.taps.hidden.items()}
         return TrainBatch(
-            self.tokens.to(device), self.response_mask.to(device), self.lengths.to(device), Taps(kv, hidden)
+            self.tokens.to(device, non_blocking=True),
+            self.response_mask.to(device, non_blocking=True),
+            self.lengths.to(device, non_blocking=True),
+            Taps(kv, hidden),
         )
+
+
+@dataclass(frozen=True)
+class LaneBatch:
+    """What one lane gives to one update (see `activations.epochs`): its text at once, its taps when asked for.
+
+    Text is small, and decides how much every position counts before anything is computed; taps are large, and
+    stay encoded until their turn comes.
+    """
+
+    lane: int
+    text: TrainBatch
+    """Without taps, on the CPU."""
+    uids: tuple[str, ...]
+    """Of the chats, row by row."""
+    taps: Callable[[], Taps]
+    """Decodes them, where they are wanted."""
+
+    def whole(self, device: torch.device | str) -> TrainBatch:
+        """Text and taps on one device."""
+        text = self.text
+        return TrainBatch(text.tokens, text.response_mask, text.lengths, self.taps()).to(device)
+
+    @property
+    def num_padded(self) -> int:
+        """Tokens, padding included."""
+        return self.text.tokens.numel()

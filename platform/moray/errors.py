@@ -22,5 +22,17 @@ class DataError(MorayError):
     """Chats, questions or cached activations that cannot be read or do not mean what they should."""
 
 
+class UnreachableError(DataError):
+    """A store that does not answer now, or does not let us in: nothing of ours is known to be wrong."""
+
+
+class DamagedError(DataError):
+    """A file of ours that is missing, cut short or changed, and can be made again."""
+
+
 class MismatchError(MorayError):
     """Two artefacts that do not belong together, such as a drafter and a target it was not trained for."""
+
+
+class StorageFullError(MorayError):
+    """A disk, a quota or a bucket has no room for what is to be written. Room made, the same command goes on."""

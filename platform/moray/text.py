@@ -20,7 +20,7 @@ import numpy as np
 from moray.chat_template import ChatTemplate, Message, Span
 from moray.errors import ConfigError, DataError
 
-__all__ = ["ChatTokenizer", "Message", "TokenisedChat"]
+__all__ = ["ChatTokenizer", "Message", "TokenisedChat", "fingerprint_parts"]
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,14 +121,12 @@ class ChatTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 of whatever decides the tokens of a chat: tokenizer, special tokens and chat template."""
+        """Hashes of whatever decides the tokens of a chat: "TOKENIZER.TEMPLATE" (see `fingerprint_parts`)."""
         parts = json.loads(self.tokenizer.backend_tokenizer.to_str())
         for passing in ("truncation", "padding"):  # how it was last called, not what it is
             parts.pop(passing, None)
-        parts["chat_template"] = self._template.source
         parts["special_tokens"] = self.tokenizer.special_tokens_map
-        canonical = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
-        return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
+        return f"{_short_hash(parts)}.{_short_hash(self._template.source)}"
 
     @cached_property
     def vocab_size(self) -> int:
@@ -142,6 +140,17 @@ class ChatTokenizer:
         except (TypeError, UnicodeError) as error:
             raise DataError(f"tokenizer '{self.name}' cannot read a chat: {error} (a lone surrogate?)") from None
         return encoded["input_ids"], np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+
+
+def fingerprint_parts(fingerprint: str) -> dict[str, str]:
+    """The parts of a text fingerprint, by what they are hashes of."""
+    tokenizer, _, template = fingerprint.partition(".")
+    return {"tokenizer": tokenizer, "chat template": template}
+
+
+def _short_hash(value: Any) -> str:
+    canonical = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _mask_tokens(text: str, offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from drafting import PROMPT, state_at, view_of
+from one_step import as_lane, gradients_of
 from tiny_batches import batch_of
 from tiny_drafters import UNTRAINED, VARIANTS, build, losses_for
 
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, TrainConfig
 from moray.distill.optim import Optimiser
-from moray.distill.step import train_step
+from moray.distill.parallel import Replicas
+from moray.distill.step import UpdatePlace, run_update
 from moray.errors import ConfigError
 
 
@@ -32,8 +34,7 @@ def test_shapes_and_finiteness(trained, trained_batch):
 
 def test_gradients_reach_every_weight_and_none_of_the_target_s(tiny, trained, trained_batch):
     drafter = trained.train()
-    losses, config = losses_for(drafter), TrainConfig(clip=1e9)
-    result = train_step(drafter, drafter, trained_batch, 0.5, losses, config, torch.Generator().manual_seed(0))
+    result = gradients_of(drafter, [trained_batch], losses_for(drafter), TrainConfig(clip=1e9), 0.5)
     assert float(result.grad_norm) > 0
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None, name
@@ -50,12 +51,9 @@ def test_every_loss_is_lowered_by_training_on_it(tiny, trained, trained_batch, t
         assert output.features == {}
         return
     optimiser = Optimiser(trained, AdamWConfig(type="adamw", lr=3e-3), LinearSchedule(type="linear", warmup_steps=1))
-    values = []
-    for number in range(25):
-        generator = torch.Generator().manual_seed(0)
-        result = train_step(trained, trained, trained_batch, 0.0, losses, TrainConfig(), generator)
-        values.append(result.metrics(losses)["loss"])
-        optimiser.step(number, 25, 50)
+    replicas = Replicas(trained, optimiser, losses, TrainConfig())
+    place = UpdatePlace(0, 25, 50, staircase_probability=0.0, num_rounds=1, seed=0)  # always the same draws
+    values = [run_update(replicas, [as_lane(trained_batch)], place).metrics(losses)["loss"] for _ in range(25)]
     assert values[-1] < 0.9 * values[0]
 
 

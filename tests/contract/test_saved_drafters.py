@@ -10,7 +10,8 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 
 from moray.decoding.params import SamplingParams
-from moray.distill.checkpoint import load_drafter, read_drafter_config, save_drafter
+from moray.distill.checkpoint import load_drafter, read_contract, save_drafter
+from moray.distill.contract import Contract
 from moray.errors import DataError, MismatchError
 from moray.targets.head import TargetHead
 
@@ -28,7 +29,7 @@ def test_a_saved_drafter_drafts_the_same(tiny, learnt, variant, tmp_path):
     target, drafter = tiny("llama"), learnt("llama", variant)
     save_drafter(tmp_path, drafter, "text-1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter.json", "drafter.safetensors"]
-    assert read_drafter_config(tmp_path) == (drafter.config, target.target.spec, "text-1")
+    assert read_contract(tmp_path) == Contract.of(drafter, "text-1")
     head = TargetHead.load(target.config, drafter.config.num_target_layers)
     loaded = load_drafter(tmp_path, head, "text-1")
     assert not loaded.training

@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from moray.activations.collate import Window, collate, needed_columns, plan_epoch
+from moray.activations.collate import collate, needed_columns
+from moray.activations.decode import TapDecoder
+from moray.activations.epochs import EpochPlan, Window, plan_epoch
 from moray.activations.manifest import Manifest, read_manifest
 from moray.activations.schema import CacheConfig
 from moray.activations.store import CacheStore
@@ -82,8 +84,10 @@ def test_second_run_touches_nothing_and_a_removed_shard_is_made_again(
 
     output = shutil.copytree(tiny_cache, tmp_path / "cache")
     chats = shutil.copy(chats_file, tmp_path / "chats.jsonl")
+    store = CacheStore(str(output))
     for name in ("plan.json", "manifest.json"):  # as if cached from this file, which may be changed below
-        (output / name).write_text((output / name).read_text().replace(str(chats_file), str(chats)))
+        text = json.dumps(store.read_json(name)).replace(str(chats_file), str(chats))
+        store.write_json(name, json.loads(text))
     first = read_manifest(CacheStore(str(output)))
     times = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     assert _cache(output, tiny_target, chats) == first
@@ -161,6 +165,7 @@ def test_an_error_in_an_actors_constructor_is_our_own_one_line_error_too(
     assert type(caught.value) is ConfigError
 
 
+@pytest.mark.slow
 def test_a_killed_actor_is_replaced_and_the_cache_is_complete(
     tiny_cache: Path,
     tiny_target: Path,
@@ -221,18 +226,43 @@ def _expected(store: CacheStore, manifest: Manifest, windows: list[Window]) -> I
         groups = [store.read_row_groups(shard, [group], columns) for shard, group in window.row_groups]
         table = pa.concat_tables(groups)
         for rows in window.batches:
-            yield collate(table.take(rows), NEEDS, manifest.columns)
+            yield collate(table.take(rows), NEEDS, TapDecoder(manifest.columns))
+
+
+def _stream(uri: str, manifest: Manifest, plan: EpochPlan, needs: TapNeeds) -> Iterator[TrainBatch]:
+    from moray.cluster.stream import Reader, stream_updates
+
+    for (lane,) in stream_updates(Reader(uri, manifest, needs), {0: plan}):
+        yield lane.whole("cpu")
+
+
+def test_lanes_come_together_and_one_by_one_alike(tiny_cache: Path) -> None:
+    """One worker with three lanes sees what three workers with one lane see, also from the middle on."""
+    from moray.cluster.stream import Reader, stream_updates
+
+    manifest = read_manifest(CacheStore(str(tiny_cache)))
+    plans = plan_epoch(manifest.lengths, 384, seed=3, epoch=0, num_lanes=3, window_tokens=1500)
+    assert all(len(plan.windows) >= 3 for plan in plans)
+    alone = [list(_stream(str(tiny_cache), manifest, plan, NEEDS)) for plan in plans]
+    reader = Reader(str(tiny_cache), manifest, NEEDS)
+    for done in (0, 4):
+        together = list(stream_updates(reader, {lane: plan.after(done) for lane, plan in enumerate(plans)}))
+        assert len(together) == plans[0].num_steps - done
+        for step, lanes in enumerate(together, start=done):
+            assert [batch.lane for batch in lanes] == [0, 1, 2]
+            assert all(_same(batch.whole("cpu"), alone[batch.lane][step]) for batch in lanes)
+            assert all(len(batch.uids) == batch.text.tokens.shape[0] for batch in lanes)
+    uids = [uid for lanes in stream_updates(reader, dict(enumerate(plans))) for batch in lanes for uid in batch.uids]
+    assert len(uids) == len(set(uids)) == 60
 
 
 def test_stream_yields_exactly_the_plan_and_resumes_in_its_middle(tiny_cache: Path) -> None:
-    from moray.cluster.stream import stream_batches
-
     store = CacheStore(str(tiny_cache))
     manifest = read_manifest(store)
-    plan = plan_epoch(manifest.lengths, batch_tokens=384, seed=3, epoch=1, num_workers=1)[0]
+    plan = plan_epoch(manifest.lengths, batch_tokens=384, seed=3, epoch=1, num_lanes=1)[0]
     assert plan.num_steps >= 20
     assert len(plan.windows) >= 2
-    whole = list(stream_batches(str(tiny_cache), manifest, plan, NEEDS))
+    whole = list(_stream(str(tiny_cache), manifest, plan, NEEDS))
     expected = list(_expected(store, manifest, plan.windows))
     assert len(whole) == len(expected) == plan.num_steps
     assert all(_same(got, wanted) for got, wanted in zip(whole, expected, strict=True))
@@ -241,19 +271,17 @@ def test_stream_yields_exactly_the_plan_and_resumes_in_its_middle(tiny_cache: Pa
     assert set(whole[0].taps.hidden) == {-1, -2}
 
     middle = len(plan.windows[0].batches) // 2 + 1
-    tail = list(stream_batches(str(tiny_cache), manifest, plan.after(middle), NEEDS))
+    tail = list(_stream(str(tiny_cache), manifest, plan.after(middle), NEEDS))
     assert len(tail) == plan.num_steps - middle
     assert all(_same(got, wanted) for got, wanted in zip(tail, whole[middle:], strict=True))
-    head = list(stream_batches(str(tiny_cache), manifest, plan.before(middle), NEEDS))
+    head = list(_stream(str(tiny_cache), manifest, plan.before(middle), NEEDS))
     assert len(head) == middle
-    assert list(stream_batches(str(tiny_cache), manifest, plan.after(plan.num_steps), NEEDS)) == []
+    assert list(_stream(str(tiny_cache), manifest, plan.after(plan.num_steps), NEEDS)) == []
 
 
 def test_stream_reads_the_needed_columns_only(tiny_cache: Path, tmp_path: Path) -> None:
     """A cache whose other columns were cut out of its files serves the same batches."""
     import shutil
-
-    from moray.cluster.stream import stream_batches
 
     pruned = tmp_path / "pruned"
     shutil.copytree(tiny_cache, pruned)
@@ -268,14 +296,14 @@ def test_stream_reads_the_needed_columns_only(tiny_cache: Path, tmp_path: Path) 
         path.with_suffix(".new").replace(path)
     plan = plan_epoch(manifest.lengths, 384, 0, 0, 1)[0].before(3)
     for got, wanted in zip(
-        stream_batches(str(pruned), manifest, plan, NEEDS),
-        stream_batches(str(tiny_cache), manifest, plan, NEEDS),
+        _stream(str(pruned), manifest, plan, NEEDS),
+        _stream(str(tiny_cache), manifest, plan, NEEDS),
         strict=True,
     ):
         assert _same(got, wanted)
     whole = TapNeeds(kv_layers=(1,))
     with pytest.raises(Exception, match=r"kv\.01"):
-        list(stream_batches(str(pruned), manifest, plan, whole))
+        list(_stream(str(pruned), manifest, plan, whole))
 
 
 def test_a_byte_that_has_flipped_in_a_shard_is_noticed(tiny_cache: Path, tmp_path: Path) -> None:

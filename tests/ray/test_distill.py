@@ -1,5 +1,6 @@
 """Distillation on Ray Train with one worker: it learns, writes what it should, and refuses what does not fit."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from moray.activations.store import CacheStore
 from moray.cluster.claim import claim, is_complete
 from moray.cluster.configs import DistilConfig
 from moray.config import validate
-from moray.distill.checkpoint import load_drafter, read_drafter_config
+from moray.distill.checkpoint import load_drafter, read_contract
 from moray.distill.metrics import read_metrics
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.head import TargetHead
@@ -78,7 +79,7 @@ def test_the_drafter_loads_and_has_learnt(distilled: DistilConfig, tiny_target: 
     head = TargetHead.load(distilled.target, 1)
     text = ChatTokenizer.load(str(tiny_target)).fingerprint
     drafter = load_drafter(folder, head, text)
-    assert read_drafter_config(folder)[0] == distilled.drafter
+    assert read_contract(folder).drafter == distilled.drafter
     torch.manual_seed(distilled.train.seed)
     fresh = dict(distilled.drafter.build(head).named_parameters())
     trained = dict(drafter.named_parameters())
@@ -152,17 +153,42 @@ def test_workers_that_the_machine_has_no_room_for_are_refused(
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     many = config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": 9})})
-    with pytest.raises(ConfigError, match=r"num_workers=9 with workers.cpus_per_worker=1.0 needs 9 CPUs, .* has 4"):
+    with pytest.raises(
+        ConfigError, match=r"num_workers=9 with .*per_worker=1.0 needs 9.5 CPUs, 0.5 to read with included; .* has 4"
+    ):
         distil(many)
     gpus = config.model_copy(update={"workers": config.workers.model_copy(update={"use_gpu": True})})
-    with pytest.raises(ConfigError, match=r"workers.use_gpu=True needs 1 GPUs, this machine has 0"):
+    with pytest.raises(ConfigError, match=r"workers.use_gpu=True needs 1 GPUs; this machine has 0"):
         distil(gpus)
+    values = config.model_dump(mode="json")
+    values["source"] = {"type": "stream", "chats": {"path": "none.jsonl"}, "capture": {"num_targets": 4}}
+    with pytest.raises(ConfigError, match=r"needs 5.5 CPUs, .*source.capture.num_targets=4 beside them included"):
+        distil(validate(DistilConfig, values))
+
+
+def test_a_range_of_workers_is_cut_to_the_machine_and_to_the_run_s_lanes(
+    tiny_target: Path, tiny_cache: Path, tmp_path: Path
+) -> None:
+    from moray.cluster.lanes import num_workers, run_lanes
+
+    def asked(given: Any, accumulate: int = 1) -> DistilConfig:
+        config = _config(tiny_target, tiny_cache, tmp_path / "run", accumulate=accumulate)
+        return config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": given})})
+
+    assert run_lanes(asked((1, 8), accumulate=3)) == 24
+    assert num_workers(asked((1, 8))) == (1, 3), "4 CPUs, of which a part is for reading"
+    assert num_workers(asked((3, 8))) == 3
+    claim(asked(2))
+    assert run_lanes(asked(1)) == 2
+    assert num_workers(asked((1, 3))) == (1, 2)
+    with pytest.raises(ConfigError, match=r"num_workers is 3, but the run in '.*' began with 2 lanes, .* or less, or"):
+        num_workers(asked(3))
 
 
 def test_a_column_that_the_drafter_reads_and_the_cache_lacks_is_named(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.distil import build_drafter
+    from moray.cluster.training import build_drafter
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     manifest = read_manifest(CacheStore(str(tiny_cache)))
@@ -186,8 +212,8 @@ def test_a_run_is_not_taken_up_for_another_target(
     plan = CacheStore(config.activations).read_json("plan.json")
     before, after = plan["target"]["fingerprint"], read_spec(config.target.model).fingerprint
     for name in ("plan.json", "manifest.json"):  # as if cached again, too
-        path = tmp_path / "cache" / name
-        path.write_text(path.read_text().replace(before, after))
+        store = CacheStore(config.activations)
+        store.write_json(name, json.loads(json.dumps(store.read_json(name)).replace(before, after)))
     with pytest.raises(MismatchError, match=r"holds a run with fingerprint.target = "):
         is_complete(config)
 
@@ -215,3 +241,48 @@ def test_a_list_of_checkpoints_that_a_kill_cut_short_costs_nothing(
     assert steps == list(range(2, 25, 2))
     weights = [(Path(folder) / "drafter.safetensors").read_bytes() for folder in (distilled.output, config.output)]
     assert weights[0] == weights[1]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_chats(
+    tiny_target: Path, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """One chat of the cache is poisoned; two lanes, of which one meets it."""
+    import json
+    import shutil
+
+    from moray.cluster.distil import distil
+
+    poisoned = tmp_path / "cache"
+    shutil.copytree(tiny_cache, poisoned)
+    uid = _poison(poisoned)
+    config = _config(tiny_target, poisoned, tmp_path / "run", accumulate=2, checkpoint_steps=1, max_steps=None)
+    with pytest.raises(DataError, match=r"^update \d+: the loss of lane [01] is nan; its chats are .*nonfinite\.json"):
+        distil(config)
+    record = json.loads((tmp_path / "run" / "nonfinite.json").read_text())
+    (lane,) = record["lanes"]
+    assert uid in lane["uids"]
+    assert lane["loss"] == record["grad_norm"] == "NaN"
+    assert record["learning_rate"] > 0
+    steps = [json.loads(path.read_text())["step"] for path in tmp_path.glob("run/ray/train/checkpoint_*/training.json")]
+    assert max(steps, default=0) < record["update"]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(2, record["update"], 2))
+    assert not (tmp_path / "run" / "drafter.json").exists()
+
+
+def _poison(cache: Path) -> str:
+    """Make the last hidden states of one chat NaN."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = sorted((cache / "shards").glob("*.parquet"))[0]
+    source = pq.ParquetFile(path)
+    groups = [source.read_row_group(number) for number in range(source.num_row_groups)]
+    table = groups[-1]
+    index = table.schema.get_field_index("hidden.-1")
+    values = table.column(index).to_pylist()
+    values[0] = b"\xff\x7f" * (len(values[0]) // 2)  # bfloat16
+    groups[-1] = table.set_column(index, table.schema.field(index), pa.array(values, pa.binary()))
+    with pq.ParquetWriter(path, source.schema_arrow) as writer:
+        for group in groups:
+            writer.write_table(group, row_group_size=group.num_rows)
+    return table.column("uid")[0].as_py()

@@ -1,96 +1,78 @@
-"""From tokenised chats to a shard of activations: plan the batches, run the target, encode, write, commit."""
+"""From planned chats to a shard of activations: run the target, encode, write, commit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, UInt8
 from torch import Tensor
 
+from moray.activations.channels import (
+    Channels,
+    ChannelStatistics,
+    channels_fingerprint,
+    quantised_columns,
+    read_channels,
+)
 from moray.activations.codec import codec
-from moray.activations.schema import CacheConfig, hidden_column, kv_column, shard_schema
-from moray.activations.store import CacheStore, ShardInfo
+from moray.activations.record import record_taps
+from moray.activations.schema import CacheConfig, codec_bytes, hidden_column, shard_schema
+from moray.activations.shard_info import ShardInfo
+from moray.activations.shards import ShardPlan, tap_columns
+from moray.activations.store import CacheStore
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
-from moray.targets.spec import TargetSpec
 
 
-@dataclass(frozen=True)
-class ShardPlan:
-    """Which chats of which part make one shard: rows of the part, batch by batch."""
+class TapEncoder:
+    """Runs the target over chats and encodes its taps where the target is: only bytes cross to the host."""
 
-    part: str
-    name: str
-    batches: list[list[int]]
+    def __init__(self, target: Target, config: CacheConfig, channels: Channels) -> None:
+        self.columns = tap_columns(target.spec, config)
+        self.hidden = [hidden_column(depth) for depth in config.hidden_depths]
+        self._target = target
+        self._config = config
+        self._channels = {name: column.to(target.device) for name, column in channels.items()}
 
+    @torch.inference_mode()
+    def encode(
+        self, tokens: Sequence[np.ndarray]
+    ) -> tuple[dict[str, UInt8[Tensor, "tokens bytes"]], dict[str, Bool[Tensor, " tokens"]], dict[str, float]]:
+        """Bytes of every column on the host, which tokens are finite in it, and sums of mean squares per hidden column.
 
-def tap_columns(spec: TargetSpec, config: CacheConfig) -> dict[str, dict[str, Any]]:
-    """Codec and width of every tap column, in the order they are stored.
-
-    Raises:
-        ConfigError: a layer or depth that the target does not have.
-    """
-    layers = range(spec.num_layers) if config.kv_layers is None else config.kv_layers
-    for layer in layers:
-        if not 0 <= layer < spec.num_layers:
-            raise ConfigError(f"cache.kv_layers holds {layer}; the target has layers 0 to {spec.num_layers - 1}")
-    for depth in config.hidden_depths:
-        if not -1 - spec.num_layers <= depth <= -1:
-            raise ConfigError(f"cache.hidden_depths holds {depth}; accepted are -1 to {-1 - spec.num_layers}")
-    columns = {kv_column(i): {"codec": config.kv_codec, "width": spec.kv_width} for i in layers}
-    for depth in config.hidden_depths:
-        columns[hidden_column(depth)] = {"codec": config.hidden_codec, "width": spec.hidden_size}
-    return columns
-
-
-def bytes_per_token(columns: dict[str, dict[str, Any]]) -> int:
-    """Stored bytes of one token, compression and Parquet's own overhead aside."""
-    return sum(codec(column["codec"]).bytes_per_token(column["width"]) for column in columns.values())
-
-
-def plan_shards(part: str, lengths: Sequence[int], config: CacheConfig, token_bytes: int) -> list[ShardPlan]:
-    """Cut a part into batches of similar length and those into shards.
-
-    Deterministic, so that a resumed job finds the same shards. Padding waste stays small because a batch
-    holds neighbours in length; a chat longer than the budget makes a batch of its own.
-    """
-    order = np.argsort(np.asarray(lengths), kind="stable").tolist()
-    batches: list[list[int]] = []
-    current: list[int] = []
-    for row in reversed(order):  # longest first: the first of a batch sets its width
-        if current and lengths[current[0]] * (len(current) + 1) > config.batch_tokens:
-            batches.append(current)
-            current = []
-        current.append(row)
-    if current:
-        batches.append(current)
-    shards: list[ShardPlan] = []
-    pending: list[list[int]] = []
-    pending_bytes = 0
-    for batch in batches:
-        pending.append(batch)
-        pending_bytes += token_bytes * sum(lengths[row] for row in batch)
-        if pending_bytes >= config.shard_mib << 20:
-            shards.append(ShardPlan(part, f"{part[-5:]}-{len(shards):05d}", pending))
-            pending, pending_bytes = [], 0
-    if pending:
-        shards.append(ShardPlan(part, f"{part[-5:]}-{len(shards):05d}", pending))
-    return shards
+        The host waits for the device once per batch, whatever the number of columns.
+        """
+        encoded: dict[str, Tensor] = {}
+        is_finite: dict[str, Tensor] = {}
+        squares: dict[str, Tensor] = {}
+        for name, values in record_taps(self._target, self._config, tokens):
+            chosen = codec(self.columns[name]["codec"])
+            is_finite[name] = chosen.can_hold(values)
+            if name in self.hidden:
+                squares[name] = values.float().square().mean(dim=1)
+            encoded[name] = _to_host(chosen.encode(values, self._channels.get(name)))
+        # Copies are done in order: these two come last, and the bytes are there when they are.
+        sums = torch.stack([value.sum() for value in squares.values()]).tolist() if squares else []
+        finite = dict(zip(is_finite, torch.stack(list(is_finite.values())).cpu(), strict=True))
+        return encoded, finite, dict(zip(squares, sums, strict=True))
 
 
 class ShardWriter:
-    """Runs the target over planned shards and writes them; one per actor."""
+    """Writes planned shards; one per actor."""
 
     def __init__(self, target: Target, store: CacheStore, config: CacheConfig) -> None:
-        self._target = target
+        """
+        Raises:
+            DataError: columns are quantised and their channels have not been found yet (see `find_channels`).
+        """
         self._store = store
         self._config = config
-        self._columns = tap_columns(target.spec, config)
-        self._depths = tuple(config.hidden_depths)
+        channels = read_channels(store, tap_columns(target.spec, config))
+        self._encoder = TapEncoder(target, config, channels)
+        self._schema = shard_schema(self._encoder.columns, channels_fingerprint(channels))
         self._part_name = ""
         self._part: pa.Table | None = None
 
@@ -99,18 +81,18 @@ class ShardWriter:
 
         Raises:
             DataError: the target produced a value that is not finite.
+            StorageFullError: there was no room for it; nothing of it is left.
         """
         part = self._read_part(plan.part)
-        schema = shard_schema(self._columns)
-        squares = dict.fromkeys((hidden_column(depth) for depth in self._depths), 0.0)
+        squares = dict.fromkeys(self._encoder.hidden, 0.0)
         row_groups: list[list[int]] = []
         compression = self._config.compression
         options: dict[str, Any] = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
         with self._store.open_output(f"shards/{plan.name}.parquet") as sink:
-            with pq.ParquetWriter(sink, schema, **options) as writer:
+            with pq.ParquetWriter(sink, self._schema, **options) as writer:
                 for rows in plan.batches:
                     batch = part.take(pa.array(rows))
-                    table = self._run(batch, schema, squares)
+                    table = self._run(batch, squares)
                     writer.write_table(table, row_group_size=len(rows))
                     row_groups.append(table.column("num_tokens").to_pylist())
             num_bytes, digest = sink.num_bytes, sink.sha256
@@ -119,64 +101,90 @@ class ShardWriter:
         self._store.commit(info)
         return info
 
+    def compute(self, plan: ShardPlan, batch: int) -> pa.Table:
+        """One row group of a planned shard, as it would be written.
+
+        Raises:
+            DataError: the target produced a value that is not finite.
+        """
+        rows = self._read_part(plan.part).take(pa.array(plan.batches[batch]))
+        return self._run(rows, dict.fromkeys(self._encoder.hidden, 0.0))
+
     def _read_part(self, name: str) -> pa.Table:
         if self._part is None or name != self._part_name:
             self._part, self._part_name = self._store.read_table(f"tokens/{name}.parquet"), name
         return self._part
 
-    def _run(self, batch: pa.Table, schema: pa.Schema, squares: dict[str, float]) -> pa.Table:
-        tokens = [np.asarray(row, dtype=np.int64) for row in batch.column("tokens").to_numpy()]
+    def _run(self, batch: pa.Table, squares: dict[str, float]) -> pa.Table:
+        tokens = token_arrays(batch)
         lengths = np.array([len(row) for row in tokens], dtype=np.int32)
-        taps = self._taps(tokens, lengths)
+        self._check_size(int(lengths.sum()))
+        encoded, finite, sums = self._encoder.encode(tokens)
+        for name, is_finite in finite.items():
+            if not bool(is_finite.all()):
+                uid = _first_not_finite(is_finite, lengths, batch.column("uid").to_pylist())
+                stored = self._encoder.columns[name]["codec"]
+                raise DataError(
+                    f"column '{name}' of chat '{uid}' is not finite as {stored}: give another output and "
+                    "target.dtype=float32, and if float16 is what it is stored in, bfloat16 instead"
+                )
+        for name, value in sums.items():
+            squares[name] += value
         arrays: list[pa.Array] = [
             batch.column("uid").combine_chunks(),
             pa.array(lengths),
             batch.column("tokens").combine_chunks(),
             batch.column("response_mask").combine_chunks(),
+            *(_binary(data, lengths) for data in encoded.values()),
         ]
-        for name, values in taps.items():
-            if not bool(torch.isfinite(values).all()):
-                uid = _first_not_finite(values, lengths, batch.column("uid").to_pylist())
-                raise DataError(f"column '{name}' of chat '{uid}' is not finite; try target.dtype=float32")
-            if name in squares:
-                squares[name] += float(values.float().pow(2).mean(dim=1).sum())
-            arrays.append(self._encode(name, values, lengths))
-        return pa.Table.from_arrays(arrays, schema=schema)
+        return pa.Table.from_arrays(arrays, schema=self._schema)
 
-    def _taps(self, tokens: list[np.ndarray], lengths: np.ndarray) -> dict[str, Float[Tensor, "tokens width"]]:
-        """Taps of all tokens of a padded batch, padding already dropped, chats one after the other."""
-        target = self._target
-        rows, width = len(tokens), int(lengths.max())
-        padded = np.zeros((rows, width), dtype=np.int64)
-        for row, ids in enumerate(tokens):
-            padded[row, : len(ids)] = ids
-        cache = target.new_cache(width, batch=rows)
-        positions = torch.arange(width, device=target.device).expand(rows, width)
-        # Padding stands behind the tokens, where causality already hides it.
-        mask = torch.ones(width, width, dtype=torch.bool, device=target.device).tril()[None, None]
-        output = target.forward(torch.from_numpy(padded).to(target.device), positions, mask, cache, self._depths)
-        valid = torch.from_numpy(np.arange(width) < lengths[:, None]).to(target.device)
-        layers = range(target.spec.num_layers) if self._config.kv_layers is None else self._config.kv_layers
-        taps: dict[str, Tensor] = {}
-        for layer in layers:
-            pair = cache.data[layer].permute(1, 3, 2, 0, 4)  # batch, seq, kv heads, [k ; v], head_dim
-            taps[kv_column(layer)] = pair[valid].flatten(1)
-        for depth in self._depths:
-            taps[hidden_column(depth)] = output.hidden[depth][valid]
-        return taps
-
-    def _encode(self, name: str, values: Float[Tensor, "tokens width"], lengths: np.ndarray) -> pa.Array:
-        column = self._columns[name]
-        chosen = codec(column["codec"])
-        size = chosen.bytes_per_token(column["width"])
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) * size
-        if offsets[-1] >= 1 << 31:
-            raise ConfigError(f"cache.batch_tokens makes a column of {offsets[-1]} bytes; 2 GiB is the most: lower it")
-        data = chosen.encode(values).cpu().numpy()
-        buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data)]
-        return pa.BinaryArray.from_buffers(pa.binary(), len(lengths), buffers)
+    def _check_size(self, num_tokens: int) -> None:
+        size = num_tokens * max(
+            codec_bytes(column["codec"], column["width"]) for column in self._encoder.columns.values()
+        )
+        if size >= 1 << 31:
+            raise ConfigError(f"cache.batch_tokens makes a column of {size} bytes; 2 GiB is the most: lower it")
 
 
-def _first_not_finite(values: Tensor, lengths: np.ndarray, uids: list[str]) -> str:
-    token = int((~torch.isfinite(values)).any(dim=1).nonzero()[0])
+@torch.inference_mode()
+def find_channels(target: Target, config: CacheConfig, batches: Sequence[Sequence[np.ndarray]]) -> Channels:
+    """Offset and scale of the channels of the quantised columns, from the target's taps of some batches.
+
+    Raises:
+        DataError: the target produced a value that is not finite.
+    """
+    statistics = {name: ChannelStatistics() for name in quantised_columns(tap_columns(target.spec, config))}
+    for tokens in batches:
+        for name, values in record_taps(target, config, tokens):
+            if name in statistics:
+                statistics[name].add(values)
+    channels = {name: column.channels() for name, column in statistics.items()}
+    for name, column in channels.items():
+        if not bool(torch.isfinite(column.offset).all() & torch.isfinite(column.scale).all()):
+            raise DataError(f"column '{name}' is not finite in some chats; try target.dtype=float32 and another output")
+    return channels
+
+
+def token_arrays(rows: pa.Table) -> list[np.ndarray]:
+    """The token ids of every chat."""
+    return [np.asarray(row, dtype=np.int64) for row in rows.column("tokens").to_numpy()]
+
+
+def _to_host(data: UInt8[Tensor, "tokens bytes"]) -> UInt8[Tensor, "tokens bytes"]:
+    """Start the copy to the host's memory; it is complete when the device is next waited for."""
+    if data.device.type == "cpu":
+        return data
+    return torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data, non_blocking=True)
+
+
+def _binary(data: UInt8[Tensor, "tokens bytes"], lengths: np.ndarray) -> pa.Array:
+    """One binary value per chat, without a copy."""
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) * data.shape[1]
+    buffers = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data.numpy())]
+    return pa.BinaryArray.from_buffers(pa.binary(), len(lengths), buffers)
+
+
+def _first_not_finite(is_finite: Tensor, lengths: np.ndarray, uids: list[str]) -> str:
+    token = int((~is_finite).nonzero()[0])
     return uids[int(np.searchsorted(np.cumsum(lengths), token, side="right"))]

@@ -2,13 +2,23 @@
 
     <path>/plan.json                 what the cache is made of: target, text, chats, taps, codecs
     <path>/tokens/part-00000.parquet tokenised chats of one chunk of the input (+ .json when complete)
+    <path>/forecast.json             how much it will be, as told before the first shard was written
+    <path>/channels.parquet          offset and scale of every channel of the quantised columns, if there are any
     <path>/shards/00000-00000.parquet  activations, one row per chat, one column per tap and layer
     <path>/shards/00000-00000.json   commit marker: a shard without it does not count
     <path>/manifest.json             all shards with rows, tokens, bytes, sha256; totals and statistics
 
 A shard's row groups are batches of chats of similar length. Columns: uid, num_tokens, tokens,
-response_mask, then `kv.00` .. and `hidden.-1` ..: binary, num_tokens x width elements in the codec that the
-schema metadata (key `moray`) names.
+response_mask, then `kv.00` .. and `hidden.-1` ..: binary, num_tokens x the same number of bytes, in the codec that the
+schema metadata (key `moray`) names:
+
+    bfloat16, float16, float32   width little-endian elements
+    fp8, int8, int4              a float32 scale, then width elements: float8 e4m3; int8; 4 bits plus 8, the first
+                                 of two in the lower half of its byte, the last of an odd width alone
+
+    value[channel] = element[channel] * scale of the token * scale[channel] + offset[channel]
+
+with the channels' scales and offsets from channels.parquet (columns: column, offset, scale; one row per tap column).
 """
 
 import json
@@ -22,7 +32,11 @@ from moray.config import Config
 FORMAT = 1
 METADATA_KEY = b"moray"
 
-CodecName = Literal["bfloat16", "float16", "float32"]
+CodecName = Literal["bfloat16", "float16", "float32", "fp8", "int8", "int4"]
+_BITS: dict[str, int] = {"bfloat16": 16, "float16": 16, "float32": 32, "fp8": 8, "int8": 8, "int4": 4}
+QUANTISED = ("fp8", "int8", "int4")
+"""Codecs with a scale per token, and with channels."""
+SCALE_BYTES = 4
 
 
 class CacheConfig(Config):
@@ -33,16 +47,27 @@ class CacheConfig(Config):
     kv_layers: tuple[int, ...] | None = None
     """Layers whose keys and values are stored; None for all."""
     kv_codec: CodecName = "bfloat16"
+    """How keys and values are stored: 16, 32, 8 (fp8, int8) or 4 bits an element."""
     hidden_codec: CodecName = "bfloat16"
+    column_codecs: dict[str, CodecName] = Field(default_factory=dict)
+    """Single columns that are stored otherwise: {hidden.-1: bfloat16, kv.00: int8}."""
     compression: Literal["none", "zstd"] = "none"
+    max_bytes: int | None = Field(default=None, ge=1)
+    """Most bytes that the whole cache may take; a plan that needs more is refused before anything is cached."""
     max_length: int = Field(default=2048, ge=2)
     """Chats are truncated to this many tokens, or to the target's context if that is shorter."""
     batch_tokens: int = Field(default=16384, ge=64)
     """Most tokens, padding included, that the target runs at once; also one row group."""
-    shard_mib: int = Field(default=256, ge=1)
+    shard_mib: int = Field(default=256, ge=1, le=4096)
     """Size at which a shard is closed."""
     chats_per_part: int = Field(default=2048, ge=1)
     """Chats that are read, tokenised and sorted by length together."""
+
+    @property
+    def claimed(self) -> dict[str, Any]:
+        """What makes one cache differ from another: a quota does not."""
+        left_out = {"max_bytes"} | (set() if self.column_codecs else {"column_codecs"})
+        return self.model_dump(mode="json", exclude=left_out)
 
 
 def kv_column(layer: int) -> str:
@@ -55,11 +80,22 @@ def hidden_column(depth: int) -> str:
     return f"hidden.{depth}"
 
 
-def shard_schema(columns: dict[str, dict[str, Any]]) -> pa.Schema:
+def bytes_per_token(columns: dict[str, dict[str, Any]]) -> int:
+    """Stored bytes of one token, compression and Parquet's own overhead aside."""
+    return sum(codec_bytes(column["codec"], column["width"]) for column in columns.values())
+
+
+def codec_bytes(name: str, width: int) -> int:
+    """Bytes that a codec spends on every token of `width` values."""
+    return (width * _BITS[name] + 7) // 8 + (SCALE_BYTES if name in QUANTISED else 0)
+
+
+def shard_schema(columns: dict[str, dict[str, Any]], channels: str | None = None) -> pa.Schema:
     """The Arrow schema of a shard.
 
     Args:
         columns: per tap column its codec and width: {"kv.00": {"codec": "bfloat16", "width": 128}, ...}.
+        channels: fingerprint of the channels that quantised columns were encoded with.
     """
     fields = [
         pa.field("uid", pa.string()),
@@ -68,7 +104,8 @@ def shard_schema(columns: dict[str, dict[str, Any]]) -> pa.Schema:
         pa.field("response_mask", pa.list_(pa.bool_())),
         *(pa.field(name, pa.binary()) for name in columns),
     ]
-    return pa.schema(fields, metadata={METADATA_KEY: json.dumps({"format": FORMAT, "columns": columns})})
+    described = {"format": FORMAT, "columns": columns} | ({"channels": channels} if channels else {})
+    return pa.schema(fields, metadata={METADATA_KEY: json.dumps(described)})
 
 
 TOKENS_SCHEMA = pa.schema(

@@ -2,44 +2,45 @@
 
 Everything goes through `pyarrow.fs`, so that a cache may lie on a local disk or in an object store. A shard
 counts only once its commit marker is there, and a marker is written only after its shard: killed at any
-instant, a job finds every finished shard and redoes the others.
+instant, a job finds every finished shard and redoes the others. Every JSON file carries a hash of itself.
 """
 
 import hashlib
 import json
-import uuid
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from moray.errors import ConfigError, DataError, MismatchError
+from moray.activations.atomic_file import AtomicFile
+from moray.activations.location import absolute, refuse_secrets
+from moray.activations.shard_info import ShardInfo
+from moray.activations.threads import in_threads
+from moray.errors import ConfigError, DamagedError, DataError, MismatchError, UnreachableError
+from moray.explain import one_line
 
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """A committed shard, as its marker and the manifest describe it."""
-
-    name: str
-    rows: int
-    tokens: int
-    bytes: int
-    sha256: str
-    row_groups: list[list[int]]
-    """Lengths of the chats in each row group."""
-    hidden_square_sums: dict[str, float]
-    """Per hidden column, the sum over tokens of the mean square: gives the rms a drafter scales by."""
+_SEAL = "seal"
 
 
 class CacheStore:
-    """One activation cache, by URI or path. Picklable."""
+    """One activation cache, by URI or path. Picklable.
+
+    Object stores take credentials and address from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).
+    """
 
     def __init__(self, uri: str) -> None:
-        self.uri = uri
+        """
+        Raises:
+            ConfigError: the URI holds credentials.
+        """
+        refuse_secrets(uri)
+        self.uri = uri.rstrip("/") or uri
         self._filesystem: pafs.FileSystem | None = None
         self._root = ""
+        self._folders: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CacheStore, (self.uri,)
@@ -49,7 +50,7 @@ class CacheStore:
         """The file system that the URI names."""
         if self._filesystem is None:
             try:
-                uri = self.uri if "://" in self.uri else _absolute(self.uri)
+                uri = self.uri if "://" in self.uri else absolute(self.uri)
                 self._filesystem, self._root = pafs.FileSystem.from_uri(uri)
             except (pa.ArrowInvalid, OSError) as error:
                 raise ConfigError(f"'{self.uri}' is no path or URI that can be opened: {error}") from None
@@ -60,54 +61,110 @@ class CacheStore:
         _ = self.filesystem
         return f"{self._root}/{name}"
 
+    def check(self) -> None:
+        """Ask whether one may write here, before long work begins.
+
+        Raises:
+            ConfigError: the URI cannot be opened.
+            DataError: the store does not answer, or there is no such bucket.
+        """
+        if not self.exists("plan.json"):
+            self._make_folder("plan.json")
+
     def exists(self, name: str) -> bool:
         """Whether a file is there."""
-        return self.filesystem.get_file_info(self.path(name)).type == pafs.FileType.File
+        with self._reaching(name):
+            return self.filesystem.get_file_info(self.path(name)).type == pafs.FileType.File
 
     def size(self, name: str) -> int:
         """Bytes of a file."""
-        return int(self.filesystem.get_file_info(self.path(name)).size or 0)
+        with self._reaching(name):
+            return int(self.filesystem.get_file_info(self.path(name)).size or 0)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of every file in a folder by name, in one listing."""
+        selector = pafs.FileSelector(self.path(folder), allow_not_found=True)
+        with self._reaching(folder):
+            infos = self.filesystem.get_file_info(selector)
+        return {info.base_name: int(info.size) for info in infos if info.type == pafs.FileType.File}
 
     def names(self, folder: str, suffix: str) -> list[str]:
         """Sorted names in a folder that end in `suffix`."""
-        selector = pafs.FileSelector(self.path(folder), allow_not_found=True)
-        return sorted(info.base_name for info in self.filesystem.get_file_info(selector) if info.path.endswith(suffix))
+        return sorted(name for name in self.sizes(folder) if name.endswith(suffix))
 
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file so that it is there whole or not at all."""
-        self._write_atomically(name, lambda sink: sink.write(json.dumps(value).encode()))
+    def delete(self, name: str) -> None:
+        """Remove a file if it is there."""
+        with self._reaching(name):
+            try:
+                self.filesystem.delete_file(self.path(name))
+            except FileNotFoundError:
+                return
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Write a JSON file so that it is there whole or not at all, with a hash by which damage is noticed."""
+        self._write_atomically(name, lambda sink: sink.write(json.dumps(value | {_SEAL: _seal(value)}).encode()))
 
     def read_json(self, name: str) -> Any:
-        """Read a JSON file.
+        """Read a JSON file that `write_json` wrote.
 
         Raises:
-            DataError: it is missing or damaged.
+            DamagedError: it is missing or damaged.
         """
         try:
             with self.filesystem.open_input_file(self.path(name)) as source:
-                return json.loads(source.read())
+                value = json.loads(source.read())
+            if not isinstance(value, dict):
+                raise ValueError(f"it holds a {type(value).__name__} instead of keys")
+            seal = value.pop(_SEAL, None)
+            if seal is not None and seal != _seal(value):
+                raise ValueError("its content does not match the hash in it")
         except FileNotFoundError:
-            raise DataError(
+            raise DamagedError(
                 f"'{self.uri}/{name}' is missing: is the cache complete? Run pipelines.cache_activations"
             ) from None
-        except (OSError, ValueError) as error:
-            raise DataError(
+        except OSError as error:
+            raise self._unreachable(name, error) from None
+        except ValueError as error:
+            raise DamagedError(
                 f"'{self.uri}/{name}' is damaged: {error}; remove it and run pipelines.cache_activations"
             ) from None
+        return value
+
+    def sha256(self, name: str, chunk_bytes: int = 8 << 20) -> str:
+        """Hash of a file, read in chunks."""
+        digest = hashlib.sha256()
+        with self._reaching(name), self.filesystem.open_input_stream(self.path(name)) as source:
+            while data := source.read(chunk_bytes):
+                digest.update(data)
+        return digest.hexdigest()
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file so that it is there whole or not at all."""
         self._write_atomically(name, lambda sink: sink.write(text.encode()))
 
-    def write_table(self, name: str, table: pa.Table) -> None:
-        """Write a small Parquet file so that it is there whole or not at all."""
-        self._write_atomically(name, lambda sink: pq.write_table(table, sink))
+    def read_text(self, name: str) -> str:
+        """Read a text file.
 
-    def read_table(self, name: str) -> pa.Table:
-        """Read a whole Parquet file."""
+        Raises:
+            DamagedError: it is not there.
+        """
         try:
-            return pq.read_table(self.path(name), filesystem=self.filesystem)
+            with self._reaching(name), self.filesystem.open_input_file(self.path(name)) as source:
+                return source.read().decode()
+        except FileNotFoundError:
+            raise DamagedError(f"'{self.uri}/{name}' is missing") from None
+
+    def write_table(self, name: str, table: pa.Table) -> AtomicFile:
+        """Write a small Parquet file so that it is there whole or not at all; its size and hash are in the result."""
+        return self._write_atomically(name, lambda sink: pq.write_table(table, sink))
+
+    def read_table(self, name: str, columns: list[str] | None = None) -> pa.Table:
+        """Read a Parquet file, or some columns of it."""
+        try:
+            return pq.read_table(self.path(name), columns=columns, filesystem=self.filesystem)
         except (OSError, pa.ArrowInvalid) as error:
+            if _is_unreachable(error):
+                raise self._unreachable(name, error) from None
             raise DataError(f"'{self.uri}/{name}' cannot be read: {error}; remove it and cache again") from None
 
     def read_row_groups(self, shard: str, row_groups: list[int], columns: list[str]) -> pa.Table:
@@ -116,12 +173,23 @@ class CacheStore:
         Raises:
             DataError: the shard is missing or damaged; its name says which one to remove and redo.
         """
+        with self.open_shard(shard) as file:
+            return file.read_row_groups(row_groups, columns=columns, use_threads=False)
+
+    @contextmanager
+    def open_shard(self, shard: str) -> Iterator[pq.ParquetFile]:
+        """A shard to read from; what fails in the block is taken for damage.
+
+        Raises:
+            DataError: the shard is missing or damaged; its name says which one to remove and redo.
+        """
         name = f"shards/{shard}.parquet"
         try:
             with self.filesystem.open_input_file(self.path(name)) as source:
-                file = pq.ParquetFile(source, pre_buffer=True, page_checksum_verification=True)
-                return file.read_row_groups(row_groups, columns=columns, use_threads=False)
+                yield pq.ParquetFile(source, pre_buffer=True, page_checksum_verification=True)
         except (OSError, pa.ArrowInvalid, pa.ArrowKeyError) as error:
+            if _is_unreachable(error):
+                raise self._unreachable(name, error) from None
             raise DataError(
                 f"shard '{self.uri}/{name}' cannot be read: {error}; remove it and its .json, then cache again"
             ) from None
@@ -133,106 +201,129 @@ class CacheStore:
             MismatchError: something else is cached here; the first differing entry and both values are named.
         """
         plan = json.loads(json.dumps(plan))
-        for folder in ("tokens", "shards"):
-            for name in self.names(folder, ".tmp"):
-                self.filesystem.delete_file(self.path(f"{folder}/{name}"))
         if not self.exists("plan.json"):
+            self.clear_temporary()
             self.write_json("plan.json", plan)
             return
-        present = self.read_json("plan.json")
+        present = self._read_plan()
         for key in plan:
             if present.get(key) != plan[key]:
                 raise MismatchError(
                     f"'{self.uri}' was cached with {key} = {json.dumps(present.get(key))}, now it is "
                     f"{json.dumps(plan[key])}; give another output or remove the folder"
                 )
+        self.clear_temporary()
+
+    def clear_temporary(self) -> int:
+        """Remove what was left half-written, and say how many files that were."""
+        folders = ["tokens", "shards"]
+        if isinstance(self.filesystem, pafs.LocalFileSystem):  # object stores have no name for a folder itself
+            folders.append(".")
+        found = [f"{folder}/{name}" for folder in folders for name in self.names(folder, ".tmp")]
+        for name in found:
+            self.delete(name)
+        return len(found)
+
+    def read_marker(self, name: str) -> ShardInfo:
+        """The commit marker of one shard.
+
+        Raises:
+            DamagedError: it is missing or damaged.
+        """
+        values = self.read_json(f"shards/{name}.json")
+        try:
+            info = ShardInfo(**values)
+        except TypeError as error:
+            raise DamagedError(
+                f"'{self.uri}/shards/{name}.json' is damaged: {error}; remove it and cache again"
+            ) from None
+        if info.name != name:
+            raise DamagedError(f"'{self.uri}/shards/{name}.json' is damaged: it is the marker of '{info.name}'")
+        return info
 
     def committed(self) -> dict[str, ShardInfo]:
-        """All shards that count, by name."""
-        names = self.names("shards", ".json")
-        return {name[:-5]: ShardInfo(**self.read_json(f"shards/{name}")) for name in names}
+        """All shards that have a marker, by name.
+
+        Raises:
+            DataError: a marker is damaged.
+        """
+        names = [name[:-5] for name in self.names("shards", ".json")]
+        return dict(zip(names, in_threads(self.read_marker, names), strict=True))
 
     def commit(self, info: ShardInfo) -> None:
         """Make a written shard count."""
         self.write_json(f"shards/{info.name}.json", info.__dict__)
 
-    def open_output(self, name: str) -> "AtomicFile":
-        """A file to write that appears under its name only when closed without an error."""
-        self._make_folder(name)
-        return AtomicFile(self.filesystem, self.path(name))
+    def uncommit(self, name: str) -> None:
+        """Remove a shard, marker first: what is left if this is cut short does not count."""
+        for suffix in ("json", "parquet"):
+            self.delete(f"shards/{name}.{suffix}")
 
-    def _write_atomically(self, name: str, write: Any) -> None:
+    @contextmanager
+    def open_output(self, name: str) -> Iterator[AtomicFile]:
+        """A file to write that appears under its name only when the block ends without an error."""
+        self._make_folder(name)
+        try:
+            with AtomicFile(self.filesystem, self.path(name)) as sink:
+                yield sink
+        except OSError as error:
+            if isinstance(self.filesystem, pafs.LocalFileSystem):
+                raise
+            raise self._unreachable(name, error) from None
+
+    def _read_plan(self) -> Any:
+        """The plan; where its file is damaged, the copy that the manifest of a complete cache holds."""
+        try:
+            return self.read_json("plan.json")
+        except DamagedError as damaged:
+            try:
+                plan = self.read_json("manifest.json")["plan"]
+            except (DamagedError, KeyError):
+                raise damaged from None
+        print(f"'{self.uri}/plan.json' was damaged: written anew from manifest.json")
+        self.write_json("plan.json", plan)
+        return plan
+
+    def _write_atomically(self, name: str, write: Callable[[AtomicFile], object]) -> AtomicFile:
         with self.open_output(name) as sink:
             write(sink)
+        return sink
 
     def _make_folder(self, name: str) -> None:
         folder = self.path(name).rsplit("/", 1)[0]
-        self.filesystem.create_dir(folder, recursive=True)
+        if folder in self._folders:
+            return
+        with self._reaching(name):
+            self.filesystem.create_dir(folder, recursive=True)
+        if not isinstance(self.filesystem, pafs.LocalFileSystem):  # there every folder costs several requests
+            self._folders.add(folder)
 
-
-class AtomicFile:
-    """A binary sink that hashes what passes and appears under its final name on a clean exit.
-
-    On a local disk: temporary file, then rename. In an object store a file appears when its upload is
-    completed, and the commit marker decides anyway.
-    """
-
-    def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
-        self._filesystem = filesystem
-        self._final = path
-        self._is_local = isinstance(filesystem, pafs.LocalFileSystem)
-        # A name of its own: a job killed a moment ago may still have a worker that writes.
-        self._path = f"{path}.{uuid.uuid4().hex[:8]}.tmp" if self._is_local else path
-        self._stream: Any = None
-        self._digest = hashlib.sha256()
-        self.num_bytes = 0
-
-    def __enter__(self) -> "AtomicFile":
-        self._stream = self._filesystem.open_output_stream(self._path)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        closed = False
+    @contextmanager
+    def _reaching(self, name: str) -> Iterator[None]:
+        """Word what goes wrong between us and the store; on a local disk a missing file stays one."""
         try:
-            self._stream.close()
-            closed = True
-        finally:
-            if self._is_local and kind is None and closed:
-                self._filesystem.move(self._path, self._final)
-            elif self._is_local:
-                self._filesystem.delete_file(self._path)
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._unreachable(name, error) from None
 
-    def write(self, data: Any) -> int:
-        """Write bytes or anything with a buffer."""
-        view = memoryview(data)
-        self._digest.update(view)
-        self._stream.write(view)
-        self.num_bytes += view.nbytes
-        return view.nbytes
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self.num_bytes
-
-    def flush(self) -> None:
-        """Pass what is buffered on."""
-        self._stream.flush()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the stream is closed (asked by pyarrow)."""
-        return self._stream is None or self._stream.closed
-
-    def close(self) -> None:
-        """Nothing: the `with` block closes."""
-
-    @property
-    def sha256(self) -> str:
-        """Hash of everything written."""
-        return self._digest.hexdigest()
+    def _unreachable(self, name: str, error: OSError) -> UnreachableError:
+        remedy = (
+            "check its owner and the disk"
+            if isinstance(self.filesystem, pafs.LocalFileSystem)
+            else "check bucket and address, and the environment's credentials (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL)"
+        )
+        return UnreachableError(f"'{self.uri}/{name}' cannot be reached: {one_line(str(error))}; {remedy}")
 
 
-def _absolute(path: str) -> str:
-    from pathlib import Path
+def _is_unreachable(error: Exception) -> bool:
+    """Whether the store failed and not the file: Arrow tells damaged Parquet by errors of the system, too, but these
+    bear no number of the system's and name no request."""
+    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+        return False
+    return error.errno is not None or isinstance(error, PermissionError) or "AWS Error" in str(error)
 
-    return Path(path).absolute().as_uri()
+
+def _seal(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -18,8 +18,9 @@ def token_counts(store: CacheStore, vocab_size: int) -> Int[np.ndarray, " vocab"
     Counted once, part after part, and kept beside the cache; later calls read 8 bytes per token id, unless the parts
     have changed.
     """
-    names = store.names("tokens", ".parquet")
-    parts = hashlib.sha256(json.dumps([(name, store.size(f"tokens/{name}")) for name in names]).encode()).hexdigest()
+    sizes = store.sizes("tokens")
+    names = sorted(name for name in sizes if name.endswith(".parquet"))
+    parts = hashlib.sha256(json.dumps([(name, sizes[name]) for name in names]).encode()).hexdigest()
     if store.exists(_FILE):
         table = store.read_table(_FILE)
         if table.num_rows == vocab_size and (table.schema.metadata or {}).get(b"parts") == parts.encode():

@@ -182,6 +182,10 @@ def _find_files(config: ChatsConfig) -> list[tuple[Path, str]]:
             raise ConfigError(f"chats.split is '{config.split}', but '{path}' is a single file; set split to null")
         return [(path, path.name)]
     if path.is_dir():
+        if (path / "plan.yaml").is_file() and not (path / "summary.yaml").is_file():
+            raise DataError(
+                f"chats.path '{path}' holds unfinished answers: run pipelines.regenerate again until it ends"
+            )
         base, found = path, (file for file in path.rglob("*") if file.suffix in _SUFFIXES)
     elif glob.has_magic(str(path)):
         plain = list(itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))

@@ -6,7 +6,7 @@ import torch
 
 from moray.bench.configs import DecodeBenchmarkConfig, EvaluateConfig, TreeSearchConfig
 from moray.bench.specbench import Question, read_questions
-from moray.distill.checkpoint import load_drafter, read_drafter_config
+from moray.distill.checkpoint import drafter_files, load_drafter, read_contract
 from moray.drafters.base import Drafter
 from moray.drafters.configs import PretrainedConfig, ReadyConfig
 from moray.errors import ConfigError, DataError, MismatchError
@@ -67,8 +67,7 @@ def fingerprints_of(entries: tuple[str | ReadyConfig, ...]) -> dict[str, str]:
     found = {}
     for entry in entries:
         if isinstance(entry, str):
-            files = [Path(entry) / "drafter.json", Path(entry) / "drafter.safetensors"]
-            found[_name(entry)] = sha256_of_files(files)
+            found[_name(entry)] = sha256_of_files(drafter_files(Path(entry)))
         elif isinstance(entry, PretrainedConfig):
             found[_name(entry)] = fingerprint(resolve_folder(entry.model))
     return found
@@ -79,7 +78,7 @@ def _name(entry: str | ReadyConfig) -> str:
 
 
 def _from_folder(folder: Path, target: Target, tokenizer: ChatTokenizer) -> Drafter:
-    num_layers = read_drafter_config(folder)[0].num_target_layers
+    num_layers = read_contract(folder).drafter.num_target_layers
     return load_drafter(folder, TargetHead.of(target, num_layers), tokenizer.fingerprint)
 
 

@@ -22,6 +22,7 @@ class Board:
     def __init__(self) -> None:
         self._latest: dict[str, Any] = {"step": 0, "total": None, "metrics": {}}
         self._failure: MorayError | None = None
+        self._warnings: list[str] = []
 
     def start(self, step: int, total: int) -> None:
         """A worker group has started, or started again, at `step` of `total`."""
@@ -34,6 +35,15 @@ class Board:
     def fail(self, error: MorayError) -> None:
         """A worker met an error that will come again however often it is restarted."""
         self._failure = self._failure or error
+
+    def warn(self, text: str) -> None:
+        """Something to tell the user that does not end the run; said once however often it comes."""
+        if text not in self._warnings:
+            self._warnings.append(text)
+
+    def warnings(self, first: int) -> list[str]:
+        """All warnings from the `first` on."""
+        return self._warnings[first:]
 
     def failure(self) -> MorayError | None:
         """The error that ended the run, if one did."""
@@ -52,12 +62,17 @@ def follow(board: Any, title: str) -> Iterator[None]:
         task = bar.add_task(title, total=None, note="starting workers")
 
         def poll() -> None:
+            num_warnings = 0
             while True:
                 stopped = stop.wait(_POLL_SECONDS)
                 try:
                     latest: Any = ray.get(board.latest.remote(), timeout=5)
+                    warnings: Any = ray.get(board.warnings.remote(num_warnings), timeout=5)
                 except ray.exceptions.RayError:
                     return  # the cluster is going down: the run itself reports why
+                for text in warnings:
+                    bar.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+                num_warnings += len(warnings)
                 if latest["total"] is not None:
                     bar.update(task, total=latest["total"], completed=latest["step"], note=_note(latest["metrics"]))
                 if stopped:

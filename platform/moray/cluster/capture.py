@@ -1,31 +1,41 @@
 """The activation cache on Ray Data: chats -> tokenised parts -> shards of activations.
 
 Two streaming stages with the plan between them. Parts hold tokens only (4 bytes each), so the exact number
-of tokens, shards and bytes is known before the target runs, batches can be cut by length, and a resumed
-job knows what is missing.
+of tokens, shards and bytes is known before the target runs: what does not fit is refused, batches can be cut by
+length, and a resumed job knows what is missing.
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
-import pyarrow as pa
 import ray
 import ray.data
 
-from moray.activations.extract import ShardPlan, ShardWriter, bytes_per_token, plan_shards, tap_columns
-from moray.activations.manifest import Manifest, read_manifest, write_manifest
-from moray.activations.schema import FORMAT, TOKENS_SCHEMA, CacheConfig
+from moray.activations.channels import CHANNELS_FILE, quantised_columns, read_channels
+from moray.activations.extract import ShardWriter
+from moray.activations.manifest import LAYOUT_FILE, Manifest, read_manifest, write_layout, write_manifest
+from moray.activations.measure import measure_room
+from moray.activations.plan import check_fits, count_work, forecast
+from moray.activations.sample import project, sample_chats
+from moray.activations.schema import FORMAT, CacheConfig, bytes_per_token
+from moray.activations.shards import ShardPlan, plan_shards, tap_columns
 from moray.activations.store import CacheStore
-from moray.activations.ultrachat import BadRow, ChatChunk, ChatsConfig, plan_chunks, read_chunk
+from moray.activations.survey import find_parts, remove_damaged, survey
+from moray.activations.ultrachat import ChatChunk, ChatsConfig, plan_chunks
 from moray.cluster.configs import CaptureConfig
 from moray.cluster.errors import own_errors
+from moray.cluster.full import Goal, told_if_cache_full
 from moray.cluster.progress import progress_bar
-from moray.errors import DataError
-from moray.targets.spec import TargetConfig, read_spec
+from moray.cluster.rehearsal import rehearse_on_ray
+from moray.cluster.tokenise import tokenise
+from moray.errors import ConfigError, DamagedError
+from moray.targets.spec import TargetConfig, TargetSpec, read_spec
 from moray.text import ChatTokenizer
 
-_KEPT_BAD_ROWS = 20
+_FORECAST = "forecast.json"
+_REHEARSAL = "rehearsal.json"
 
 
 def cache_activations(
@@ -34,79 +44,181 @@ def cache_activations(
     """Make or complete the activation cache at `output`. Needs a Ray session.
 
     Raises:
+        ConfigError: there is not enough room for it; nothing has been cached.
         MismatchError: something else is cached at `output`.
         DataError: too many bad rows, or activations that are not finite.
+        StorageFullError: there is no room left; the same command goes on once there is.
     """
     store = CacheStore(output)
-    spec = read_spec(target.model)
-    columns = tap_columns(spec, cache)
-    tokenizer = ChatTokenizer.load(target.model, target.template)
-    chunks = plan_chunks(chats, cache.chats_per_part)
-    store.claim(
-        {
-            "format": FORMAT,
-            "target": spec.model_dump(mode="json"),
-            "text_fingerprint": tokenizer.fingerprint,
-            "chats": chats.model_dump(mode="json", exclude={"max_bad_rows"}),
-            "files": {chunk.label: chunk.file_bytes for chunk in chunks},
-            "cache": cache.model_dump(mode="json"),
-            "columns": columns,
-        }
-    )
-    if store.exists("manifest.json"):
-        manifest = read_manifest(store)
-        if manifest.shards.keys() == store.committed().keys():  # else a damaged shard was removed
-            return manifest
-    with own_errors():
-        # Beyond its context a target is no longer itself (Mistral's window), or fails.
-        max_length = min(cache.max_length, spec.max_positions)
-        counts = _tokenise(store, target, chunks, chats.max_bad_rows, max_length, capture)
-        _run_target(store, target, cache, capture, bytes_per_token(columns))
-    return write_manifest(store, counts)
-
-
-class _PartWriter:
-    """Tokenises one chunk of the input into one part."""
-
-    def __init__(self, uri: str, target: dict[str, Any], max_length: int) -> None:
-        config = TargetConfig.model_validate(target)
-        self._store = CacheStore(uri)
-        self._tokenizer = ChatTokenizer.load(config.model, config.template)
-        self._max_length = max_length
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        summaries = [self._write(*pair) for pair in zip(batch["name"], batch["chunk"], strict=True)]
-        return {"summary": [json.dumps(summary) for summary in summaries]}
-
-    def _write(self, name: str, chunk: ChatChunk) -> dict[str, Any]:
-        columns: dict[str, list[Any]] = {"uid": [], "tokens": [], "response_mask": []}
-        bad: list[str] = []
-        num_dropped = 0
-        for row in read_chunk(chunk):
-            if isinstance(row, BadRow):
-                bad.append(str(row))
-                continue
+    wanted = _Wanted.of(target, chats, cache)
+    wanted.check_room(store)
+    with told_if_cache_full(store) as goal:
+        store.claim(wanted.plan())
+        found = survey(store)
+        remove_damaged(store, found)
+        if store.exists("manifest.json") and not found.damaged:
             try:
-                chat = self._tokenizer.encode_chat(row.messages, self._max_length)
-            except DataError as error:
-                bad.append(f"chat '{row.uid}': {error}")
-                continue
-            if not chat.response_mask.any():
-                num_dropped += 1
-                continue
-            columns["uid"].append(row.uid)
-            columns["tokens"].append(chat.tokens)
-            columns["response_mask"].append(chat.response_mask)
-        self._store.write_table(f"tokens/{name}.parquet", pa.table(columns, schema=TOKENS_SCHEMA))
-        summary = {
-            "chats": len(columns["uid"]),
-            "dropped": num_dropped,
-            "bad": len(bad),
-            "bad_rows": bad[:_KEPT_BAD_ROWS],
-            "lengths": [len(tokens) for tokens in columns["tokens"]],
+                manifest = read_manifest(store)
+            except DamagedError:
+                print(f"'{output}/manifest.json' is damaged: it will be written again")
+            else:
+                if manifest.shards == found.counting and not find_parts(store, len(wanted.chunks)).damaged:
+                    return manifest
+        with own_errors():
+            counts = tokenise(store, target, wanted.chunks, chats.max_bad_rows, wanted.max_length, capture)
+            planned = _plan_shards(store, wanted.columns, cache)
+            _prepare(store, wanted, planned, capture, goal)
+            _run_target(store, target, cache, capture, planned)
+        return write_manifest(store, counts)
+
+
+def lay_out_cache(
+    output: str, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, capture: CaptureConfig, is_kept: bool
+) -> None:
+    """Tokenise and plan a cache whose shards are made while a drafter trains, if at all. Needs a Ray session.
+
+    Args:
+        output: where its plan and tokens lie, and its shards if they are kept.
+        target: what will make it.
+        chats: what of.
+        cache: which taps, and how they are encoded on their way or in the cache.
+        capture: how many tokenise.
+        is_kept: whether shards will be written: then there must be room for them.
+
+    Raises:
+        As `cache_activations`.
+    """
+    store = CacheStore(output)
+    wanted = _Wanted.of(target, chats, cache)
+    if is_kept:
+        wanted.check_room(store)
+    with told_if_cache_full(store) as goal, own_errors():
+        store.claim(wanted.plan())
+        remove_damaged(store, survey(store))
+        if store.exists(LAYOUT_FILE) and not find_parts(store, len(wanted.chunks)).damaged:
+            return
+        counts = tokenise(store, target, wanted.chunks, chats.max_bad_rows, wanted.max_length, capture)
+        planned = _plan_shards(store, wanted.columns, cache)
+        if is_kept:
+            _prepare(store, wanted, planned, capture, goal)
+        row_groups = {
+            plan.name: [[planned.lengths[plan.part][row] for row in batch] for batch in plan.batches]
+            for plan in planned.shards
         }
-        self._store.write_json(f"tokens/{name}.json", summary)
-        return summary
+        write_layout(store, row_groups, _rehearsal(store, wanted, planned, capture)["hidden_rms"], counts)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a cache is to hold, before anything is read of it."""
+
+    target: TargetConfig
+    spec: TargetSpec
+    tokenizer: ChatTokenizer
+    chats: ChatsConfig
+    chunks: list[ChatChunk]
+    cache: CacheConfig
+    columns: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig) -> "_Wanted":
+        spec = read_spec(target.model)
+        tokenizer = ChatTokenizer.load(target.model, target.template)
+        chunks = plan_chunks(chats, cache.chats_per_part)
+        return cls(target, spec, tokenizer, chats, chunks, cache, tap_columns(spec, cache))
+
+    @property
+    def rows(self) -> int:
+        """Chats, bad ones included."""
+        return sum(chunk.num_rows for chunk in self.chunks)
+
+    @property
+    def max_length(self) -> int:
+        """Beyond its context a target is no longer itself (Mistral's window), or fails."""
+        return min(self.cache.max_length, self.spec.max_positions)
+
+    def plan(self) -> dict[str, Any]:
+        """What the cache is made of: another plan is another cache."""
+        return {
+            "format": FORMAT,
+            "target": self.spec.model_dump(mode="json"),
+            "dtype": self.target.dtype,
+            "text_fingerprint": self.tokenizer.fingerprint,
+            "chats": self.chats.model_dump(mode="json", exclude={"max_bad_rows"}),
+            "files": {chunk.label: chunk.file_bytes for chunk in self.chunks},
+            "cache": self.cache.claimed,
+            "columns": self.columns,
+        }
+
+    def check_room(self, store: CacheStore) -> None:
+        """A sample tells in seconds what would otherwise be refused after hours of tokenising."""
+        if not store.exists("plan.json"):
+            work = project(sample_chats(self.chunks, self.tokenizer, self.max_length), self.rows, self.cache)
+            room = measure_room(store, self.cache)
+            check_fits(self.spec, self.cache, forecast(self.spec, self.cache, work), room, store.uri)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """All shards of a tokenised cache, and the lengths of the chats of every part."""
+
+    shards: list[ShardPlan]
+    lengths: dict[str, list[int]]
+
+    @cached_property
+    def tokens_of(self) -> dict[str, int]:
+        """Tokens by shard."""
+        return {
+            plan.name: sum(self.lengths[plan.part][row] for rows in plan.batches for row in rows)
+            for plan in self.shards
+        }
+
+
+def _plan_shards(store: CacheStore, columns: dict[str, dict[str, Any]], cache: CacheConfig) -> _Planned:
+    lengths = {part: summary["lengths"] for part, summary in find_parts(store).whole.items()}
+    shards = [
+        plan
+        for part, part_lengths in lengths.items()
+        for plan in plan_shards(part, part_lengths, cache, bytes_per_token(columns))
+    ]
+    return _Planned(shards, lengths)
+
+
+def _prepare(store: CacheStore, wanted: _Wanted, planned: _Planned, capture: CaptureConfig, goal: Goal) -> None:
+    """Between the stages: refuse what does not fit, rehearse, and tell."""
+    cache = wanted.cache
+    plan = forecast(wanted.spec, cache, count_work(planned.shards, planned.lengths, wanted.rows), len(planned.shards))
+    committed = survey(store).planned
+    room = measure_room(store, cache)
+    if not committed:  # the text alone can be made again
+        room = replace(room, written=0)
+    try:
+        check_fits(wanted.spec, cache, plan, room, store.uri)
+    except ConfigError:
+        if not committed:  # so that what is advised can be typed for the same output
+            store.filesystem.delete_dir(store.path("tokens"))
+            for name in (_FORECAST, _REHEARSAL, CHANNELS_FILE, "plan.json"):
+                store.delete(name)
+        raise
+    goal.total = plan.total
+    if planned.tokens_of.keys() <= set(committed):
+        return
+    if committed:
+        read_channels(store, wanted.columns)  # raises: new ones would not be those of the shards that are there
+    is_new = not store.exists(_FORECAST)
+    plan = replace(plan, tokens_per_second=_rehearsal(store, wanted, planned, capture)["tokens_per_second"])
+    if is_new:
+        store.write_json(_FORECAST, plan.record(room, capture.num_targets))
+    print("\n".join(plan.lines(room, capture.num_targets)))
+
+
+def _rehearsal(store: CacheStore, wanted: _Wanted, planned: _Planned, capture: CaptureConfig) -> dict[str, Any]:
+    """What the target told on a few batches, once per cache."""
+    if store.exists(_REHEARSAL) and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
+        return store.read_json(_REHEARSAL)
+    told = rehearse_on_ray(store, wanted.target, wanted.cache, capture, planned.shards)
+    store.write_json(_REHEARSAL, told)
+    return told
 
 
 class _ShardActor:
@@ -126,69 +238,16 @@ class _ShardActor:
         return {"tokens": [info.tokens for info in infos]}
 
 
-def _tokenise(
+def _run_target(
     store: CacheStore,
     target: TargetConfig,
-    planned: list[ChatChunk],
-    max_bad_rows: int,
-    max_length: int,
+    cache: CacheConfig,
     capture: CaptureConfig,
-) -> dict[str, int]:
-    """Stage 1: write the parts that are missing; return counts over all parts."""
-    chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(planned)}
-    done = {name[:-5] for name in store.names("tokens", ".json")}
-    missing = [{"name": name, "chunk": chunk} for name, chunk in chunks.items() if name not in done]
-    if missing:
-        dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map_batches(
-            _PartWriter,
-            fn_constructor_args=(store.uri, target.model_dump(), max_length),
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(capture.num_tokenisers, len(missing))),
-            num_cpus=1,
-        )
-        with progress_bar() as bar:
-            task = bar.add_task("tokenise", total=len(chunks), completed=len(done), note="")
-            chats_done = 0
-            for row in dataset.iter_rows():
-                chats_done += json.loads(row["summary"])["chats"]
-                bar.update(task, advance=1, note=f"{chats_done:,} chats")
-    summaries = [store.read_json(f"tokens/{name}.json") for name in chunks]
-    counts = {key: sum(summary[key] for summary in summaries) for key in ("chats", "dropped", "bad")}
-    _report_bad_rows(counts, [line for summary in summaries for line in summary["bad_rows"]], max_bad_rows)
-    return counts
-
-
-def _report_bad_rows(counts: dict[str, int], lines: list[str], most: int) -> None:
-    for line in lines[:_KEPT_BAD_ROWS]:
-        print(f"bad row: {line}")
-    if counts["bad"] > most:
-        raise DataError(
-            f"{counts['bad']} bad rows, chats.max_bad_rows allows {most}; the first: {lines[0]}; "
-            "mend them or allow more"
-        )
-    if not counts["chats"]:
-        raise DataError(f"no chat with an assistant turn is left: {counts['dropped']} dropped, {counts['bad']} bad")
-    if counts["bad"] or counts["dropped"]:
-        print(f"{counts['chats']} chats kept, {counts['dropped']} without an assistant turn, {counts['bad']} bad")
-
-
-def _run_target(
-    store: CacheStore, target: TargetConfig, cache: CacheConfig, capture: CaptureConfig, token_bytes: int
+    planned: _Planned,
 ) -> None:
     """Stage 2: write the shards that are missing."""
-    plans: list[ShardPlan] = []
-    tokens_of: dict[str, int] = {}
-    for marker in store.names("tokens", ".json"):
-        lengths = store.read_json(f"tokens/{marker}")["lengths"]
-        part_plans = plan_shards(marker[:-5], lengths, cache, token_bytes)
-        tokens_of |= {plan.name: sum(lengths[row] for rows in plan.batches for row in rows) for plan in part_plans}
-        plans += part_plans
-    done = set(store.committed())
-    missing = [plan for plan in plans if plan.name not in done]
-    total = sum(tokens_of.values())
-    print(
-        f"{total:,} tokens in {len(plans)} shards, {total * token_bytes / 2**20:,.0f} MiB; {len(missing)} shards to do"
-    )
+    done = survey(store).planned
+    missing = [plan for plan in planned.shards if plan.name not in done]
     if not missing:
         return
     items = [{"plan": json.dumps(asdict(plan))} for plan in missing]
@@ -200,12 +259,11 @@ def _run_target(
         num_cpus=capture.cpus_per_target,
         num_gpus=capture.gpus_per_target,
     )
+    tokens_of = planned.tokens_of
     with progress_bar() as bar:
         finished = sum(tokens_of[name] for name in done if name in tokens_of)
-        task = bar.add_task("cache", total=total, completed=finished, note="")
+        task = bar.add_task("cache", total=sum(tokens_of.values()), completed=finished, note="")
         for row in dataset.iter_rows():
-            bar.update(task, advance=int(row["tokens"]), note=_rate(bar.tasks[0].speed))
-
-
-def _rate(speed: float | None) -> str:
-    return f"{speed:,.0f} tokens/s" if speed else ""
+            bar.update(task, advance=int(row["tokens"]))
+            made = bar.tasks[0].completed - finished
+            bar.update(task, note=f"{made / (bar.tasks[0].elapsed or 1.0):,.0f} tokens/s")

@@ -1,5 +1,7 @@
 """Whether a distillation may begin, go on, or is done: decided before anything is started, without Ray."""
 
+import hashlib
+import json
 from pathlib import Path
 
 from moray.activations.manifest import Manifest, read_manifest
@@ -8,7 +10,7 @@ from moray.cluster.configs import DistilConfig
 from moray.distill.runs import begin_run, check_run
 from moray.errors import MismatchError
 from moray.targets.spec import TargetSpec, read_spec
-from moray.text import ChatTokenizer
+from moray.text import ChatTokenizer, fingerprint_parts
 
 
 def is_complete(config: DistilConfig) -> bool:
@@ -29,10 +31,23 @@ def claim(config: DistilConfig) -> None:
 
 
 def _fingerprints(config: DistilConfig) -> dict[str, str]:
+    if config.source.type != "disk":
+        text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
+        return {"target": read_spec(config.target.model).fingerprint, "text": text}
     manifest = read_manifest(CacheStore(config.activations))
     spec = read_spec(config.target.model)
     check_same_target(manifest, spec, config)
-    return {"target": spec.fingerprint, "text": manifest.plan["text_fingerprint"]}
+    return {
+        "target": spec.fingerprint,
+        "text": manifest.plan["text_fingerprint"],
+        "training_data": _data_fingerprint(manifest),
+    }
+
+
+def _data_fingerprint(manifest: Manifest) -> str:
+    """Hash of what is cached: its columns and the hashes of its shards."""
+    parts = [manifest.columns, sorted((name, shard.sha256) for name, shard in manifest.shards.items())]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def check_same_target(manifest: Manifest, spec: TargetSpec, config: DistilConfig) -> None:
@@ -43,9 +58,10 @@ def check_same_target(manifest: Manifest, spec: TargetSpec, config: DistilConfig
             f"activations '{config.activations}' were cached from a target with fingerprint {cached}; "
             f"target.model '{config.target.model}' has {spec.fingerprint}: cache again or point to the right one"
         )
-    text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
-    if manifest.plan["text_fingerprint"] != text:
-        raise MismatchError(
-            f"activations '{config.activations}' were cached with tokenizer and template "
-            f"{manifest.plan['text_fingerprint']}, the target now has {text}: cache again"
-        )
+    text = fingerprint_parts(ChatTokenizer.load(config.target.model, config.target.template).fingerprint)
+    for name, before in fingerprint_parts(manifest.plan["text_fingerprint"]).items():
+        if before != text[name]:
+            raise MismatchError(
+                f"activations '{config.activations}' were cached with another {name}: fingerprint {before}, the "
+                f"target's now has {text[name]}; cache again or set target.template"
+            )

@@ -1,10 +1,15 @@
 """Configuration of everything that runs on Ray. Imports neither ray nor torch."""
 
+from typing import Annotated, Literal
+
 from pydantic import Field, model_validator
 
+from moray.activations.schema import CacheConfig
 from moray.activations.ultrachat import ChatsConfig
+from moray.bench.validation_config import ValidationConfig
 from moray.config import Config
-from moray.distill.configs import LossConfig, Optim, Schedule, SpikeSchedule, TrainConfig
+from moray.distill.configs import DdpConfig, LossConfig, Optim, Parallel, Schedule, SpikeSchedule, TrainConfig
+from moray.distill.tracking import TrackerConfig
 from moray.drafters.configs import TrainableConfig
 from moray.targets.spec import TargetConfig
 
@@ -32,30 +37,12 @@ class CaptureConfig(Config):
     threads_per_target: int = Field(default=1, ge=1)
 
 
-class RegenerateConfig(Config):
-    """Which chats the target answers anew, and how."""
-
-    target: TargetConfig
-    chats: ChatsConfig
-    output: str
-    """Folder of JSON Lines parts; give it to pipelines.cache_activations as chats.path."""
-    max_new_tokens: int = Field(default=512, ge=1)
-    """Most tokens of one answer."""
-    batch_size: int = Field(default=32, ge=1)
-    chats_per_part: int = Field(default=512, ge=1)
-    """Chats that are answered and written together: what a kill costs at most."""
-    num_targets: int = Field(default=1, ge=1)
-    """Target replicas, one actor each."""
-    cpus_per_target: float = Field(default=1.0, gt=0)
-    gpus_per_target: float = Field(default=0.0, ge=0)
-    threads_per_target: int = Field(default=1, ge=1)
-    ray: RayConfig = RayConfig()
-
-
 class WorkersConfig(Config):
     """Ray Train workers of one distillation run."""
 
-    num_workers: int = Field(default=1, ge=1)
+    num_workers: int | tuple[int, int] = 1
+    """How many, or the fewest and the most: Ray Train then takes what is free, and more when more gets free. It may
+    change when a run goes on: the run's lanes are shared out anew (see train.accumulate)."""
     use_gpu: bool = False
     cpus_per_worker: float = Field(default=1.0, gt=0)
     threads_per_worker: int = Field(default=1, ge=1)
@@ -63,6 +50,51 @@ class WorkersConfig(Config):
     """How often the worker group is restarted from the last checkpoint."""
     prefetch_windows: int = Field(default=2, ge=1)
     """Windows of the cache that Ray Data reads ahead, per worker."""
+    window_mib: int = Field(default=1024, ge=1)
+    """Most of the cache that a worker mixes batches from at a time, all its lanes together; never less than a batch of
+    each. The plan of a run keeps it: with half of the workers, each has twice the lanes and holds twice as much."""
+
+    @property
+    def fewest(self) -> int:
+        """Workers without which training does not start."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def most(self) -> int:
+        """Workers that are never exceeded."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+    @model_validator(mode="after")
+    def _check(self) -> "WorkersConfig":
+        if not 1 <= self.fewest <= self.most:
+            raise ValueError(
+                f"num_workers is {self.num_workers}: give a number from 1, or the fewest and the most as [1, 4]"
+            )
+        return self
+
+
+class DiskSource(Config):
+    """Activations are read from a complete cache."""
+
+    type: Literal["disk"]
+
+
+class LiveSource(Config):
+    """Activations are made by target replicas beside the trainers, on resources of their own.
+
+    `stream` writes none, and runs the target in every epoch. `hybrid` writes the cache in the first epoch and reads it
+    from then on. Chats are tokenised into `activations` first, 4 bytes a token.
+    """
+
+    type: Literal["stream", "hybrid"]
+    chats: ChatsConfig
+    cache: CacheConfig = CacheConfig()
+    """What is written (hybrid), and how taps are encoded on their way to the trainers (both)."""
+    capture: CaptureConfig = CaptureConfig()
+    """`num_targets` of all trainers together."""
+
+
+Source = Annotated[DiskSource | LiveSource, Field(discriminator="type")]
 
 
 class DistilConfig(Config):
@@ -71,6 +103,8 @@ class DistilConfig(Config):
     target: TargetConfig
     activations: str
     """Folder or URI of the activation cache."""
+    source: Source = DiskSource(type="disk")
+    """Whether that cache is read, or made on the way."""
     output: str
     """Folder of the drafter, its checkpoints and metrics."""
     drafter: TrainableConfig
@@ -78,7 +112,12 @@ class DistilConfig(Config):
     optim: Optim
     schedule: Schedule = SpikeSchedule(type="spike")
     train: TrainConfig = TrainConfig()
+    parallel: Parallel = DdpConfig(type="ddp")
     workers: WorkersConfig = WorkersConfig()
+    validation: ValidationConfig | None = None
+    """Held-out chats to measure checkpoints on; None for no validation."""
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Where figures go besides the output folder and TensorBoard: {type: mlflow, ...}, {type: wandb, ...}."""
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
@@ -88,4 +127,20 @@ class DistilConfig(Config):
                 f"losses.feature is {self.losses.feature}, but a drafter of type '{self.drafter.type}' predicts no "
                 "features: give losses.feature=0, and losses.kl or losses.acceptance"
             )
+        if self.source.type != "disk" and self.source.capture.num_targets < self.workers.most:
+            raise ValueError(
+                f"source.capture.num_targets is {self.source.capture.num_targets}, but every one of "
+                f"{self.workers.most} workers needs a target of its own: give at least workers.num_workers"
+            )
+        if self.parallel.type == "deepspeed":
+            if self.optim.type != "adamw":
+                raise ValueError(
+                    f"parallel.type is deepspeed and optim.type is {self.optim.type}, which needs whole matrices where "
+                    "ZeRO cuts them into flat pieces: use optim.type=adamw or parallel.type=ddp"
+                )
+            if self.train.precision == "float16":
+                raise ValueError(
+                    "parallel.type is deepspeed and train.precision is float16: use bfloat16, which needs no loss "
+                    "scale, or parallel.type=ddp"
+                )
         return self

@@ -5,6 +5,7 @@ the failures of a worker group) and as an object in few, so the text is what is 
 is not ours passes through untouched, traceback and all: it is a defect.
 """
 
+import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,13 +27,18 @@ def own_errors() -> Iterator[None]:
     Raises:
         MorayError: a task, an actor or a Train worker raised it.
     """
+    found = None
     try:
         yield
     except (ray.exceptions.RayError, ray.train.TrainingFailedError) as error:
         found = find_own_error(error)
         if found is None:
             raise
-        raise found from None
+    if found is not None:
+        # Frames of Ray Data, some of which refer to each other in circles, would keep actors and their CPUs: out here
+        # the error has no context that holds them.
+        gc.collect()
+        raise found
 
 
 def find_own_error(error: BaseException) -> MorayError | None:

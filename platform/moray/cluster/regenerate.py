@@ -1,141 +1,144 @@
 """On-policy chats on Ray Data: the target answers every user turn itself.
 
-A drafter is judged on the target's own text, so it learns most from that. One part per chunk of the input,
+A drafter is judged on the target's own text, so that is what it should learn from. One part per chunk of the input,
 written whole or not at all; a killed job goes on with the parts that are missing.
 """
 
 import json
+import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray.data
 
-from moray.activations.ultrachat import BadRow, Chat, ChatChunk, plan_chunks, read_chunk
-from moray.cluster.configs import RegenerateConfig
+from moray.activations.ultrachat import ChatChunk, plan_chunks, read_chunk
+from moray.cluster.answer_store import AGAIN, AnswerStore
+from moray.cluster.dialogues import KEPT_BAD_ROWS, answer_chats
 from moray.cluster.errors import own_errors
 from moray.cluster.progress import progress_bar
-from moray.distill.runs import begin_run, check_run
-from moray.errors import DataError
-from moray.targets.spec import TargetConfig, read_spec
-from moray.text import ChatTokenizer, Message
+from moray.cluster.regenerate_config import RegenerateConfig
+from moray.errors import ConfigError, DataError
+from moray.provenance import run_yaml
+from moray.targets.spec import read_spec
+from moray.text import ChatTokenizer
+
+Summary = dict[str, Any]
+MAX_TRIES = 2
+"""Of a part, before its replica's death is thought to be its own doing."""
 
 
-def regenerate(config: RegenerateConfig) -> int:
-    """Answer all chats of `config.chats` with the target; returns how many were answered. Needs a session.
-
-    A chat whose first question leaves no room for an answer is left out.
+def regenerate(config: RegenerateConfig) -> Summary:
+    """Answer all chats of `config.chats` with the target; returns counts over all parts. Needs a session.
 
     Raises:
+        ConfigError: answers may be so long that no question fits beside them.
         MismatchError: the folder holds answers of another target or configuration.
-        DataError: more bad rows than `config.chats.max_bad_rows`.
+        DataError: more bad rows than `config.chats.max_bad_rows`, a part over which target replicas die, or a file
+            that cannot be written.
     """
-    output = Path(config.output).absolute()
-    fingerprints = {"target": read_spec(config.target.model).fingerprint}
-    check_run(output, config, fingerprints)
-    begin_run(output, config, None, fingerprints)
-    chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(plan_chunks(config.chats, config.chats_per_part))}
-    missing = [
-        {"path": str(output / f"{name}.jsonl"), "chunk": chunk}
-        for name, chunk in chunks.items()
-        if not (output / f"{name}.jsonl").exists()
-    ]
-    if missing:
-        dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map_batches(
-            _Answerer,
-            fn_constructor_args=(config.model_dump_json(),),
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(config.num_targets, len(missing))),
-            num_cpus=config.cpus_per_target,
-            num_gpus=config.gpus_per_target,
+    store = AnswerStore(config.output if "://" in config.output else str(Path(config.output).absolute()))
+    context = min(config.max_length, read_spec(config.target.model).max_positions)
+    if config.max_new_tokens >= context:
+        raise ConfigError(
+            f"max_new_tokens is {config.max_new_tokens}, but chats of at most {context} tokens (max_length, and the "
+            "target's context) must hold a question too: lower it"
         )
-        with own_errors(), progress_bar() as bar:
-            task = bar.add_task("regenerate", total=len(chunks), completed=len(chunks) - len(missing), note="")
-            num_bad = 0
-            for row in dataset.iter_rows():
-                num_bad += int(row["bad"])
-                bar.update(task, advance=1, note=f"{num_bad:,} bad rows" if num_bad else "")
-                if num_bad > config.chats.max_bad_rows:
-                    raise DataError(
-                        f"{row['first_bad'] or 'rows'}: {num_bad} bad rows, chats.max_bad_rows allows "
-                        f"{config.chats.max_bad_rows}; mend them or allow more"
-                    )
-    return sum(_num_lines(output / f"{name}.jsonl") for name in chunks)
+    chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(plan_chunks(config.chats, config.chats_per_part))}
+    text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
+    fingerprints = {"target": read_spec(config.target.model).fingerprint, "text": text}
+    files = {chunk.label: chunk.file_bytes for chunk in chunks.values()}
+    plan = {**fingerprints, "files": files, **config.text_settings}
+    store.begin(plan, run_yaml(config, config.sampling.seed, fingerprints))
+    summaries = {name: summary for name, summary in store.summaries().items() if name in chunks}
+    _check_bad_rows(summaries, config.chats.max_bad_rows)
+    if summaries.keys() != chunks.keys():
+        _answer_missing(config, store, chunks, summaries)
+    total = _total(summaries)
+    for line in [line for summary in summaries.values() for line in summary["bad_rows"]][:KEPT_BAD_ROWS]:
+        print(f"bad row: {line}")
+    store.put("summary.yaml", json.dumps(total, indent=2) + "\n")
+    return total
 
 
-def _num_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for _ in file)
+def _answer_missing(
+    config: RegenerateConfig, store: AnswerStore, chunks: Mapping[str, ChatChunk], summaries: dict[str, Summary]
+) -> None:
+    """Answer the parts that have no summary yet, and add theirs."""
+    missing = [{"name": name, "chunk": chunk} for name, chunk in chunks.items() if name not in summaries]
+    dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map_batches(
+        _Answerer,
+        fn_constructor_args=(store, config.model_dump_json()),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(config.num_targets, len(missing))),
+        num_cpus=config.cpus_per_target,
+        num_gpus=config.gpus_per_target,
+    )
+    done = sum(summary["rows"] for summary in summaries.values())
+    with own_errors(), progress_bar() as bar:
+        task = bar.add_task("regenerate", total=sum(c.num_rows for c in chunks.values()), completed=done, note="")
+        begin, num_tokens = time.monotonic(), 0
+        for row in dataset.iter_rows():
+            summary = json.loads(row["summary"])
+            summaries[row["name"]] = summary
+            num_tokens += summary["tokens"]
+            note = f"chats, {num_tokens / (time.monotonic() - begin):,.0f} tokens/s"
+            bar.update(task, advance=summary["rows"], note=note)
+            _check_bad_rows(summaries, config.chats.max_bad_rows)
 
 
 class _Answerer:
-    """Holds one target replica and rewrites chunks of chats with it."""
+    """Holds one target replica and answers chunks of chats with it."""
 
-    def __init__(self, config_json: str) -> None:
+    def __init__(self, store: AnswerStore, config_json: str) -> None:
         import torch
 
         from moray.targets.model import Target
 
+        self._store = store
         self._config = RegenerateConfig.model_validate_json(config_json)
         torch.set_num_threads(self._config.threads_per_target)
-        target: TargetConfig = self._config.target
-        self._target = Target.load(target)
-        self._tokenizer = ChatTokenizer.load(target.model, target.template)
-        self._eos_ids = frozenset(self._target.eos_ids) | frozenset(self._tokenizer.eos_ids)
-        self._room = self._target.spec.max_positions - self._config.max_new_tokens
+        self._target = Target.load(self._config.target)
+        self._tokenizer = ChatTokenizer.load(self._config.target.model, self._config.target.template)
+        self._eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        bad = [self._write(Path(path), chunk) for path, chunk in zip(batch["path"], batch["chunk"], strict=True)]
-        return {"bad": [len(rows) for rows in bad], "first_bad": [str(rows[0]) if rows else "" for rows in bad]}
+        summaries = [self._answer(*pair) for pair in zip(batch["name"], batch["chunk"], strict=True)]
+        return {"name": batch["name"], "summary": [json.dumps(summary) for summary in summaries]}
 
-    def _write(self, path: Path, chunk: ChatChunk) -> list[BadRow]:
-        """Answer one chunk into one part; returns the rows that could not be used."""
+    def _answer(self, name: str, chunk: ChatChunk) -> Summary:
+        # Ray puts another replica in a dead one's place and hands it the same part, for ever if need be.
+        if self._store.begin_part(name) > MAX_TRIES:
+            raise DataError(
+                f"{MAX_TRIES} target replicas died over {name} ({chunk.file}, {chunk.num_rows} rows from row "
+                f"{chunk.first_row} on), out of memory perhaps: give a smaller batch_tokens or num_targets and {AGAIN}"
+            )
         rows = list(read_chunk(chunk))
-        chats = [row for row in rows if not isinstance(row, BadRow)]
-        answered = self._answer(chats)
-        lines = [
-            json.dumps({"prompt": messages[0]["content"], "prompt_id": chat.uid, "messages": messages})
-            for chat, messages in zip(chats, answered, strict=True)
-            if len(messages) > 1
-        ]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        temporary.replace(path)
-        return [row for row in rows if isinstance(row, BadRow)]
-
-    def _answer(self, chats: list[Chat]) -> list[list[Message]]:
-        """Turn by turn: a later question follows the target's own earlier answers."""
-        given = [[m for m in chat.messages if m["role"] != "assistant"] for chat in chats]
-        answered: list[list[Message]] = [[] for _ in chats]
-        live = list(range(len(chats)))
-        while live:
-            prompts: dict[int, list[int]] = {}
-            for index in live:
-                turn = _next_turn(given[index])
-                prompt = self._tokenizer.encode_prompt([*answered[index], *turn]) if turn else []
-                if 0 < len(prompt) < self._room:
-                    answered[index] += turn
-                    prompts[index] = prompt
-            # Neighbours in length share a batch; answers of one kind of question tend to be alike too.
-            live = sorted(prompts, key=lambda index: len(prompts[index]))
-            for begin in range(0, len(live), self._config.batch_size):
-                self._answer_batch(live[begin : begin + self._config.batch_size], prompts, answered)
-        return answered
-
-    def _answer_batch(self, rows: list[int], prompts: dict[int, list[int]], answered: list[list[Message]]) -> None:
-        from moray.decoding.lockstep import decode_lockstep
-
-        chosen = [prompts[row] for row in rows]
-        answers = decode_lockstep(self._target, chosen, self._config.max_new_tokens, self._eos_ids)
-        for row, answer in zip(rows, answers, strict=True):
-            answered[row].append({"role": "assistant", "content": self._tokenizer.decode(answer)})
+        answered, summary = answer_chats(rows, self._target, self._tokenizer, self._eos_ids, self._config)
+        self._store.write_part(name, answered, summary)
+        return summary
 
 
-def _next_turn(messages: list[Message]) -> list[Message]:
-    """Take the messages up to and with the next user turn from the front of the list."""
-    for index, message in enumerate(messages):
-        if message["role"] == "user":
-            turn = messages[: index + 1]
-            del messages[: index + 1]
-            return turn
-    messages.clear()
-    return []
+def _check_bad_rows(summaries: Mapping[str, Summary], most: int) -> None:
+    """Over all parts, those of earlier invocations included."""
+    num_bad = sum(summary["bad"] for summary in summaries.values())
+    if num_bad > most:
+        first = next(line for name in sorted(summaries) for line in summaries[name]["bad_rows"])
+        raise DataError(
+            f"{num_bad} bad rows, chats.max_bad_rows allows {most}; the first: {first}; allow more and {AGAIN}, or "
+            "mend the file and begin anew"
+        )
+
+
+def _total(summaries: Mapping[str, Summary]) -> Summary:
+    """The counts of all parts together."""
+    total: Summary = {}
+    for key in ("rows", "chats", "bad", "tokens"):
+        total[key] = sum(summary[key] for summary in summaries.values())
+    for key in ("dropped", "shortened", "finish_reasons"):
+        counts: Counter[str] = Counter()
+        for summary in summaries.values():
+            counts.update(summary[key])
+        total[key] = dict(sorted(counts.items()))
+    return total

@@ -28,8 +28,19 @@ def counter_uniform(
     SplitMix64's finaliser (Steele, Lea, Flood 2014) over a 64-bit counter, in wrapping int64 arithmetic,
     which is the same on every device.
     """
-    key = _mix(_mix(_mix(seed & _MASK) + sequence) + stream)
-    row = _mix_tensor(positions[:, None] * _signed(0x9E3779B97F4A7C15) + _signed(key))
+    return keyed_uniform(counter_key(seed, stream, sequence), positions, size)
+
+
+def counter_key(seed: int, stream: int, sequence: int = 0) -> int:
+    """What stands for seed, stream and sequence in `keyed_uniform`; fits into an int64."""
+    return _signed(_mix(_mix(_mix(seed & _MASK) + sequence) + stream))
+
+
+def keyed_uniform(
+    keys: int | Int[Tensor, "rows 1"], positions: Int[Tensor, " rows"], size: int
+) -> Float[Tensor, "rows size"]:
+    """The numbers of `counter_uniform`, by one key for all rows or by one for each."""
+    row = _mix_tensor(positions[:, None] * _signed(0x9E3779B97F4A7C15) + keys)
     column = torch.arange(1, size + 1, device=positions.device) * _signed(0xD1342543DE82EF95)
     bits = _mix_tensor(row + column)
     return (_shift(bits, 12).double() + 0.5) * 2.0**-52  # with one bit more, the largest would round to 1

@@ -1,13 +1,14 @@
 """Checkpoints of drafters and of training runs: safetensors and JSON, written atomically, never pickled.
 
 drafter.safetensors   trainable weights and buffers
-drafter.json          its configuration, its target's sizes and fingerprints
+drafter.json          its configuration, and what it was trained for (see `distill.contract`)
 training.safetensors  optimiser state           (resumable checkpoints only)
 training.json         updates, tokens, seconds  (resumable checkpoints only)
 """
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,99 +16,116 @@ from typing import Any
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from moray.distill.contract import Contract
 from moray.distill.loop import Progress
 from moray.distill.optim import Optimiser
+from moray.distill.parallel import Parallel
 from moray.drafters.base import Drafter
-from moray.drafters.configs import DRAFTER_CONFIG, DrafterConfig
-from moray.errors import DataError, MismatchError
+from moray.errors import DataError
+from moray.provenance import RUN_FILE
 from moray.targets.head import TargetHead
-from moray.targets.spec import TargetSpec
 
-_FORMAT = 2
+EXPORTED_TYPE = "moray_drafter"
+"""`model_type` in the config.json of an exported drafter (see `distill.export`)."""
+DRAFTER_PREFIX = "drafter."
+"""Of a drafter's own weights in an exported model.safetensors."""
 
 
-def save_drafter(folder: Path, drafter: Drafter, text_fingerprint: str) -> None:
+def save_drafter(
+    folder: Path, drafter: Drafter, text_fingerprint: str, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write a drafter that decodes and can be trained further.
 
     Args:
         folder: made if need be.
         drafter: its frozen target parts are not saved.
         text_fingerprint: of the tokenizer and chat template it was trained with.
+        weights: its state dict, where workers share it and it had to be gathered.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    state = drafter.state_dict() if weights is None else weights
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     _atomically(folder / "drafter.safetensors", lambda path: save_file(tensors, path))
-    description = {
-        "format": _FORMAT,
-        "drafter": DRAFTER_CONFIG.dump_python(drafter.config, mode="json"),  # type: ignore[arg-type]
-        "target": drafter.spec.model_dump(mode="json"),
-        "text_fingerprint": text_fingerprint,
-    }
+    description = Contract.of(drafter, text_fingerprint).describe()
     _atomically(folder / "drafter.json", lambda path: path.write_text(json.dumps(description, indent=2)))
 
 
-def read_drafter_config(folder: Path) -> tuple[DrafterConfig, TargetSpec, str]:
-    """Configuration, target sizes and text fingerprint of a saved drafter.
+def is_exported(folder: Path) -> bool:
+    """Whether a folder holds what pipelines.export wrote, in place of a run or a checkpoint."""
+    try:
+        description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return not (folder / "drafter.json").exists() and description["model_type"] == EXPORTED_TYPE
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def drafter_files(folder: Path) -> tuple[Path, Path]:
+    """The description and the weights of a drafter on disk, exported or not."""
+    if is_exported(folder):
+        return folder / "config.json", folder / "model.safetensors"
+    return folder / "drafter.json", folder / "drafter.safetensors"
+
+
+def read_contract(folder: Path) -> Contract:
+    """What a drafter on disk says of itself, and what it was trained for.
 
     Raises:
-        DataError: no drafter there, or its description is damaged.
+        DataError: no drafter there, an unfinished run, or a damaged description.
     """
-    path = folder / "drafter.json"
+    path, _ = drafter_files(folder)
     try:
         description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if description["format"] != _FORMAT:
-            raise DataError(
-                f"'{path}' has format {description['format']}, this version reads {_FORMAT}; train the drafter again"
-            )
-        return (
-            DRAFTER_CONFIG.validate_json(json.dumps(description["drafter"])),
-            TargetSpec.model_validate_json(json.dumps(description["target"])),
-            description["text_fingerprint"],
-        )
-    except FileNotFoundError:
+        return Contract.parse(description["contract"] if is_exported(folder) else description, path)
+    except OSError:
+        if (folder / RUN_FILE).is_file():
+            raise DataError(f"'{folder}' holds a run that is not finished: run its pipelines.distill again") from None
         raise DataError(
             f"'{folder}' holds no drafter: drafter.json is missing; train one with pipelines.distill"
         ) from None
-    except (json.JSONDecodeError, KeyError, ValidationError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
         raise DataError(f"'{path}' is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
 def load_drafter(folder: Path, head: TargetHead, text_fingerprint: str) -> Drafter:
-    """Rebuild a saved drafter for the target that `head` belongs to, in eval mode.
+    """Rebuild a saved or exported drafter for the target that `head` belongs to, in eval mode.
 
     Raises:
-        MismatchError: it was trained for another target, tokenizer or chat template; both values are named.
+        MismatchError: it was trained for another target, tokenizer, chat template or other taps; both values are named.
         DataError: missing or damaged files.
     """
-    config, spec, trained_text = read_drafter_config(folder)
-    _check_same("target", spec.fingerprint, head.spec.fingerprint, folder)
-    _check_same("tokenizer and chat template", trained_text, text_fingerprint, folder)
-    drafter = config.build(head)
+    contract = read_contract(folder)
+    contract.check_target(folder, head.spec, text_fingerprint)
+    drafter = contract.drafter.build(head)
+    contract.check_taps(folder, drafter.needs)
     load_weights(folder, drafter)
     return drafter.to(head.weight.device).eval()
 
 
 def load_weights(folder: Path, drafter: Drafter) -> None:
     """Fill a drafter with saved weights; they must match exactly."""
-    path = folder / "drafter.safetensors"
+    _, path = drafter_files(folder)
+    prefix = DRAFTER_PREFIX if is_exported(folder) else ""
     try:
-        drafter.load_state_dict(load_file(path))
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
+            drafter.load_state_dict({name[len(prefix) :]: file.get_tensor(name) for name in names})
     except (OSError, SafetensorError, RuntimeError) as error:
         raise DataError(
             f"'{path}' does not hold this drafter's weights: {' '.join(str(error).split())[:200]}"
         ) from None
 
 
-def save_training(folder: Path, optimiser: Optimiser, progress: Progress) -> None:
+def save_training(folder: Path, optimiser_state: Mapping[str, Tensor], progress: Progress) -> None:
     """Write what a run needs, beside its drafter, to go on exactly where it was."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.cpu() for name, tensor in optimiser.state_dict().items()}
+    state = {name: tensor.cpu() for name, tensor in optimiser_state.items()}
     _atomically(folder / "training.safetensors", lambda path: save_file(state, path))
     _atomically(folder / "training.json", lambda path: path.write_text(json.dumps(asdict(progress))))
 
 
-def load_training(folder: Path, optimiser: Optimiser) -> Progress:
+def load_training(folder: Path, optimiser: Optimiser | Parallel) -> Progress:
     """Restore an optimiser and say how far the run was."""
     try:
         optimiser.load_state_dict(load_file(folder / "training.safetensors"))
@@ -126,14 +144,6 @@ def whole_checkpoint_step(folder: Path) -> int | None:
         return int(json.loads((folder / "training.json").read_text(encoding="utf-8"))["step"])
     except (OSError, SafetensorError, ValueError, KeyError):
         return None
-
-
-def _check_same(what: str, trained: str, given: str, folder: Path) -> None:
-    if trained != given:
-        raise MismatchError(
-            f"drafter '{folder}' was trained for another {what}: fingerprint {trained}, this one has {given}; "
-            f"train a drafter for this {what} or point `target` at the right one"
-        )
 
 
 def _atomically(path: Path, write: Any) -> None:

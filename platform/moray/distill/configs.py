@@ -82,6 +82,27 @@ class LinearSchedule(Config):
 Schedule = Annotated[SpikeSchedule | LinearSchedule, Field(discriminator="type")]
 
 
+class DdpConfig(Config):
+    """Every worker holds all weights and all optimiser state."""
+
+    type: Literal["ddp"]
+
+
+class DeepSpeedConfig(Config):
+    """DeepSpeed ZeRO (arXiv 1910.02054): workers share what each would hold. AdamW in float32 or bfloat16."""
+
+    type: Literal["deepspeed"]
+    stage: Literal[1, 2, 3]
+    """1 shares the optimiser state, 2 gradients too, 3 weights too."""
+    offload_optimizer: bool = False
+    """Keep the optimiser state, and update, in the CPU's memory."""
+    persistence_threshold: int = Field(default=100_000, ge=0)
+    """Stage 3: weights of at most this many elements stay whole on every worker."""
+
+
+Parallel = Annotated[DdpConfig | DeepSpeedConfig, Field(discriminator="type")]
+
+
 class TrainConfig(Config):
     """Length, batch size and bookkeeping of a training run."""
 
@@ -89,11 +110,17 @@ class TrainConfig(Config):
     max_steps: int | None = Field(default=None, ge=1)
     """Ends the run early; None for all epochs."""
     batch_tokens: int = Field(default=16384, ge=16)
-    """Most tokens, padding included, of one worker's batch."""
+    """Most tokens, padding included, that one worker computes at once."""
+    accumulate: int = Field(default=1, ge=1)
+    """Batches of every worker in one update. Their number times that of the workers is the run's number of lanes,
+    which it keeps when it goes on with fewer workers."""
     seed: int = 0
     clip: float = Field(default=1.0, gt=0)
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16 runs the forward pass under autocast; weights stay float32."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """bfloat16 and float16 run the forward pass under autocast, float16 with a loss scale; weights stay float32."""
+    activation_checkpointing: bool = False
+    """Keep the inputs of each block of layers alone and compute the rest again in the backward pass: the same gradients
+    with less memory, for about a third more work."""
     checkpoint_steps: int = Field(default=500, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     log_steps: int = Field(default=10, ge=1)

@@ -1,20 +1,21 @@
-"""The training loop: a `for` over batches. It knows torch; iterators, reporting and saving are handed in, so
+"""The training loop: a `for` over updates. It knows torch; iterators, reporting and saving are handed in, so
 the same loop runs under Ray Train, Ray Tune, in a test and on a laptop."""
 
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed
-from torch import nn
 
-from moray.batch import TrainBatch
+from moray.batch import LaneBatch
 from moray.distill.configs import LossConfig, TrainConfig
+from moray.distill.finite import FiniteWatch
 from moray.distill.masks import staircase_probability
-from moray.distill.optim import Optimiser
-from moray.distill.step import check_finite, train_step
-from moray.drafters.base import Drafter
+from moray.distill.parallel import Parallel, num_workers, sum_over_workers
+from moray.distill.step import UpdatePlace, num_rounds, run_update
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Progress:
     step: int = 0
     """Finished updates."""
     tokens: int = 0
-    """Tokens of all workers' batches so far, padding not counted."""
+    """Tokens of all lanes' batches so far, padding not counted."""
     seconds: float = 0.0
     """Time spent in the loop."""
 
@@ -44,58 +45,76 @@ class Span:
     total_steps: int
     steps_per_epoch: int
     epochs: int
+    num_lanes: int = 1
+    """Of all workers: see `activations.epochs`."""
 
 
 def train(
-    drafter: Drafter,
-    optimiser: Optimiser,
-    batches: Iterable[TrainBatch],
+    parallel: Parallel,
+    updates: Iterable[list[LaneBatch]],
     span: Span,
     losses: LossConfig,
     config: TrainConfig,
     report: Report,
     save: Save,
 ) -> None:
-    """Train from `span.first` to the end of `batches`.
+    """Train from `span.first` to the end of `updates`, each of which holds one batch of every lane of this worker.
 
-    Every draw of step s on worker r comes from a generator seeded by (seed, s, r): a resumed run repeats
-    exactly what an unbroken one would have done.
+    Draws depend on seed, step and lane alone: a resumed run, with as many workers or fewer, repeats what an
+    unbroken one would have done. But for reports and checkpoints, all that the host waits for in the loop is which
+    positions count (`losses`, and MoA's tokens that are no padding).
 
     Raises:
-        DataError: a gradient is not finite.
+        NonFiniteError: a loss or gradient is not finite. It is noticed an update late, before anything of it is
+            reported or saved.
     """
-    model: nn.Module = drafter
-    rank = 0
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        model = nn.parallel.DistributedDataParallel(drafter, forward_sync_buffers=False)
-        rank = torch.distributed.get_rank()
-    device = next(drafter.parameters()).device
-    drafter.train()
-    step, tokens = span.first.step, torch.zeros((), dtype=torch.float64, device=device)
+    device = next(parallel.drafter.parameters()).device
+    parallel.drafter.train()
+    parallel.drafter.recomputes = config.activation_checkpointing
+    step, tokens = span.first.step, 0
+    watch = FiniteWatch()
     begin = time.perf_counter()
 
     def progress() -> Progress:
-        return Progress(step, span.first.tokens + int(tokens), span.first.seconds + time.perf_counter() - begin)
+        everywhere = int(sum_over_workers(torch.tensor(tokens, dtype=torch.float64, device=device)))
+        return Progress(step, span.first.tokens + everywhere, span.first.seconds + time.perf_counter() - begin)
 
-    for batch in batches:
-        generator = torch.Generator().manual_seed(_mix(config.seed, step, rank))
-        stairs = staircase_probability(step // span.steps_per_epoch, span.epochs)
-        result = train_step(model, drafter, batch.to(device), stairs, losses, config, generator)
-        check_finite(result, step)
-        optimiser.step(step, span.steps_per_epoch, span.total_steps)
+    for lanes in updates:
+        place = UpdatePlace(
+            step,
+            span.steps_per_epoch,
+            span.total_steps,
+            staircase_probability(step // span.steps_per_epoch, span.epochs),
+            num_rounds(span.num_lanes),
+            config.seed,
+        )
+        result = run_update(parallel, lanes, place)
+        watch.check()  # the update before this one
         step += 1
+        watch.follow(step, result, parallel.learning_rate)
         tokens += result.num_tokens
-        if step % config.log_steps == 0 or step == span.total_steps:
-            report(progress(), result.metrics(losses) | {"learning_rate": optimiser.learning_rate})
-        if step % config.checkpoint_steps == 0 or step == span.total_steps:
-            save(progress())
-    drafter.eval()
+        is_reported = step % config.log_steps == 0 or step == span.total_steps
+        is_saved = step % config.checkpoint_steps == 0 or step == span.total_steps
+        if not is_reported and not is_saved:
+            continue
+        watch.check()
+        done = progress()
+        if is_reported:
+            memory = {"peak_memory_bytes": _peak_memory(device)}
+            report(done, result.metrics(losses) | {"learning_rate": parallel.learning_rate} | memory)
+        if is_saved:
+            save(done)
+    watch.check()
+    parallel.drafter.eval()
 
 
-def _mix(*parts: int) -> int:
-    """A seed in 63 bits from small integers."""
-    value = 0x9E3779B97F4A7C15
-    for part in parts:
-        value = ((value ^ (part + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        value ^= value >> 31
-    return value >> 1
+def _peak_memory(device: torch.device) -> float:
+    """The most memory that any worker has taken so far: the GPU's, or the whole process's on a CPU."""
+    if device.type == "cuda":
+        most = torch.cuda.max_memory_allocated(device)
+    else:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.tensor(most, dtype=torch.float64, device=device)
+    if num_workers() > 1:
+        torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+    return float(peak)

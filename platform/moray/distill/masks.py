@@ -27,13 +27,13 @@ def draw_view(
     if period_range is None:
         seed = int(torch.randint(1 << 62, (), generator=generator))
         before = torch.arange(seq, device=device).sub(1).clamp(min=0).expand(size, seq)
-        return DraftView(before, torch.zeros(size, dtype=torch.bool, device=device), seed)
+        return DraftView(before, None, seed)
     period = torch.randint(period_range[0], period_range[1], (size,), generator=generator)
     phase = (torch.rand(size, generator=generator) * period).long()
-    staircase = torch.rand(size, generator=generator) < staircase_probability
+    staircase = torch.rand(size, generator=generator) < staircase_probability  # still on the CPU: `any` waits for none
     seed = int(torch.randint(1 << 62, (), generator=generator))
     start = verified_start(batch.response_mask, period.to(device), phase.to(device))
-    return DraftView(start, staircase.to(device), seed)
+    return DraftView(start, staircase.to(device) if staircase.any() else None, seed)
 
 
 def verified_start(

@@ -40,15 +40,25 @@ class Optimiser:
             ]
         self._base_rates = [group["lr"] for optimiser in self._optimisers for group in optimiser.param_groups]
 
-    def step(self, step: int, steps_per_epoch: int, total_steps: int) -> None:
-        """Set the learning rate of `step`, update, and clear the gradients."""
+    def step(self, step: int, steps_per_epoch: int, total_steps: int, is_applied: bool = True) -> None:
+        """Set the learning rate of `step`, update (unless told not to), and clear the gradients."""
+        self.set_rate(step, steps_per_epoch, total_steps)
+        for optimiser in self._optimisers:
+            if is_applied:
+                optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+
+    def set_rate(self, step: int, steps_per_epoch: int, total_steps: int) -> None:
+        """Set the learning rate of `step`."""
         factor = self._schedule.factor(step, steps_per_epoch, total_steps)
         groups = [group for optimiser in self._optimisers for group in optimiser.param_groups]
         for group, rate in zip(groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
-        for optimiser in self._optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
+
+    @property
+    def alone(self) -> torch.optim.Optimizer | None:
+        """The torch optimiser, if one has all parameters."""
+        return self._optimisers[0] if len(self._optimisers) == 1 else None
 
     @property
     def learning_rate(self) -> float:

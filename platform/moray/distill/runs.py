@@ -12,10 +12,21 @@ _IRRELEVANT = (
     "output",
     "train.log_steps",
     "train.keep_checkpoints",
+    "train.checkpoint_steps",
+    "train.activation_checkpointing",
+    "parallel",
+    "source.capture",
+    "workers.cpus_per_worker",
+    "trackers",
+    "validation",
     "workers.max_failures",
+    "workers.num_workers",
     "workers.prefetch_windows",
+    "workers.threads_per_worker",
+    "workers.use_gpu",
 )
-"""Keys, and groups of keys, that may differ between a run and its resumption: no weight depends on them."""
+"""Keys, and groups of keys, that may differ between a run and its resumption: no weight depends on them, but for the
+order in which floating-point numbers are added up."""
 
 
 def check_run(folder: Path, config: Config, fingerprints: Mapping[str, str], in_the_way: str = "the folder") -> None:

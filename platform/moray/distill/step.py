@@ -1,92 +1,150 @@
-"""One training step up to its gradients: draw the view, predict, lose, go back. Counts exactly across workers."""
+"""One update: every lane's batch in turn, its gradients weighed by the positions of all lanes of all workers."""
 
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed
-from torch import Tensor, nn
+from torch import Tensor
 
-from moray.batch import TrainBatch
-from moray.distill.configs import LossConfig, TrainConfig
-from moray.distill.losses import MAX_STEPS_AHEAD, LossSums, distillation_loss, simulated_tau
+from moray.batch import LaneBatch
+from moray.distill.configs import LossConfig
+from moray.distill.losses import LossSums, simulated_tau
 from moray.distill.masks import draw_view, loss_positions
-from moray.drafters.base import Drafter
-from moray.errors import DataError
+from moray.distill.parallel import Parallel, num_workers, sum_over_workers
+from moray.distill.token_losses import MAX_STEPS_AHEAD
+from moray.drafters.base import DraftView
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """Sums of one step over all workers, still on the device: `metrics` waits for them."""
+class LaneResult:
+    """What one lane gave to an update."""
 
-    sums: Tensor  # [5 + 2 * MAX_STEPS_AHEAD]: see `_pack`
+    lane: int
+    uids: tuple[str, ...]
+    loss: Tensor
+    """Summed over its positions."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """Sums of one update over this worker's lanes, still on the device: `metrics` waits for them."""
+
+    lanes: tuple[LaneResult, ...]
+    sums: Tensor  # [4 + 2 * MAX_STEPS_AHEAD]: see `_pack`
+    num_tokens: int
+    num_padded: int
     grad_norm: Tensor
-
-    @property
-    def num_tokens(self) -> Tensor:
-        """Tokens of all workers' batches, padding not counted."""
-        return self.sums[4]
+    may_go_on: Tensor
+    """Whether neither a loss nor a gradient speaks against it; the same on all workers."""
 
     def metrics(self, weights: LossConfig) -> dict[str, float]:
-        """Means for people: losses per position, accuracy by step, simulated tau."""
-        values = self.sums.tolist()
+        """Means over all workers for people: losses per position, accuracy by step, simulated tau. All workers
+        call it together."""
+        counts = self.sums.new_tensor([self.num_tokens, self.num_padded])
+        values = sum_over_workers(torch.cat([self.sums, counts])).tolist()
         feature, kl, rejection, positions = values[:4]
+        tokens, padded = values[-2:]
         count = max(1.0, positions)
-        correct, counts = values[5 : 5 + MAX_STEPS_AHEAD], values[5 + MAX_STEPS_AHEAD :]
-        accuracy = [c / n for c, n in zip(correct, counts, strict=True) if n]
+        correct, counted = values[4 : 4 + MAX_STEPS_AHEAD], values[4 + MAX_STEPS_AHEAD : -2]
+        accuracy = [c / n for c, n in zip(correct, counted, strict=True) if n]
         metrics = {
             "loss": (weights.feature * feature + weights.kl * kl + weights.acceptance * rejection) / count,
             "feature_loss": feature / count,
             "kl": kl / count,
             "acceptance": 1.0 - rejection / count,
-            "accuracy": sum(correct) / max(1.0, sum(counts)),
+            "accuracy": sum(correct) / max(1.0, sum(counted)),
             "simulated_tau": simulated_tau(accuracy),
             "positions": positions,
+            "padding_waste": 1.0 - tokens / max(1.0, padded),
             "grad_norm": float(self.grad_norm),
         }
         return metrics | {f"accuracy_step_{i + 1}": value for i, value in enumerate(accuracy)}
 
 
-def train_step(
-    model: nn.Module,
-    drafter: Drafter,
-    batch: TrainBatch,
-    staircase_probability: float,
-    losses: LossConfig,
-    train: TrainConfig,
-    generator: torch.Generator,
-) -> StepResult:
-    """Accumulate this batch's gradients, averaged over the training positions of all workers.
+@dataclass(frozen=True)
+class UpdatePlace:
+    """Which update this is, and all that its draws depend on."""
 
-    `model` is the drafter itself or its DistributedDataParallel wrapper.
+    step: int
+    """Updates made before it."""
+    steps_per_epoch: int
+    total_steps: int
+    staircase_probability: float
+    num_rounds: int
+    """Most batches that a worker has."""
+    seed: int
+
+
+def run_update(parallel: Parallel, lanes: list[LaneBatch], place: UpdatePlace) -> UpdateResult:
+    """Go through this worker's lanes one after the other, then update.
+
+    Every draw in lane l comes from a generator seeded by (seed, step, l), whoever computes it.
+
+    Args:
+        parallel: the drafter, and how it is trained.
+        lanes: one batch of each; emptied on the way, so that a lane's taps are freed after its turn.
+        place: where in the run this is.
     """
-    view = draw_view(batch, drafter.config.verified_period, staircase_probability, generator)
-    device_type = batch.tokens.device.type
-    precise = train.precision == "float32"
-    with nullcontext() if precise else torch.autocast(device_type, dtype=torch.bfloat16):
-        output = model(batch, view)
-    sums = distillation_loss(output, batch, loss_positions(batch), drafter, losses)
-    packed = _pack(sums, batch)
-    workers = 1
-    if torch.distributed.is_initialized():
-        workers = torch.distributed.get_world_size()
-        torch.distributed.all_reduce(packed)
-    # DDP averages gradients over workers; undo that and divide by the number of positions everywhere.
-    (sums.total * (workers / packed[3].clamp(min=1.0))).backward()
-    grad_norm = nn.utils.clip_grad_norm_(drafter.parameters(), train.clip)
-    return StepResult(packed, grad_norm)
+    device = next(parallel.drafter.parameters()).device
+    views = [_view(parallel, batch, place) for batch in lanes]
+    counts = [_num_positions(batch, view) for batch, view in zip(lanes, views, strict=True)]
+    positions = sum_over_workers(torch.tensor(float(sum(counts)), device=device))
+    factor = 1.0 / positions.clamp(min=1.0)
+    num_tokens = sum(batch.text.num_tokens for batch in lanes)
+    num_padded = sum(batch.num_padded for batch in lanes)
+    results: list[LaneResult] = []
+    packed = torch.zeros(4 + 2 * MAX_STEPS_AHEAD, device=device)
+    num_idle = place.num_rounds - len(lanes) if parallel.has_equal_rounds else 0
+    for number, view in enumerate(views):
+        batch = lanes.pop(0)
+        whole, seen = batch.whole(device), _move(view, device)
+        is_last = number + 1 == len(views)
+        for _ in range(num_idle if is_last else 0):  # keeps up with the others, and counts nothing
+            parallel.accumulate(whole, seen, 0.0, is_last=False)
+        sums = parallel.accumulate(whole, seen, factor, is_last)
+        packed += _pack(sums)
+        results.append(LaneResult(batch.lane, batch.uids, sums.total.detach()))
+        del batch, whole  # before the next lane's taps are decoded
+    norm, may_go_on = parallel.update(place.step, place.steps_per_epoch, place.total_steps)
+    return UpdateResult(tuple(results), packed, num_tokens, num_padded, norm, may_go_on)
 
 
-def check_finite(result: StepResult, step: int) -> None:
-    """Stop before a non-finite gradient reaches the weights' checkpoint."""
-    if not bool(torch.isfinite(result.grad_norm)):
-        raise DataError(
-            f"step {step}: the gradient is {float(result.grad_norm)}; lower optim.lr, or cache the activations again"
-        )
+def lanes_of(rank: int, workers: int, num_lanes: int) -> Sequence[int]:
+    """The lanes that a worker goes through: w, w + W, w + 2W, ..."""
+    return range(rank, num_lanes, workers)
 
 
-def _pack(sums: LossSums, batch: TrainBatch) -> Tensor:
-    """feature, kl, rejection, positions, tokens; then what is counted by steps ahead."""
-    tokens = batch.lengths.sum().to(sums.kl.device)
-    scalars = torch.stack([sums.feature, sums.kl, sums.rejection, sums.count.float(), tokens.float()])
-    return torch.cat([scalars.float(), sums.correct_by_step.float(), sums.count_by_step.float()])
+def num_rounds(num_lanes: int) -> int:
+    """Most lanes that a worker has."""
+    return -(-num_lanes // num_workers())
+
+
+def _view(parallel: Parallel, batch: LaneBatch, place: UpdatePlace) -> DraftView:
+    generator = torch.Generator().manual_seed(mix_seed(place.seed, place.step, batch.lane))
+    return draw_view(batch.text, parallel.drafter.config.verified_period, place.staircase_probability, generator)
+
+
+def _num_positions(batch: LaneBatch, view: DraftView) -> int:
+    """Positions that the losses will count: known from text alone, so before anything is computed."""
+    column = torch.arange(view.start.shape[1])
+    return int((loss_positions(batch.text) & (view.start != column)).sum())
+
+
+def _move(view: DraftView, device: torch.device) -> DraftView:
+    staircase = None if view.staircase is None else view.staircase.to(device, non_blocking=True)
+    return DraftView(view.start.to(device, non_blocking=True), staircase, view.seed)
+
+
+def _pack(sums: LossSums) -> Tensor:
+    """feature, kl, rejection, positions; then what is counted by steps ahead."""
+    scalars = torch.stack([sums.feature, sums.kl, sums.rejection, sums.count.float()])
+    return torch.cat([scalars.float(), sums.correct_by_step.float(), sums.count_by_step.float()]).detach()
+
+
+def mix_seed(*parts: int) -> int:
+    """A seed in 63 bits from small integers."""
+    value = 0x9E3779B97F4A7C15
+    for part in parts:
+        value = ((value ^ (part + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        value ^= value >> 31
+    return value >> 1

@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.configs import DrafterConfigBase
@@ -33,8 +34,8 @@ class DraftView:
 
     start: Int[Tensor, "batch seq"]
     """Latest verified position <= i."""
-    staircase: Bool[Tensor, " batch"]
-    """Sequences whose self-attention must not look behind `start`."""
+    staircase: Bool[Tensor, " batch"] | None
+    """Sequences whose self-attention must not look behind `start`; None: no sequence."""
     seed: int = 0
     """Seed of what a drafter draws itself in this step, such as noise on features."""
 
@@ -44,13 +45,19 @@ class Prediction:
     """What a drafter says about the token after every position of a training batch."""
 
     hidden: Float[Tensor, "batch seq hidden"]
-    """What `score` reads."""
+    """What `project` reads."""
     start: Int[Tensor, "batch seq"]
     """Last verified position that the prediction was made from; i itself where there is none."""
-    score: Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows draft"]]
-    """Logits over the draft vocabulary."""
+    project: Callable[..., Float[Tensor, "rows draft"]]
+    """project(rows of hidden, *trained): logits over the draft vocabulary."""
     weight: float = 1.0
     """How much its losses count."""
+    trained: tuple[Tensor, ...] = ()
+    """The weights that `project` reads and that train; the loss takes their gradients."""
+
+    def score(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
+        """Logits over the draft vocabulary."""
+        return self.project(hidden, *self.trained)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self.head = head  # frozen, and no nn.Module: never trained, moved or saved with the drafter
         self.spec = head.spec
         self.vocabulary = DraftVocabulary(head, config.num_draft_tokens)
+        self.recomputes = False
+        """Training keeps the inputs of each block of layers alone, and computes the rest again in the backward pass."""
 
     @property
     @abstractmethod
@@ -101,6 +110,12 @@ class Drafter(nn.Module, ABC, Generic[State]):
             ConfigError: the drafter has nothing to train.
         """
         raise ConfigError(f"drafter.type is {type(self).__name__.lower()}, which has nothing to train: evaluate it")
+
+    def run_block(self, block: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """A block of `forward`: what is dear to keep of it is not kept where the drafter `recomputes`."""
+        if not self.recomputes or not torch.is_grad_enabled():
+            return block(*inputs)
+        return checkpoint(block, *inputs, use_reentrant=False)
 
     @abstractmethod
     def new_state(self, capacity: int, max_expanded: int) -> State:

@@ -60,8 +60,8 @@ class Eagle(Drafter[EagleState]):
         real = batch.taps.hidden[-1].to(self.fc.weight.dtype)
         before = F.pad(self._noisy(real, view.seed)[:, :-1], (0, 0, 1, 0))
         seq = batch.tokens.shape[1]
-        x = self._join(batch.tokens, before)
-        predicted = self.layer(x, self.rotary.rows(0, seq), "causal")
+        x = self.run_block(self._join, batch.tokens, before)
+        predicted = self.run_block(self.layer, x, self.rotary.rows(0, seq), "causal")
         prediction = Prediction(predicted, view.start, self.vocabulary.logits)
         return DraftOutput((prediction,), {-1: (predicted, 1.0)})
 

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import GlideConfig
-from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttention, SwiGLU, attend, block_mask, init_weights
+from moray.drafters.layers import RMSNorm, Rotary, RotaryTable, SelfAttention, SwiGLU, attend, init_weights
 from moray.drafters.slots import DraftSlots
+from moray.drafters.t_step import memory_tokens
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
+from moray.targets.visibility import Visible
 from moray.trees.shapes import MAX_DEPTH
 
 KeysValues = tuple[Float[Tensor, "batch kv_heads slots head_dim"], Float[Tensor, "batch kv_heads slots head_dim"]]
@@ -75,18 +77,23 @@ class Glide(Drafter[GlideState]):
         assert batch.taps.kv is not None
         seq = batch.tokens.shape[1]
         rotary = self.rotary.rows(0, seq)
-        own_mask, target_mask = block_mask(view.start)
         x = self.head.embed(batch.tokens).to(self.cross_query.weight.dtype)
-        x = x + self.self_attention(self.self_norm(x), rotary, own_mask)
+        x = self.run_block(self._attend_to_itself, x, rotary)
         positions = torch.arange(seq, device=x.device).expand(batch.tokens.shape)
-        hidden = self._finish(x, self._unpack(batch.taps.kv[:, :, 0]), target_mask, positions)
+        target, mask = self._unpack(batch.taps.kv[:, :, 0]), memory_tokens(view.start)
+        hidden = self.run_block(self._finish, x, target, mask, positions)
         return DraftOutput((Prediction(hidden, view.start, self.vocabulary.logits),))
+
+    def _attend_to_itself(
+        self, x: Float[Tensor, "batch seq hidden"], rotary: Rotary
+    ) -> Float[Tensor, "batch seq hidden"]:
+        return x + self.self_attention(self.self_norm(x), rotary, "causal")
 
     def _finish(
         self,
         x: Float[Tensor, "batch seq hidden"],
         target: KeysValues,
-        mask: Bool[Tensor, "batch 1 seq seq"] | None,
+        mask: Visible | None,
         positions: Int[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq hidden"]:
         """Cross-attention to the target's keys and values, MLP, norm."""

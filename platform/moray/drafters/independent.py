@@ -90,8 +90,9 @@ class Independent(Drafter[IndependentState]):
         seq = batch.tokens.shape[1]
         rotary = self.rotary.rows(0, seq)
         for layer in self._blocks:
-            x = layer(x, rotary, "causal")
-        return DraftOutput((Prediction(self.norm(x), view.start, self._logits),))
+            x = self.run_block(layer, x, rotary, "causal")
+        trained = () if self.projection is None else (self.projection.weight,)
+        return DraftOutput((Prediction(self.norm(x), view.start, self._project, trained=trained),))
 
     def _embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq width"]:
         if self.embedding is None:
@@ -99,9 +100,12 @@ class Independent(Drafter[IndependentState]):
         return self.embedding(tokens)
 
     def _logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows draft"]:
-        if self.projection is None:
-            return self.vocabulary.logits(hidden)
-        return F.linear(hidden, self.projection.weight.to(hidden.dtype))
+        return self._project(hidden) if self.projection is None else self._project(hidden, self.projection.weight)
+
+    def _project(
+        self, hidden: Float[Tensor, "rows width"], own: Float[Tensor, "draft width"] | None = None
+    ) -> Float[Tensor, "rows draft"]:
+        return self.vocabulary.logits(hidden) if own is None else F.linear(hidden, own.to(hidden.dtype))
 
     def new_state(self, capacity: int, max_expanded: int) -> IndependentState:
         slots = DraftSlots(capacity, max_expanded, self.norm.weight, is_layered=self.config.num_layers > 1)

@@ -8,10 +8,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Complex, Float, Int
+from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from moray.drafters.configs import BlockConfig
+from moray.targets.visibility import Visible, attend_causally, attend_visible
 
 Rotary = Complex[Tensor, "#seq half"]
 """Unit complex numbers by which pairs of neighbouring features turn, for some positions."""
@@ -21,9 +22,9 @@ KVBuffer = Float[Tensor, "2 1 kv_heads slots head_dim"]
 """Keys and values of one attention and one sequence, slot by slot (see `drafters.slots`)."""
 
 
-Mask = Bool[Tensor, "#batch 1 seq slots"] | Float[Tensor, "#batch 1 seq slots"] | Literal["causal"] | None
-"""What queries see of keys: True or 0 where they do; None: everything. "causal" says the same as a lower triangle, to
-kernels that take no mask and are faster for it."""
+Mask = Visible | Literal["causal"] | Float[Tensor, "#batch 1 seq slots"] | None
+"""What queries see of keys. Whole sequences are trained by a rule, for "causal" the kernel's own; drafting has a tensor
+that is 0 where they see; None: everything."""
 
 
 class RotaryTable(nn.Module):
@@ -59,9 +60,24 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
         if x.device.type != "cpu":
             return super().forward(x)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         # Divided first: a large x times its weight may be more than half precision holds.
-        return (x / torch.hypot(length, self._floor)).to(x.dtype) * (self.weight * self._root_width)
+        return self._direction(x) * self._scale
+
+    def project(
+        self, x: Float[Tensor, "*any width"], weight: Float[Tensor, "rows width"]
+    ) -> Float[Tensor, "*any rows"]:
+        """A linear map of the normed `x`. For many rows of `x` the norm's weight is cheaper to apply to the map's."""
+        if x.device.type != "cpu":
+            return F.linear(super().forward(x), weight)
+        return F.linear(self._direction(x), weight * self._scale)
+
+    @property
+    def _scale(self) -> Float[Tensor, " width"]:
+        return self.weight * self._root_width
+
+    def _direction(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / torch.hypot(length, self._floor)).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -83,9 +99,9 @@ class SelfAttention(nn.Module):
     ) -> Float[Tensor, "batch seq width"]:
         """All positions at once."""
         heads = _heads(self.qkv_proj(normed), self.head_dim)
-        num_rotated = self.num_heads + self.num_kv_heads
-        rotated = rotate(heads[:, :num_rotated], rotary)
-        query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, num_rotated:]
+        # Split, not sliced: the gradients of slices are padded with zeros and added up.
+        turned, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        query, key = rotate(turned, rotary).split([self.num_heads, self.num_kv_heads], dim=1)
         return self._attend(query, key, value, mask)
 
     def remember(self, normed: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
@@ -152,7 +168,7 @@ class CrossAttention(nn.Module):
         rotary: Rotary,
         key: Float[Tensor, "batch kv_heads slots head_dim"],
         value: Float[Tensor, "batch kv_heads slots head_dim"],
-        mask: Bool[Tensor, "#batch 1 seq slots"] | None,
+        mask: Visible | None,
     ) -> Float[Tensor, "batch seq width"]:
         """What the positions of `normed`, turned by `rotary`, read there."""
         query = rotate(_heads(self.q_proj(normed), self.head_dim), rotary)
@@ -170,15 +186,13 @@ def attend(
     mask: Mask,
 ) -> Float[Tensor, "batch seq width"]:
     """Scaled dot-product attention, heads side by side."""
-    is_causal = isinstance(mask, str)
-    attended = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if is_causal else mask,
-        is_causal=is_causal,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    if isinstance(mask, Visible):
+        attended = attend_visible(query, key, value, mask)
+    elif isinstance(mask, str):
+        attended = attend_causally(query, key, value)
+    else:
+        is_grouped = query.shape[1] != key.shape[1]
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=is_grouped)
     return attended.transpose(1, 2).flatten(2)
 
 
@@ -191,22 +205,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(intermediate_size, width, bias=False)
 
     def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
-        return self.down(self.gated(x))
-
-    def gated(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any intermediate"]:
-        """What the last projection reads."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-
-class PooledSwiGLU(SwiGLU):
-    """The mean over positions of what a gated MLP gives.
-
-    Its last projection is linear, so it is applied to the mean: a `seq`-th of its work.
-    """
-
-    def forward(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch width"]:
-        return self.down(self.gated(x).mean(dim=1))
+        return self.down(F.silu(gate) * up)
 
 
 class _Layer(nn.Module):
@@ -261,20 +261,6 @@ class SelfAttentionLayer(_Layer):
         return self._finish(x[:, num_known:], attended)
 
 
-class PooledSelfAttentionLayer(_Layer):
-    """The mean over positions of what a decoder layer without a mask gives."""
-
-    def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
-        super().__init__(width, config, norm_eps)
-        self.attention = SelfAttention(width, config, head_dim)
-        self.mlp = PooledSwiGLU(width, config.intermediate_size)
-
-    def forward(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch width"]:
-        """All positions of `x` at once."""
-        x = x + self.attention(self.input_norm(x), rotary, None)
-        return x.mean(dim=1) + self.mlp(self.mlp_norm(x))
-
-
 class CrossAttentionLayer(_Layer):
     """A decoder layer whose attention reads a memory: keys and values that `memorise` made once."""
 
@@ -292,7 +278,7 @@ class CrossAttentionLayer(_Layer):
         rotary: Rotary,
         key: Float[Tensor, "batch kv_heads slots head_dim"],
         value: Float[Tensor, "batch kv_heads slots head_dim"],
-        mask: Bool[Tensor, "#batch 1 seq slots"] | None,
+        mask: Visible | None,
     ) -> Float[Tensor, "batch seq width"]:
         """The layer's output for `x` and the memory's keys and values."""
         return self._finish(x, self.attention(self.input_norm(x), rotary, key, value, mask))
@@ -307,24 +293,3 @@ def init_weights(module: nn.Module, norm_init: str) -> None:
                 nn.init.zeros_(part.bias)
         elif isinstance(part, nn.RMSNorm) and norm_init == "normal":
             nn.init.normal_(part.weight, std=0.02)
-
-
-def block_mask(
-    start: Int[Tensor, "batch seq"], hide_before_start: Bool[Tensor, " batch"] | None = None
-) -> tuple[Bool[Tensor, "batch 1 seq seq"], Bool[Tensor, "batch 1 seq seq"]]:
-    """Masks of T-step bounded training (MoA, section 3.2) from start(i), the last verified position <= i.
-
-    Returns:
-        own: what a position's self-attention sees: j <= i; with `hide_before_start` only start(i) < j <= i
-            (and i itself), the staircase.
-        memory: what its cross-attention sees: j <= start(i).
-    """
-    seq = start.shape[1]
-    column = torch.arange(seq, device=start.device)
-    row = column[:, None]
-    own = (column <= row).expand(start.shape[0], seq, seq)
-    if hide_before_start is not None:
-        near = (column > start[:, :, None]) | (column == row)
-        own = own & (near | ~hide_before_start[:, None, None])
-    memory = column <= start[:, :, None]
-    return own[:, None], memory[:, None]

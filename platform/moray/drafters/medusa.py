@@ -8,7 +8,6 @@ target's lm_head. All heads are computed at once, so a draft costs the same at a
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -70,17 +69,17 @@ class Medusa(Drafter[MedusaState]):
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         real = batch.taps.hidden[-1].to(self.block_weights[0].dtype)
         rows, seq, width = real.shape
-        hidden = self._blocks(real.reshape(1, rows * seq, width)).view(-1, rows, seq, width)
+        hidden = self.run_block(self._blocks, real.reshape(1, rows * seq, width)).view(-1, rows, seq, width)
         column = torch.arange(seq, device=real.device).expand(rows, seq)
         predictions = []
+        own = [()] * self.config.num_heads if self.projections is None else [(w,) for w in self.projections.unbind()]
         # Together 1: so that the sum over heads is still a mean, and 1 - its refusal a probability.
         shares = [self.config.decay**index for index in range(self.config.num_heads)]
         for index, share in enumerate(shares):
             steps = index + 1  # head `index` reads position i - steps to predict the token after i
             ahead = F.pad(hidden[index, :, : max(0, seq - steps)], (0, 0, min(steps, seq), 0))
             start = torch.where(column >= steps, column - steps, column)
-            score = partial(self._project, index)
-            predictions.append(Prediction(ahead, start, score, share / sum(shares)))
+            predictions.append(Prediction(ahead, start, self._project, share / sum(shares), own[index]))
         return DraftOutput(tuple(predictions))
 
     def _blocks(self, x: Float[Tensor, "one rows hidden"]) -> Float[Tensor, "heads rows hidden"]:
@@ -89,10 +88,10 @@ class Medusa(Drafter[MedusaState]):
             x = x + F.silu(torch.matmul(x, weight.transpose(1, 2)) + bias)
         return x
 
-    def _project(self, index: int, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
-        if self.projections is None:
-            return self.vocabulary.logits(hidden)
-        return F.linear(hidden, self.projections[index].to(hidden.dtype))
+    def _project(
+        self, hidden: Float[Tensor, "rows hidden"], own: Float[Tensor, "draft hidden"] | None = None
+    ) -> Float[Tensor, "rows draft"]:
+        return self.vocabulary.logits(hidden) if own is None else F.linear(hidden, own.to(hidden.dtype))
 
     def new_state(self, capacity: int, max_expanded: int) -> MedusaState:
         return MedusaState(self.block_weights[0].new_zeros(self.spec.hidden_size))

@@ -19,21 +19,19 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import MoAConfig
-from moray.drafters.layers import (
-    CrossAttentionLayer,
-    PooledSelfAttentionLayer,
-    RotaryTable,
-    SelfAttentionLayer,
-    block_mask,
-    init_weights,
-)
+from moray.drafters.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, init_weights
+from moray.drafters.pooled import PooledSelfAttentionLayer
 from moray.drafters.slots import DraftSlots
+from moray.drafters.t_step import memory_tokens, own_tokens, past_and_drafted
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache, PastAndPredicted
 from moray.trees.shapes import MAX_DEPTH
 
 _LAYER_ROTARY_THETA = 10_000.0
+_LAYER_NUMBERS = 1 << 26
+"""Layer self-attention takes as many tokens at once as have this many numbers in their keys and values: 1,024 of
+Llama-3-8B. What it computes of a token is some fifteen times as large."""
 
 
 @dataclass
@@ -102,27 +100,43 @@ class MoA(Drafter[MoAState]):
             memory["tail"] = taps.kv[:, :, -self.config.target_layers :].flatten(2)
         return memory
 
-    def _cross_keys_values(self, kv: Float[Tensor, "batch seq layers width"]) -> Float[Tensor, "batch seq kv_width"]:
+    def _cross_keys_values(
+        self, kv: Float[Tensor, "batch seq layers width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch seq kv_width"]:
         """Layer self-attention (section 3.1) over the layer axis, mean, projection to the hidden size: the
         memory m_t; then cross-attention's keys and values of it, not yet rotated."""
         batch, seq, layers, width = kv.shape
-        x = kv.reshape(batch * seq, layers, width).to(self.to_memory.weight.dtype)
-        mixed = self.lsa(x, self.layer_rotary.rows(0, layers))
-        return self.ca.memorise(self.to_memory(mixed).view(batch, seq, -1))
+        at_once = max(1, _LAYER_NUMBERS // (layers * width))
+        tokens = kv.flatten(0, 1)
+        if lengths is None:
+            memory = _joined([self.run_block(self._memory, part) for part in tokens.split(at_once)])
+        else:  # in training: layer self-attention is most of the work, and nobody sees the memory of padding
+            real = (torch.arange(seq, device=kv.device) < lengths[:, None]).flatten().nonzero()[:, 0]
+            found = _joined([self.run_block(self._memory, tokens, rows) for rows in real.split(at_once)])
+            memory = found.new_zeros(batch * seq, found.shape[1]).index_copy(0, real, found)
+        return self.ca.memorise(memory.view(batch, seq, -1))
+
+    def _memory(
+        self, kv: Float[Tensor, "tokens layers width"], rows: Int[Tensor, " some"] | None = None
+    ) -> Float[Tensor, "some hidden"]:
+        picked = kv if rows is None else kv[rows]
+        mixed = self.lsa(picked.to(self.to_memory.weight.dtype), self.layer_rotary.rows(0, kv.shape[1]))
+        return self.to_memory(mixed)
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         assert batch.taps.kv is not None
         seq = batch.tokens.shape[1]
         rotary = self.rotary.rows(0, seq)
-        own_mask, memory_mask = block_mask(view.start, view.staircase if self.config.staircase else None)
         x = self.head.embed(batch.tokens).to(self.to_memory.weight.dtype)
-        x = self.sa(x, rotary, own_mask)
-        key, value = self.ca.attention.split(self._cross_keys_values(batch.taps.kv), rotary)
-        predicted = self.ca(x, rotary, key, value, memory_mask)
+        x = self.run_block(
+            self.sa, x, rotary, own_tokens(view.start, view.staircase if self.config.staircase else None)
+        )
+        key, value = self.ca.attention.split(self._cross_keys_values(batch.taps.kv, batch.lengths), rotary)
+        predicted = self.run_block(self.ca, x, rotary, key, value, memory_tokens(view.start))
         if not self.config.target_layers:
             return self._output(predicted, view, {-1: (predicted, 1.0)})
         feature = predicted * self.feature_scale
-        last = self._last_layers_in_one_pass(feature, batch.taps.kv, view.start, memory_mask)
+        last = self._last_layers_in_one_pass(feature, batch.taps.kv, view.start)
         deep = -1 - self.config.target_layers
         return self._output(last, view, {deep: (feature, float(self.feature_scale)), -1: (last, 1.0)})
 
@@ -139,18 +153,14 @@ class MoA(Drafter[MoAState]):
         feature: Float[Tensor, "batch seq hidden"],
         kv: Float[Tensor, "batch seq layers width"],
         start: Int[Tensor, "batch seq"],
-        memory_mask: Bool[Tensor, "batch 1 seq seq"],
     ) -> Float[Tensor, "batch seq hidden"]:
         """Target Layer Inference for all positions: real keys/values up to start(i), predicted ones after."""
         batch, seq, _ = feature.shape
-        column = torch.arange(seq, device=feature.device)
-        drafted = (column > start[:, :, None]) & (column <= column[:, None])
-        mask = torch.cat([memory_mask, drafted[:, None]], dim=3)
-        # A verified position (i = start(i)) drafts nothing; it sees its past, and its output is not used.
         first = self.spec.num_layers - self.config.target_layers
         past = PastAndPredicted(kv[:, :, first:].to(self.head.weight.dtype), first, self.spec.head_dim)
-        positions = column.expand(batch, seq)
-        return self.head.run_last_layers(feature.to(self.head.weight.dtype), positions, mask, past)
+        positions = torch.arange(seq, device=feature.device).expand(batch, seq)
+        feature, mask = feature.to(self.head.weight.dtype), past_and_drafted(start)
+        return self.head.run_last_layers(feature, positions, mask, past, self.run_block)
 
     def new_state(self, capacity: int, max_expanded: int) -> MoAState:
         slots = DraftSlots(capacity, max_expanded, self.to_memory.weight)
@@ -197,3 +207,7 @@ class MoA(Drafter[MoAState]):
             feature = (hidden * self.feature_scale).to(self.head.weight.dtype)
             hidden = self.head.run_last_layers(feature, positions, rows.mask, state.tail)
         return self.vocabulary.expand(self.vocabulary.logits(hidden[0]))
+
+
+def _joined(parts: list[Float[Tensor, "_ hidden"]]) -> Float[Tensor, "tokens hidden"]:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

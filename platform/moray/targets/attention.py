@@ -1,8 +1,9 @@
-"""An attention backend for targets on CPUs, plugged in through transformers' own interface.
+"""Attention backends for targets, plugged in through transformers' own interface.
 
-torch's CPU kernel handles grouped key/value heads and masks together, so the copies of every key and value
+On CPUs torch's kernel handles grouped key/value heads and masks together, so the copies of every key and value
 that the stock backend makes for each query head (`repeat_kv`) are not needed: 12 % off a verify pass of the
-demo target. On a GPU the stock backend picks better kernels and stays.
+demo target. On a GPU the stock backend picks better kernels and stays. Both also take, in place of a mask, the
+rule of a whole training sequence (see `visibility`).
 """
 
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from moray.targets.visibility import Visible, attend_visible
+
 GROUPED = "moray_grouped_sdpa"
+STOCK = "moray_sdpa"
 
 
 def grouped_attention(
@@ -20,11 +25,13 @@ def grouped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Visible | None,
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, [batch, heads, seq, head_dim] in, [batch, seq, heads, head_dim] out."""
+    if isinstance(attention_mask, Visible):
+        return attend_visible(query, key, value, attention_mask, scaling).transpose(1, 2), None
     causal = attention_mask is None and query.shape[2] > 1
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=True
@@ -32,10 +39,24 @@ def grouped_attention(
     return out.transpose(1, 2), None
 
 
+def stock_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Visible | None,
+    scaling: float | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """transformers' own "sdpa", with the same shapes."""
+    if isinstance(attention_mask, Visible):
+        return attend_visible(query, key, value, attention_mask, scaling).transpose(1, 2), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
+
+
 def attention_backend(device_type: str) -> str:
     """The backend to load a target with."""
-    if device_type != "cpu":
-        return "sdpa"
-    AttentionInterface.register(GROUPED, grouped_attention)
-    AttentionMaskInterface.register(GROUPED, sdpa_mask)
-    return GROUPED
+    name, attention = (GROUPED, grouped_attention) if device_type == "cpu" else (STOCK, stock_attention)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name

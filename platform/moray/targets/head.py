@@ -5,8 +5,9 @@ never loads the whole target. All of it is frozen and none of it is ever saved w
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moray.errors import ConfigError
+from moray.errors import ConfigError, DataError
 from moray.targets.attention import attention_backend
 from moray.targets.kv_cache import KVCache, PastAndPredicted
 from moray.targets.model import Target, pick_device
 from moray.targets.rotary import RotaryCache
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
+from moray.targets.visibility import Visible
+
+
+def _run(layer: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+    return layer(hidden)
 
 
 class TargetHead:
@@ -55,6 +61,57 @@ class TargetHead:
         model_config = AutoConfig.from_pretrained(folder)
         dtype = getattr(torch, config.dtype)
         device = pick_device(config.device)
+        weight_map = _weight_map(folder)
+
+        def read(name: str) -> Tensor:
+            if name not in weight_map:
+                raise ConfigError(f"target.model '{folder}': tensor '{name}' is missing from its safetensors files")
+            with _open(folder / weight_map[name], device=str(device)) as file:
+                return file.get_tensor(name).to(dtype)
+
+        return cls._fill(model_config, spec, num_layers, read, dtype, device)
+
+    @classmethod
+    def restore(
+        cls, model_config: dict[str, Any], spec: TargetSpec, num_layers: int, tensors: dict[str, Tensor]
+    ) -> "TargetHead":
+        """Rebuild a head from what `tensors` gave and the target's config.json.
+
+        Raises:
+            DataError: a tensor is missing.
+        """
+        others = {key: value for key, value in model_config.items() if key != "model_type"}
+        config = AutoConfig.for_model(model_config["model_type"], **others)
+
+        def read(name: str) -> Tensor:
+            if name not in tensors:
+                raise DataError(f"tensor '{name}' of the target's head is missing: export the drafter again")
+            return tensors[name]
+
+        like = read("model.embed_tokens.weight")
+        return cls._fill(config, spec, num_layers, read, like.dtype, like.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every weight by its name in the target, once: a tied lm_head is its embeddings."""
+        is_tied = self._lm_head.weight is self._embed_tokens.weight
+        return {
+            f"{prefix}.{name}": tensor.detach()
+            for prefix, module in self._parts()
+            if prefix != "lm_head" or not is_tied
+            for name, tensor in module.state_dict().items()
+        }
+
+    @classmethod
+    def _fill(
+        cls,
+        model_config: Any,
+        spec: TargetSpec,
+        num_layers: int,
+        read: Callable[[str], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "TargetHead":
+        """A head whose tensors `read` gives by their names in the target."""
         backend = attention_backend(device.type)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=backend)
@@ -63,7 +120,8 @@ class TargetHead:
         head = cls(model.eval(), spec, num_layers)
         for prefix, module in head._parts():
             if prefix != "lm_head" or not model_config.tie_word_embeddings:
-                _fill(module, prefix, folder, dtype, device)
+                state = {name: read(f"{prefix}.{name}") for name in module.state_dict()}
+                module.load_state_dict(state, assign=True)
         if model_config.tie_word_embeddings:
             head._lm_head.weight = head._embed_tokens.weight
         for _, module in head._parts():
@@ -106,39 +164,31 @@ class TargetHead:
         self,
         hidden: Float[Tensor, "batch new hidden"],
         positions: Int[Tensor, "batch new"],
-        mask: Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
+        mask: Visible | Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
         cache: KVCache | PastAndPredicted,
+        run: Callable[..., Tensor] = _run,
     ) -> Float[Tensor, "batch new hidden"]:
-        """Target Layer Inference (MoA, section 3.3): the target's last N layers and its final norm."""
+        """Target Layer Inference (MoA, section 3.3): the target's last N layers and its final norm.
+
+        `run(layer, hidden)` runs one layer (see `Drafter.run_block`).
+        """
         rotary = self._rotary.at(hidden, positions)
         for layer in self._layers:
-            hidden = layer(
-                hidden,
+            ready = partial(
+                layer,
                 attention_mask=mask,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,
                 position_embeddings=rotary,
             )
+            hidden = run(ready, hidden)
         return self._norm(hidden)
 
     def _parts(self) -> list[tuple[str, nn.Module]]:
         first = self.spec.num_layers - self.num_layers
         parts = [("model.embed_tokens", self._embed_tokens), ("model.norm", self._norm), ("lm_head", self._lm_head)]
         return parts + [(f"model.layers.{first + i}", layer) for i, layer in enumerate(self._layers)]
-
-
-def _fill(module: nn.Module, prefix: str, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a meta-device module its tensors from the model's safetensors files."""
-    weight_map = _weight_map(folder)
-    state: dict[str, Tensor] = {}
-    for name in module.state_dict():
-        full = f"{prefix}.{name}"
-        if full not in weight_map:
-            raise ConfigError(f"target.model '{folder}': tensor '{full}' is missing from its safetensors files")
-        with _open(folder / weight_map[full], device=str(device)) as file:
-            state[name] = file.get_tensor(full).to(dtype)
-    module.load_state_dict(state, assign=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.cache_utils import Cache
 from transformers.utils.logging import disable_progress_bar
 
 from moray.errors import ConfigError
@@ -74,7 +75,7 @@ class Target:
         tokens: Int[Tensor, "batch new"],
         positions: Int[Tensor, "batch new"],
         mask: Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
-        cache: KVCache,
+        cache: Cache,
         hidden_depths: Sequence[int] = (),
     ) -> TargetOutput:
         """Run `new` tokens behind the cache's committed slots; their keys and values stay uncommitted.
@@ -83,8 +84,9 @@ class Target:
             tokens: token ids.
             positions: rotary positions, which need not follow the slots.
             mask: True (or 0 in an additive mask) where a token (row) sees a slot (column); slots = cache.length
-                + new. None for a single new token that sees every slot.
-            cache: receives the keys and values of the new tokens.
+                + new. None: a single new token sees every slot; of more, into an empty cache, each sees itself and
+                those before it, without a mask in memory.
+            cache: a `KVCache`, or another that receives the keys and values of the new tokens.
             hidden_depths: negative depths to return as well (-1 = after the final norm).
         """
         model = self.model.model

@@ -39,29 +39,31 @@ class OtherCausalLM:
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"drafter.model '{model}' cannot be loaded: {one_line(str(error))}") from None
         self._model = loaded.to(device).eval().requires_grad_(False)
-        positions = getattr(sizes, "max_position_embeddings", None)
+        positions: Any = getattr(sizes, "max_position_embeddings", None)
         # Within a sliding window full attention gives the same result.
-        window = getattr(sizes, "sliding_window", None)
-        if positions is None or not self._keeps_keys_and_values(device):
+        window: Any = getattr(sizes, "sliding_window", None)
+        no_positions = "it names no max_position_embeddings"
+        reason = self._why_not(device) if positions else no_positions
+        if reason:
             raise ConfigError(
                 f"drafter.model '{model}' is of type '{sizes.model_type}', which does not draft here: its attention "
-                "must take positions and keep keys and values; give another model with the target's tokenizer"
+                f"must take positions and keep keys and values ({reason}); give another with the target's tokenizer"
             )
-        self.max_positions: int = min(positions, window or positions)
+        self.max_positions = min(int(positions or 0), int(window or positions or 0))
         self.weight: Tensor = self._model.get_output_embeddings().weight
         self.vocab_size = self.weight.shape[0]
 
     @torch.inference_mode()
-    def _keeps_keys_and_values(self, device: torch.device) -> bool:
-        """Try two tokens at made-up positions: the cache must hold both."""
+    def _why_not(self, device: torch.device) -> str:
+        """Try two tokens at made-up positions, which the cache must hold; what went wrong, or nothing."""
         cache = self.new_cache(2)
         tokens = torch.zeros(2, dtype=torch.long, device=device)
         mask = torch.zeros(1, 1, 2, 2, dtype=self._model.dtype, device=device)
         try:
             self.forward(tokens, torch.arange(2, device=device), mask, cache, 0)
-        except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError):
-            return False
-        return cache.get_seq_length() == 2
+        except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError) as error:
+            return f"{type(error).__name__}: {one_line(str(error))[:200]}"
+        return "" if cache.get_seq_length() == 2 else "its cache keeps nothing of a token"
 
     def new_cache(self, capacity: int) -> DynamicCache:
         """An empty cache for one sequence; it grows as it is filled, whatever the capacity."""

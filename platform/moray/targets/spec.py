@@ -45,6 +45,8 @@ class TargetSpec(Config):
     rope_theta: float
     norm_eps: float
     fingerprint: str
+    rope_scaling: str = "default"
+    """Kind of rotary embedding and its parameters, as text."""
 
     @property
     def kv_width(self) -> int:
@@ -52,15 +54,19 @@ class TargetSpec(Config):
         return 2 * self.num_kv_heads * self.head_dim
 
 
-def read_spec(model: str) -> TargetSpec:
+def read_spec(model: str, needs_weights: bool = True) -> TargetSpec:
     """Read a target's sizes from its `config.json` and fingerprint its weights.
+
+    Args:
+        model: folder or hub name.
+        needs_weights: False where sizes are enough: weights are neither fetched nor read, and the fingerprint is empty.
 
     Raises:
         ConfigError: the folder is missing, or the family is not one we can verify losslessly.
     """
     from transformers import AutoConfig
 
-    folder = resolve_folder(model)
+    folder = resolve_folder(model, needs_weights)
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -82,7 +88,8 @@ def read_spec(model: str) -> TargetSpec:
         max_positions=_max_positions(config),
         rope_theta=float(config.rope_parameters["rope_theta"]),
         norm_eps=float(config.rms_norm_eps),
-        fingerprint=fingerprint(folder),
+        fingerprint=fingerprint(folder) if needs_weights else "",
+        rope_scaling=_rope_scaling(config.rope_parameters),
     )
 
 
@@ -99,7 +106,7 @@ def model_type_of(model: str) -> str:
         raise ConfigError(f"model '{model}': its config.json names no model_type; give a Hugging Face model") from None
 
 
-def resolve_folder(model: str) -> Path:
+def resolve_folder(model: str, needs_weights: bool = True) -> Path:
     """The local folder of a model: itself, or the snapshot that the hub client has or fetches."""
     folder = Path(model)
     if (folder / "config.json").is_file():
@@ -109,8 +116,9 @@ def resolve_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    patterns = ["*.json", "*.jinja", "*.model", *(["*.safetensors"] if needs_weights else [])]
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
             f"target.model '{model}' is neither a folder nor a hub model that can be fetched: {type(error).__name__}"
@@ -145,6 +153,12 @@ def _window_starts(size: int) -> list[int]:
     if count * _WINDOW >= size:
         return [i * _WINDOW for i in range(count)]
     return [i * (size - _WINDOW) // (count - 1) for i in range(count)]
+
+
+def _rope_scaling(parameters: dict[str, Any]) -> str:
+    kind = parameters.get("rope_type") or "default"
+    others = {key: parameters[key] for key in sorted(parameters) if key not in ("rope_type", "rope_theta")}
+    return " ".join([kind, *(f"{key}={json.dumps(value)}" for key, value in others.items())])
 
 
 def _max_positions(config: Any) -> int:

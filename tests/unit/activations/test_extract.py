@@ -1,16 +1,23 @@
 """From chats to shards: plans that lose nothing and waste little, and bytes that are the target's own states."""
 
+import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from moray.activations.extract import ShardPlan, ShardWriter, bytes_per_token, plan_shards, tap_columns
-from moray.activations.schema import TOKENS_SCHEMA, CacheConfig
+from moray.activations.channels import channels_fingerprint, read_channels, write_channels
+from moray.activations.decode import TapDecoder
+from moray.activations.extract import ShardWriter, find_channels, token_arrays
+from moray.activations.record import record_taps
+from moray.activations.rehearse import rehearsal_batches, rehearse
+from moray.activations.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token
+from moray.activations.shards import ShardPlan, plan_shards, tap_columns
 from moray.activations.store import CacheStore
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
@@ -72,6 +79,8 @@ def test_every_row_is_planned_exactly_once_and_names_are_unique() -> None:
     assert sorted(row for plan in plans for batch in plan.batches for row in batch) == list(range(3000))
     assert len({plan.name for plan in plans}) == len(plans)
     assert {plan.name.split("-")[0] for plan in plans} == {"00007"}
+    names = {plan_shards(part, [5], CacheConfig(), 1)[0].name for part in ("part-00000", "part-100000", "part-200000")}
+    assert names == {"00000-00000", "100000-00000", "200000-00000"}
 
 
 def test_padding_wastes_less_than_five_percent_and_no_batch_breaks_the_budget() -> None:
@@ -177,6 +186,101 @@ def test_columns_decode_to_the_states_of_the_models_own_forward_pass(
             assert bool(((got - expected).abs() <= rounding + 2e-5).all()), name
 
 
+def _batches(store: CacheStore) -> list[list[np.ndarray]]:
+    rows = token_arrays(store.read_table("tokens/part-00000.parquet"))
+    return [rows[:3], rows[3:]]
+
+
+@pytest.mark.parametrize(("codec_name", "error"), [("fp8", 0.05), ("int8", 0.02), ("int4", 0.25)])
+def test_quantised_columns_decode_close_to_the_states(
+    folder: Path, store: CacheStore, codec_name: str, error: float
+) -> None:
+    config = CacheConfig.model_validate(
+        {
+            "kv_codec": codec_name,
+            "hidden_codec": codec_name,
+            "column_codecs": {"hidden.-2": "float32"},
+            "batch_tokens": 64,
+        }
+    )
+    target = Target.load(TargetConfig(model=str(folder)))
+    with pytest.raises(DataError, match=r"channels.parquet' is missing"):
+        ShardWriter(target, store, config)
+    result = rehearse(target, config, _batches(store))
+    channels, speed = result.channels, result.tokens_per_second
+    assert speed > 0
+    write_channels(store, channels)
+    table = _write(folder, store, config, target)
+    columns = tap_columns(target.spec, config)
+    assert set(channels) == columns.keys() - {"hidden.-2"}
+    described = json.loads(table.schema.metadata[b"moray"])
+    assert described["channels"] == channels_fingerprint(channels)
+    decoder = TapDecoder(columns, channels=read_channels(store, columns))
+    references = [_reference(folder, tokens) for tokens in table.column("tokens").to_pylist()]
+    for name in columns:
+        decoded = decoder.decode(table, name)
+        expected = torch.cat([reference[name] for reference in references])
+        assert decoded.dtype == (torch.float32 if name == "hidden.-2" else torch.bfloat16)
+        deviation = (expected - expected.mean(dim=0)).square().mean()
+        wrong = ((decoded.float() - expected).square().mean() / deviation).sqrt()
+        assert float(wrong) < (1e-4 if name == "hidden.-2" else error), name
+    # Whatever the batches, the same ones give the same channels: a resumed job may find them again.
+    again = rehearse(target, config, _batches(store)).channels
+    assert channels_fingerprint(again) == channels_fingerprint(channels)
+
+
+def test_rehearsal_batches_are_spread_over_all_shards() -> None:
+    plans = [
+        plan
+        for part in range(3)
+        for plan in plan_shards(f"part-{part:05d}", realistic_lengths(500, part), CacheConfig(shard_mib=16), 1000)
+    ]
+    chosen = rehearsal_batches(plans)
+    assert [len(plan.batches) for plan in chosen] == [1] * 4
+    assert {plan.part for plan in chosen} == {"part-00000", "part-00001", "part-00002"}
+    assert chosen == rehearsal_batches(plans)
+    assert len(rehearsal_batches(plan_shards("part-00000", [5, 6], CacheConfig(), 1))) == 1
+
+
+def test_a_value_that_its_codec_cannot_hold_is_refused(folder: Path, store: CacheStore) -> None:
+    """Finite in the target, infinite as float16."""
+    target = Target.load(TargetConfig(model=str(folder)))
+    target.model.model.layers[0].self_attn.v_proj.weight.data.mul_(1e7)
+    for name in ("float16", "bfloat16"):
+        config = CacheConfig(batch_tokens=64, kv_codec=name)
+        writer = ShardWriter(target, store, config)
+        plan = plan_shards("part-00000", LENGTHS, config, 100)[0]
+        if name == "bfloat16":
+            writer.compute(plan, 0)
+            continue
+        with pytest.raises(DataError, match=r"^column 'kv.00' of chat 'chat-\d+' is not finite as float16: .*bfloat16"):
+            writer.compute(plan, 0)
+
+
+def test_states_that_are_not_finite_give_no_channels(folder: Path, store: CacheStore) -> None:
+    target = Target.load(TargetConfig(model=str(folder)))
+    target.model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(DataError, match=r"^column 'kv.01' is not finite in some chats; try target.dtype=float32"):
+        find_channels(target, CacheConfig(kv_codec="int8"), _batches(store))
+
+
+def test_a_recorded_pass_makes_no_mask_and_no_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target.load(TargetConfig(model=str(folder)))
+    masks = []
+    forward = Target.forward
+
+    def watched(self, tokens, positions, mask, cache, hidden_depths=()):
+        masks.append(mask)
+        assert cache.data.numel() == 0
+        return forward(self, tokens, positions, mask, cache, hidden_depths)
+
+    monkeypatch.setattr(Target, "forward", watched)
+    chats = [np.arange(length) for length in (3, 9)]
+    taps = dict(record_taps(target, CacheConfig(kv_layers=(1,), hidden_depths=(-2,)), chats))
+    assert masks == [None]
+    assert {name: values.shape[0] for name, values in taps.items()} == {"kv.01": 12, "hidden.-2": 12}
+
+
 def test_statistics_are_those_of_the_states(folder: Path, store: CacheStore) -> None:
     config = CacheConfig(batch_tokens=64)
     _write(folder, store, config)
@@ -220,7 +324,7 @@ def test_not_a_number_is_refused_naming_chat_and_column_and_nothing_is_left(fold
     target.model.model.embed_tokens.weight.data[token] = float("nan")
     config = CacheConfig(batch_tokens=64)
     plan = plan_shards("part-00000", LENGTHS, config, 100)[0]
-    with pytest.raises(DataError, match=r"^column 'kv.00' of chat 'chat-2' is not finite; try target.dtype=float32$"):
+    with pytest.raises(DataError, match=r"^column 'kv.00' of chat 'chat-2' is not finite as bfloat16: give .*float32"):
         ShardWriter(target, store, config).write(plan)
     assert store.committed() == {}
     assert store.names("shards", "") == []

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from moray.activations.manifest import read_manifest, write_manifest
-from moray.activations.store import CacheStore, ShardInfo
-from moray.errors import ConfigError, DataError, MismatchError
+from moray.activations.shard_info import ShardInfo
+from moray.activations.store import CacheStore
+from moray.errors import ConfigError, DataError, MismatchError, UnreachableError
 
 
 @pytest.fixture
@@ -91,6 +92,32 @@ def test_claim_refuses_another_plan_naming_the_key_and_both_values(store: CacheS
     assert store.read_json("plan.json")["cache"] == {"max_length": 384}
 
 
+def test_a_claim_that_is_refused_leaves_what_another_job_is_writing(store: CacheStore) -> None:
+    store.claim({"format": 1})
+    (Path(store.uri) / "shards").mkdir()
+    half = Path(store.uri) / "shards/00000-00000.parquet.1234.tmp"
+    half.write_bytes(b"half")
+    with pytest.raises(MismatchError):
+        store.claim({"format": 2})
+    assert half.exists()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), OSError("AWS Error NETWORK_CONNECTION"), None])
+def test_a_file_that_cannot_be_reached_is_not_called_damaged(
+    store: CacheStore, error: OSError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error or OSError("Couldn't deserialize thrift")  # as Arrow words damage
+
+    (Path(store.uri) / "shards").mkdir(parents=True)
+    (Path(store.uri) / "shards/a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", fail)
+    message = "cannot be read: .*remove it" if error is None else "cannot be reached: .*check its owner and the disk"
+    with pytest.raises(DataError, match=message) as caught:
+        store.read_row_groups("a", [0], ["uid"])
+    assert isinstance(caught.value, UnreachableError) is (error is not None)
+
+
 def test_only_shards_with_a_marker_count(store: CacheStore) -> None:
     store.write_table("shards/b.parquet", pa.table({"x": [1]}))
     assert store.committed() == {}
@@ -148,6 +175,8 @@ def test_a_uri_serves_as_well_as_a_path(store: CacheStore, tmp_path: Path) -> No
 def test_manifest_sums_up_and_reads_back(store: CacheStore) -> None:
     store.claim({"columns": {"hidden.-1": {"codec": "float32", "width": 2}}})
     for name in ("a", "b"):
+        (Path(store.uri) / "shards").mkdir(exist_ok=True)
+        (Path(store.uri) / f"shards/{name}.parquet").write_bytes(bytes(100))
         store.commit(_info(name))
     manifest = write_manifest(store, {"chats": 4, "dropped": 0, "bad": 0})
     assert manifest == read_manifest(store)

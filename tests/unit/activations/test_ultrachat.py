@@ -177,6 +177,15 @@ def test_skip_and_max_count_rows_across_files(tmp_path: Path) -> None:
         rows(skip_chats=9)
 
 
+def test_answers_that_are_not_finished_are_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "part-00000.parquet", [row(number) for number in range(8)])
+    (tmp_path / "plan.yaml").write_text("target: a")
+    with pytest.raises(DataError, match=r"holds unfinished answers: run pipelines.regenerate again"):
+        plan_chunks(ChatsConfig(path=str(tmp_path)))
+    (tmp_path / "summary.yaml").write_text("chats: 8")
+    assert sum(chunk.num_rows for chunk in plan_chunks(ChatsConfig(path=str(tmp_path)))) == 8
+
+
 def test_folders_and_patterns_name_files_alike_wherever_they_lie(tmp_path: Path) -> None:
     for base in ("here", "there"):
         for part in ("x", "y"):

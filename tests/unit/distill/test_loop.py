@@ -1,15 +1,22 @@
 """The training loop: resumes to the bit, reports and saves when it should, draws anew in every step."""
 
+import json
+import re
+
 import pytest
 import torch
+from one_step import as_lane
 from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
 from moray.distill.checkpoint import load_drafter, load_training, save_drafter, save_training
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, MuonConfig, TrainConfig
+from moray.distill.finite import NONFINITE_FILE, FiniteWatch, NonFiniteError, write_record
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
+from moray.distill.parallel import Replicas
+from moray.distill.step import UpdatePlace, run_update
 from moray.errors import DataError
 
 SCHEDULE = LinearSchedule(type="linear", warmup_steps=3)
@@ -33,16 +40,20 @@ def run(drafter, optimiser, batches, first_step: int, config: TrainConfig, total
     saves: list[int] = []
     span = Span(first=Progress(first_step, tokens=100), total_steps=total, steps_per_epoch=3, epochs=4)
     train(
-        drafter,
-        optimiser,
-        batches,
+        Replicas(drafter, optimiser, LossConfig(), config),
+        ([as_lane(batch)] for batch in batches),
         span,
         LossConfig(),
         config,
-        lambda progress, metrics: reports.append((progress.step, metrics)),
+        lambda progress, metrics: reports.append((progress.step, _repeatable(metrics))),
         lambda progress: saves.append(progress.step),
     )
     return reports, saves
+
+
+def _repeatable(metrics: dict[str, float]) -> dict[str, float]:
+    assert metrics["peak_memory_bytes"] > 1e7
+    return {name: value for name, value in metrics.items() if name != "peak_memory_bytes"}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +69,7 @@ def test_five_steps_a_checkpoint_and_five_more_are_ten(tiny, batches, optim, tmp
     optimiser = Optimiser(first, optim, SCHEDULE)
     first_reports, _ = run(first, optimiser, batches[:5], 0, config)
     save_drafter(tmp_path, first, "text")
-    save_training(tmp_path, optimiser, Progress(5, tokens=7, seconds=1.5))
+    save_training(tmp_path, optimiser.state_dict(), Progress(5, tokens=7, seconds=1.5))
 
     second = load_drafter(tmp_path, first.head, "text")
     resumed = Optimiser(second, optim, SCHEDULE)
@@ -110,7 +121,9 @@ def test_tokens_and_seconds_add_up_over_resumptions(tiny, batches):
     seen: list[Progress] = []
     span = Span(first=Progress(2, tokens=1000, seconds=50.0), total_steps=5, steps_per_epoch=3, epochs=4)
     config = TrainConfig(log_steps=1, checkpoint_steps=3)
-    train(drafter, optimiser, batches[:3], span, LossConfig(), config, lambda p, _: seen.append(p), seen.append)
+    replicas = Replicas(drafter, optimiser, LossConfig(), config)
+    updates = ([as_lane(batch)] for batch in batches[:3])
+    train(replicas, updates, span, LossConfig(), config, lambda p, _: seen.append(p), seen.append)
     each = 24 + 15  # padding does not count
     assert [(p.step, p.tokens) for p in seen] == [(3, 1000 + each)] * 2 + [(4, 1000 + 2 * each)] + [
         (5, 1000 + 3 * each)
@@ -118,15 +131,64 @@ def test_tokens_and_seconds_add_up_over_resumptions(tiny, batches):
     assert 50.0 < seen[0].seconds <= seen[-1].seconds < 100.0
 
 
-def test_training_stops_before_a_gradient_that_is_not_finite_reaches_the_weights(tiny, batches):
-    drafter = build(tiny, VARIANTS["moa-0"])
+@pytest.mark.parametrize("bad_step", [0, 3, STEPS - 1])
+def test_training_stops_before_anything_of_a_loss_that_is_not_finite_is_reported_or_saved(tiny, batches, bad_step):
+    drafter = build(tiny, VARIANTS["moa-1"])
     broken = batch_of(tiny.target, [tiny.prompt(0, 24)], 4, drafter.needs)
     broken.taps.hidden[-1].fill_(float("inf"))
-    before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    given = [broken if step == bad_step else batch for step, batch in enumerate(batches)]
     optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
-    with pytest.raises(DataError, match="step 0: the gradient is"):
-        run(drafter, optimiser, [broken], 0, TrainConfig())
-    assert all(torch.equal(before[name], tensor) for name, tensor in drafter.state_dict().items())
+    seen: list[int] = []
+    with pytest.raises(NonFiniteError) as caught:
+        train(
+            Replicas(drafter, optimiser, LossConfig(), TrainConfig()),
+            ([as_lane(batch, uid=f"u{step}")] for step, batch in enumerate(given)),
+            Span(first=Progress(), total_steps=STEPS, steps_per_epoch=3, epochs=4),
+            LossConfig(),
+            TrainConfig(log_steps=1, checkpoint_steps=1),
+            lambda progress, _: seen.append(progress.step),
+            lambda progress: seen.append(progress.step),
+        )
+    assert max(seen, default=0) == bad_step
+    message = rf"^update {bad_step + 1}: the loss of lane 0 is (inf|nan); its chats are u{bad_step}-0-0 \(all of them "
+    assert re.search(message, str(caught.value))
+    record = caught.value.record
+    assert record["update"] == bad_step + 1
+    assert record["learning_rate"] > 0
+    assert [lane["uids"] for lane in record["lanes"]] == [[f"u{bad_step}-0-0"]]
+
+
+def test_an_infinite_loss_with_a_finite_gradient_stops_training_too(tiny, batches):
+    """Smooth L1's gradient is a sign, also at infinity."""
+    drafter = build(tiny, VARIANTS["moa-1"])
+    batch = batch_of(tiny.target, [tiny.prompt(0, 24)], 4, drafter.needs)
+    batch.taps.hidden[-2].fill_(float("inf"))
+    replicas = Replicas(drafter, Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE), LossConfig(), TrainConfig())
+    watch = FiniteWatch()
+    watch.follow(1, run_update(replicas, [as_lane(batch)], UpdatePlace(0, 3, 10, 0.0, 1, 0)), 0.5)
+    with pytest.raises(NonFiniteError, match="the loss of lane 0 is inf"):
+        watch.check()
+
+
+def test_a_gradient_that_is_not_finite_by_itself_names_all_lanes_and_is_written_down(tiny, batches, tmp_path):
+    """As where a weight overflows going back: no loss tells whose fault it is."""
+    drafter = build(tiny, VARIANTS["moa-1"])
+    weight = next(drafter.parameters())
+    weight.register_hook(lambda gradient: gradient * float("nan"))
+    optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
+    replicas = Replicas(drafter, optimiser, LossConfig(), TrainConfig())
+    lanes = [as_lane(batches[lane], lane) for lane in range(3)]
+    watch = FiniteWatch()
+    watch.follow(7, run_update(replicas, lanes, UpdatePlace(6, 3, 10, 0.0, 3, 0)), 0.5)
+    assert lanes == [], "taps of lanes that had their turn must not be kept"
+    with pytest.raises(NonFiniteError, match="update 7: the gradient is nan though every loss is finite") as caught:
+        watch.check()
+    watch.check()  # said once
+    write_record(tmp_path, caught.value.record)
+    record = json.loads((tmp_path / NONFINITE_FILE).read_text())
+    assert (record["update"], record["grad_norm"], record["learning_rate"]) == (7, "NaN", 0.5)
+    assert [lane["lane"] for lane in record["lanes"]] == [0, 1, 2]
+    assert all(lane["loss"] > 0 and len(lane["uids"]) == 2 for lane in record["lanes"])
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
@@ -134,7 +196,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):
     optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
     with pytest.raises(DataError, match="cannot be resumed"):
         load_training(tmp_path, optimiser)
-    save_training(tmp_path, optimiser, Progress(3))
+    save_training(tmp_path, optimiser.state_dict(), Progress(3))
     (tmp_path / "training.json").write_text("{")
     with pytest.raises(DataError, match=str(tmp_path)):
         load_training(tmp_path, optimiser)

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from one_step import gradients_of
 from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build, losses_for
 from tiny_targets import TinyTarget, load_target
 
-from moray.distill import losses
+from moray.distill import token_losses
 from moray.distill.configs import LossConfig, TrainConfig
-from moray.distill.losses import MAX_STEPS_AHEAD, distillation_loss, simulated_tau
+from moray.distill.losses import distillation_loss, simulated_tau
 from moray.distill.masks import loss_positions, verified_start
-from moray.distill.step import train_step
+from moray.distill.token_losses import MAX_STEPS_AHEAD
 from moray.drafters.base import DraftOutput, DraftView, Prediction
-from moray.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_chunks_of_logits_change_nothing(setting, monkeypatch):
         return sums, gradient
 
     whole, gradient = loss_and_gradient()
-    monkeypatch.setattr(losses, "_LOGIT_CHUNK", 7)
+    monkeypatch.setattr(token_losses, "_MAX_CHUNK", 7)
     chunked, chunked_gradient = loss_and_gradient()
     torch.testing.assert_close(chunked.total, whole.total)
     torch.testing.assert_close(chunked_gradient, gradient)
@@ -109,26 +109,12 @@ def test_a_batch_that_is_repeated_counts_twice_and_steps_the_same(tiny):
     for copies in (1, 2):
         drafter = build(tiny, VARIANTS["moa-0"])
         batch = batch_of(tiny.target, [tiny.prompt(0, 20)] * copies, 5, drafter.needs)
-        result = train_step(
-            drafter, drafter, batch, 0.0, LossConfig(), TrainConfig(clip=1e9), torch.Generator().manual_seed(1)
-        )
+        result = gradients_of(drafter, [batch], LossConfig(), TrainConfig(clip=1e9), seed=1)
         metrics = result.metrics(LossConfig())
         assert metrics["loss"] == pytest.approx(metrics["feature_loss"] + 0.1 * metrics["kl"], rel=1e-5)
         gradients.append((metrics["positions"], float(result.grad_norm)))
     assert gradients[1][0] == pytest.approx(2 * gradients[0][0], abs=2)  # each copy draws its own phase
     assert gradients[1][1] == pytest.approx(gradients[0][1], rel=0.3)
-
-
-def test_a_gradient_that_is_not_finite_is_refused(tiny):
-    from moray.distill.step import check_finite
-
-    drafter = build(tiny, VARIANTS["moa-0"])
-    with torch.no_grad():
-        next(drafter.parameters()).fill_(float("nan"))
-    batch = batch_of(tiny.target, [tiny.prompt(0, 20)], 5, drafter.needs)
-    result = train_step(drafter, drafter, batch, 0.0, LossConfig(), TrainConfig(), torch.Generator())
-    with pytest.raises(DataError, match=r"step 17: the gradient is nan; lower optim\.lr"):
-        check_finite(result, 17)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +129,6 @@ def test_a_batch_without_a_position_to_train_on_has_gradients_of_zero(tiny, name
     """Else a worker with such a batch dies, or waits for ever for the others."""
     drafter = build(tiny, VARIANTS[name])
     batch = batch_of(tiny.target, [tiny.prompt(0, 12)], 12, drafter.needs)
-    result = train_step(drafter, drafter, batch, 0.0, losses_for(drafter), TrainConfig(), torch.Generator())
+    result = gradients_of(drafter, [batch], losses_for(drafter))
     assert float(result.grad_norm) == 0.0
     assert all(p.grad is not None for p in drafter.parameters() if p.ndim > 1)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from one_step import gradients_of
 from reference import Reference, attention, scrambled
 from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build
@@ -14,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.masks import verified_start
-from moray.distill.step import train_step
 from moray.drafters.base import DraftView
 from moray.drafters.glide import Glide
 from moray.errors import ConfigError
@@ -149,7 +149,7 @@ def test_training_goes_on_after_decoding_has_filled_the_target_s_tables(tiny, dr
         drafter.extend(state, batch.tokens[0, :5], {"last_layer": batch.taps.kv[:, :5, 0]})
         drafter.step(state, batch.tokens[0, 5:6], None, 0)
     losses, config = LossConfig(feature=0.0, kl=1.0), TrainConfig(clip=1e9)
-    result = train_step(drafter, drafter, batch, 0.0, losses, config, torch.Generator().manual_seed(0))
+    result = gradients_of(drafter, [batch], losses, config)
     assert float(result.grad_norm) > 0
     assert float(drafter.cross_query.weight.grad.abs().max()) > 0
 

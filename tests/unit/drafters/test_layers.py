@@ -12,12 +12,9 @@ from torch import nn
 from moray.drafters.base import Drafter
 from moray.drafters.configs import BlockConfig, LayeredBase
 from moray.drafters.layers import (
-    PooledSelfAttentionLayer,
     RMSNorm,
     RotaryTable,
     SelfAttention,
-    SelfAttentionLayer,
-    block_mask,
     rotate,
 )
 from moray.drafters.slots import DraftSlots
@@ -152,7 +149,7 @@ def attention() -> SelfAttention:
 
 
 def causal_mask(seq: int) -> torch.Tensor:
-    return torch.ones(seq, seq, dtype=torch.bool).tril()[None, None]
+    return torch.full((seq, seq), -torch.inf).triu(1)[None, None]
 
 
 def test_causal_is_what_a_mask_says(attention):
@@ -243,28 +240,3 @@ def test_what_a_draft_left_in_its_slots_is_overwritten_by_the_text(attention):
         add(attention, slots, cache, x, 6, 8)
         read = drafted(attention, slots, cache, x, torch.tensor([8]), None, 0)
     torch.testing.assert_close(read, whole[0, 8:9], rtol=1e-5, atol=1e-5)
-
-
-def test_a_pooled_layer_is_the_mean_over_positions():
-    torch.manual_seed(0)
-    layer = SelfAttentionLayer(WIDTH, BLOCK, HEAD_DIM, 1e-5)
-    pooled = PooledSelfAttentionLayer(WIDTH, BLOCK, HEAD_DIM, 1e-5)
-    pooled.load_state_dict(layer.state_dict())
-    x, rotary = noise(3, 7, WIDTH), ROTARY.rows(0, 7)
-    torch.testing.assert_close(pooled(x, rotary), layer(x, rotary, None).mean(dim=1))
-
-
-# --- Masks of T-step bounded training ---
-
-
-def test_block_masks_by_hand():
-    """Positions 0 and 2 are verified; the second sequence is a staircase."""
-    start = torch.tensor([[0, 0, 2, 2]]).expand(2, 4)
-    own, memory = block_mask(start, torch.tensor([False, True]))
-    wanted = {
-        "plain": ["x...", "xx..", "xxx.", "xxxx"],
-        "staircase": ["x...", ".x..", "..x.", "...x"],
-        "memory": ["x...", "x...", "xxx.", "xxx."],
-    }
-    for mask, name in ((own[0], "plain"), (own[1], "staircase"), (memory[0], "memory"), (memory[1], "memory")):
-        assert ["".join(".x"[int(seen)] for seen in row) for row in mask[0]] == wanted[name], name

@@ -45,6 +45,22 @@ def short(tiny, tmp_path_factory) -> Pretrained:
 # --- The target itself ---
 
 
+def assert_scores_paths(drafter: Pretrained, stock, state, text: list[int], tolerance: float) -> None:
+    """A tree behind the text scores as the stock model does along each of its paths."""
+    # 0 root; 1, 2 its children; 3 below 2, 4 below 1
+    ancestors = torch.eye(5, dtype=torch.bool)
+    ancestors[1:, 0] = ancestors[3, 2] = ancestors[4, 1] = True
+    tokens = [5, 6, 7, 8, 8]
+    for _ in range(2):  # a draft leaves nothing behind
+        for depth, (begin, end) in enumerate([(0, 1), (1, 3), (3, 5)]):
+            drafted = drafter.step(state, torch.tensor(tokens[begin:end]), ancestors[begin:end, :end], depth)
+            for node in range(begin, end):
+                path = [tokens[above] for above in range(node + 1) if ancestors[node, above]]
+                with torch.no_grad():
+                    wanted = stock(torch.tensor([[*text, *path]])).logits[0, -1]
+                torch.testing.assert_close(drafted[node - begin], wanted, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("params", [GREEDY, COUPLED, SamplingParams(temperature=0.8, rule="rejection")])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_target_as_its_own_drafter_drafts_as_if_rehearsed(tiny, shape, params):
@@ -67,18 +83,7 @@ def test_a_tree_scores_as_an_unmodified_model_along_each_path(tiny):
     state = drafter.new_state(128, 16)
     for piece in torch.tensor(text).split(30):
         drafter.extend(state, piece, {})
-    # 0 root; 1, 2 its children; 3 below 2, 4 below 1
-    ancestors = torch.eye(5, dtype=torch.bool)
-    ancestors[1:, 0] = ancestors[3, 2] = ancestors[4, 1] = True
-    tokens = [5, 6, 7, 8, 8]
-    for _ in range(2):  # a draft leaves nothing behind
-        for depth, (begin, end) in enumerate([(0, 1), (1, 3), (3, 5)]):
-            drafted = drafter.step(state, torch.tensor(tokens[begin:end]), ancestors[begin:end, :end], depth)
-            for node in range(begin, end):
-                path = [tokens[above] for above in range(node + 1) if ancestors[node, above]]
-                with torch.no_grad():
-                    wanted = stock(torch.tensor([[*text, *path]])).logits[0, -1]
-                torch.testing.assert_close(drafted[node - begin], wanted, rtol=1e-4, atol=1e-4)
+    assert_scores_paths(drafter, stock, state, text, 1e-4)
 
 
 # --- Another context ---
@@ -183,17 +188,7 @@ def test_a_model_of_another_family_scores_trees_as_it_would_by_itself(tiny, othe
     text = tiny.prompt(4, EXTEND_CHUNK + 5)
     state = drafter.new_state(128, 16)
     drafter.extend(state, torch.tensor(text), {})
-    ancestors = torch.eye(5, dtype=torch.bool)
-    ancestors[1:, 0] = ancestors[3, 2] = ancestors[4, 1] = True
-    tokens = [5, 6, 7, 8, 8]
-    for _ in range(2):
-        for depth, (begin, end) in enumerate([(0, 1), (1, 3), (3, 5)]):
-            drafted = drafter.step(state, torch.tensor(tokens[begin:end]), ancestors[begin:end, :end], depth)
-            for node in range(begin, end):
-                path = [tokens[above] for above in range(node + 1) if ancestors[node, above]]
-                with torch.no_grad():
-                    wanted = stock(torch.tensor([[*text, *path]])).logits[0, -1]
-                torch.testing.assert_close(drafted[node - begin], wanted, rtol=1e-3, atol=1e-3)
+    assert_scores_paths(drafter, stock, state, text, 1e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

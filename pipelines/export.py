@@ -1,0 +1,25 @@
+"""Export a trained drafter as a folder in the style of the Hugging Face hub.
+
+    python -m pipelines.export configs/targets/demo.yaml drafter=runs/demo/moa output=runs/demo/moa-export
+
+The folder holds all that a drafter replica needs, the target's frozen head included, and can be given to
+pipelines.evaluate in place of the run.
+"""
+
+from moray.config import run_entry_point
+from moray.distill.export_config import ExportConfig
+
+
+def main(config: ExportConfig) -> None:
+    """Check that drafter and target belong together, then write the folder."""
+    from moray.distill.export import export_drafter
+
+    folder = export_drafter(config)
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
+    print(f"exported: {folder} ({size:,.1f} MiB)")
+
+
+CONFIG = ExportConfig
+
+if __name__ == "__main__":
+    run_entry_point(CONFIG, __doc__ or "", main)

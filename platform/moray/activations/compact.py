@@ -1,0 +1,89 @@
+"""Few large shards out of many small ones: which are joined, and how. Torch-free but for the plan.
+
+Row groups are copied as they are, one in memory at a time. A joined shard is committed like any other and notes
+which planned shards it is made of; from then on it counts in their place (`moray.activations.survey`), so that
+a job may be killed at any instant. Readers of the old manifest find the old shards until the new one is there.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moray.activations.shard_info import ShardInfo
+from moray.activations.store import CacheStore
+from moray.errors import DamagedError
+
+
+def plan_compaction(shards: Iterable[ShardInfo], token_bytes: int, shard_mib: int) -> list[list[ShardInfo]]:
+    """Which shards are joined; those that are large enough are left alone.
+
+    Sizes are counted in tokens, which joining does not change: a resumed or repeated compaction finds the same
+    groups, and none where nothing is left to join.
+    """
+    limit = shard_mib << 20
+    groups: list[list[ShardInfo]] = []
+    room = 0
+    for info in sorted(shards, key=lambda info: min(info.planned)):
+        size = info.tokens * token_bytes
+        if size > limit:
+            continue
+        if not groups or size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(info)
+        room -= size
+    return [group for group in groups if len(group) > 1]
+
+
+def join(store: CacheStore, group: list[ShardInfo], compression: str) -> ShardInfo:
+    """Write and commit one shard out of several.
+
+    Raises:
+        DamagedError: one of them cannot be read, or does not hold what its marker says.
+    """
+    made_of = sorted(name for info in group for name in info.planned)
+    name = f"{made_of[0]}-x{len(made_of)}"
+    options: dict[str, Any] = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
+    row_groups: list[list[int]] = []
+    with store.open_output(f"shards/{name}.parquet") as sink:
+        with store.open_shard(group[0].name) as first:
+            schema = first.schema_arrow
+        with pq.ParquetWriter(sink, schema, **options) as writer:
+            for info in group:
+                for table in _row_groups(store, info, schema):
+                    writer.write_table(table, row_group_size=table.num_rows)
+                row_groups += info.row_groups
+        num_bytes, digest = sink.num_bytes, sink.sha256
+    squares = {column: sum(info.hidden_square_sums[column] for info in group) for column in group[0].hidden_square_sums}
+    rows, tokens = sum(info.rows for info in group), sum(info.tokens for info in group)
+    joined = ShardInfo(name, rows, tokens, num_bytes, digest, row_groups, squares, made_of)
+    store.commit(joined)
+    return joined
+
+
+def remove_superseded(store: CacheStore, names: Iterable[str]) -> None:
+    """Remove shards that no manifest names any more."""
+    for name in names:
+        store.uncommit(name)
+
+
+def _row_groups(store: CacheStore, info: ShardInfo, schema: pa.Schema) -> Iterator[pa.Table]:
+    """A generator, so that what fails while writing is not taken for damage of what is read."""
+    with store.open_shard(info.name) as file:
+        if file.schema_arrow != schema or file.metadata.num_row_groups != len(info.row_groups):
+            raise _damaged(store, info, "its columns or row groups are not the marker's")
+        for index, lengths in enumerate(info.row_groups):
+            table = file.read_row_group(index, use_threads=False)
+            if table.column("num_tokens").to_pylist() != lengths:
+                raise _damaged(store, info, f"the chats of row group {index} are not the marker's")
+            yield table
+
+
+def _damaged(store: CacheStore, info: ShardInfo, reason: str) -> DamagedError:
+    return DamagedError(
+        f"shard '{store.uri}/shards/{info.name}.parquet' is damaged: {reason}; run "
+        f"python -m pipelines.cache_activations verify {json.dumps(store.uri)} verify.repair=true"
+    )

@@ -1,0 +1,206 @@
+"""Which chats of an epoch go together.
+
+An epoch is planned for a fixed number of LANES. One update takes one batch of every lane, whoever computes it:
+
+    update       0    1    2    3
+    lane 0      b00  b01  b02  b03      worker 0 of 2
+    lane 1      b10  b11  b12  b13      worker 1 of 2
+    lane 2      b20  b21  b22  b23      worker 0 of 2, after b0x
+
+So gradient accumulation and another number of workers change who computes what, and no update. Planning needs
+chat lengths only: the number of updates is known before the first byte is read, a run resumes at any of them
+without replaying the ones before, and every worker computes the same plan.
+"""
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+_POOL_BATCHES = 16
+_MAX_PADDING = 0.08
+"""Of one batch, at most: a whole epoch has far less."""
+
+_RowGroup = tuple[str, int, list[int]]
+"""Shard, index in it, and the lengths of its chats."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Row groups that are read together, and the batches they are mixed into.
+
+    `batches` holds rows of the concatenated row groups, `num_rows` in all; `first_step` is the step of the
+    first batch.
+    """
+
+    row_groups: list[tuple[str, int]]
+    num_rows: int
+    batches: list[list[int]]
+    first_step: int
+    num_tokens: int = 0
+    """Of all rows: what is read."""
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """One lane's batches of one epoch."""
+
+    windows: list[Window]
+    num_steps: int
+
+    def after(self, step: int) -> "EpochPlan":
+        """What is left when `step` steps are done."""
+        windows = []
+        for window in self.windows:
+            done = max(0, step - window.first_step)
+            if done < len(window.batches):
+                windows.append(replace(window, batches=window.batches[done:], first_step=window.first_step + done))
+        return EpochPlan(windows, self.num_steps)
+
+    def before(self, step: int) -> "EpochPlan":
+        """What there is until `step` steps are done."""
+        windows = [
+            replace(window, batches=window.batches[: step - window.first_step])
+            for window in self.windows
+            if window.first_step < step
+        ]
+        return EpochPlan(windows, min(step, self.num_steps))
+
+
+def plan_epoch(
+    shards: dict[str, list[list[int]]],
+    batch_tokens: int,
+    seed: int,
+    epoch: int,
+    num_lanes: int,
+    window_tokens: int | None = None,
+) -> list[EpochPlan]:
+    """Plan one epoch for all lanes.
+
+    Row groups are shuffled and dealt so that lanes hold nearly equal token counts. Each lane takes a pool of
+    about 16 batches' worth of row groups at a time and cuts it into windows (one, unless `window_tokens` is
+    less) of row groups of similar length; a window is cut by length into batches of at most `batch_tokens`
+    (padding included) of little padding; windows and batches are shuffled. All lanes make the same number of
+    steps: where one has fewer batches, its largest are cut in two.
+
+    Args:
+        shards: lengths of the chats by shard and row group.
+        batch_tokens: per lane.
+        seed: same seed, same plan.
+        epoch: counts from 0.
+        num_lanes: how many plans to make.
+        window_tokens: most tokens that a lane reads at a time, though never less than one row group.
+    """
+    rng = random.Random(f"{seed}/{epoch}")
+    units = [(name, index, lengths) for name, groups in sorted(shards.items()) for index, lengths in enumerate(groups)]
+    rng.shuffle(units)
+    loads = [0] * num_lanes
+    shares: list[list[_RowGroup]] = [[] for _ in range(num_lanes)]
+    for unit in sorted(units, key=lambda unit: -sum(unit[2])) if num_lanes > 1 else units:
+        lane = loads.index(min(loads))
+        shares[lane].append(unit)
+        loads[lane] += sum(unit[2])
+    pool_tokens = _POOL_BATCHES * batch_tokens
+    most = min(pool_tokens, window_tokens or pool_tokens)
+    lanes = []
+    for share in shares:
+        rng.shuffle(share)
+        lanes.append(_plan_lane(share, batch_tokens, pool_tokens, most, rng))
+    wanted = max(_num_steps(windows) for windows in lanes)
+    for windows in lanes:
+        _cut_in_two(windows, wanted - _num_steps(windows))
+    # Fewer only where a lane has not enough chats for one in every step.
+    num_steps = min(_num_steps(windows) for windows in lanes)
+    return [EpochPlan(_number(windows, rng), num_steps).before(num_steps) for windows in lanes]
+
+
+def _num_steps(windows: list[Window]) -> int:
+    return sum(len(window.batches) for window in windows)
+
+
+def _cut_in_two(windows: list[Window], times: int) -> None:
+    """Cut the batch with the most chats in two, that many times or until each holds one.
+
+    Both halves stay in its window.
+    """
+    heap = [(-len(batch), i, batch) for i, window in enumerate(windows) for batch in window.batches]
+    heapq.heapify(heap)
+    for _ in range(times):
+        if not heap or len(heap[0][2]) < 2:
+            return
+        _, i, batch = heapq.heappop(heap)
+        upper = batch[len(batch) // 2 :]
+        del batch[len(batch) // 2 :]
+        windows[i].batches.append(upper)
+        for half in (batch, upper):
+            heapq.heappush(heap, (-len(half), i, half))
+
+
+def _number(windows: list[Window], rng: random.Random) -> list[Window]:
+    """Shuffle every window's batches, and say when each window begins."""
+    numbered, first_step = [], 0
+    for window in windows:
+        rng.shuffle(window.batches)
+        numbered.append(replace(window, first_step=first_step))
+        first_step += len(window.batches)
+    return numbered
+
+
+def _plan_lane(
+    share: list[_RowGroup], batch_tokens: int, pool_tokens: int, window_tokens: int, rng: random.Random
+) -> list[Window]:
+    windows: list[Window] = []
+    for pool in _runs(share, pool_tokens):
+        # Alike in length, so that batches of a small window are as full as those of a large one.
+        alike = sorted(pool, key=lambda unit: sum(unit[2]) / len(unit[2]))
+        pieces = _runs(alike, window_tokens)
+        rng.shuffle(pieces)
+        for piece in pieces:
+            lengths = [length for _, _, chats in piece for length in chats]
+            names = [(name, index) for name, index, _ in piece]
+            windows.append(Window(names, len(lengths), _cut(lengths, batch_tokens, rng), 0, sum(lengths)))
+    return windows
+
+
+def _runs(units: list[_RowGroup], most_tokens: int) -> list[list[_RowGroup]]:
+    """Cut a list into runs of at most that many tokens, or of one row group that has more."""
+    runs: list[list[_RowGroup]] = []
+    tokens = 0
+    for unit in units:
+        size = sum(unit[2])
+        if not runs or tokens + size > most_tokens:
+            runs.append([])
+            tokens = 0
+        runs[-1].append(unit)
+        tokens += size
+    return runs
+
+
+def _cut(lengths: Sequence[int], batch_tokens: int, rng: random.Random) -> list[list[int]]:
+    rows = list(range(len(lengths)))
+    rng.shuffle(rows)  # decides among equal lengths
+    rows.sort(key=lambda row: lengths[row], reverse=True)
+    batches: list[list[int]] = []
+    tokens = 0
+    for row in rows:
+        padded = lengths[batches[-1][0]] * (len(batches[-1]) + 1) if batches else 0
+        if not batches or padded > batch_tokens or tokens + lengths[row] < (1.0 - _MAX_PADDING) * padded:
+            batches.append([])
+            tokens = 0
+        batches[-1].append(row)
+        tokens += lengths[row]
+    return batches
+
+
+def whole_shards(shards: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    """Every shard as one row group: planned from these, a shard's chats are all taken from one window."""
+    return {name: [[length for group in groups for length in group]] for name, groups in shards.items()}
+
+
+def by_row_groups(plan: EpochPlan, shards: dict[str, list[list[int]]]) -> EpochPlan:
+    """A plan made of whole shards, in terms of their row groups; rows are counted as before."""
+    windows = [
+        replace(window, row_groups=[(name, i) for name, _ in window.row_groups for i in range(len(shards[name]))])
+        for window in plan.windows
+    ]
+    return EpochPlan(windows, plan.num_steps)

@@ -1,0 +1,175 @@
+"""Simulated against real tau: what a drafter's training says it is worth, and what decoding with it gives.
+
+The target answers held-out prompts with the drafter's help, greedily: that is the real tau. On exactly these answers
+the drafter's training pass then predicts every token from 1 to `depth` steps behind the last verified one:
+
+    answer      a0  a1  a2  a3  a4  a5  a6
+    verified     x   .   .   x   .   .   x      depth 2, first of three phases
+    steps            1   2       1   2          the other two phases shift this by one
+
+so that each position counts once for each step, as in decoding, where any token may be the last verified one. The
+simulated tau 1 + a_1 + a_1 a_2 + ... is then wrong only where training is not like decoding: acceptances that depend
+on each other, and drafts that go on from drafted states. This module refuses to know Ray.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from moray.activations.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
+from moray.batch import Taps, TrainBatch
+from moray.bench.validation_config import ValidationConfig
+from moray.decoding.params import SamplingParams
+from moray.decoding.session import TargetSession
+from moray.decoding.speculate import SpeculativeDecoder
+from moray.decoding.stats import Generation, acceptance_by_position, tau
+from moray.distill.configs import LossConfig
+from moray.distill.losses import LossSums, distillation_loss, simulated_tau
+from moray.distill.masks import draw_view, loss_positions, verified_start
+from moray.drafters.base import Drafter, DraftView
+from moray.errors import DataError
+from moray.targets.model import Target
+from moray.text import ChatTokenizer, Message
+from moray.trees.shapes import ChainShape
+
+
+def read_prompts(config: ValidationConfig) -> list[list[Message]]:
+    """What users ask first in the held-out chats, in the file's order.
+
+    Raises:
+        ConfigError: there is no such file.
+        DataError: it holds no chat that begins with a question.
+    """
+    prompts: list[list[Message]] = []
+    for chunk in plan_chunks(ChatsConfig(path=config.chats)):
+        for chat in read_chunk(chunk):
+            if isinstance(chat, BadRow):
+                continue
+            answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+            if answers and answers[0]:
+                prompts.append(chat.messages[: answers[0]])
+            if len(prompts) == config.max_chats:
+                return prompts
+    if not prompts:
+        raise DataError(f"validation.chats '{config.chats}' holds no chat with a question and an answer; give others")
+    return prompts
+
+
+class Validator:
+    """Answers the held-out prompts with any drafter of one target."""
+
+    def __init__(self, target: Target, tokenizer: ChatTokenizer, config: ValidationConfig) -> None:
+        """
+        Raises:
+            DataError: no prompt fits into the target's context.
+        """
+        most = target.spec.max_positions
+        prompts = [tokenizer.encode_prompt(messages) for messages in read_prompts(config)]
+        self._prompts = [prompt for prompt in prompts if len(prompt) + 2 < most]
+        if not self._prompts:
+            raise DataError(
+                f"no prompt of validation.chats '{config.chats}' fits into the context of {most} tokens; give others"
+            )
+        self._target = target
+        self._config = config
+        self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
+        # One more than an answer takes: the pass over it needs room behind it.
+        self._capacity = min(most, max(map(len, self._prompts)) + config.max_new_tokens + 1)
+
+    @torch.inference_mode()
+    def validate(self, drafter: Drafter, losses: LossConfig) -> dict[str, float]:
+        """Figures of a drafter, which must be in the target's precision.
+
+        real_tau, acceptance_step_k     of decoding
+        simulated_tau, accuracy_step_k  of the training pass on the same answers
+        tau_gap                         simulated - real
+        loss                            of the training pass, with views drawn as in training
+
+        Raises:
+            DataError: every answer ended at its first token.
+        """
+        config = self._config
+        depth = min(config.depth, drafter.max_depth or config.depth)
+        shape = ChainShape(type="chain", depth=depth)
+        session = TargetSession(self._target, self._capacity, shape.num_nodes + 1)
+        decoder = SpeculativeDecoder(self._target, drafter, shape, self._capacity, session)
+        generations: list[Generation] = []
+        drawn: list[LossSums] = []
+        stepped: list[LossSums] = []
+        for number, prompt in enumerate(self._prompts):
+            answer = decoder.generate(prompt, SamplingParams(), config.max_new_tokens, self._eos_ids)
+            generations.append(answer)
+            batch = _batch(session, prompt, answer.tokens, drafter)
+            view = draw_view(batch, drafter.config.verified_period, 0.0, torch.Generator().manual_seed(number))
+            drawn.append(distillation_loss(drafter(batch, view), batch, loss_positions(batch), drafter, losses))
+            if drafter.config.verified_period is None:
+                stepped.append(drawn[-1])
+            else:
+                repeated, view, positions = _every_step(batch, depth)
+                stepped.append(distillation_loss(drafter(repeated, view), repeated, positions, drafter, losses))
+        if not any(generation.num_cycles for generation in generations):
+            raise DataError(f"every answer to validation.chats '{config.chats}' is one token long; give other chats")
+        real, accuracy = tau(generations), _accuracy_by_step(stepped, depth)
+        simulated = simulated_tau(accuracy)
+        count = sum(int(sums.count) for sums in drawn)
+        figures = {
+            "chats": len(generations),
+            "answer_tokens": sum(len(generation.tokens) for generation in generations),
+            "loss": sum(float(sums.total) for sums in drawn) / max(1, count),
+            "real_tau": real,
+            "simulated_tau": simulated,
+            "tau_gap": simulated - real,
+        }
+        by_step = {"acceptance": acceptance_by_position(generations), "accuracy": accuracy}
+        return figures | {
+            f"{name}_step_{i + 1}": rate for name, rates in by_step.items() for i, rate in enumerate(rates)
+        }
+
+
+def _batch(session: TargetSession, prompt: list[int], answer: list[int], drafter: Drafter) -> TrainBatch:
+    """Prompt and answer as a training batch of one, with the target's taps from one more pass over them."""
+    ids = [*prompt, *answer][: session.capacity - 1]
+    pieces: list[Taps] = []
+    session.begin(drafter.needs)
+    session.prefill(ids, lambda _, taps: pieces.append(taps))
+    kv = [piece.kv for piece in pieces if piece.kv is not None]
+    hidden = {depth: torch.cat([piece.hidden[depth] for piece in pieces], dim=1) for depth in pieces[0].hidden}
+    tokens = torch.tensor([ids], device=session.target.device)
+    response = torch.arange(len(ids), device=tokens.device)[None] >= len(prompt)
+    lengths = torch.tensor([len(ids)], device=tokens.device)
+    return TrainBatch(tokens, response, lengths, Taps(torch.cat(kv, dim=1) if kv else None, hidden))
+
+
+def _every_step(batch: TrainBatch, depth: int) -> tuple[TrainBatch, DraftView, Bool[Tensor, "phases seq"]]:
+    """A batch of one, `depth` + 1 times, verified every `depth` + 1 tokens in all phases; and which positions count.
+
+    What is drafted from the end of the prompt comes up in all phases but one, in one of them in full length: there
+    it counts.
+    """
+    period, device = depth + 1, batch.tokens.device
+    taps = batch.taps
+    kv = None if taps.kv is None else taps.kv.expand(period, -1, -1, -1)
+    repeated = replace(
+        batch,
+        tokens=batch.tokens.expand(period, -1),
+        response_mask=batch.response_mask.expand(period, -1),
+        lengths=batch.lengths.expand(period),
+        taps=Taps(kv, {key: hidden.expand(period, -1, -1) for key, hidden in taps.hidden.items()}),
+    )
+    phases = torch.arange(period, device=device)
+    start = verified_start(repeated.response_mask, torch.full_like(phases, period), phases)
+    from_prompt = ~repeated.response_mask.gather(1, start)
+    positions = loss_positions(repeated) & (~from_prompt | (phases == 1)[:, None])
+    return repeated, DraftView(start, torch.zeros(period, dtype=torch.bool, device=device)), positions
+
+
+def _accuracy_by_step(sums: Sequence[LossSums], depth: int) -> list[float]:
+    """Accuracy of steps 1..depth. A step that training does not look at (a chain of EAGLE is trained by its first
+    step alone) counts as the last one before it that it does."""
+    correct = torch.stack([each.correct_by_step for each in sums]).sum(dim=0).tolist()
+    counts = torch.stack([each.count_by_step for each in sums]).sum(dim=0).tolist()
+    known = [right / count for right, count in zip(correct, counts, strict=True) if count][:depth]
+    return known + known[-1:] * (depth - len(known))

@@ -1,0 +1,94 @@
+"""The folder of regenerated chats: parts, what became of each part's rows, and whose folder it is.
+
+    run.yaml            where it all comes from
+    plan.yaml           what the parts were made with: another plan is refused here
+    part-00000.jsonl    chats, in UltraChat's schema
+    part-00000.yaml     the part counts; how many rows were bad, dropped, cut
+    summary.yaml        the same over all parts: nothing is missing
+
+Whoever reads the folder as chats sees the .jsonl files alone: all else is YAML.
+"""
+
+import json
+from typing import Any
+
+import yaml
+
+from moray.activations.store import CacheStore
+from moray.errors import DataError, MismatchError
+
+AGAIN = "run the same command again: what is finished stays"
+
+
+class AnswerStore(CacheStore):
+    """Regenerated chats, by URI or path. Picklable."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AnswerStore, (self.uri,)
+
+    def begin(self, plan: dict[str, Any], run_yaml: str) -> None:
+        """Start, or go on with what was started with the same plan; clears what a kill left half-written.
+
+        Raises:
+            MismatchError: other answers are here; the first differing entry and both values are named.
+        """
+        plan = json.loads(json.dumps(plan))
+        if self.exists("plan.yaml"):
+            present = self.read_yaml("plan.yaml")
+            for key in plan:
+                if present.get(key) != plan[key]:
+                    raise MismatchError(
+                        f"'{self.uri}' was answered with {key} = {json.dumps(present.get(key))}, now it is "
+                        f"{json.dumps(plan[key])}; give another output or remove the folder"
+                    )
+            for name in (*self.names("", ".tmp"), *self.names("", ".tries")):
+                self.filesystem.delete_file(self.path(name))
+        else:
+            self.put("run.yaml", run_yaml)
+            self.put("plan.yaml", yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
+
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        """What became of the rows of every part that counts, by part."""
+        names = [name for name in self.names("", ".yaml") if name.startswith("part-")]
+        return {name.removesuffix(".yaml"): self.read_yaml(name) for name in names}
+
+    def begin_part(self, name: str) -> int:
+        """Note that a part is begun; returns how often it has been since `begin`."""
+        file = f"{name}.tries"
+        tries = int(self.read_yaml(file)["tries"]) + 1 if self.exists(file) else 1
+        self.put(file, f"tries: {tries}\n")
+        return tries
+
+    def write_part(self, name: str, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+        """Write a part and then make it count."""
+        self.put(f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        self.put(f"{name}.yaml", yaml.safe_dump(summary, sort_keys=False, allow_unicode=True))
+        if self.exists(f"{name}.tries"):
+            self.filesystem.delete_file(self.path(f"{name}.tries"))
+
+    def put(self, name: str, text: str) -> None:
+        """Write a file so that it is there whole or not at all.
+
+        Raises:
+            DataError: it cannot be written, such as for want of room.
+        """
+        try:
+            self.write_text(name, text)
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"'{self.uri}/{name}' cannot be written: {reason}; mend that and {AGAIN}") from None
+
+    def read_yaml(self, name: str) -> dict[str, Any]:
+        """Read one of the YAML files here.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+        try:
+            with self.filesystem.open_input_file(self.path(name)) as source:
+                value = yaml.safe_load(source.read())
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise DataError(f"'{self.uri}/{name}' is damaged: {error}; remove it and {AGAIN}") from None
+        if not isinstance(value, dict):
+            raise DataError(f"'{self.uri}/{name}' is damaged: no mapping; remove it and {AGAIN}")
+        return value

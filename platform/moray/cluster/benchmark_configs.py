@@ -1,0 +1,51 @@
+"""What `pipelines.benchmark cache` and `train` measure. Torch-free."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moray.activations.schema import CacheConfig, CodecName
+from moray.activations.ultrachat import ChatsConfig
+from moray.config import Config
+from moray.targets.spec import TargetConfig
+
+
+class CacheBenchmarkConfig(Config):
+    """Which chats and codecs, on which target."""
+
+    target: TargetConfig
+    chats: ChatsConfig
+    cache: CacheConfig = CacheConfig()
+    codecs: tuple[tuple[CodecName, CodecName], ...] = Field(default=(("bfloat16", "bfloat16"),), min_length=1)
+    """Of keys and values, and of hidden states; each pair is measured by itself."""
+    train_batch_tokens: int = Field(default=4096, ge=16)
+    """Of the batches that are made of what is read."""
+    threads: int = Field(default=1, ge=1)
+    """torch threads of one target."""
+    folder: str | None = None
+    """Where the caches are written for a while; None for the system's temporary folder."""
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
+
+
+class TrainBenchmarkConfig(Config):
+    """Which drafters, from which cache, against which other ways to train them."""
+
+    target: TargetConfig
+    runs: tuple[str, ...] = Field(min_length=1)
+    """YAML files as for pipelines.distill, one per drafter; their caches must be there."""
+    updates: int = Field(default=12, ge=2)
+    """Of each way to train, in each round."""
+    rounds: int = Field(default=5, ge=1)
+    """In which all ways take turns; the fastest round of each counts."""
+    recipe: bool = True
+    """Also measure the published recipe, for drafters of type moa with target_layers=0."""
+    threads: int = Field(default=1, ge=1)
+    """torch threads of a worker."""
+    workers: int = Field(default=2, ge=1)
+    """That train together where the whole machine is measured: its cores, or its GPUs."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    peak_flops: float | None = Field(default=None, gt=0)
+    """Of the device in this precision, for the share that is used (MFU)."""
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""

@@ -1,0 +1,77 @@
+"""Compaction on Ray Data: every task joins one group of small shards, one row group in memory at a time."""
+
+import json
+from typing import Any, cast
+
+import ray.data
+
+from moray.activations.compact import join, plan_compaction, remove_superseded
+from moray.activations.manifest import read_manifest, write_manifest
+from moray.activations.schema import bytes_per_token
+from moray.activations.store import CacheStore
+from moray.activations.survey import survey
+from moray.cluster.errors import own_errors
+from moray.cluster.progress import progress_bar
+from moray.errors import DamagedError
+
+
+def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, int]:
+    """Join the small shards of a complete cache; returns the numbers of shards before and after.
+
+    Killed at any instant, the same call goes on. No training run may be reading when it ends: the old shards are
+    removed once the new manifest is in place.
+
+    Args:
+        output: path or URI of the cache.
+        shard_mib: largest size of a joined shard; None for the size that the cache was planned with.
+        num_tasks: shards written at once.
+
+    Raises:
+        DataError: the cache is unfinished.
+        DamagedError: a shard is damaged; nothing that was there is touched.
+    """
+    store = CacheStore(output)
+    manifest = read_manifest(store)
+    found = survey(store)
+    before = len(manifest.shards)
+    wanted = {name for info in manifest.shards.values() for name in info.planned}
+    damaged = sorted(found.damaged) or sorted(wanted - found.planned)
+    if damaged:
+        raise DamagedError(
+            f"'{output}' has damaged shards ({', '.join(damaged[:3])}): run the caching command again, then compact"
+        )
+    plan = manifest.plan
+    size = shard_mib or plan["cache"]["shard_mib"]
+    groups = plan_compaction(found.counting.values(), bytes_per_token(plan["columns"]), size)
+    if groups:
+        with own_errors():
+            _join_all(store, [[info.name for info in group] for group in groups], plan["cache"], num_tasks)
+        found = survey(store)
+    if manifest.shards != found.counting:
+        manifest = write_manifest(store, store.read_json("manifest.json")["chats"])
+    # Only now: until here readers had the old manifest.
+    remove_superseded(store, found.superseded)
+    return before, len(manifest.shards)
+
+
+def _join_all(store: CacheStore, groups: list[list[str]], cache: dict[str, Any], num_tasks: int) -> None:
+    items = [{"group": json.dumps(group)} for group in groups]
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        cast(Any, _join),  # Ray's own types leave functions with further arguments out
+        fn_args=(store.uri, cache["compression"]),
+        batch_size=1,
+        num_cpus=1,
+        compute=ray.data.TaskPoolStrategy(size=min(num_tasks, len(items))),
+    )
+    with progress_bar() as bar:
+        task = bar.add_task("compact", total=sum(map(len, groups)), note="")
+        for row in dataset.iter_rows():
+            bar.update(task, advance=int(row["shards"]))
+
+
+def _join(batch: dict[str, Any], uri: str, compression: str) -> dict[str, Any]:
+    store = CacheStore(uri)
+    groups = [json.loads(text) for text in batch["group"]]
+    for group in groups:
+        join(store, [store.read_marker(name) for name in group], compression)
+    return {"shards": [len(group) for group in groups]}

@@ -1,0 +1,145 @@
+"""Chats whose questions the target answers itself, turn by turn, many at a time. Knows neither Ray nor files."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from moray.activations.ultrachat import BadRow, Chat
+from moray.cluster.regenerate_config import RegenerateConfig
+from moray.decoding.continuous import ContinuousDecoder, Finished
+from moray.errors import DataError
+from moray.targets.model import Target
+from moray.text import ChatTokenizer, Message
+
+KEPT_BAD_ROWS = 20
+
+
+class Dialogue:
+    """One chat: what its user asks and what the target has answered so far.
+
+    Of the chat's own answers nothing is kept: where the target's cannot go on, the chat ends.
+    """
+
+    def __init__(self, chat: Chat, max_turns: int | None) -> None:
+        self.uid = chat.uid
+        self.messages: list[Message] = []
+        """All that is settled; ends with an answer."""
+        self.finish_reasons: list[str] = []
+        """Of every answer: "eos" or "length"."""
+        self.num_tokens = 0
+        self.cut: str | None = None
+        """Why it ended before its last question: "too_long" or "truncated"."""
+        self._turns = _turns(chat.messages)[:max_turns]
+
+    def next_prompt(self, tokenizer: ChatTokenizer, room: int) -> list[int] | None:
+        """The next question behind everything before it, if there is one and its tokens are at most `room`.
+
+        Raises:
+            DataError: the chat template refuses the chat.
+        """
+        if not self._turns or self.cut is not None:
+            return None
+        prompt = tokenizer.encode_prompt([*self.messages, *self._turns[0]])
+        if not 0 < len(prompt) <= room:
+            self.cut = "too_long"
+            return None
+        return prompt
+
+    def take(self, answer: Finished, tokenizer: ChatTokenizer, keep_truncated: bool) -> None:
+        """Settle the question that was asked last, with its answer."""
+        self.num_tokens += len(answer.tokens)
+        text = tokenizer.decode(answer.tokens)
+        if answer.finish_reason == "length":
+            if not keep_truncated:
+                self.cut = "truncated"
+                return
+            text = text.rstrip("\ufffd")  # half a character
+        self.messages += [*self._turns.pop(0), Message(role="assistant", content=text)]
+        self.finish_reasons.append(answer.finish_reason)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """In UltraChat's schema; `uid` names the source row, as `prompt_id` does for readers that know no uid."""
+        asked = next(message["content"] for message in self.messages if message["role"] == "user")
+        reasons = {"finish_reasons": self.finish_reasons}
+        return {"prompt": asked, "prompt_id": self.uid, "messages": self.messages, "uid": self.uid, **reasons}
+
+    @property
+    def lack(self) -> str | None:
+        """Why there is nothing to keep of it."""
+        if any(message["role"] == "assistant" and message["content"].strip() for message in self.messages):
+            return None
+        return self.cut or ("empty" if self.messages else "without_question")
+
+
+def answer_chats(
+    rows: Sequence[Chat | BadRow],
+    target: Target,
+    tokenizer: ChatTokenizer,
+    eos_ids: Collection[int],
+    config: RegenerateConfig,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Answer the chats of one part; returns the rows to write, in order, and what became of all of them.
+
+    The summary counts `rows` read and `chats` kept; `dropped` and `shortened` chats by why (too_long: no room for a
+    question and its answer; truncated: an answer was cut off and `keep_truncated` is false; empty: no answer with
+    text in it; without_question); `finish_reasons` of the kept answers; and tokens generated.
+    """
+    bad = [str(row) for row in rows if isinstance(row, BadRow)]
+    dialogues = [Dialogue(row, config.max_turns) for row in rows if not isinstance(row, BadRow)]
+    context = min(config.max_length, target.spec.max_positions)
+    room = context - config.max_new_tokens
+    decoder = ContinuousDecoder(
+        target, config.sampling.params, config.max_new_tokens, eos_ids, batch_tokens=config.batch_tokens
+    )
+    asked: dict[int, Dialogue] = {}
+    refused: set[str] = set()
+
+    def ask(dialogue: Dialogue) -> None:
+        try:
+            prompt = dialogue.next_prompt(tokenizer, room)
+        except DataError as error:
+            refused.add(dialogue.uid)
+            bad.append(f"chat '{dialogue.uid}': {error}")
+            return
+        if prompt is not None:
+            number = decoder.submit(prompt, _sequence(dialogue.uid, len(dialogue.finish_reasons)))
+            asked[number] = dialogue
+
+    for dialogue in dialogues:
+        ask(dialogue)
+    while decoder.is_busy:
+        for answer in decoder.step():
+            dialogue = asked.pop(answer.number)
+            dialogue.take(answer, tokenizer, config.keep_truncated)
+            ask(dialogue)
+    usable = [dialogue for dialogue in dialogues if dialogue.uid not in refused]
+    kept = [dialogue for dialogue in usable if dialogue.lack is None]
+    summary = {
+        "rows": len(rows),
+        "chats": len(kept),
+        "bad": len(bad),
+        "bad_rows": bad[:KEPT_BAD_ROWS],
+        "dropped": dict(Counter(dialogue.lack for dialogue in usable if dialogue.lack is not None)),
+        "shortened": dict(Counter(dialogue.cut for dialogue in kept if dialogue.cut is not None)),
+        "finish_reasons": dict(Counter(reason for dialogue in kept for reason in dialogue.finish_reasons)),
+        "tokens": sum(dialogue.num_tokens for dialogue in dialogues),
+    }
+    return [dialogue.row for dialogue in kept], summary
+
+
+def _turns(messages: Sequence[Message]) -> list[list[Message]]:
+    """Every user turn with what comes before it since the last one, answers left out."""
+    turns: list[list[Message]] = [[]]
+    for message in messages:
+        if message["role"] != "assistant":
+            turns[-1].append(message)
+            if message["role"] == "user":
+                turns.append([])
+    return turns[:-1]
+
+
+def _sequence(uid: str, turn: int) -> int:
+    """A number of its own for the noise of every answer."""
+    return int.from_bytes(hashlib.sha256(f"{uid}#{turn}".encode()).digest()[:7], "big")

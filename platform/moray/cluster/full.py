@@ -1,0 +1,55 @@
+"""A cache whose disk fills up in the middle: everything ends, nothing half-written stays, and the user knows why."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from moray.activations.measure import written_bytes
+from moray.activations.room import size_text
+from moray.activations.store import CacheStore
+from moray.errors import StorageFullError
+
+_PATIENCE_SECONDS = 20.0
+
+
+@dataclass
+class Goal:
+    """How many bytes the cache is to have, once that is known."""
+
+    total: int | None = None
+
+
+@contextmanager
+def told_if_cache_full(store: CacheStore) -> Iterator[Goal]:
+    """Say how much is written and how much is missing when there is no room left; clear what is half-written.
+
+    Raises:
+        StorageFullError: in place of one that was raised in the block by this process or by any of its actors.
+    """
+    goal = Goal()
+    message = None
+    try:
+        yield goal
+    except StorageFullError as error:
+        message = str(error)
+    if message is not None:  # raised out here without a context, which would keep actors and their CPUs
+        _clear(store)
+        written = written_bytes(store)
+        if goal.total is None:
+            missing = "how much is missing is known once all chats are tokenised"
+        else:
+            missing = f"about {size_text(max(0, goal.total - written))} are missing"
+        raise StorageFullError(
+            f"{message}; {size_text(written)} of the cache are written and safe, {missing}: make room, then run the "
+            "same command again to go on"
+        )
+
+
+def _clear(store: CacheStore) -> None:
+    """Remove half-written files until none comes any more: other actors are about to end, but may write until then."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    quiet = 0
+    while quiet < 3 and time.monotonic() < deadline:
+        quiet = 0 if store.clear_temporary() else quiet + 1
+        time.sleep(0.3)

@@ -1,0 +1,94 @@
+"""How many lanes a run has, and how many workers may share them. Decided before anything starts."""
+
+import os
+from pathlib import Path
+
+import ray
+
+from moray.cluster.configs import DistilConfig
+from moray.config import validate
+from moray.errors import ConfigError
+from moray.provenance import RUN_FILE, read_run_yaml
+
+_READING_CPUS = 0.5
+"""Of one task that reads a window: the least that must be free beside the workers, or they wait for ever."""
+
+
+def run_lanes(config: DistilConfig) -> int:
+    """The run's number of lanes: workers (the most, where it is a range) times train.accumulate, at its first start.
+
+    `run.yaml` remembers it: later starts may have fewer workers, which take several lanes each.
+    """
+    folder = Path(config.output).absolute()
+    first = validate(DistilConfig, read_run_yaml(folder)["config"]) if (folder / RUN_FILE).is_file() else config
+    return first.workers.most * first.train.accumulate
+
+
+def num_workers(config: DistilConfig) -> int | tuple[int, int]:
+    """What Ray Train is asked for: `workers.num_workers`, a range cut to what can be of use.
+
+    Raises:
+        ConfigError: more workers than lanes, or more than this machine has room for.
+    """
+    workers, lanes = config.workers, run_lanes(config)
+    if workers.fewest > lanes:
+        raise ConfigError(
+            f"workers.num_workers is {workers.num_workers}, but the run in '{config.output}' began with {lanes} lanes, "
+            f"which is the most workers it can use: give workers.num_workers={lanes} or less, or another output"
+        )
+    if isinstance(workers.num_workers, int):
+        _check_room(config)
+        return workers.num_workers
+    _check_room(config)
+    most = min(workers.most, lanes, _room(config))
+    return (workers.fewest, most) if workers.fewest < most else workers.fewest
+
+
+def _is_fixed(config: DistilConfig) -> bool:
+    """Whether this machine is all there is: a cluster may grow."""
+    return not (config.ray.address or os.environ.get("RAY_ADDRESS"))
+
+
+def _room(config: DistilConfig) -> int:
+    """Most workers for which there is room, the targets that work beside them included."""
+    workers = config.workers
+    if not _is_fixed(config):
+        return workers.most
+    present = ray.cluster_resources()
+    fitting = (
+        count
+        for count in range(workers.most, workers.fewest, -1)
+        if all(amount <= present.get(name, 0) for name, amount in _needs(config, count).items())
+    )
+    return next(fitting, workers.fewest)
+
+
+def _needs(config: DistilConfig, count: int) -> dict[str, float]:
+    """What so many workers take, with what they wait for: targets, or tasks that read."""
+    workers = config.workers
+    needs = {"CPU": count * workers.cpus_per_worker + _READING_CPUS, "GPU": float(count * workers.use_gpu)}
+    if config.source.type != "disk":
+        capture = config.source.capture
+        targets = capture.num_targets // count * count
+        needs["CPU"] += targets * capture.cpus_per_target
+        needs["GPU"] += targets * capture.gpus_per_target
+    return needs
+
+
+def _check_room(config: DistilConfig) -> None:
+    """Refuse workers for which this machine has no room: Ray would wait for them for ever."""
+    if not _is_fixed(config):
+        return
+    workers, present = config.workers, ray.cluster_resources()
+    needs = _needs(config, workers.fewest)
+    for name, field in (("GPU", "use_gpu"), ("CPU", "cpus_per_worker")):
+        if needs[name] > present.get(name, 0):
+            beside = [f"{_READING_CPUS:g} to read with"] if name == "CPU" else []
+            if config.source.type != "disk":
+                beside.append(f"source.capture.num_targets={config.source.capture.num_targets} beside them")
+            including = f", {' and '.join(beside)} included" if beside else ""
+            raise ConfigError(
+                f"workers.num_workers={workers.num_workers} with workers.{field}={getattr(workers, field)} needs "
+                f"{needs[name]:g} {name}s{including}; this machine has {present.get(name, 0):g}: lower them or name a "
+                "cluster in ray.address"
+            )

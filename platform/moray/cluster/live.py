@@ -1,0 +1,120 @@
+"""Windows of activations that target replicas make while a drafter trains, in place of reading them.
+
+    stream   nothing is written: every epoch runs the target again, over just the taps that the drafter reads
+    hybrid   a window's missing shards are written whole, then read: later epochs and runs find them
+
+Both keep the order, the batches and the format of a cache that is read, so that whoever takes the windows cannot
+tell the difference.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from moray.activations.extract import ShardWriter
+from moray.activations.manifest import Manifest, read_layout, read_manifest
+from moray.activations.schema import CacheConfig, bytes_per_token
+from moray.activations.shards import ShardPlan, plan_shards, tap_columns
+from moray.activations.store import CacheStore
+from moray.batch import TapNeeds
+from moray.cluster.configs import DistilConfig, LiveSource
+from moray.cluster.windows import read_window
+from moray.targets.spec import TargetConfig
+
+
+def open_source(config: DistilConfig) -> Manifest:
+    """The cache of a run, or the layout of one that is made on the way.
+
+    A hybrid run's cache that is complete may have been compacted since, so its shards are those of its manifest.
+
+    Raises:
+        DataError: there is none.
+    """
+    store, kind = CacheStore(config.activations), config.source.type
+    is_complete = kind == "disk" or (kind == "hybrid" and store.exists("manifest.json"))
+    return read_manifest(store) if is_complete else read_layout(store)
+
+
+@dataclass(frozen=True)
+class LiveTargets:
+    """The target replicas of one training worker: what they run, and on what."""
+
+    target: TargetConfig
+    source: LiveSource
+    num_targets: int
+
+    def arguments(self, uri: str, needs: TapNeeds, columns: list[str]) -> tuple[Any, ...]:
+        """What `LiveWindows` is made with."""
+        cache = self.source.cache
+        stored = cache if self.source.type == "hybrid" else only_needed(cache, needs)
+        settings = {"planned": cache.model_dump(), "stored": stored.model_dump()}
+        capture = self.source.capture
+        return (
+            uri,
+            self.target.model_dump(),
+            settings,
+            columns,
+            self.source.type == "hybrid",
+            capture.threads_per_target,
+        )
+
+
+def only_needed(cache: CacheConfig, needs: TapNeeds) -> CacheConfig:
+    """The same cache with no tap but those that a drafter reads: the others need not be encoded."""
+    kept = {"kv_layers": needs.kv_layers, "hidden_depths": needs.hidden_depths}
+    names = {f"kv.{layer:02d}" for layer in needs.kv_layers} | {f"hidden.{depth}" for depth in needs.hidden_depths}
+    codecs = {name: codec for name, codec in cache.column_codecs.items() if name in names}
+    return cache.model_copy(update=kept | {"column_codecs": codecs})
+
+
+class LiveWindows:
+    """Holds one target replica and makes windows with it; a callable for Ray Data."""
+
+    def __init__(
+        self,
+        uri: str,
+        target: dict[str, Any],
+        settings: dict[str, Any],
+        columns: list[str],
+        keeps: bool,
+        threads: int,
+    ) -> None:
+        import torch
+
+        from moray.targets.model import Target
+
+        torch.set_num_threads(threads)
+        self._store = CacheStore(uri)
+        self._columns = columns
+        self._keeps = keeps
+        self._planned = CacheConfig.model_validate(settings["planned"])
+        loaded = Target.load(TargetConfig.model_validate(target))
+        self._token_bytes = bytes_per_token(tap_columns(loaded.spec, self._planned))
+        self._writer = ShardWriter(loaded, self._store, CacheConfig.model_validate(settings["stored"]))
+        self._part = ""
+        self._plans: dict[str, ShardPlan] = {}
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[pa.Table]:
+        """Yield the chats of each window under "window", as `windows.read_window` does."""
+        for text in batch["window"]:
+            row_groups = json.loads(text)
+            if self._keeps:
+                for shard in dict.fromkeys(shard for shard, _ in row_groups):
+                    if not self._store.exists(f"shards/{shard}.json"):
+                        self._writer.write(self._plan(shard))
+                yield from read_window({"window": [text]}, self._store.uri, self._columns)
+            else:
+                tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
+                yield pa.concat_tables([table.select(self._columns) for table in tables])
+
+    def _plan(self, shard: str) -> ShardPlan:
+        """The plan of one shard; those of one part are made together and kept until another part is asked for."""
+        part = f"part-{shard.rpartition('-')[0]}"
+        if part != self._part:
+            lengths = self._store.read_json(f"tokens/{part}.json")["lengths"]
+            self._plans = {plan.name: plan for plan in plan_shards(part, lengths, self._planned, self._token_bytes)}
+            self._part = part
+        return self._plans[shard]

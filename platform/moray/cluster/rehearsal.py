@@ -1,0 +1,57 @@
+"""The rehearsal of a cache on Ray: one target of those to come, on a few batches, before the first shard."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import ray
+
+from moray.activations.channels import CHANNELS_FILE, quantised_columns, read_channels, write_channels
+from moray.activations.rehearse import rehearsal_batches, rehearse
+from moray.activations.schema import CacheConfig
+from moray.activations.shards import ShardPlan, tap_columns
+from moray.activations.store import CacheStore
+from moray.cluster.configs import CaptureConfig
+from moray.targets.spec import TargetConfig
+
+
+def rehearse_on_ray(
+    store: CacheStore, target: TargetConfig, cache: CacheConfig, capture: CaptureConfig, shards: Sequence[ShardPlan]
+) -> dict[str, Any]:
+    """Find and store the channels of quantised columns, unless the cache has them.
+
+    Returns:
+        "tokens_per_second" of one target, and "hidden_rms" by column.
+
+    Raises:
+        DataError: the target produced a value that is not finite.
+    """
+    batches = [json.dumps(asdict(plan)) for plan in rehearsal_batches(shards)]
+    task = ray.remote(num_cpus=capture.cpus_per_target, num_gpus=capture.gpus_per_target, max_retries=1)(_rehearse)
+    answer = cast(Any, task).remote(
+        store.uri, target.model_dump(), cache.model_dump(), batches, capture.threads_per_target
+    )
+    return cast(Any, ray.get(answer))
+
+
+def _rehearse(
+    uri: str, target: dict[str, Any], cache: dict[str, Any], batches: list[str], threads: int
+) -> dict[str, Any]:
+    import torch
+
+    from moray.activations.extract import token_arrays
+    from moray.targets.model import Target
+
+    torch.set_num_threads(threads)
+    store, config = CacheStore(uri), CacheConfig.model_validate(cache)
+    loaded = Target.load(TargetConfig.model_validate(target))
+    tokens = []
+    for plan in (ShardPlan(**json.loads(batch)) for batch in batches):
+        tokens.append(token_arrays(store.read_table(f"tokens/{plan.part}.parquet").take(plan.batches[0])))
+    columns = tap_columns(loaded.spec, config)
+    known = read_channels(store, columns) if store.exists(CHANNELS_FILE) else None
+    result = rehearse(loaded, config, tokens, known)
+    if quantised_columns(columns) and known is None:
+        write_channels(store, result.channels)
+    return {"tokens_per_second": result.tokens_per_second, "hidden_rms": result.hidden_rms}

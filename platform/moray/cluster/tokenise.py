@@ -1,0 +1,119 @@
+"""First stage of a cache, on Ray Data: chats become parts, which hold tokens only (4 bytes each)."""
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import ray
+import ray.data
+
+from moray.activations.schema import TOKENS_SCHEMA
+from moray.activations.store import CacheStore
+from moray.activations.survey import find_parts
+from moray.activations.ultrachat import BadRow, ChatChunk, read_chunk
+from moray.cluster.configs import CaptureConfig
+from moray.cluster.progress import progress_bar
+from moray.errors import DataError
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+
+_KEPT_BAD_ROWS = 20
+
+
+class PartWriter:
+    """Tokenises one chunk of the input into one part."""
+
+    def __init__(self, uri: str, target: dict[str, Any], max_length: int) -> None:
+        config = TargetConfig.model_validate(target)
+        self._store = CacheStore(uri)
+        self._tokenizer = ChatTokenizer.load(config.model, config.template)
+        self._max_length = max_length
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        summaries = [self.write(*pair) for pair in zip(batch["name"], batch["chunk"], strict=True)]
+        return {"summary": [json.dumps(summary) for summary in summaries]}
+
+    def write(self, name: str, chunk: ChatChunk) -> dict[str, Any]:
+        columns: dict[str, list[Any]] = {"uid": [], "tokens": [], "response_mask": []}
+        bad: list[str] = []
+        num_dropped = 0
+        for row in read_chunk(chunk):
+            if isinstance(row, BadRow):
+                bad.append(str(row))
+                continue
+            try:
+                chat = self._tokenizer.encode_chat(row.messages, self._max_length)
+            except DataError as error:
+                bad.append(f"chat '{row.uid}': {error}")
+                continue
+            if not chat.response_mask.any():
+                num_dropped += 1
+                continue
+            columns["uid"].append(row.uid)
+            columns["tokens"].append(chat.tokens)
+            columns["response_mask"].append(chat.response_mask)
+        file = self._store.write_table(f"tokens/{name}.parquet", pa.table(columns, schema=TOKENS_SCHEMA))
+        summary = {
+            "name": name,
+            "bytes": file.num_bytes,
+            "sha256": file.sha256,
+            "chats": len(columns["uid"]),
+            "dropped": num_dropped,
+            "bad": len(bad),
+            "bad_rows": bad[:_KEPT_BAD_ROWS],
+            "lengths": [len(tokens) for tokens in columns["tokens"]],
+        }
+        self._store.write_json(f"tokens/{name}.json", summary)
+        return summary
+
+
+def tokenise(
+    store: CacheStore,
+    target: TargetConfig,
+    planned: list[ChatChunk],
+    max_bad_rows: int,
+    max_length: int,
+    capture: CaptureConfig,
+) -> dict[str, int]:
+    """Stage 1: write the parts that are missing; return counts over all parts."""
+    chunks = {f"part-{i:05d}": chunk for i, chunk in enumerate(planned)}
+    found = find_parts(store)
+    for name, reason in found.damaged.items():
+        print(f"part 'tokens/{name}.parquet' is damaged: {reason}; it will be made again")
+    summaries = found.whole
+    done = len(summaries)
+    missing = [{"name": name, "chunk": chunk} for name, chunk in chunks.items() if name not in summaries]
+    if missing:
+        dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map_batches(
+            PartWriter,
+            fn_constructor_args=(store.uri, target.model_dump(), max_length),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=min(capture.num_tokenisers, len(missing))),
+            num_cpus=1,
+        )
+        with progress_bar() as bar:
+            task = bar.add_task("tokenise", total=len(chunks), completed=done, note="")
+            chats_done = 0
+            for row in dataset.iter_rows():
+                summary = json.loads(row["summary"])
+                summaries[summary["name"]] = summary
+                chats_done += summary["chats"]
+                bar.update(task, advance=1, note=f"{chats_done:,} chats")
+    ordered = [summaries[name] for name in chunks]
+    counts = {key: sum(summary[key] for summary in ordered) for key in ("chats", "dropped", "bad")}
+    _report_bad_rows(counts, [line for summary in ordered for line in summary["bad_rows"]], max_bad_rows)
+    return counts
+
+
+def _report_bad_rows(counts: dict[str, int], lines: list[str], most: int) -> None:
+    for line in lines[:_KEPT_BAD_ROWS]:
+        print(f"bad row: {line}")
+    if counts["bad"] > most:
+        raise DataError(
+            f"{counts['bad']} bad rows, chats.max_bad_rows allows {most}; the first: {lines[0]}; "
+            "mend them or allow more"
+        )
+    if not counts["chats"]:
+        raise DataError(f"no chat with an assistant turn is left: {counts['dropped']} dropped, {counts['bad']} bad")
+    if counts["bad"] or counts["dropped"]:
+        print(f"{counts['chats']} chats kept, {counts['dropped']} without an assistant turn, {counts['bad']} bad")

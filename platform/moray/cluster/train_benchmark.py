@@ -1,0 +1,180 @@
+"""What training costs: from a cache, with the target running beside it, and as the published recipe has it.
+
+    cached   windows of the cache are read and decoded, the drafter is updated: what pipelines.distill does
+    online   the same batches, but the target runs over them to give their taps; nothing is read but tokens
+    recipe   the published loop (see `bench.recipe`): chat by chat, the target runs again, dense masks, all logits
+
+All three take turns on the same chats in one process, a worker with the environment that workers have; each one's peak
+of memory is that of a process of its own. A cached epoch can be faster than an online one by no more than
+1 + target / training, which is given too.
+
+Against the recipe two ratios count: worker against worker, and, on CPUs, machine against machine, that is data-parallel
+workers, one per `workers` in the configuration, against the plain loop's one process with as many threads. On GPUs the
+first is all there is: the published code trains on several as well.
+"""
+
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from moray.activations.manifest import read_manifest
+from moray.activations.store import CacheStore
+from moray.bench.decode_benchmark import record
+from moray.bench.isolated import forget_peak, measure_alone, resident_memory
+from moray.cluster.benchmark_configs import TrainBenchmarkConfig
+from moray.cluster.configs import DistilConfig
+from moray.cluster.ways_to_train import WAYS, WaysToTrain
+from moray.config import merge, read_yaml, validate
+
+_MACHINE_TURNS = 2
+
+
+def benchmark_training(config: TrainBenchmarkConfig, console: Console) -> dict[str, Any]:
+    """Measure every drafter; figures of the first one stand at the top as well.
+
+    Raises:
+        ConfigError: a YAML file that is no run.
+        DataError: a run's cache is not complete.
+    """
+    runs = {path: _run_config(config, path) for path in config.runs}
+    for run in runs.values():
+        read_manifest(CacheStore(run.activations))  # what is not there is said before anything is measured
+    settings = config.model_dump_json()
+    rows = []
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("benchmark train", total=len(runs) * (1 + len(WAYS)))
+        for path in runs:
+            row = measure_alone(_row_of, settings, path)
+            bar.advance(task)
+            ways = list(row["tokens_per_second_by_way"])
+            memory = {}
+            for way in ways:
+                memory[way] = measure_alone(_memory_of, settings, path, way)
+                bar.advance(task)
+            peaks = {
+                "peak_memory_bytes": {way: figures["peak_memory_bytes"] for way, figures in memory.items()},
+                "memory_before_bytes": {way: figures["before_bytes"] for way, figures in memory.items()},
+            }
+            has_machine = "recipe" in ways and not torch.cuda.is_available()
+            machine = _whole_machine(config, path) if has_machine else None
+            rows.append(row | peaks | {"run": path, "whole_machine": machine})
+    first = rows[0]
+    top = ("tokens_per_second", "cached_vs_online", "padding_waste", "bytes_per_token")
+    return {
+        **{name: first[name] for name in top},
+        "speedup_vs_recipe": (first["whole_machine"] or {}).get("speedup", first["speedup_vs_recipe_per_worker"]),
+        "speedup_vs_recipe_per_worker": first["speedup_vs_recipe_per_worker"],
+        "peak_memory_bytes": first["peak_memory_bytes"]["cached"],
+        "rows": rows,
+    } | record(config)
+
+
+def print_train_benchmark(result: dict[str, Any], console: Console) -> None:
+    """Print one line per drafter, and what they took."""
+    table = _table("Training, one worker: tokens/s")
+    for name in (*WAYS, "cached/online", "at most", "cached/recipe", "padding", "MFU"):
+        table.add_column(name, justify="right")
+    memory = _table("Peak memory, MiB")
+    for name in WAYS:
+        memory.add_column(name, justify="right")
+    for row in result["rows"]:
+        speeds = [row["tokens_per_second_by_way"].get(way) for way in WAYS]
+        ratios = (row["cached_vs_online"], row["cached_vs_online_limit"], row["speedup_vs_recipe_per_worker"])
+        table.add_row(
+            row["drafter"],
+            *("" if speed is None else f"{speed:,.0f}" for speed in speeds),
+            *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+            f"{row['padding_waste']:.1%}",
+            "" if row["mfu"] is None else f"{row['mfu']:.0%}",
+        )
+        peaks = row["peak_memory_bytes"]
+        memory.add_row(row["drafter"], *(f"{peaks[way] / 2**20:,.0f}" if way in peaks else "" for way in WAYS))
+    console.print(table)
+    for row in result["rows"]:
+        if machine := row["whole_machine"]:
+            console.print(
+                f"{row['drafter']}, whole machine: {machine['workers']} workers {machine['cached']:,.0f} tokens/s, the "
+                f"recipe with as many threads {machine['recipe']:,.0f}: {machine['speedup']:.2f} times",
+                highlight=False,
+            )
+    console.print(memory)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("drafter", no_wrap=True)
+    return table
+
+
+def _run_config(config: TrainBenchmarkConfig, path: str) -> DistilConfig:
+    values = merge(read_yaml(Path(path)), {"target": config.target.model_dump(mode="json")})
+    return validate(DistilConfig, merge(values, {"train": {"precision": config.precision}}))
+
+
+def _whole_machine(config: TrainBenchmarkConfig, path: str) -> dict[str, Any]:
+    """Tokens per second of all workers together, and of the recipe with as many threads; in turns, the best of each."""
+    workers = config.workers
+    best = {"cached": 0.0, "recipe": 0.0}
+    settings = config.model_dump_json()
+    for _ in range(_MACHINE_TURNS):
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+            meeting = f"file://{folder}/meeting"
+            share = [(rank, workers, meeting) for rank in range(workers)]
+            figures = list(pool.map(lambda place: measure_alone(_speed_of, settings, path, "cached", *place), share))
+        best["cached"] = max(best["cached"], sum(one["tokens"] for one in figures) / figures[0]["seconds"])
+        alone = measure_alone(_speed_of, settings, path, "recipe", 0, 1, None)
+        best["recipe"] = max(best["recipe"], alone["tokens"] / alone["seconds"])
+    return {"workers": workers, **best, "speedup": best["cached"] / best["recipe"]}
+
+
+def _speed_of(settings: str, path: str, way: str, rank: int, workers: int, meeting: str | None) -> dict[str, Any]:
+    """One worker among others that train together, or one that has all their threads to itself."""
+    config = TrainBenchmarkConfig.model_validate_json(settings)
+    torch.set_num_threads(config.threads if meeting else config.threads * config.workers)
+    if meeting is not None:
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=workers)
+    bench = WaysToTrain(_run_config(config, path), config, rank, workers)
+    step = bench.step_of(way)
+    step()
+    seconds = float("inf")
+    for _ in range(config.rounds):
+        if meeting is not None:
+            torch.distributed.barrier()
+        begin = time.perf_counter()
+        step()
+        bench.wait()
+        if meeting is not None:
+            torch.distributed.barrier()
+        seconds = min(seconds, time.perf_counter() - begin)
+    return {"tokens": bench.num_tokens, "seconds": seconds}
+
+
+def _row_of(settings: str, path: str) -> dict[str, Any]:
+    """All ways in turns."""
+    config = TrainBenchmarkConfig.model_validate_json(settings)
+    torch.set_num_threads(config.threads)
+    return WaysToTrain(_run_config(config, path), config).measure()
+
+
+def _memory_of(settings: str, path: str, way: str) -> dict[str, Any]:
+    """One round of one way to train, in a process of its own."""
+    config = TrainBenchmarkConfig.model_validate_json(settings)
+    torch.set_num_threads(config.threads)
+    bench = WaysToTrain(_run_config(config, path), config)
+    before = resident_memory()
+    forget_peak()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        bench.step_of(way)()
+        return {"before_bytes": before, "peak_memory_bytes": torch.cuda.max_memory_allocated()}
+    bench.step_of(way)()
+    return {"before_bytes": before}

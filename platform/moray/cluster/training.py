@@ -1,0 +1,232 @@
+"""What one Ray Train worker does: build, resume, stream its lanes, train, report, save."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train.torch import get_device
+
+from moray.activations.collate import bytes_per_token, needed_columns
+from moray.activations.epochs import EpochPlan, by_row_groups, plan_epoch, whole_shards
+from moray.activations.manifest import Manifest
+from moray.activations.store import CacheStore
+from moray.activations.token_counts import token_counts
+from moray.batch import LaneBatch
+from moray.cluster.configs import DistilConfig
+from moray.cluster.errors import own_errors
+from moray.cluster.live import LiveTargets, open_source
+from moray.cluster.stream import Reader, stream_updates
+from moray.cluster.validate import is_validated
+from moray.distill.checkpoint import load_training, load_weights, save_drafter, save_training, whole_checkpoint_step
+from moray.distill.finite import NonFiniteError, write_record
+from moray.distill.loop import Progress, Span, train
+from moray.distill.metrics import MetricsWriter
+from moray.distill.optim import Optimiser
+from moray.distill.parallel import Parallel, Replicas
+from moray.distill.sinks import Sink, open_trackers
+from moray.distill.step import lanes_of
+from moray.drafters.base import Drafter
+from moray.errors import DataError, MorayError, UnreachableError
+from moray.targets.head import TargetHead
+
+RUN_NAME = "train"
+
+
+def work(settings: dict[str, Any]) -> None:
+    """One Ray Train worker. Only failures of the machine are worth a restart: ours would come again."""
+    board = settings["board"]
+    if ray.get(board.failure.remote()) is not None:
+        return
+    try:
+        with own_errors():
+            _train(settings)
+    except UnreachableError:  # may answer again
+        raise
+    except MorayError as error:
+        ray.get(board.fail.remote(error))
+        raise
+
+
+def newest_checkpoint(output: Path) -> ray.train.Checkpoint | None:
+    """The whole checkpoint with the most steps below a run's folder: for a run whose list of them was lost.
+
+    Ray copies a checkpoint file by file and lists it afterwards: one that a kill cut short is passed over.
+    """
+    steps = {
+        step: folder
+        for folder in (output / "ray" / RUN_NAME).glob("checkpoint_*")
+        if folder.is_dir() and (step := whole_checkpoint_step(folder)) is not None
+    }
+    return ray.train.Checkpoint.from_directory(str(steps[max(steps)])) if steps else None
+
+
+def open_run_trackers(config: DistilConfig, output: Path, board: Any) -> list[Sink]:
+    """The trackers that the configuration names, each with the run's settings."""
+    settings = config.model_dump(mode="json", exclude={"ray", "trackers"})
+    return open_trackers(config.trackers, output, settings, board.warn.remote)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """Who of how many this is, and where the run lies."""
+
+    rank: int
+    num_workers: int
+    num_lanes: int
+    output: Path
+    board: Any
+
+    @property
+    def is_first(self) -> bool:
+        """The one that writes for all."""
+        return self.rank == 0
+
+
+def _train(settings: dict[str, Any]) -> None:
+    config = DistilConfig.model_validate_json(settings["config"])
+    torch.set_num_threads(config.workers.threads_per_worker)
+    context = ray.train.get_context()
+    worker = _Worker(
+        context.get_world_rank(),
+        context.get_world_size(),
+        settings["num_lanes"],
+        Path(settings["output"]),
+        settings["board"],
+    )
+    manifest = open_source(config)
+    device = get_device()
+    drafter = build_drafter(config, manifest, device.type).to(device)
+    plans = plan_lanes(config, manifest, drafter, worker.num_lanes)
+    parallel, first = _resume(config, drafter, worker)
+    span = _span(plans, config, first, worker.num_lanes)
+    reader = Reader(
+        config.activations, manifest, drafter.needs, device, config.workers.prefetch_windows, _targets(config, worker)
+    )
+    mine = lanes_of(worker.rank, worker.num_workers, worker.num_lanes)
+    updates = _updates([{lane: plan[lane] for lane in mine} for plan in plans], span, reader)
+    trackers = open_run_trackers(config, worker.output, worker.board) if worker.is_first else []
+    writer = MetricsWriter(worker.output, first.step, trackers) if worker.is_first else None
+    if worker.is_first:
+        worker.board.start.remote(first.step, span.total_steps)
+
+    def report(progress: Progress, metrics: dict[str, float]) -> None:
+        if writer is not None:
+            writer.write(progress, metrics)
+            worker.board.update.remote(progress.step, metrics)
+
+    def save(progress: Progress) -> None:
+        _save(parallel, progress, manifest, worker, is_validated(config, progress.step))
+
+    try:
+        train(parallel, updates, span, config.losses, config.train, report, save)
+    except NonFiniteError as error:
+        if worker.is_first:
+            write_record(worker.output, error.record)
+        raise DataError(str(error)) from None
+    finally:  # the figures up to an error are those that people need
+        if writer is not None:
+            writer.close()
+
+
+def _resume(config: DistilConfig, drafter: Drafter, worker: _Worker) -> tuple[Parallel, Progress]:
+    """Wrap the drafter for training, at the last checkpoint or at the beginning."""
+    checkpoint = ray.train.get_checkpoint() or newest_checkpoint(worker.output)
+    if checkpoint is None:
+        return _wrap(config, drafter, worker), Progress()
+    with checkpoint.as_directory() as folder:
+        load_weights(Path(folder), drafter)  # before workers share it
+        parallel = _wrap(config, drafter, worker)
+        return parallel, load_training(Path(folder), parallel)
+
+
+def _wrap(config: DistilConfig, drafter: Drafter, worker: _Worker) -> Parallel:
+    optimiser = Optimiser(drafter, config.optim, config.schedule)
+    if config.parallel.type == "deepspeed":
+        from moray.distill.zero import Zero  # takes seconds, and is asked for by few
+
+        return Zero(drafter, optimiser, config.losses, config.train, config.parallel)
+    return Replicas(drafter, optimiser, config.losses, config.train)
+
+
+def _save(parallel: Parallel, progress: Progress, manifest: Manifest, worker: _Worker, is_validated_now: bool) -> None:
+    weights, state = parallel.weights(), parallel.state_dict()  # all workers gather what they share
+    if not worker.is_first:
+        ray.train.report({"step": progress.step})
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        save_drafter(Path(folder), parallel.drafter, manifest.plan["text_fingerprint"], weights)
+        save_training(Path(folder), state, progress)
+        ray.train.report(
+            {"step": progress.step},
+            checkpoint=ray.train.Checkpoint.from_directory(folder),
+            validation=is_validated_now,
+        )
+
+
+def build_drafter(config: DistilConfig, manifest: Manifest, device_type: str = "cpu") -> Drafter:
+    """A freshly initialised drafter: the same on every worker, for the same seed.
+
+    Raises:
+        DataError: the cache lacks a column that it reads.
+    """
+    # Where the worker trains, which need not be where `target.device` would look first.
+    target = config.target.model_copy(update={"device": device_type})
+    head = TargetHead.load(target, config.drafter.num_target_layers)
+    torch.manual_seed(config.train.seed)
+    drafter = config.drafter.build(head)
+    needed_columns(drafter.needs, manifest.columns)
+    drafter.set_scale(manifest.hidden_rms)
+    if drafter.vocabulary.is_reduced:
+        counts = token_counts(CacheStore(config.activations), drafter.spec.vocab_size)
+        drafter.choose_vocabulary(torch.from_numpy(counts))
+    return drafter
+
+
+def _targets(config: DistilConfig, worker: _Worker) -> LiveTargets | None:
+    """This worker's share of the targets that make activations on the way."""
+    if config.source.type == "disk":
+        return None
+    return LiveTargets(config.target, config.source, config.source.capture.num_targets // worker.num_workers)
+
+
+def plan_lanes(config: DistilConfig, manifest: Manifest, drafter: Drafter, num_lanes: int) -> list[list[EpochPlan]]:
+    """Every epoch's plan of every lane."""
+    batch_tokens = config.train.batch_tokens
+    window_bytes = (config.workers.window_mib << 20) // config.train.accumulate
+    window_tokens = max(batch_tokens, window_bytes // bytes_per_token(drafter.needs, manifest.columns))
+    plans = []
+    for epoch in range(config.train.epochs):
+        makes_shards = config.source.type == "hybrid" and epoch == 0
+        lengths = whole_shards(manifest.lengths) if makes_shards else manifest.lengths
+        lanes = plan_epoch(lengths, batch_tokens, config.train.seed, epoch, num_lanes, window_tokens)
+        plans.append([by_row_groups(plan, manifest.lengths) for plan in lanes] if makes_shards else lanes)
+    return plans
+
+
+def _span(plans: list[list[EpochPlan]], config: DistilConfig, first: Progress, num_lanes: int) -> Span:
+    total = sum(lanes[0].num_steps for lanes in plans)
+    if total == 0:
+        raise DataError(
+            f"the cache holds too few chats for {config.train.batch_tokens} tokens in each of {num_lanes} lanes; give "
+            "another output, and a lower train.batch_tokens, workers.num_workers or train.accumulate, or more chats"
+        )
+    per_epoch = -(-total // len(plans))
+    return Span(first, min(total, config.train.max_steps or total), per_epoch, len(plans), num_lanes)
+
+
+def _updates(plans: list[dict[int, EpochPlan]], span: Span, reader: Reader) -> Iterator[list[LaneBatch]]:
+    """This worker's batches from `span.first` to the last, epoch after epoch."""
+    begin = 0
+    for lanes in plans:
+        end = min(begin + next(iter(lanes.values())).num_steps, span.total_steps)
+        if span.first.step < end:
+            done = max(0, span.first.step - begin)
+            yield from stream_updates(
+                reader, {lane: plan.before(end - begin).after(done) for lane, plan in lanes.items()}
+            )
+        begin = end

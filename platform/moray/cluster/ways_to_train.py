@@ -1,0 +1,231 @@
+"""One drafter and the ways to train it that `train_benchmark` compares, on the first windows of its cache."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from moray.activations.collate import lane_batch, needed_columns
+from moray.activations.decode import TapDecoder
+from moray.activations.epochs import Window, plan_epoch
+from moray.activations.manifest import Manifest, read_manifest
+from moray.activations.schema import bytes_per_token
+from moray.activations.store import CacheStore
+from moray.batch import LaneBatch, TapNeeds, Taps, TrainBatch
+from moray.bench.recipe import Chat, RecipeTrainer, stock_model
+from moray.cluster.benchmark_configs import TrainBenchmarkConfig
+from moray.cluster.configs import DistilConfig
+from moray.cluster.training import build_drafter
+from moray.cluster.windows import read_window
+from moray.distill.optim import Optimiser
+from moray.distill.parallel import Replicas
+from moray.distill.step import UpdatePlace, run_update
+from moray.drafters.base import Drafter
+from moray.drafters.moa import MoA
+from moray.targets.model import Target, pick_device
+
+WAYS = ("cached", "online", "recipe")
+
+
+class WaysToTrain:
+    """One drafter, and all ways to train it, on the first windows of its cache."""
+
+    def __init__(self, run: DistilConfig, config: TrainBenchmarkConfig, rank: int = 0, workers: int = 1) -> None:
+        self._run = run
+        self._config = config
+        self._store = CacheStore(run.activations)
+        self._manifest: Manifest = read_manifest(self._store)
+        self._device = pick_device(run.target.device)
+        self._needs = self._cached.drafter.needs
+        self._decoder = TapDecoder.open(self._store, self._manifest, self._device)
+        self.ways = WAYS if self._has_recipe else WAYS[:2]
+        self._windows = self._first_windows(rank, workers)
+        self.num_tokens = sum(self._lengths(window, rows) for window, rows in self._batches())
+        self.num_padded = sum(self._padded(window, rows) for window, rows in self._batches())
+
+    def measure(self) -> dict[str, Any]:
+        """What is reported of this drafter: of every way, and of the target alone, the fastest round counts."""
+        steps: dict[str, Callable[[], None]] = {way: self.step_of(way) for way in self.ways}
+        steps["target"] = self._run_target_alone
+        for step in steps.values():
+            step()  # warms up
+        best = dict.fromkeys(steps, float("inf"))
+        for _ in range(self._config.rounds):
+            for way, step in steps.items():
+                begin = time.perf_counter()
+                step()
+                self.wait()
+                best[way] = min(best[way], time.perf_counter() - begin)
+        return self._row(best)
+
+    def step_of(self, way: str) -> Callable[[], None]:
+        """One round of one way to train."""
+        return {"cached": self._train_cached, "online": self._train_online, "recipe": self._train_recipe}[way]
+
+    def _row(self, seconds: dict[str, float]) -> dict[str, Any]:
+        speeds = {way: self.num_tokens / seconds[way] for way in self.ways}
+        flops = self._flops_per_token()
+        peak = self._config.peak_flops
+        columns = needed_columns(self._needs, self._manifest.columns)
+        taps = {name: self._manifest.columns[name] for name in columns if name in self._manifest.columns}
+        return {
+            "drafter": self._run.drafter.type,
+            "tokens_per_second": speeds["cached"],
+            "tokens_per_second_by_way": speeds,
+            "cached_vs_online": speeds["cached"] / speeds["online"],
+            "cached_vs_online_limit": 1.0 + seconds["target"] / (seconds["online"] - seconds["target"]),
+            "speedup_vs_recipe_per_worker": speeds["cached"] / speeds["recipe"] if "recipe" in speeds else None,
+            "padding_waste": 1.0 - self.num_tokens / self.num_padded,
+            "bytes_per_token": bytes_per_token(taps),
+            "gigabytes_per_second": speeds["cached"] * bytes_per_token(taps) / 1e9,
+            "flops_per_token": flops,
+            "mfu": None if peak is None else flops * speeds["cached"] / peak,
+            "tokens_measured": self.num_tokens,
+        }
+
+    # Each way loads what it needs: memory is measured way by way. The cached way's drafter is there for all, for it
+    # says what is read.
+
+    @cached_property
+    def _target(self) -> Target:
+        return Target.load(self._run.target)
+
+    @cached_property
+    def _cached(self) -> Replicas:
+        return self._replicas()
+
+    @cached_property
+    def _online(self) -> Replicas:
+        return self._replicas()
+
+    @cached_property
+    def _recipe(self) -> RecipeTrainer:
+        drafter = self._drafter()
+        assert isinstance(drafter, MoA)
+        return RecipeTrainer(stock_model(self._run.target), drafter, self._run.losses, self._run.train)
+
+    @property
+    def _has_recipe(self) -> bool:
+        """Whether the published recipe trains such a drafter, with such losses."""
+        drafter = self._run.drafter
+        return (
+            self._config.recipe
+            and drafter.type == "moa"
+            and not drafter.target_layers
+            and not self._run.losses.acceptance
+        )
+
+    def _drafter(self) -> Drafter:
+        return build_drafter(self._run, self._manifest, self._device.type).to(self._device)
+
+    def _replicas(self) -> Replicas:
+        run, drafter = self._run, self._drafter()
+        drafter.train()
+        drafter.recomputes = run.train.activation_checkpointing
+        return Replicas(drafter, Optimiser(drafter, run.optim, run.schedule), run.losses, run.train)
+
+    def _first_windows(self, rank: int, workers: int) -> list[tuple[Window, list[list[int]]]]:
+        """As many batches as are asked for, and the windows they lie in."""
+        plan = plan_epoch(self._manifest.lengths, self._run.train.batch_tokens, self._run.train.seed, 0, workers)[rank]
+        chosen, left = [], self._config.updates
+        for window in plan.windows:
+            if left > 0:
+                chosen.append((window, window.batches[:left]))
+                left -= len(window.batches)
+        return chosen
+
+    def _batches(self) -> Iterator[tuple[Window, list[int]]]:
+        return ((window, rows) for window, batches in self._windows for rows in batches)
+
+    def _chats(self, window: Window, rows: list[int]) -> list[int]:
+        lengths = [length for name, group in window.row_groups for length in self._manifest.lengths[name][group]]
+        return [lengths[row] for row in rows]
+
+    def _lengths(self, window: Window, rows: list[int]) -> int:
+        return sum(self._chats(window, rows))
+
+    def _padded(self, window: Window, rows: list[int]) -> int:
+        lengths = self._chats(window, rows)
+        return len(lengths) * max(lengths)
+
+    def _read(self, needs: TapNeeds) -> Iterator[pa.Table]:
+        """The rows of every batch, with just the columns that are needed."""
+        columns = needed_columns(needs, self._manifest.columns)
+        for window, batches in self._windows:
+            names = json.dumps(window.row_groups)
+            table = pa.concat_tables(read_window({"window": [names]}, self._store.uri, columns))
+            for rows in batches:
+                yield pa.concat_tables([table.slice(row, 1) for row in rows])
+
+    def _update(self, trainer: Replicas, step: int, batch: LaneBatch) -> None:
+        place = UpdatePlace(step, self._config.updates, self._config.updates, 0.0, 1, self._run.train.seed)
+        run_update(trainer, [batch], place)
+
+    def _train_cached(self) -> None:
+        for step, rows in enumerate(self._read(self._needs)):
+            self._update(self._cached, step, lane_batch(rows, self._needs, self._decoder))
+
+    def _train_online(self) -> None:
+        for step, text in enumerate(self._texts()):
+            batch = text.text.to(self._device)
+            online = LaneBatch(0, text.text, text.uids, lambda batch=batch: self._taps(batch))
+            self._update(self._online, step, online)
+
+    def _run_target_alone(self) -> None:
+        for text in self._texts():
+            self._taps(text.text.to(self._device))
+
+    def _texts(self) -> Iterator[LaneBatch]:
+        return (lane_batch(rows, TapNeeds(), self._decoder) for rows in self._read(TapNeeds()))
+
+    def _taps(self, batch: TrainBatch) -> Taps:
+        """The target's taps of padded chats: padding stands behind the tokens, where causality hides it."""
+        rows, width = batch.tokens.shape
+        cache = self._target.new_cache(width, rows)
+        positions = torch.arange(width, device=batch.tokens.device).expand(rows, width)
+        output = self._target.forward(batch.tokens, positions, None, cache, self._needs.hidden_depths)
+        kv = cache.flat(0, width, self._needs.kv_layers) if self._needs.kv_layers else None
+        return Taps(kv, output.hidden)
+
+    def _train_recipe(self) -> None:
+        for step, text in enumerate(self._texts()):
+            chats = [
+                Chat(text.text.tokens[row, :length], text.text.response_mask[row, :length])
+                for row, length in enumerate(text.text.lengths.tolist())
+            ]
+            self._recipe.update(chats, torch.Generator().manual_seed(step))
+
+    def _flops_per_token(self) -> float:
+        """Multiplications and additions of one cached update, forwards and back, by torch's own count."""
+        rows = next(self._read(self._needs))
+        batch = lane_batch(rows, self._needs, self._decoder)
+        num_tokens = batch.text.num_tokens
+        with _CountFlops() as counter:
+            self._update(self._cached, 0, batch)
+        return counter.total / num_tokens
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class _CountFlops(TorchDispatchMode):
+    """Counts as torch's FlopCounterMode does, which cannot follow gradients that are taken inside a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out

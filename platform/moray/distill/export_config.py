@@ -1,0 +1,29 @@
+"""What `pipelines.export` writes. Torch-free."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from moray.config import Config
+from moray.targets.spec import TargetConfig
+
+
+class ExportConfig(Config):
+    """A trained drafter, and the folder that it is exported to."""
+
+    drafter: str
+    """Folder of a finished run, or of one of its checkpoints."""
+    target: TargetConfig
+    """The target that it was trained for; its dtype is that of the head."""
+    output: str
+    """Folder to write; one that holds an export of the same drafter is replaced."""
+    include_head: bool = True
+    """Also write the target's frozen parts that a drafter replica holds: embeddings, the last layers, norm, lm_head."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of all weights; None leaves the drafter's as trained and the head's in target.dtype."""
+    license: str | None = Field(default=None, min_length=1)
+    """For the model card, as the hub names it; the target's licence may bind you, for the head is part of it."""
+    base_model: str | None = Field(default=None, min_length=1)
+    """Hub name of the target for the model card; None for target.model if that is one."""
+    report: str | None = None
+    """report.json of an evaluation for the model card; None looks beside the drafter. It must be of these weights."""

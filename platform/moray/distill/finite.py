@@ -1,0 +1,106 @@
+"""Stops a run whose loss or gradient is no number, and says whose fault it was."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from moray.distill.parallel import num_workers
+from moray.distill.step import LaneResult, UpdateResult
+from moray.errors import DataError
+from moray.provenance import write_json_atomically
+
+NONFINITE_FILE = "nonfinite.json"
+_NAMED = 3
+
+
+class NonFiniteError(DataError):
+    """A loss or gradient is not finite; `record` tells all about it."""
+
+    def __init__(self, message: str, record: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.record = record or {}
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write a run's `nonfinite.json`. Losses that are no numbers stand there as text."""
+    write_json_atomically(folder / NONFINITE_FILE, json.loads(json.dumps(record), parse_constant=lambda name: name))
+
+
+@dataclass(frozen=True)
+class _Pending:
+    update: int
+    result: UpdateResult
+    learning_rate: float
+    flag: Tensor
+    copied: "torch.cuda.Event | None"
+
+
+class FiniteWatch:
+    """Looks at every update when the next one is on its way, so that the device never waits for it."""
+
+    def __init__(self) -> None:
+        self._pending: _Pending | None = None
+
+    def follow(self, update: int, result: UpdateResult, learning_rate: float) -> None:
+        """Begin to look at `update` (1 for the first)."""
+        flag, copied = result.may_go_on, None
+        if flag.is_cuda:
+            flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._pending = _Pending(update, result, learning_rate, flag, copied)
+
+    def check(self) -> None:
+        """Look at the update that was given last. All workers call it together.
+
+        Raises:
+            NonFiniteError: on every worker, if it is not finite on one.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.copied is not None:
+            pending.copied.synchronize()
+        if not bool(pending.flag):
+            record = _record(pending)
+            raise NonFiniteError(_message(record), record)
+
+
+def _record(pending: _Pending) -> dict[str, Any]:
+    mine = [_describe(lane) for lane in pending.result.lanes]
+    gathered: list[Any] = [mine]
+    if num_workers() > 1:
+        gathered = [None] * num_workers()
+        torch.distributed.all_gather_object(gathered, mine)
+    lanes = sorted((lane for worker in gathered for lane in worker), key=lambda lane: lane["lane"])
+    guilty = [lane for lane in lanes if not math.isfinite(lane["loss"])]
+    return {
+        "update": pending.update,
+        "grad_norm": float(pending.result.grad_norm),
+        "learning_rate": pending.learning_rate,
+        "lanes": guilty or lanes,  # a gradient that overflowed by itself may be any lane's
+    }
+
+
+def _describe(lane: LaneResult) -> dict[str, Any]:
+    return {"lane": lane.lane, "loss": float(lane.loss), "uids": list(lane.uids)}
+
+
+def _message(record: dict[str, Any]) -> str:
+    lanes = record["lanes"]
+    uids = [uid for lane in lanes for uid in lane["uids"]]
+    chats = ", ".join(uids[:_NAMED]) + (f" and {len(uids) - _NAMED} more" if len(uids) > _NAMED else "")
+    if math.isfinite(lanes[0]["loss"]):
+        what = f"the gradient is {record['grad_norm']} though every loss is finite"
+    else:
+        what = f"the loss of lane {lanes[0]['lane']} is {lanes[0]['loss']}"
+    return (
+        f"update {record['update']}: {what}; its chats are {chats} (all of them in {NONFINITE_FILE}): give another "
+        "output and a lower optim.lr, or cache the activations again"
+    )

@@ -1,0 +1,198 @@
+"""Losses that compare distributions over tokens. Nothing over the vocabulary outlives its chunk of positions.
+
+    chunk of rows -> target's log p, once -> each prediction: logits -> losses, and at once their gradient in the logits
+                  -> gradient in the rows' hidden states and in the projection's weights, which is all that is kept
+
+The losses are sums, so the backward pass has nothing left to do but multiply: no logit is kept for it or made again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moray.distill.configs import LossConfig
+from moray.drafters.base import Drafter, Prediction
+
+MAX_STEPS_AHEAD = 8
+"""Accuracy is reported for drafts of 1..8 steps past the last verified token."""
+
+_CHUNK_NUMBERS = 1 << 26
+"""Logits of one chunk: 512 positions with 128k tokens. Some eight tensors of this size live at once."""
+_MAX_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """Sums over positions and predictions."""
+
+    weighted: Float[Tensor, ""]
+    """`losses.kl` * kl + `losses.acceptance` * rejection: the only one with a gradient."""
+    kl: Float[Tensor, ""]
+    rejection: Float[Tensor, ""]
+    counts: Int[Tensor, "2 ahead"]
+    """By steps past the last verified token: how often the best token is the target's, and of how many."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The target's side of a chunk."""
+
+    best: Int[Tensor, " rows"]
+    probs: Float[Tensor, "rows draft"]
+    """Of the draft vocabulary; they add up to 1 where that is the whole one."""
+    known_log: Float[Tensor, "rows draft"]
+    """Logarithms of the same, renormalised."""
+    known: Float[Tensor, "rows draft"]
+
+
+def token_losses(
+    predictions: tuple[Prediction, ...],
+    real: Float[Tensor, "positions hidden"],
+    rows: Int[Tensor, " positions"],
+    columns: Int[Tensor, " positions"],
+    drafter: Drafter,
+    weights: LossConfig,
+) -> TokenLosses:
+    """Sums at positions (rows, columns), of which `real` are the target's last hidden states.
+
+    With a draft vocabulary KL is taken to the target renormalised on it; rejection to the target as it is:
+    1 - sum min(p, q), the probability that a token sampled from q is rejected (arXiv 2211.17192, theorem 3.5).
+    """
+    tensors = [tensor for prediction in predictions for tensor in (prediction.hidden, *prediction.trained)]
+    job = _Job(predictions, real, rows, columns, drafter, weights, torch.is_grad_enabled())
+    return TokenLosses(*_Sums.apply(job, *tensors))
+
+
+@dataclass(frozen=True)
+class _Job:
+    predictions: tuple[Prediction, ...]
+    real: Tensor
+    rows: Tensor
+    columns: Tensor
+    drafter: Drafter
+    weights: LossConfig
+    needs_gradients: bool
+
+    def chunks(self) -> list[slice]:
+        size = max(1, min(_MAX_CHUNK, _CHUNK_NUMBERS // self.drafter.spec.vocab_size))
+        return [slice(begin, begin + size) for begin in range(0, self.rows.shape[0], size)]
+
+    def target(self, chunk: slice) -> _Target:
+        head, vocabulary = self.drafter.head, self.drafter.vocabulary
+        full_log = F.log_softmax(_precise(head.logits(self.real[chunk].to(head.weight.dtype))), dim=-1)
+        best, log = full_log.argmax(dim=-1), vocabulary.select(full_log)
+        probs = log.exp()
+        if not vocabulary.is_reduced:
+            return _Target(best, probs, log, probs)
+        known_log = F.log_softmax(log, dim=-1)
+        return _Target(best, probs, known_log, known_log.exp())
+
+
+class _Sums(torch.autograd.Function):
+    """`TokenLosses` of a job, and gradients in every prediction's hidden states and trained weights, in that order.
+
+    The tensors stand in the predictions too; given to the function, they lead its gradients to those who wait for them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dtype = torch.promote_types(job.real.dtype, torch.float32)
+        sums = torch.zeros(2, dtype=dtype, device=job.real.device)  # KL, rejection
+        counts = torch.zeros(2, MAX_STEPS_AHEAD, dtype=torch.long, device=job.real.device)
+        gradients = [_Gradients(p, job.rows.shape[0]) for p in job.predictions] if job.needs_gradients else []
+        for chunk in job.chunks():
+            target = job.target(chunk)
+            for index, prediction in enumerate(job.predictions):
+                _add_chunk(job, chunk, target, prediction, sums, counts, gradients[index] if gradients else None)
+        kl, rejection = sums.unbind()
+        weighted = job.weights.kl * kl + job.weights.acceptance * rejection
+        ctx.mark_non_differentiable(kl, rejection, counts)
+        ctx.shapes = [p.hidden.shape for p in job.predictions]
+        ctx.save_for_backward(job.rows, job.columns, *(tensor for g in gradients for tensor in (g.hidden, *g.trained)))
+        ctx.num_trained = [len(p.trained) for p in job.predictions]
+        return weighted, kl, rejection, counts
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides the names
+        ctx: Any, upstream: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        rows, columns, *saved = ctx.saved_tensors
+        result: list[Tensor | None] = [None]
+        for shape, num_trained in zip(ctx.shapes, ctx.num_trained, strict=True):
+            hidden, *trained = saved[: 1 + num_trained]
+            saved = saved[1 + num_trained :]
+            result.append(hidden.new_zeros(shape).index_put_((rows, columns), hidden * upstream.to(hidden.dtype)))
+            result.extend(gradient * upstream.to(gradient.dtype) for gradient in trained)
+        return tuple(result)
+
+
+class _Gradients:
+    """Those of one prediction, as far as its chunks are done."""
+
+    def __init__(self, prediction: Prediction, num_positions: int) -> None:
+        self.hidden = prediction.hidden.new_zeros(num_positions, prediction.hidden.shape[2])
+        self.trained = [torch.zeros_like(weight) for weight in prediction.trained]
+
+    def add(self, chunk: slice, hidden: Tensor, *trained: Tensor) -> None:
+        self.hidden[chunk] = hidden
+        for total, gradient in zip(self.trained, trained, strict=True):
+            total += gradient
+
+
+def _add_chunk(
+    job: _Job,
+    chunk: slice,
+    target: _Target,
+    prediction: Prediction,
+    sums: Tensor,
+    counts: Tensor,
+    gradients: _Gradients | None,
+) -> None:
+    """Add one prediction's sums and gradients at one chunk of positions.
+
+    Positions that it makes no prediction at (`start` is the position itself) are computed and count nothing: picking
+    the others out would make the host wait for the device.
+    """
+    row, column = job.rows[chunk], job.columns[chunk]
+    ahead = column - prediction.start[row, column]
+    is_made = ahead > 0
+    hidden = prediction.hidden[row, column].detach().requires_grad_()
+    trained = [weight.detach().requires_grad_() for weight in prediction.trained]
+    with torch.set_grad_enabled(gradients is not None):
+        logits = prediction.project(hidden, *trained)
+    draft_log = F.log_softmax(_precise(logits.detach()), dim=-1)
+    divergence = (target.known * (target.known_log - draft_log)).sum(dim=-1)
+    is_right = job.drafter.vocabulary.to_tokens(draft_log.argmax(dim=-1)) == target.best
+    probs = draft_log.exp_()
+    overlap = torch.minimum(target.probs, probs).sum(dim=-1)
+    share = is_made.to(sums.dtype) * prediction.weight
+    sums += torch.stack([(share * divergence).sum(), (share * (1.0 - overlap)).sum()])
+    is_counted = is_made & (ahead <= MAX_STEPS_AHEAD)
+    index = (ahead - 1).clamp(0, MAX_STEPS_AHEAD - 1)
+    counts.scatter_add_(1, index.expand(2, -1), torch.stack([is_right & is_counted, is_counted]).long())
+    if gradients is not None:
+        slope = _slope(probs, target, job.weights).mul_(share[:, None]).to(logits.dtype)
+        gradients.add(chunk, *torch.autograd.grad(logits, [hidden, *trained], slope))
+
+
+def _slope(probs: Float[Tensor, "rows draft"], target: _Target, weights: LossConfig) -> Float[Tensor, "rows draft"]:
+    """The gradient in the logits of softmax q = `probs`, row by row.
+
+    Of KL(p || q): q - p. Of 1 - sum min(p, q), with s = 1 where q < p and else 0: -q (s - sum q s).
+    """
+    slope = (probs - target.known).mul_(weights.kl)
+    if weights.acceptance:
+        below = probs * (probs < target.probs)
+        below.addcmul_(probs, below.sum(dim=-1, keepdim=True), value=-1.0)
+        slope.sub_(below, alpha=weights.acceptance)
+    return slope
+
+
+def _precise(logits: Float[Tensor, "rows any"]) -> Float[Tensor, "rows any"]:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

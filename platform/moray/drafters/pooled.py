@@ -1,0 +1,52 @@
+"""The mean over positions of what a decoder layer without a mask gives: layer self-attention's layer.
+
+Its sequences are short (a token's layers) and as many as there are tokens, so it is written for few passes over
+memory: norms' weights go into the projections, and whatever is linear waits for the mean.
+"""
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from moray.drafters.configs import BlockConfig
+from moray.drafters.gated_mean import GatedMean
+from moray.drafters.layers import RMSNorm, Rotary, SelfAttention, SwiGLU, attend, rotate
+
+_SHORT = 64
+"""Up to so many positions plain products of matrices beat a CPU's fused attention, which is made for long sequences."""
+
+
+class PooledSelfAttentionLayer(nn.Module):
+    """mean(h + mlp(norm(h))), where h = x + attention(norm(x))."""
+
+    def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(width, norm_eps)
+        self.attention = SelfAttention(width, config, head_dim)
+        self.mlp_norm = RMSNorm(width, norm_eps)
+        self.mlp = SwiGLU(width, config.intermediate_size)
+
+    def forward(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch width"]:
+        """All positions of `x` at once."""
+        x = x + self._attention(x, rotary)
+        # The MLP's last projection is linear, so it is applied to the mean: a seq-th of its work.
+        gated = GatedMean.apply(self.mlp_norm.project(x, self.mlp.gate_up.weight))
+        return x.mean(dim=1) + self.mlp.down(gated)
+
+    def _attention(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch seq width"]:
+        attention = self.attention
+        num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+        heads = self.input_norm.project(x, attention.qkv_proj.weight).unflatten(-1, (-1, attention.head_dim))
+        turned, value = heads.transpose(1, 2).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        query, key = rotate(turned, rotary).split([num_heads, num_kv_heads], dim=1)
+        is_short = x.device.type == "cpu" and x.shape[1] <= _SHORT and num_heads == num_kv_heads
+        mixed = _attend_by_products(query, key, value) if is_short else attend(query, key, value, None)
+        return attention.o_proj(mixed)
+
+
+def _attend_by_products(
+    query: Float[Tensor, "batch heads seq head_dim"],
+    key: Float[Tensor, "batch heads seq head_dim"],
+    value: Float[Tensor, "batch heads seq head_dim"],
+) -> Float[Tensor, "batch seq width"]:
+    scores = (query * query.shape[3] ** -0.5) @ key.transpose(2, 3)
+    return (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)

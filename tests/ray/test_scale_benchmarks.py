@@ -1,0 +1,71 @@
+"""The benchmarks of caching and training on the tiny target: every figure is there, and adds up."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from moray.activations.manifest import read_manifest
+from moray.activations.schema import bytes_per_token
+from moray.activations.store import CacheStore
+from moray.activations.ultrachat import ChatsConfig
+from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
+from moray.targets.spec import TargetConfig
+
+BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.slow
+def test_caching_is_measured_stage_by_stage(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
+    from conftest import CACHE_SETTINGS
+
+    from moray.activations.schema import CacheConfig
+    from moray.cluster.cache_benchmark import benchmark_cache, print_cache_benchmark
+
+    config = CacheBenchmarkConfig(
+        target=TargetConfig(model=str(tiny_target)),
+        chats=ChatsConfig(path=str(chats_file)),
+        cache=CacheConfig(**CACHE_SETTINGS),
+        codecs=(("int4", "int8"),),
+        folder=str(tmp_path),
+    )
+    result = json.loads(json.dumps(benchmark_cache(config, Console(quiet=True))))
+    stages = {stage["stage"]: stage for stage in result["stages"]}
+    assert list(stages) == ["tokenise", "capture", "read"]
+    assert stages["capture"]["tokens"] == stages["read"]["tokens"] == stages["tokenise"]["tokens"]
+    assert all(stage["tokens_per_second"] > 0 and stage["peak_memory_bytes"] > 1 << 26 for stage in stages.values())
+    assert result["bytes_per_token"] == stages["capture"]["bytes_per_token"]
+    assert 0 <= result["padding_waste"] < 0.5
+    assert not list(tmp_path.iterdir())
+    print_cache_benchmark(result, Console(quiet=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_training_is_measured_in_three_ways(tiny_cache: Path, tiny_target: Path, tmp_path: Path) -> None:
+    from moray.cluster.train_benchmark import benchmark_training, print_train_benchmark
+
+    run = tmp_path / "moa.yaml"
+    drafter = {"type": "moa", "target_layers": 0, "layer_self_attention": BLOCK}
+    drafter |= {"self_attention": BLOCK, "cross_attention": BLOCK}
+    settings = {"drafter": drafter, "activations": str(tiny_cache), "output": str(tmp_path / "run")}
+    settings |= {"optim": {"type": "adamw", "lr": 1e-3}, "train": {"batch_tokens": 512}}
+    run.write_text(yaml.safe_dump(settings))
+    config = TrainBenchmarkConfig(
+        target=TargetConfig(model=str(tiny_target)), runs=(str(run),), updates=2, rounds=1, peak_flops=1e12
+    )
+    result = json.loads(json.dumps(benchmark_training(config, Console(quiet=True))))
+    (row,) = result["rows"]
+    speeds = row["tokens_per_second_by_way"]
+    assert result["tokens_per_second"] == speeds["cached"] > 0
+    assert result["cached_vs_online"] == pytest.approx(speeds["cached"] / speeds["online"])
+    assert result["speedup_vs_recipe_per_worker"] == pytest.approx(speeds["cached"] / speeds["recipe"])
+    assert result["speedup_vs_recipe"] == pytest.approx(row["whole_machine"]["cached"] / row["whole_machine"]["recipe"])
+    columns = {name: read_manifest(CacheStore(str(tiny_cache))).columns[name] for name in ("kv.00", "hidden.-1")}
+    assert result["bytes_per_token"] > bytes_per_token(columns)
+    assert row["flops_per_token"] > 6 * 64 * 3 * 64
+    assert row["mfu"] == pytest.approx(row["flops_per_token"] * speeds["cached"] / 1e12)
+    assert row["peak_memory_bytes"].keys() == {"cached", "online", "recipe"}
+    print_train_benchmark(result, Console(quiet=True))

@@ -1,0 +1,15 @@
+"""Training batches of one lane, as tensors, through the real stream."""
+
+from collections.abc import Iterator
+
+from moray.activations.epochs import EpochPlan
+from moray.activations.manifest import Manifest
+from moray.batch import TapNeeds, TrainBatch
+
+
+def stream_batches(uri: str, manifest: Manifest, plan: EpochPlan, needs: TapNeeds) -> Iterator[TrainBatch]:
+    """The batches of a plan, one after the other. Needs a Ray session."""
+    from moray.cluster.stream import Reader, stream_updates
+
+    for (lane,) in stream_updates(Reader(uri, manifest, needs), {0: plan}):
+        yield lane.whole("cpu")

@@ -1,0 +1,62 @@
+"""Parts of answers count once they are whole, and what cannot be written is said on one line."""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from moray.cluster.answer_store import AnswerStore
+from moray.errors import DataError, MismatchError
+
+SUMMARY = {"rows": 1, "chats": 1}
+
+
+def test_a_part_counts_once_its_summary_is_there(tmp_path: Path) -> None:
+    store = AnswerStore(str(tmp_path / "new"))
+    store.begin({"seed": 1}, "config: {}\n")
+    store.write_part("part-00000", [{"text": "\u00e9"}], SUMMARY)
+    store.put("part-00001.jsonl", "{}\n")
+    assert store.summaries() == {"part-00000": SUMMARY}
+    assert (tmp_path / "new" / "part-00000.jsonl").read_text("utf-8") == '{"text": "\u00e9"}\n'
+    store.put("part-00002.yaml", "- damaged")
+    with pytest.raises(DataError, match=r"part-00002.yaml' is damaged"):
+        store.summaries()
+
+
+def test_tries_are_counted_until_the_part_is_there_or_all_begins_anew(tmp_path: Path) -> None:
+    store = AnswerStore(str(tmp_path))
+    store.begin({}, "")
+    assert [store.begin_part("part-00000") for _ in range(3)] == [1, 2, 3]
+    assert store.begin_part("part-00001") == 1
+    store.write_part("part-00000", [], SUMMARY)
+    store.begin({}, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "part-00000.jsonl",
+        "part-00000.yaml",
+        "plan.yaml",
+        "run.yaml",
+    ]
+    assert store.begin_part("part-00001") == 1
+
+
+def test_another_plan_is_refused(tmp_path: Path) -> None:
+    store = AnswerStore(str(tmp_path))
+    store.begin({"seed": 1, "lengths": (1, 2)}, "")
+    store.begin({"seed": 1, "lengths": (1, 2)}, "other\n")
+    assert (tmp_path / "run.yaml").read_text() == "", "it says who began"
+    with pytest.raises(MismatchError, match="answered with seed = 1, now it is 2"):
+        store.begin({"seed": 2, "lengths": (1, 2)}, "")
+
+
+def test_a_full_disk_is_said_on_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = AnswerStore(str(tmp_path))
+    store.begin({}, "")
+    before = sorted(tmp_path.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # no file may grow beyond that
+    try:
+        with pytest.raises(DataError, match=r"part-00000.jsonl' cannot be written: .*run the same command again"):
+            store.write_part("part-00000", [{"text": "x" * (1 << 18)}], SUMMARY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,132 @@
+"""What becomes of a chat that the target answers: its turns, its end, and what it is counted as."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_targets import save_chat_target
+
+from moray.activations.ultrachat import BadRow, Chat
+from moray.cluster.dialogues import Dialogue, answer_chats
+from moray.cluster.regenerate_config import RegenerateConfig
+from moray.config import validate
+from moray.decoding.continuous import Finished
+from moray.errors import ConfigError
+from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer, Message
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> ChatTokenizer:
+    return ChatTokenizer.load(str(folder))
+
+
+def chat(*contents: str, uid: str = "chat", system: str | None = None) -> Chat:
+    roles = ("user", "assistant")
+    messages = [Message(role=roles[i % 2], content=text) for i, text in enumerate(contents)]
+    return Chat(uid, ([Message(role="system", content=system)] if system else []) + messages)
+
+
+def answer(tokenizer: ChatTokenizer, text: str, reason: Any = "eos") -> Finished:
+    ids = tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Finished(0, [*ids, tokenizer.eos_ids[0]] if reason == "eos" else ids, reason)
+
+
+def settings(folder: Path, **changes: Any) -> RegenerateConfig:
+    base = {"target": {"model": str(folder)}, "chats": {"path": "x"}, "output": "x"}
+    sizes = {"max_new_tokens": 20, "max_length": 120, "batch_tokens": 512}
+    return validate(RegenerateConfig, base | sizes | changes)
+
+
+def test_later_questions_follow_the_target_s_own_answers(tokenizer: ChatTokenizer) -> None:
+    dialogue = Dialogue(chat("a", "theirs", "b", "theirs too", "c", system="s"), None)
+    first = dialogue.next_prompt(tokenizer, 100)
+    assert first == tokenizer.encode_prompt([Message(role="system", content="s"), Message(role="user", content="a")])
+    dialogue.take(answer(tokenizer, "own"), tokenizer, keep_truncated=True)
+    second = dialogue.next_prompt(tokenizer, 100)
+    assert second is not None
+    assert "own" in tokenizer.decode(second)
+    assert "theirs" not in tokenizer.decode(second)
+    dialogue.take(answer(tokenizer, "cut", "length"), tokenizer, keep_truncated=True)
+    assert dialogue.next_prompt(tokenizer, 100) is not None
+    dialogue.take(answer(tokenizer, "end"), tokenizer, keep_truncated=True)
+    assert dialogue.next_prompt(tokenizer, 100) is None
+    assert [m["content"] for m in dialogue.messages] == ["s", "a", "own", "b", "cut", "c", "end"]
+    assert dialogue.row["prompt"] == "a"
+    assert dialogue.row["finish_reasons"] == ["eos", "length", "eos"]
+    assert (dialogue.cut, dialogue.lack) == (None, None)
+
+
+def test_a_question_that_is_too_long_ends_the_chat_or_drops_it(tokenizer: ChatTokenizer) -> None:
+    dialogue = Dialogue(chat("a", "x", "b" * 50, "theirs"), None)
+    assert dialogue.next_prompt(tokenizer, 40) is not None
+    assert dialogue.lack == "without_question", "nothing is settled yet"
+    dialogue.take(answer(tokenizer, "own"), tokenizer, keep_truncated=True)
+    assert dialogue.next_prompt(tokenizer, 40) is None
+    assert (dialogue.cut, dialogue.lack) == ("too_long", None)
+    assert [m["content"] for m in dialogue.messages] == ["a", "own"]
+    dropped = Dialogue(chat("b" * 50, "theirs"), None)
+    assert dropped.next_prompt(tokenizer, 40) is None
+    assert dropped.lack == "too_long"
+
+
+def test_a_truncated_answer_is_left_out_where_that_is_asked_for(tokenizer: ChatTokenizer) -> None:
+    dialogue = Dialogue(chat("a", "x", "b", "y", "c", "z"), None)
+    dialogue.take(answer(tokenizer, "own"), tokenizer, keep_truncated=False)
+    dialogue.take(answer(tokenizer, "cut", "length"), tokenizer, keep_truncated=False)
+    assert dialogue.next_prompt(tokenizer, 100) is None
+    assert [m["content"] for m in dialogue.messages] == ["a", "own"]
+    assert (dialogue.cut, dialogue.lack) == ("truncated", None)
+
+
+def test_half_a_character_at_the_end_is_left_out(tokenizer: ChatTokenizer) -> None:
+    whole = answer(tokenizer, "caf\u00e9", "length")
+    dialogue = Dialogue(chat("a", "x"), None)
+    dialogue.take(whole._replace(tokens=whole.tokens[:-1]), tokenizer, keep_truncated=True)
+    assert dialogue.messages[-1]["content"] == "caf"
+
+
+def test_every_row_is_accounted_for(folder: Path, tokenizer: ChatTokenizer) -> None:
+    target = Target.load(TargetConfig(model=str(folder)))
+    rows = [
+        chat("one", "x", "two", "y", uid="1"),
+        BadRow("f", 2, "no chat"),
+        chat("a" * 200, "x", uid="3"),
+        chat("three", "x", "b" * 200, "y", uid="4"),
+    ]
+    eos = set(tokenizer.eos_ids)
+    answered, summary = answer_chats(rows, target, tokenizer, eos, settings(folder))
+    assert [row["uid"] for row in answered] == ["1", "4"]
+    assert summary["bad_rows"] == ["f, row 2: no chat"]
+    assert (summary["rows"], summary["chats"], summary["bad"]) == (4, 2, 1)
+    assert (summary["dropped"], summary["shortened"]) == ({"too_long": 1}, {"too_long": 1})
+    assert sum(summary["finish_reasons"].values()) == 3
+    one_turn, _ = answer_chats(rows, target, tokenizer, eos, settings(folder, max_turns=1))
+    assert [len(row["messages"]) for row in one_turn] == [2, 2]
+    assert one_turn[0]["messages"] == answered[0]["messages"][:2]
+    whole, counts = answer_chats(rows, target, tokenizer, eos, settings(folder, keep_truncated=False))
+    assert set(counts["finish_reasons"]) <= {"eos"}
+    assert counts["dropped"].get("truncated", 0) + len(whole) == 2
+
+
+def test_sampled_answers_do_not_depend_on_their_part(folder: Path, tokenizer: ChatTokenizer) -> None:
+    target = Target.load(TargetConfig(model=str(folder)))
+    rows = [chat(text, "x", "more", "y", uid=text) for text in ("one", "two", "three", "four")]
+    config = settings(folder, sampling={"temperature": 1.0, "seed": 3})
+    together, _ = answer_chats(rows, target, tokenizer, (), config)
+    alone = [answer_chats([row], target, tokenizer, (), config)[0][0] for row in rows]
+    assert together == alone
+    assert len({row["messages"][1]["content"] for row in together}) == 4
+
+
+def test_settings_that_leave_no_room_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="leaves no room for a prompt"):
+        settings(folder, max_length=20)
+    with pytest.raises(ConfigError, match="one chat must fit"):
+        settings(folder, batch_tokens=100)

@@ -1,0 +1,151 @@
+"""Losses over the vocabulary against the plain formula under autograd, in float64; and the memory they take."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from memory_use import memory_use
+from reference import scrambled
+from tiny_batches import batch_of
+from tiny_drafters import TRAINED, VARIANTS, build
+from tiny_targets import TinyTarget, load_target
+
+from moray.batch import Taps, TrainBatch
+from moray.distill import token_losses
+from moray.distill.configs import LossConfig
+from moray.distill.losses import distillation_loss
+from moray.distill.masks import loss_positions, verified_start
+from moray.drafters.base import DraftOutput, DraftView, Prediction
+
+WEIGHTS = {
+    "kl": LossConfig(feature=0.0, kl=0.7),
+    "acceptance": LossConfig(feature=0.0, kl=0.0, acceptance=0.9),
+    "all": LossConfig(feature=0.5, kl=0.3, acceptance=0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyTarget:
+    return load_target(tmp_path_factory.mktemp("token_losses"), num_hidden_layers=3)
+
+
+def plain_loss(output, batch, positions, drafter, weights) -> torch.Tensor:
+    """All positions at once, every logit kept."""
+    column = torch.arange(positions.shape[1])
+    total = torch.zeros(())
+    for depth, (predicted, scale) in output.features.items():
+        made = positions & (output.predictions[0].start != column)
+        gap = F.smooth_l1_loss(predicted[made] / scale, batch.taps.hidden[depth][made] / scale, reduction="none")
+        total = total + weights.feature * gap.mean(dim=-1).sum() / len(output.features)
+    for prediction in output.predictions:
+        made = positions & (prediction.start != column)
+        target = drafter.vocabulary.select(drafter.head.logits(batch.taps.hidden[-1][made]).log_softmax(-1))
+        draft = prediction.score(prediction.hidden[made]).log_softmax(-1)
+        kl = F.kl_div(draft, target.log_softmax(-1), reduction="sum", log_target=True)
+        refused = (1.0 - torch.minimum(target.exp(), draft.exp()).sum(dim=-1)).sum()
+        total = total + prediction.weight * (weights.kl * kl + weights.acceptance * refused)
+    return total
+
+
+def in_double(output: DraftOutput, batch: TrainBatch) -> tuple[DraftOutput, TrainBatch, list[torch.Tensor]]:
+    """The same predictions and taps in float64, and the leaves that gradients are wanted of."""
+    leaves: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        leaves.append(tensor.detach().double().requires_grad_())
+        return leaves[-1]
+
+    predictions = tuple(
+        Prediction(leaf(p.hidden), p.start, p.project, p.weight, tuple(leaf(w) for w in p.trained))
+        for p in output.predictions
+    )
+    features = {depth: (leaf(predicted), scale) for depth, (predicted, scale) in output.features.items()}
+    taps = Taps(hidden={depth: hidden.double() for depth, hidden in batch.taps.hidden.items()})
+    return DraftOutput(predictions, features), replace(batch, taps=taps), leaves
+
+
+def total_loss(output, batch, positions, drafter, weights) -> torch.Tensor:
+    return distillation_loss(output, batch, positions, drafter, weights).total
+
+
+@pytest.mark.parametrize("terms", WEIGHTS)
+@pytest.mark.parametrize("name", [*TRAINED, "moa-1 reduced", "glide-0 reduced"])
+def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, request, tiny, name, terms):
+    monkeypatch.setattr(token_losses, "_MAX_CHUNK", 7)
+    name, _, reduced = name.partition(" ")
+    drafter = scrambled(build(tiny, VARIANTS[name].model_copy(update={"draft_vocab_size": 60} if reduced else {})))
+    batch = batch_of(tiny.target, [tiny.prompt(0, 24), tiny.prompt(1, 17)], 5, drafter.needs)
+    start = verified_start(batch.response_mask, torch.tensor([5, 4]), torch.tensor([0, 3]))
+    output = drafter(batch, DraftView(start, None))
+    weights, positions = WEIGHTS[terms], loss_positions(batch)
+    if terms == "all":  # down to every weight, as precisely as single precision has it
+        losses = [f(output, batch, positions, drafter, weights) for f in (plain_loss, total_loss)]
+        expected, found = (torch.autograd.grad(loss, list(drafter.parameters()), retain_graph=True) for loss in losses)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert float((ours - theirs).norm()) <= 1e-4 * float(theirs.norm())
+            assert float(theirs.norm()) > 0
+    lm_head = tiny.target.model.lm_head.double()
+    request.addfinalizer(lm_head.float)
+    drafter.vocabulary._forget_rows()
+    output, batch, leaves = in_double(output, batch)
+    losses = [f(output, batch, positions, drafter, weights) for f in (plain_loss, total_loss)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-11, atol=1e-11)
+    expected, found = (torch.autograd.grad(3.0 * loss, leaves, allow_unused=True) for loss in losses)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None or not ours.any()) if theirs is None else True
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_without_gradients_the_values_are_the_same(tiny):
+    drafter = build(tiny, VARIANTS["medusa-0"])
+    batch = batch_of(tiny.target, [tiny.prompt(0, 24)], 5, drafter.needs)
+    view, weights = DraftView(torch.zeros_like(batch.tokens), None), LossConfig(feature=0.0, kl=1.0, acceptance=1.0)
+    with_gradients = total_loss(drafter(batch, view), batch, loss_positions(batch), drafter, weights)
+    with torch.no_grad():
+        without = total_loss(drafter(batch, view), batch, loss_positions(batch), drafter, weights)
+    assert not without.requires_grad
+    assert torch.equal(without, with_gradients.detach())
+
+
+VOCABULARY, CHUNK = 3000, 16
+
+
+@pytest.fixture(scope="module")
+def many_tokens(tmp_path_factory) -> TinyTarget:
+    folder = tmp_path_factory.mktemp("many")
+    return load_target(folder, num_hidden_layers=1, hidden_size=16, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["eagle-0", "medusa-0", "independent-0"])
+def test_memory_does_not_grow_with_positions_times_vocabulary(monkeypatch, many_tokens, name):
+    monkeypatch.setattr(token_losses, "_MAX_CHUNK", CHUNK)
+    drafter = build(many_tokens, VARIANTS[name].model_copy(update={"draft_vocab_size": None}))
+    weights = LossConfig(feature=0.0, kl=1.0, acceptance=1.0)
+
+    def use(positions: int):
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.zeros(1, positions + 2, dtype=torch.long)
+        response = torch.ones_like(tokens, dtype=torch.bool)
+        real = torch.randn(1, positions + 2, 16, generator=generator)
+        batch = TrainBatch(tokens, response, torch.tensor([positions + 2]), Taps(hidden={-1: real}))
+        made = drafter(batch, DraftView((torch.arange(positions + 2) - 1).clamp(min=0)[None], None))
+        leaves = [p.hidden.detach().requires_grad_() for p in made.predictions]
+        own = [tuple(w.detach().requires_grad_() for w in p.trained) for p in made.predictions]
+        output = DraftOutput(
+            tuple(
+                Prediction(hidden, p.start, p.project, p.weight, trained)
+                for p, hidden, trained in zip(made.predictions, leaves, own, strict=True)
+            )
+        )
+        tensors = [*leaves, *(weight for trained in own for weight in trained)]
+        return memory_use(
+            lambda: torch.autograd.grad(
+                distillation_loss(output, batch, loss_positions(batch), drafter, weights).total, tensors
+            )
+        )
+
+    small, large = use(2 * CHUNK), use(16 * CHUNK)
+    assert large.peak < 1.35 * small.peak
+    assert large.largest <= max(small.largest, CHUNK * VOCABULARY * 4)

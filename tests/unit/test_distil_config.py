@@ -1,0 +1,45 @@
+"""What a distillation may be configured to: workers, lanes, and ways of sharing them."""
+
+from typing import Any
+
+import pytest
+
+from moray.cluster.configs import DistilConfig
+from moray.config import validate
+from moray.errors import ConfigError
+
+BASE: dict[str, Any] = {
+    "target": {"model": "x"},
+    "activations": "a",
+    "output": "o",
+    "drafter": {"type": "medusa", "num_heads": 2},
+    "losses": {"feature": 0.0, "kl": 1.0},
+    "optim": {"type": "adamw"},
+}
+
+
+def build(**more: Any) -> DistilConfig:
+    return validate(DistilConfig, BASE | more)
+
+
+def test_a_number_of_workers_or_a_range_of_them() -> None:
+    assert (build().workers.fewest, build().workers.most) == (1, 1)
+    some = build(workers={"num_workers": [2, 8]}).workers
+    assert (some.fewest, some.most) == (2, 8)
+
+
+@pytest.mark.parametrize("given", [0, [0, 2], [3, 2]])
+def test_ranges_that_mean_nothing_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"num_workers is .*: give a number from 1, or the fewest and the most as"):
+        build(workers={"num_workers": given})
+
+
+def test_what_zero_cannot_share_is_refused_with_the_way_out() -> None:
+    zero = {"type": "deepspeed", "stage": 3}
+    assert build(parallel=zero).parallel.type == "deepspeed"
+    with pytest.raises(ConfigError, match=r"optim.type is muon, .*: use optim.type=adamw or"):
+        build(parallel=zero, optim={"type": "muon"})
+    with pytest.raises(ConfigError, match=r"train.precision is float16: use bfloat16"):
+        build(parallel=zero, train={"precision": "float16"})
+    with pytest.raises(ConfigError, match=r"parallel.*stage"):
+        build(parallel={"type": "deepspeed", "stage": 4})
