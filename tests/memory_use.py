@@ -1,10 +1,14 @@
 """How many bytes of tensors a piece of work holds: every allocation and release on the CPU, counted, not sampled."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
+
+_MARK_BYTES = 7_777
 
 
 @dataclass(frozen=True)
@@ -20,15 +24,30 @@ class MemoryUse:
 
 
 def memory_use(work: Callable[[], Any]) -> MemoryUse:
-    """Run `work` and count; what it returns lives until the count ends."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = work()
+    """Run `work` and count; what it returns lives until the count ends.
+
+    The allocator's own totals are read: events are stamped too coarsely to be put in order and added up.
+    """
+    gc.collect()
+    gc.disable()  # garbage would be released at an instant that nobody knows
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            mark = torch.empty(_MARK_BYTES, dtype=torch.uint8)
+            result = work()
+    finally:
+        gc.enable()
     assert profiled.profiler is not None
-    events: Any = profiled.profiler.kineto_results
-    changes = [event.nbytes() for event in sorted(events.events(), key=lambda e: e.start_ns()) if event.nbytes()]
-    del result
-    now = peak = 0
-    for change in changes:
-        now += change
-        peak = max(peak, now)
-    return MemoryUse(peak, now, max(changes, default=0))
+    kineto: Any = profiled.profiler.kineto_results
+    events = list(_allocations(kineto.experimental_event_tree()))
+    before = next(event.total_allocated for event in events if event.alloc_size == _MARK_BYTES)
+    left = sum(event.alloc_size for event in events) - _MARK_BYTES
+    del mark, result
+    peak = max(event.total_allocated for event in events) - before
+    return MemoryUse(peak, left, max(event.alloc_size for event in events if event.alloc_size != _MARK_BYTES))
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        if hasattr(event.extra_fields, "total_allocated"):
+            yield event.extra_fields
+        yield from _allocations(event.children)

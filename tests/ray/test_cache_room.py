@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +152,11 @@ def _small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def _fill(disk: Path, leave: int) -> Path:
-    """Take the disk's space but for `leave` bytes."""
-    ballast = disk / "ballast"
-    status = os.statvfs(disk)
-    with ballast.open("wb") as file:
+def _fill(ballast: Path, leave: int) -> None:
+    """Take the space of a file's disk but for `leave` bytes, or all where others write at the same time."""
+    status = os.statvfs(ballast.parent)
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
         file.write(b"\0" * max(0, status.f_bavail * status.f_frsize - leave))
-    return ballast
 
 
 SMALL_PARTS: dict[str, Any] = {"chats_per_part": 5, "kv_codec": "int8"}
@@ -179,15 +177,15 @@ def test_a_disk_that_fills_up_ends_the_job_and_the_same_command_goes_on(
 ) -> None:
     expected = read_manifest(CacheStore(str(unbroken)))
     settings = SMALL_PARTS
-    with _small_disk(tmp_path / "disk", 64) as disk:
+    with _small_disk(tmp_path / "disk", 12) as disk:  # small, to be filled at once
         output = disk / "cache"
-        ballast: list[Path] = []
+        ballast = disk / "ballast"
 
         def fill() -> None:
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline and not list((output / stage).glob("*.json")):
                 time.sleep(0.002)
-            ballast.append(_fill(disk, leave=24 << 10))
+            _fill(ballast, leave=24 << 10)
 
         thread = threading.Thread(target=fill, daemon=True)
         thread.start()
@@ -206,8 +204,7 @@ def test_a_disk_that_fills_up_ends_the_job_and_the_same_command_goes_on(
         kept = {path: path.stat().st_mtime_ns for path in (output / stage).glob("*.json")}
         assert kept
 
-        for path in ballast:
-            path.unlink()
+        ballast.unlink()
         assert _cache(output, tiny_target, chats_file, **settings).shards == expected.shards
         assert {path: path.stat().st_mtime_ns for path in kept} == kept
         assert _files(output) == _files(unbroken)

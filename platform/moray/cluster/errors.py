@@ -7,6 +7,7 @@ is not ours passes through untouched, traceback and all: it is a defect.
 
 import gc
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,18 +28,22 @@ def own_errors() -> Iterator[None]:
     Raises:
         MorayError: a task, an actor or a Train worker raised it.
     """
-    found = None
     try:
         yield
     except (ray.exceptions.RayError, ray.train.TrainingFailedError) as error:
         found = find_own_error(error)
         if found is None:
             raise
-    if found is not None:
-        # Frames of Ray Data, some of which refer to each other in circles, would keep actors and their CPUs: out here
-        # the error has no context that holds them.
-        gc.collect()
-        raise found
+        _let_go(error)
+        raise found from None
+
+
+def _let_go(error: BaseException) -> None:
+    """Part an exception from the frames it has passed and from those of the exceptions before it: Ray Data's hold
+    actors with their CPUs for as long as somebody keeps the exception, and some hold each other."""
+    traceback.clear_frames(error.__traceback__)
+    error.__cause__ = error.__context__ = None
+    gc.collect()
 
 
 def find_own_error(error: BaseException) -> MorayError | None:

@@ -28,12 +28,9 @@ def told_if_cache_full(store: CacheStore) -> Iterator[Goal]:
         StorageFullError: in place of one that was raised in the block by this process or by any of its actors.
     """
     goal = Goal()
-    message = None
     try:
         yield goal
     except StorageFullError as error:
-        message = str(error)
-    if message is not None:  # raised out here without a context, which would keep actors and their CPUs
         _clear(store)
         written = written_bytes(store)
         if goal.total is None:
@@ -41,9 +38,9 @@ def told_if_cache_full(store: CacheStore) -> Iterator[Goal]:
         else:
             missing = f"about {size_text(max(0, goal.total - written))} are missing"
         raise StorageFullError(
-            f"{message}; {size_text(written)} of the cache are written and safe, {missing}: make room, then run the "
+            f"{error}; {size_text(written)} of the cache are written and safe, {missing}: make room, then run the "
             "same command again to go on"
-        )
+        ) from None
 
 
 def _clear(store: CacheStore) -> None:
