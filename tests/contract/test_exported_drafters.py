@@ -147,6 +147,28 @@ def test_it_is_evaluated_like_the_run_and_the_files_are_as_said(chat, tmp_path):
     assert str(tmp_path) not in (out / "config.json").read_text()
 
 
+def test_an_export_that_fails_at_last_leaves_the_one_before(chat, tmp_path, monkeypatch):
+    folder = trained(chat, tmp_path / "run")
+    out = export(chat, folder, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    replace = Path.replace
+
+    def fails_into_place(path, goal):
+        if Path(goal) == out and path.suffix == ".tmp":
+            raise OSError(28, "No space left on device")
+        return replace(path, goal)
+
+    monkeypatch.setattr(Path, "replace", fails_into_place)
+    with pytest.raises(DataError, match=r"out' cannot be written: No space left on device"):
+        export(chat, folder, out, dtype="bfloat16")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+    monkeypatch.undo()
+    export(chat, folder, out, dtype="bfloat16")
+    assert load_file(out / "model.safetensors")["head.lm_head.weight"].dtype == torch.bfloat16
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
 def test_dtype_and_head_are_as_asked(chat, tmp_path):
     tiny, tokenizer = chat
     folder = trained(chat, tmp_path / "run")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 import pytest
@@ -30,13 +30,20 @@ NEEDS = TapNeeds(kv_layers=(0, 2), hidden_depths=(-1, -2))
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def _cache(output: Path, target: Path, chats: Path, max_bad_rows: int = 100, **changes: Any) -> Manifest:
+def _cache(
+    output: Path,
+    target: Path,
+    chats: Path,
+    max_bad_rows: int = 100,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    **changes: Any,
+) -> Manifest:
     from moray.cluster.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
 
     return cache_activations(
         str(output),
-        TargetConfig(model=str(target)),
+        TargetConfig(model=str(target), dtype=dtype),
         ChatsConfig(path=str(chats), max_bad_rows=max_bad_rows),
         CacheConfig(**(SETTINGS | changes)),
         CaptureConfig(),
@@ -102,6 +109,8 @@ def test_second_run_touches_nothing_and_a_removed_shard_is_made_again(
 
     with pytest.raises(MismatchError, match=r"cached with cache = .*\"max_length\": 384.* now it is .*100"):
         _cache(output, tiny_target, chats, max_length=100)
+    with pytest.raises(MismatchError, match=r"cached with dtype = \"float32\", now it is \"bfloat16\""):
+        _cache(output, tiny_target, chats, dtype="bfloat16")
     with chats.open("a") as file:
         file.write("\n")
     with pytest.raises(MismatchError, match=r"cached with files = .*chats.jsonl"):

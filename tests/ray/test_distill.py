@@ -13,7 +13,7 @@ from moray.cluster.configs import DistilConfig
 from moray.config import validate
 from moray.distill.checkpoint import load_drafter, read_contract
 from moray.distill.metrics import read_metrics
-from moray.errors import ConfigError, DataError, MismatchError
+from moray.errors import ConfigError, DataError, MismatchError, UnreachableError
 from moray.targets.head import TargetHead
 from moray.targets.spec import read_spec
 from moray.text import ChatTokenizer
@@ -61,15 +61,20 @@ def test_loss_falls_and_every_report_is_written(distilled: DistilConfig) -> None
     assert all(0 <= row["accuracy"] <= 1 <= row["simulated_tau"] for row in rows)
 
 
-def test_tensorboard_shows_the_same_losses(distilled: DistilConfig) -> None:
+def _shown_losses(folder: Path) -> dict[int, float]:
+    """What TensorBoard shows, by update."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(Path(distilled.output) / "tensorboard"))
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    return {event.step: event.value for event in events.Scalars("train/loss")}
+
+
+def test_tensorboard_shows_the_same_losses(distilled: DistilConfig) -> None:
+    shown = _shown_losses(Path(distilled.output))
     rows = read_metrics(Path(distilled.output))
-    assert [step for step, _ in shown] == [row["step"] for row in rows]
-    assert [value for _, value in shown] == pytest.approx([row["loss"] for row in rows], rel=1e-5)
+    assert list(shown) == [row["step"] for row in rows]
+    assert list(shown.values()) == pytest.approx([row["loss"] for row in rows], rel=1e-5)
 
 
 def test_the_drafter_loads_and_has_learnt(distilled: DistilConfig, tiny_target: Path) -> None:
@@ -106,6 +111,34 @@ def test_the_same_command_finds_it_complete_and_another_configuration_is_refused
     other = _config(tiny_target, tiny_cache, Path(distilled.output), batch_tokens=256)
     with pytest.raises(MismatchError, match=r"holds a run with train.batch_tokens = 512, now it is 256; give another"):
         is_complete(other)
+
+
+def test_a_run_may_go_on_with_what_changes_no_weight(
+    distilled: DistilConfig, tiny_target: Path, tiny_cache: Path
+) -> None:
+    output = Path(distilled.output)
+    changes = {"checkpoint_steps": 7, "log_steps": 3, "keep_checkpoints": 5, "activation_checkpointing": True}
+    assert is_complete(_config(tiny_target, tiny_cache, output, **changes))
+
+
+@pytest.mark.parametrize("kind", [DataError, UnreachableError])
+def test_only_what_may_answer_again_is_left_to_ray_to_retry(
+    monkeypatch: pytest.MonkeyPatch, kind: type[DataError]
+) -> None:
+    import ray
+
+    from moray.cluster import training
+    from moray.cluster.board import Board
+
+    def fail(settings: dict[str, Any]) -> None:
+        raise kind("no")
+
+    monkeypatch.setattr(training, "_train", fail)
+    board: Any = Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    with pytest.raises(kind):
+        training.work({"board": board})
+    failure: Any = ray.get(board.failure.remote())
+    assert (failure is None) == (kind is UnreachableError)
 
 
 def test_a_cache_of_another_target_is_refused(other_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
@@ -266,6 +299,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_chats(
     steps = [json.loads(path.read_text())["step"] for path in tmp_path.glob("run/ray/train/checkpoint_*/training.json")]
     assert max(steps, default=0) < record["update"]
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(2, record["update"], 2))
+    assert list(_shown_losses(tmp_path / "run")) == list(range(2, record["update"], 2)), "what led to it must be shown"
     assert not (tmp_path / "run" / "drafter.json").exists()
 
 

@@ -1,5 +1,6 @@
 """From rows of cached shards to the tensors of a training batch."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,9 +65,7 @@ def collate_text(table: pa.Table) -> TrainBatch:
 
 def _collate_taps(table: pa.Table, needs: TapNeeds, decoder: TapDecoder) -> Taps:
     pad = _Padding(table, decoder.device)
-    kv = None
-    if needs.kv_layers:
-        kv = pad(torch.stack([decoder.decode(table, kv_column(layer)) for layer in needs.kv_layers], dim=1))
+    kv = pad.side_by_side([partial(decoder.decode, table, kv_column(layer)) for layer in needs.kv_layers])
     return Taps(kv, {depth: pad(decoder.decode(table, hidden_column(depth))) for depth in needs.hidden_depths})
 
 
@@ -83,6 +82,17 @@ class _Padding:
         rows, width = self._shape
         out = values.new_zeros(rows * width, *values.shape[1:])
         return out.index_copy_(0, self._index, values).view(rows, width, *values.shape[1:])
+
+    def side_by_side(self, columns: Sequence[Callable[[], Tensor]]) -> Tensor | None:
+        """Columns of equal width, each decoded and at once put in its place."""
+        rows, width = self._shape
+        out = None
+        for number, decode in enumerate(columns):
+            values = decode()
+            if out is None:
+                out = values.new_zeros(rows * width, len(columns), values.shape[1])
+            out[:, number].index_copy_(0, self._index, values)
+        return None if out is None else out.unflatten(0, (rows, width))
 
 
 def _flat(table: pa.Table, name: str) -> np.ndarray:

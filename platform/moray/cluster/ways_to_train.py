@@ -164,7 +164,8 @@ class WaysToTrain:
                 yield pa.concat_tables([table.slice(row, 1) for row in rows])
 
     def _update(self, trainer: Replicas, step: int, batch: LaneBatch) -> None:
-        place = UpdatePlace(step, self._config.updates, self._config.updates, 0.0, 1, self._run.train.seed)
+        total, train = self._config.updates, self._run.train
+        place = UpdatePlace(step, total, total, 0.0, 1, train.seed, (step + 1) % train.log_steps == 0)
         run_update(trainer, [batch], place)
 
     def _train_cached(self) -> None:

@@ -80,6 +80,7 @@ def train(
         return Progress(step, span.first.tokens + everywhere, span.first.seconds + time.perf_counter() - begin)
 
     for lanes in updates:
+        is_reported = (step + 1) % config.log_steps == 0 or step + 1 == span.total_steps
         place = UpdatePlace(
             step,
             span.steps_per_epoch,
@@ -87,13 +88,13 @@ def train(
             staircase_probability(step // span.steps_per_epoch, span.epochs),
             num_rounds(span.num_lanes),
             config.seed,
+            is_reported,
         )
         result = run_update(parallel, lanes, place)
         watch.check()  # the update before this one
         step += 1
         watch.follow(step, result, parallel.learning_rate)
         tokens += result.num_tokens
-        is_reported = step % config.log_steps == 0 or step == span.total_steps
         is_saved = step % config.checkpoint_steps == 0 or step == span.total_steps
         if not is_reported and not is_saved:
             continue

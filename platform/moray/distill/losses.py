@@ -33,12 +33,15 @@ def distillation_loss(
     positions: Bool[Tensor, "batch seq"],
     drafter: Drafter,
     weights: LossConfig,
+    with_figures: bool = True,
 ) -> LossSums:
     """Feature loss (Smooth L1), KL and probability of rejection at the given positions (MoA, section 3.4, table 6).
 
     The feature weight is shared equally by all predicted depths. A position that nothing is predicted at from an
     earlier one (start(i) = i) does not count: it never occurs while decoding. Nothing over hidden size or vocabulary
     is made but of positions that count.
+
+    Without figures, what only people read is left out, and zero: accuracies, and rejection unless it is trained.
     """
     column = torch.arange(positions.shape[1], device=positions.device)
     is_made = torch.stack([prediction.start != column for prediction in output.predictions]).any(dim=0)
@@ -50,7 +53,7 @@ def distillation_loss(
         guess = predicted[rows, columns].to(feature.dtype)
         difference = F.smooth_l1_loss(guess / scale, wanted.to(feature.dtype) / scale, reduction="none")
         feature = feature + difference.mean(dim=-1).sum() / len(output.features)
-    tokens = token_losses(output.predictions, real, rows, columns, drafter, weights)
+    tokens = token_losses(output.predictions, real, rows, columns, drafter, weights, with_figures)
     return LossSums(
         total=weights.feature * feature + tokens.weighted,
         feature=feature.detach(),

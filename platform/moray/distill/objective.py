@@ -33,14 +33,14 @@ class Objective(nn.Module):
                 "use bfloat16 or float32"
             )
 
-    def forward(self, batch: TrainBatch, view: DraftView) -> tuple[Tensor, ...]:
+    def forward(self, batch: TrainBatch, view: DraftView, with_figures: bool = True) -> tuple[Tensor, ...]:
         """The fields of `LossSums`, as a tuple: wrappers look for tensors in no other object."""
         device_type = batch.tokens.device.type
         with nullcontext() if self._dtype is None else torch.autocast(device_type, dtype=self._dtype):
             # Not `self.drafter(...)`: weights that it or its losses use outside of a layer then belong to this
             # module, which is entered first and left last.
             output = self.drafter.forward(batch, view)
-        sums = distillation_loss(output, batch, loss_positions(batch), self.drafter, self._losses)
+        sums = distillation_loss(output, batch, loss_positions(batch), self.drafter, self._losses, with_figures)
         return tuple(getattr(sums, field.name) for field in fields(LossSums))
 
 

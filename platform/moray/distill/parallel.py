@@ -46,10 +46,12 @@ class Parallel(ABC):
     drafter: Drafter
 
     @abstractmethod
-    def accumulate(self, batch: TrainBatch, view: DraftView, factor: Tensor | float, is_last: bool) -> LossSums:
+    def accumulate(
+        self, batch: TrainBatch, view: DraftView, factor: Tensor | float, is_last: bool, with_figures: bool = True
+    ) -> LossSums:
         """Add the gradients of this batch's summed losses times `factor`, so that those of all workers add up.
 
-        `is_last`: no more batches come before the update.
+        `is_last`: no more batches come before the update. `with_figures`: see `distillation_loss`.
         """
 
     @abstractmethod
@@ -93,9 +95,11 @@ class Replicas(Parallel):
         device = next(drafter.parameters()).device
         self._is_finite = torch.ones((), dtype=torch.bool, device=device)
 
-    def accumulate(self, batch: TrainBatch, view: DraftView, factor: Tensor | float, is_last: bool) -> LossSums:
+    def accumulate(
+        self, batch: TrainBatch, view: DraftView, factor: Tensor | float, is_last: bool, with_figures: bool = True
+    ) -> LossSums:
         with nullcontext() if is_last or not self._is_shared else self._model.no_sync():
-            sums = LossSums(*self._model(batch, view))
+            sums = LossSums(*self._model(batch, view, with_figures))
             # DistributedDataParallel averages over workers: undo that.
             factor = factor * num_workers() * (self._scale.value if self._scale else 1.0)
             (sums.total * told_if_not_finite(sums.total, factor)).backward()

@@ -27,7 +27,10 @@ class LaneResult:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Sums of one update over this worker's lanes, still on the device: `metrics` waits for them."""
+    """Sums of one update over this worker's lanes, still on the device: `metrics` waits for them.
+
+    Those that only people read are there if the update was to be reported.
+    """
 
     lanes: tuple[LaneResult, ...]
     sums: Tensor  # [4 + 2 * MAX_STEPS_AHEAD]: see `_pack`
@@ -73,6 +76,8 @@ class UpdatePlace:
     num_rounds: int
     """Most batches that a worker has."""
     seed: int
+    is_reported: bool = True
+    """Whether the figures that only people read are wanted: accuracies, and acceptance unless it is trained."""
 
 
 def run_update(parallel: Parallel, lanes: list[LaneBatch], place: UpdatePlace) -> UpdateResult:
@@ -100,8 +105,8 @@ def run_update(parallel: Parallel, lanes: list[LaneBatch], place: UpdatePlace) -
         whole, seen = batch.whole(device), _move(view, device)
         is_last = number + 1 == len(views)
         for _ in range(num_idle if is_last else 0):  # keeps up with the others, and counts nothing
-            parallel.accumulate(whole, seen, 0.0, is_last=False)
-        sums = parallel.accumulate(whole, seen, factor, is_last)
+            parallel.accumulate(whole, seen, 0.0, is_last=False, with_figures=False)
+        sums = parallel.accumulate(whole, seen, factor, is_last, place.is_reported)
         packed += _pack(sums)
         results.append(LaneResult(batch.lane, batch.uids, sums.total.detach()))
         del batch, whole  # before the next lane's taps are decoded

@@ -42,7 +42,8 @@ class TokenLosses:
 class _Target:
     """The target's side of a chunk."""
 
-    best: Int[Tensor, " rows"]
+    best: Int[Tensor, " rows"] | None
+    """Only with figures."""
     probs: Float[Tensor, "rows draft"]
     """Of the draft vocabulary; they add up to 1 where that is the whole one."""
     known_log: Float[Tensor, "rows draft"]
@@ -57,14 +58,16 @@ def token_losses(
     columns: Int[Tensor, " positions"],
     drafter: Drafter,
     weights: LossConfig,
+    with_figures: bool = True,
 ) -> TokenLosses:
     """Sums at positions (rows, columns), of which `real` are the target's last hidden states.
 
     With a draft vocabulary KL is taken to the target renormalised on it; rejection to the target as it is:
     1 - sum min(p, q), the probability that a token sampled from q is rejected (arXiv 2211.17192, theorem 3.5).
+    Without figures, counts are zero, and so is rejection unless it has a weight.
     """
     tensors = [tensor for prediction in predictions for tensor in (prediction.hidden, *prediction.trained)]
-    job = _Job(predictions, real, rows, columns, drafter, weights, torch.is_grad_enabled())
+    job = _Job(predictions, real, rows, columns, drafter, weights, torch.is_grad_enabled(), with_figures)
     return TokenLosses(*_Sums.apply(job, *tensors))
 
 
@@ -77,6 +80,7 @@ class _Job:
     drafter: Drafter
     weights: LossConfig
     needs_gradients: bool
+    with_figures: bool
 
     def chunks(self) -> list[slice]:
         size = max(1, min(_MAX_CHUNK, _CHUNK_NUMBERS // self.drafter.spec.vocab_size))
@@ -85,7 +89,8 @@ class _Job:
     def target(self, chunk: slice) -> _Target:
         head, vocabulary = self.drafter.head, self.drafter.vocabulary
         full_log = F.log_softmax(_precise(head.logits(self.real[chunk].to(head.weight.dtype))), dim=-1)
-        best, log = full_log.argmax(dim=-1), vocabulary.select(full_log)
+        best = full_log.argmax(dim=-1) if self.with_figures else None
+        log = vocabulary.select(full_log)
         probs = log.exp()
         if not vocabulary.is_reduced:
             return _Target(best, probs, log, probs)
@@ -168,14 +173,17 @@ def _add_chunk(
         logits = prediction.project(hidden, *trained)
     draft_log = F.log_softmax(_precise(logits.detach()), dim=-1)
     divergence = (target.known * (target.known_log - draft_log)).sum(dim=-1)
-    is_right = job.drafter.vocabulary.to_tokens(draft_log.argmax(dim=-1)) == target.best
-    probs = draft_log.exp_()
-    overlap = torch.minimum(target.probs, probs).sum(dim=-1)
     share = is_made.to(sums.dtype) * prediction.weight
-    sums += torch.stack([(share * divergence).sum(), (share * (1.0 - overlap)).sum()])
-    is_counted = is_made & (ahead <= MAX_STEPS_AHEAD)
-    index = (ahead - 1).clamp(0, MAX_STEPS_AHEAD - 1)
-    counts.scatter_add_(1, index.expand(2, -1), torch.stack([is_right & is_counted, is_counted]).long())
+    sums[0] += (share * divergence).sum()
+    if target.best is not None:
+        is_right = job.drafter.vocabulary.to_tokens(draft_log.argmax(dim=-1)) == target.best
+        is_counted = is_made & (ahead <= MAX_STEPS_AHEAD)
+        index = (ahead - 1).clamp(0, MAX_STEPS_AHEAD - 1)
+        counts.scatter_add_(1, index.expand(2, -1), torch.stack([is_right & is_counted, is_counted]).long())
+    probs = draft_log.exp_()
+    if job.with_figures or job.weights.acceptance:
+        overlap = torch.minimum(target.probs, probs).sum(dim=-1)
+        sums[1] += (share * (1.0 - overlap)).sum()
     if gradients is not None:
         slope = _slope(probs, target, job.weights).mul_(share[:, None]).to(logits.dtype)
         gradients.add(chunk, *torch.autograd.grad(logits, [hidden, *trained], slope))

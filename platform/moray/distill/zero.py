@@ -67,9 +67,11 @@ class Zero(Parallel):
         self._engine: Any = engine
         self._zero: Any = zero
 
-    def accumulate(self, batch: TrainBatch, view: DraftView, factor: Tensor | float, is_last: bool) -> LossSums:
+    def accumulate(
+        self, batch: TrainBatch, view: DraftView, factor: Tensor | float, is_last: bool, with_figures: bool = True
+    ) -> LossSums:
         self._engine.set_gradient_accumulation_boundary(is_last)
-        sums = LossSums(*self._engine(batch, view))
+        sums = LossSums(*self._engine(batch, view, with_figures))
         # DeepSpeed averages over workers, too: undo that.
         factor = told_if_not_finite(sums.total, factor * num_workers())
         self._engine.backward(sums.total * factor, scale_wrt_gas=False)

@@ -12,6 +12,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from moray.drafters.configs import BlockConfig
+from moray.drafters.direction import Direction
 from moray.targets.visibility import Visible, attend_causally, attend_visible
 
 Rotary = Complex[Tensor, "#seq half"]
@@ -76,6 +77,8 @@ class RMSNorm(nn.RMSNorm):
         return self.weight * self._root_width
 
     def _direction(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
+        if x.requires_grad and x.dtype == torch.float32:
+            return Direction.apply(x, self._floor)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / torch.hypot(length, self._floor)).to(x.dtype)
 

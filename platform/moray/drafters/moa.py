@@ -32,6 +32,8 @@ _LAYER_ROTARY_THETA = 10_000.0
 _LAYER_NUMBERS = 1 << 26
 """Layer self-attention takes as many tokens at once as have this many numbers in their keys and values: 1,024 of
 Llama-3-8B. What it computes of a token is some fifteen times as large."""
+_CACHED_NUMBERS = 1 << 19
+"""The same on a CPU, whose caches are to hold a layer's output."""
 
 
 @dataclass
@@ -106,7 +108,8 @@ class MoA(Drafter[MoAState]):
         """Layer self-attention (section 3.1) over the layer axis, mean, projection to the hidden size: the
         memory m_t; then cross-attention's keys and values of it, not yet rotated."""
         batch, seq, layers, width = kv.shape
-        at_once = max(1, _LAYER_NUMBERS // (layers * width))
+        numbers = min(_LAYER_NUMBERS, _CACHED_NUMBERS) if kv.device.type == "cpu" else _LAYER_NUMBERS
+        at_once = max(1, numbers // (layers * width))
         tokens = kv.flatten(0, 1)
         if lengths is None:
             memory = _joined([self.run_block(self._memory, part) for part in tokens.split(at_once)])

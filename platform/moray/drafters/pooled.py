@@ -4,11 +4,13 @@ Its sequences are short (a token's layers) and as many as there are tokens, so i
 memory: norms' weights go into the projections, and whatever is linear waits for the mean.
 """
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from moray.drafters.configs import BlockConfig
 from moray.drafters.gated_mean import GatedMean
+from moray.drafters.layer_attention import LayerAttention
 from moray.drafters.layers import RMSNorm, Rotary, SelfAttention, SwiGLU, attend, rotate
 
 _SHORT = 64
@@ -35,18 +37,11 @@ class PooledSelfAttentionLayer(nn.Module):
     def _attention(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch seq width"]:
         attention = self.attention
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
-        heads = self.input_norm.project(x, attention.qkv_proj.weight).unflatten(-1, (-1, attention.head_dim))
+        qkv = self.input_norm.project(x, attention.qkv_proj.weight)
+        is_short = x.device.type == "cpu" and x.shape[1] <= _SHORT and num_heads == num_kv_heads
+        if is_short and qkv.dtype == torch.float32:
+            return attention.o_proj(LayerAttention.apply(qkv, rotary, num_heads))
+        heads = qkv.unflatten(-1, (-1, attention.head_dim))
         turned, value = heads.transpose(1, 2).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         query, key = rotate(turned, rotary).split([num_heads, num_kv_heads], dim=1)
-        is_short = x.device.type == "cpu" and x.shape[1] <= _SHORT and num_heads == num_kv_heads
-        mixed = _attend_by_products(query, key, value) if is_short else attend(query, key, value, None)
-        return attention.o_proj(mixed)
-
-
-def _attend_by_products(
-    query: Float[Tensor, "batch heads seq head_dim"],
-    key: Float[Tensor, "batch heads seq head_dim"],
-    value: Float[Tensor, "batch heads seq head_dim"],
-) -> Float[Tensor, "batch seq width"]:
-    scores = (query * query.shape[3] ** -0.5) @ key.transpose(2, 3)
-    return (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)
+        return attention.o_proj(attend(query, key, value, None))

@@ -14,8 +14,8 @@ from tiny_targets import TinyTarget, load_target
 from moray.batch import Taps, TrainBatch
 from moray.distill import token_losses
 from moray.distill.configs import LossConfig
-from moray.distill.losses import distillation_loss
-from moray.distill.masks import loss_positions, verified_start
+from moray.distill.losses import LossSums, distillation_loss
+from moray.distill.masks import draw_view, loss_positions, verified_start
 from moray.drafters.base import DraftOutput, DraftView, Prediction
 
 WEIGHTS = {
@@ -149,3 +149,22 @@ def test_memory_does_not_grow_with_positions_times_vocabulary(monkeypatch, many_
     small, large = use(2 * CHUNK), use(16 * CHUNK)
     assert large.peak < 1.35 * small.peak
     assert large.largest <= max(small.largest, CHUNK * VOCABULARY * 4)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+def test_without_figures_loss_and_gradients_are_the_same_bits(tiny, weights):
+    drafter = build(tiny, VARIANTS["moa-0"]).train()
+    batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 33)], 5, drafter.needs)
+    view = draw_view(batch, drafter.config.verified_period, 0.0, torch.Generator().manual_seed(0))
+    found: list[tuple[LossSums, list[torch.Tensor]]] = []
+    for with_figures in (True, False):
+        drafter.zero_grad()
+        sums = distillation_loss(drafter(batch, view), batch, loss_positions(batch), drafter, weights, with_figures)
+        sums.total.backward()
+        found.append((sums, [p.grad.clone() for p in drafter.parameters() if p.grad is not None]))
+    (full, gradients), (bare, same) = found
+    assert torch.equal(full.total, bare.total)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
+    assert full.count_by_step.sum() > 0
+    assert bare.count_by_step.sum() == bare.correct_by_step.sum() == 0
+    assert (bare.rejection == full.rejection) if weights.acceptance else (bare.rejection == 0)

@@ -48,6 +48,34 @@ def test_mlflow_gets_every_figure_and_a_resumed_run_is_the_same_run(tmp_path, mo
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [5, 10, 15, 20]
 
 
+def test_mlflow_has_all_parameters_after_a_server_failed_between_two(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    monkeypatch.setattr(sinks, "RETRY_SECONDS", 0.01)
+    log_param, calls = MlflowClient.log_param, []
+
+    def fails_once(client, run_id, key, value):
+        calls.append(key)
+        if len(calls) == 2:
+            raise MlflowException("no")
+        return log_param(client, run_id, key, value)
+
+    monkeypatch.setattr(MlflowClient, "log_param", fails_once)
+    config = MlflowConfig(type="mlflow", uri=str(tmp_path / "store"))
+    (tracker,) = open_trackers([config], tmp_path / "run", {"a": 1, "b": 2, "c": 3}, lambda _: None)
+    tracker.write(1, {"train/loss": 1.0})
+    deadline = time.monotonic() + 30
+    while len(calls) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    tracker.close()
+    client = MlflowClient(tracking_uri=(tmp_path / "store").as_uri())
+    experiment = client.get_experiment_by_name("moray")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.params == {"a": "1", "b": "2", "c": "3"}
+
+
 def test_wandb_offline_writes_below_the_run_and_keeps_its_id(tmp_path):
     config = WandbConfig(type="wandb", project="drafters", mode="offline")
     warnings: list[str] = []

@@ -11,6 +11,7 @@ from torch import nn
 
 from moray.drafters.base import Drafter
 from moray.drafters.configs import BlockConfig, LayeredBase
+from moray.drafters.direction import Direction
 from moray.drafters.layers import (
     RMSNorm,
     RotaryTable,
@@ -39,6 +40,20 @@ def both_norms(dtype: torch.dtype) -> tuple[RMSNorm, nn.RMSNorm]:
             norm.weight.copy_(noise(WIDTH, seed=9) + 1.0)
             norm.weight.data = norm.weight.data.to(dtype)
     return ours, theirs
+
+
+def test_a_direction_and_its_gradient_are_autograd_s() -> None:
+    floor = torch.tensor(0.3)
+    inputs = [noise(2, 5, WIDTH).double().requires_grad_() for _ in range(2)]
+    inputs[0].data[0, 0] = inputs[1].data[0, 0] = 0.0
+    plain = inputs[1] / torch.hypot(torch.linalg.vector_norm(inputs[1], dim=-1, keepdim=True), floor.double())
+    found = Direction.apply(inputs[0], floor.double())
+    torch.testing.assert_close(found, plain)
+    for output in (found, plain):
+        output.backward(noise(2, 5, WIDTH, seed=1).double())
+    torch.testing.assert_close(inputs[0].grad[0, 1:], inputs[1].grad[0, 1:])
+    torch.testing.assert_close(inputs[0].grad[1], inputs[1].grad[1])
+    assert bool(torch.isfinite(inputs[0].grad).all())
 
 
 # --- Initial values ---
