@@ -37,7 +37,7 @@ class TrainBenchmarkConfig(Config):
     updates: int = Field(default=12, ge=2)
     """Of each way to train, in each round."""
     rounds: int = Field(default=5, ge=1)
-    """In which all ways take turns; the fastest round of each counts."""
+    """In which all ways take turns; the median round counts."""
     recipe: bool = True
     """Also measure the published recipe, for drafters of type moa with target_layers=0."""
     threads: int = Field(default=1, ge=1)

@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import pyarrow as pa
@@ -50,26 +51,28 @@ class WaysToTrain:
         self.num_padded = sum(self._padded(window, rows) for window, rows in self._batches())
 
     def measure(self) -> dict[str, Any]:
-        """What is reported of this drafter: of every way, and of the target alone, the fastest round counts."""
+        """What is reported of this drafter. Other users of a machine slow all ways of a round alike, so ratios are
+        taken round by round; of them, and of speeds, the median counts."""
         steps: dict[str, Callable[[], None]] = {way: self.step_of(way) for way in self.ways}
         steps["target"] = self._run_target_alone
         for step in steps.values():
             step()  # warms up
-        best = dict.fromkeys(steps, float("inf"))
+        seconds: dict[str, list[float]] = {way: [] for way in steps}
         for _ in range(self._config.rounds):
             for way, step in steps.items():
                 begin = time.perf_counter()
                 step()
                 self.wait()
-                best[way] = min(best[way], time.perf_counter() - begin)
-        return self._row(best)
+                seconds[way].append(time.perf_counter() - begin)
+        return self._row(seconds)
 
     def step_of(self, way: str) -> Callable[[], None]:
         """One round of one way to train."""
         return {"cached": self._train_cached, "online": self._train_online, "recipe": self._train_recipe}[way]
 
-    def _row(self, seconds: dict[str, float]) -> dict[str, Any]:
-        speeds = {way: self.num_tokens / seconds[way] for way in self.ways}
+    def _row(self, seconds: dict[str, list[float]]) -> dict[str, Any]:
+        speeds = {way: self.num_tokens / median(seconds[way]) for way in self.ways}
+        training = [online - target for online, target in zip(seconds["online"], seconds["target"], strict=True)]
         flops = self._flops_per_token()
         peak = self._config.peak_flops
         columns = needed_columns(self._needs, self._manifest.columns)
@@ -78,9 +81,11 @@ class WaysToTrain:
             "drafter": self._run.drafter.type,
             "tokens_per_second": speeds["cached"],
             "tokens_per_second_by_way": speeds,
-            "cached_vs_online": speeds["cached"] / speeds["online"],
-            "cached_vs_online_limit": 1.0 + seconds["target"] / (seconds["online"] - seconds["target"]),
-            "speedup_vs_recipe_per_worker": speeds["cached"] / speeds["recipe"] if "recipe" in speeds else None,
+            "cached_vs_online": median_ratio(seconds["online"], seconds["cached"]),
+            "cached_vs_online_limit": 1.0 + median_ratio(seconds["target"], training),
+            "speedup_vs_recipe_per_worker": (
+                median_ratio(seconds["recipe"], seconds["cached"]) if "recipe" in speeds else None
+            ),
             "padding_waste": 1.0 - self.num_tokens / self.num_padded,
             "bytes_per_token": bytes_per_token(taps),
             "gigabytes_per_second": speeds["cached"] * bytes_per_token(taps) / 1e9,
@@ -215,6 +220,11 @@ class WaysToTrain:
         """Until the device has done what it was given."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
+    """The median over rounds of one way's seconds to another's in the same round."""
+    return median(a / b for a, b in zip(slower, faster, strict=True))
 
 
 class _CountFlops(TorchDispatchMode):
