@@ -15,6 +15,7 @@ command makes that one again. `compact` must not run while a drafter trains from
 """
 
 import sys
+from typing import Any
 
 from moray.activations.schema import CacheConfig
 from moray.activations.ultrachat import ChatsConfig
@@ -47,13 +48,21 @@ def main(config: CacheActivationsConfig) -> None:
         from moray.cluster.capture import cache_activations
         from moray.provenance import run_yaml
 
+        store = CacheStore(config.output)
+        before = _identity(store)
         manifest = cache_activations(config.output, config.target, config.chats, config.cache, config.capture)
-        target = {"target": manifest.plan["target"]["fingerprint"], "text": manifest.plan["text_fingerprint"]}
-        CacheStore(config.output).write_text("run.yaml", run_yaml(config, fingerprints=target))
+        if before is None or before != _identity(store):  # else another run has made it, and its record stays
+            target = {"target": manifest.plan["target"]["fingerprint"], "text": manifest.plan["text_fingerprint"]}
+            store.write_text("run.yaml", run_yaml(config, fingerprints=target))
     rows = sum(shard.rows for shard in manifest.shards.values())
     size = sum(shard.bytes for shard in manifest.shards.values())
     contents = f"{rows:,} chats, {manifest.num_tokens:,} tokens, {len(manifest.shards)} shards, {size:,} bytes"
     print(f"{config.output}: {contents}")
+
+
+def _identity(store: Any) -> str | None:
+    """Of a cache that is complete and says who made it."""
+    return store.sha256("manifest.json") if store.exists("manifest.json") and store.exists("run.yaml") else None
 
 
 def main_plan(config: CacheActivationsConfig) -> None:

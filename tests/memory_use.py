@@ -43,7 +43,9 @@ def memory_use(work: Callable[[], Any]) -> MemoryUse:
     left = sum(event.alloc_size for event in events) - _MARK_BYTES
     del mark, result
     peak = max(event.total_allocated for event in events) - before
-    return MemoryUse(peak, left, max(event.alloc_size for event in events if event.alloc_size != _MARK_BYTES))
+    return MemoryUse(
+        peak, left, max((event.alloc_size for event in events if event.alloc_size != _MARK_BYTES), default=0)
+    )
 
 
 def _allocations(events: Iterable[Any]) -> Iterator[Any]:

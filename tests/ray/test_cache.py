@@ -20,7 +20,9 @@ from moray.activations.schema import CacheConfig
 from moray.activations.store import CacheStore
 from moray.activations.ultrachat import ChatsConfig
 from moray.batch import TapNeeds, TrainBatch
+from moray.config import validate
 from moray.errors import ConfigError, DataError, MismatchError
+from moray.provenance import read_run_yaml
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
 
@@ -115,6 +117,27 @@ def test_second_run_touches_nothing_and_a_removed_shard_is_made_again(
         file.write("\n")
     with pytest.raises(MismatchError, match=r"cached with files = .*chats.jsonl"):
         _cache(output, tiny_target, chats)
+
+
+def test_a_run_that_makes_nothing_leaves_the_record_of_the_one_that_did(
+    tiny_cache: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    from pipelines.cache_activations import CacheActivationsConfig, main
+
+    output = shutil.copytree(tiny_cache, tmp_path / "cache")
+    values = {"target": {"model": str(tiny_target)}, "chats": {"path": str(chats_file)}, "cache": SETTINGS}
+    config = validate(CacheActivationsConfig, values | {"output": str(output)})
+    main(config)
+    assert read_run_yaml(output)["config"]["cache"]["max_length"] == 384
+    record = (output / "run.yaml").read_text() + "# as it was\n"
+    (output / "run.yaml").write_text(record)
+    main(config)
+    assert (output / "run.yaml").read_text() == record
+    (output / "manifest.json").unlink()
+    main(config)
+    assert (output / "run.yaml").read_text() != record
 
 
 def test_bad_rows_are_counted_reported_and_limited(

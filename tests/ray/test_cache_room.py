@@ -1,12 +1,13 @@
 """Quantised caches on Ray, plans that come true or are refused, and a disk that fills up in the middle."""
 
+import errno
 import json
 import os
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,12 @@ def _small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
 def _fill(ballast: Path, leave: int) -> None:
     """Take the space of a file's disk but for `leave` bytes, or all where others write at the same time."""
     status = os.statvfs(ballast.parent)
-    with suppress(OSError), ballast.open("wb", buffering=0) as file:
-        file.write(b"\0" * max(0, status.f_bavail * status.f_frsize - leave))
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            file.write(b"\0" * max(0, status.f_bavail * status.f_frsize - leave))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
 
 SMALL_PARTS: dict[str, Any] = {"chats_per_part": 5, "kv_codec": "int8"}
@@ -192,6 +197,7 @@ def test_a_disk_that_fills_up_ends_the_job_and_the_same_command_goes_on(
         with pytest.raises(StorageFullError) as caught:
             _cache(output, tiny_target, chats_file, **settings)
         thread.join()
+        assert ballast.exists()
         message = str(caught.value)
         assert "cannot be written: no room is left (the disk is full)" in message
         assert "of the cache are written and safe, " in message

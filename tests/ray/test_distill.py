@@ -176,6 +176,7 @@ def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
         distil(config)
     assert type(caught.value) is DataError
     assert not (tmp_path / "run" / "drafter.json").exists()
+    assert not (tmp_path / "run" / "run.yaml").exists(), "nothing was trained: another configuration may begin here"
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1, "it trained again after an error of ours"
 
 

@@ -44,9 +44,13 @@ def test_caching_is_measured_stage_by_stage(tiny_target: Path, chats_file: Path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_training_is_measured_in_three_ways(tiny_cache: Path, tiny_target: Path, tmp_path: Path) -> None:
+def test_training_is_measured_in_three_ways(
+    tiny_cache: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moray.cluster import train_benchmark
     from moray.cluster.train_benchmark import benchmark_training, print_train_benchmark
 
+    monkeypatch.setattr(train_benchmark, "_MACHINE_TURNS", 1)
     run = tmp_path / "moa.yaml"
     drafter = {"type": "moa", "target_layers": 0, "layer_self_attention": BLOCK}
     drafter |= {"self_attention": BLOCK, "cross_attention": BLOCK}
@@ -69,3 +73,10 @@ def test_training_is_measured_in_three_ways(tiny_cache: Path, tiny_target: Path,
     assert row["mfu"] == pytest.approx(row["flops_per_token"] * speeds["cached"] / 1e12)
     assert row["peak_memory_bytes"].keys() == {"cached", "online", "recipe"}
     print_train_benchmark(result, Console(quiet=True))
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    """A round in which all was slow changes nothing."""
+    from moray.cluster.ways_to_train import median_ratio
+
+    assert median_ratio([2.0, 40.0, 6.6], [1.0, 20.0, 3.0]) == 2.0

@@ -9,6 +9,7 @@ from moray.activations.store import CacheStore
 from moray.cluster.configs import DistilConfig
 from moray.distill.runs import begin_run, check_run
 from moray.errors import MismatchError
+from moray.provenance import RUN_FILE
 from moray.targets.spec import TargetSpec, read_spec
 from moray.text import ChatTokenizer, fingerprint_parts
 
@@ -28,6 +29,11 @@ def is_complete(config: DistilConfig) -> bool:
 def claim(config: DistilConfig) -> None:
     """Note that `config.output` belongs to this run. Call it when nothing speaks against it any more."""
     begin_run(Path(config.output).absolute(), config, config.train.seed, _fingerprints(config))
+
+
+def disclaim(config: DistilConfig) -> None:
+    """Take `claim` back."""
+    (Path(config.output).absolute() / RUN_FILE).unlink(missing_ok=True)
 
 
 def _fingerprints(config: DistilConfig) -> dict[str, str]:

@@ -19,7 +19,7 @@ from moray.activations.survey import survey
 from moray.activations.token_counts import token_counts
 from moray.cluster.board import Board, follow
 from moray.cluster.capture import lay_out_cache
-from moray.cluster.claim import claim, is_complete
+from moray.cluster.claim import claim, disclaim, is_complete
 from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.lanes import num_workers, run_lanes
@@ -55,6 +55,8 @@ def distil(config: DistilConfig) -> Path:
         result = _fit(config, board, asked)
     failure: Any = ray.get(board.failure.remote())
     if failure is not None:
+        if newest_checkpoint(output) is None:
+            disclaim(config)  # nothing is lost, and a mended configuration may begin here
         raise failure
     checkpoint = result.checkpoint or newest_checkpoint(output)
     if checkpoint is None:

@@ -34,12 +34,12 @@ def own_errors() -> Iterator[None]:
         found = find_own_error(error)
         if found is None:
             raise
-        _let_go(error)
+        let_go(error)
         raise found from None
 
 
-def _let_go(error: BaseException) -> None:
-    """Part an exception from the frames it has passed and from those of the exceptions before it: Ray Data's hold
+def let_go(error: BaseException) -> None:
+    """Empty the frames that an exception has passed, and drop the exceptions before it with theirs: Ray Data's hold
     actors with their CPUs for as long as somebody keeps the exception, and some hold each other."""
     traceback.clear_frames(error.__traceback__)
     error.__cause__ = error.__context__ = None

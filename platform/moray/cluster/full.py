@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moray.activations.measure import written_bytes
 from moray.activations.room import size_text
 from moray.activations.store import CacheStore
+from moray.cluster.errors import let_go
 from moray.errors import StorageFullError
 
 _PATIENCE_SECONDS = 20.0
@@ -31,6 +32,7 @@ def told_if_cache_full(store: CacheStore) -> Iterator[Goal]:
     try:
         yield goal
     except StorageFullError as error:
+        let_go(error)
         _clear(store)
         written = written_bytes(store)
         if goal.total is None:

@@ -72,7 +72,7 @@ class WaysToTrain:
 
     def _row(self, seconds: dict[str, list[float]]) -> dict[str, Any]:
         speeds = {way: self.num_tokens / median(seconds[way]) for way in self.ways}
-        training = [online - target for online, target in zip(seconds["online"], seconds["target"], strict=True)]
+        share_of_target = median_ratio(seconds["target"], seconds["online"])
         flops = self._flops_per_token()
         peak = self._config.peak_flops
         columns = needed_columns(self._needs, self._manifest.columns)
@@ -82,7 +82,7 @@ class WaysToTrain:
             "tokens_per_second": speeds["cached"],
             "tokens_per_second_by_way": speeds,
             "cached_vs_online": median_ratio(seconds["online"], seconds["cached"]),
-            "cached_vs_online_limit": 1.0 + median_ratio(seconds["target"], training),
+            "cached_vs_online_limit": 1.0 / (1.0 - share_of_target) if share_of_target < 1.0 else None,
             "speedup_vs_recipe_per_worker": (
                 median_ratio(seconds["recipe"], seconds["cached"]) if "recipe" in speeds else None
             ),
@@ -170,7 +170,7 @@ class WaysToTrain:
 
     def _update(self, trainer: Replicas, step: int, batch: LaneBatch) -> None:
         total, train = self._config.updates, self._run.train
-        place = UpdatePlace(step, total, total, 0.0, 1, train.seed, (step + 1) % train.log_steps == 0)
+        place = UpdatePlace(step, total, total, 0.0, 1, train.seed, is_reported=(step + 1) % train.log_steps == 0)
         run_update(trainer, [batch], place)
 
     def _train_cached(self) -> None:
@@ -222,9 +222,9 @@ class WaysToTrain:
             torch.cuda.synchronize()
 
 
-def median_ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
-    """The median over rounds of one way's seconds to another's in the same round."""
-    return median(a / b for a, b in zip(slower, faster, strict=True))
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The median of ratios, each of two figures of the same round."""
+    return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 class _CountFlops(TorchDispatchMode):

@@ -60,6 +60,7 @@ def export_drafter(config: ExportConfig) -> Path:
         _write_text_files(temporary, config, tokenizer)
         write_json_atomically(temporary / "config.json", _description(drafter, config, contract))
         (temporary / "README.md").write_text(model_card(config, contract, drafter, temporary), encoding="utf-8")
+        shutil.copymode(temporary / "README.md", temporary / "model.safetensors")  # safetensors writes for its user
         if output.exists():  # `_check_output` knows it for an export of the same drafter, or empty
             output.replace(before)
         temporary.replace(output)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from moray.distill.configs import AdamWConfig, LinearSchedule, MuonConfig, SpikeSchedule
-from moray.distill.muon import Muon
 from moray.errors import ConfigError, DataError
 
 
@@ -36,7 +35,7 @@ class Optimiser:
                     "optim.type=adamw"
                 )
             self._optimisers = [
-                Muon(matrices, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay),
+                torch.optim.Muon(matrices, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay),
                 torch.optim.AdamW(vectors, lr=config.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
             ]
         self._base_rates = [group["lr"] for optimiser in self._optimisers for group in optimiser.param_groups]

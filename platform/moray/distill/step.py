@@ -39,10 +39,12 @@ class UpdateResult:
     grad_norm: Tensor
     may_go_on: Tensor
     """Whether neither a loss nor a gradient speaks against it; the same on all workers."""
+    is_reported: bool
 
     def metrics(self, weights: LossConfig) -> dict[str, float]:
         """Means over all workers for people: losses per position, accuracy by step, simulated tau. All workers
-        call it together."""
+        call it together, and of an update that is reported only."""
+        assert self.is_reported, "the figures of this update were not computed"
         counts = self.sums.new_tensor([self.num_tokens, self.num_padded])
         values = sum_over_workers(torch.cat([self.sums, counts])).tolist()
         feature, kl, rejection, positions = values[:4]
@@ -111,7 +113,7 @@ def run_update(parallel: Parallel, lanes: list[LaneBatch], place: UpdatePlace) -
         results.append(LaneResult(batch.lane, batch.uids, sums.total.detach()))
         del batch, whole  # before the next lane's taps are decoded
     norm, may_go_on = parallel.update(place.step, place.steps_per_epoch, place.total_steps)
-    return UpdateResult(tuple(results), packed, num_tokens, num_padded, norm, may_go_on)
+    return UpdateResult(tuple(results), packed, num_tokens, num_padded, norm, may_go_on, place.is_reported)
 
 
 def lanes_of(rank: int, workers: int, num_lanes: int) -> Sequence[int]:

@@ -33,7 +33,9 @@ _LAYER_NUMBERS = 1 << 26
 """Layer self-attention takes as many tokens at once as have this many numbers in their keys and values: 1,024 of
 Llama-3-8B. What it computes of a token is some fifteen times as large."""
 _CACHED_NUMBERS = 1 << 19
-"""The same on a CPU, whose caches are to hold a layer's output."""
+_LEAST_TOKENS = 64
+"""The same on a CPU, for its caches: pieces of 512 tokens of the demo's target (960 numbers) are the fastest; of much
+wider ones so many, for each piece multiplies all weights."""
 
 
 @dataclass
@@ -108,8 +110,9 @@ class MoA(Drafter[MoAState]):
         """Layer self-attention (section 3.1) over the layer axis, mean, projection to the hidden size: the
         memory m_t; then cross-attention's keys and values of it, not yet rotated."""
         batch, seq, layers, width = kv.shape
-        numbers = min(_LAYER_NUMBERS, _CACHED_NUMBERS) if kv.device.type == "cpu" else _LAYER_NUMBERS
-        at_once = max(1, numbers // (layers * width))
+        at_once = max(1, _LAYER_NUMBERS // (layers * width))
+        if kv.device.type == "cpu":
+            at_once = min(at_once, max(_LEAST_TOKENS, _CACHED_NUMBERS // (layers * width)))
         tokens = kv.flatten(0, 1)
         if lengths is None:
             memory = _joined([self.run_block(self._memory, part) for part in tokens.split(at_once)])

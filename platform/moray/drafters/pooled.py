@@ -39,9 +39,19 @@ class PooledSelfAttentionLayer(nn.Module):
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
         qkv = self.input_norm.project(x, attention.qkv_proj.weight)
         is_short = x.device.type == "cpu" and x.shape[1] <= _SHORT and num_heads == num_kv_heads
-        if is_short and qkv.dtype == torch.float32:
+        if is_short and qkv.dtype == torch.float32:  # half precision has no complex numbers
             return attention.o_proj(LayerAttention.apply(qkv, rotary, num_heads))
         heads = qkv.unflatten(-1, (-1, attention.head_dim))
         turned, value = heads.transpose(1, 2).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         query, key = rotate(turned, rotary).split([num_heads, num_kv_heads], dim=1)
-        return attention.o_proj(attend(query, key, value, None))
+        mixed = _attend_by_products(query, key, value) if is_short else attend(query, key, value, None)
+        return attention.o_proj(mixed)
+
+
+def _attend_by_products(
+    query: Float[Tensor, "batch heads seq head_dim"],
+    key: Float[Tensor, "batch heads seq head_dim"],
+    value: Float[Tensor, "batch heads seq head_dim"],
+) -> Float[Tensor, "batch seq width"]:
+    scores = (query * query.shape[3] ** -0.5) @ key.transpose(2, 3)
+    return (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)

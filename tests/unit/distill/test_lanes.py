@@ -63,6 +63,19 @@ def test_lanes_add_up_to_the_mean_over_all_positions(tiny, name):
         torch.testing.assert_close(value, total[key] / positions, rtol=1e-4, atol=1e-6)
 
 
+def test_figures_that_were_not_computed_are_not_reported(tiny):
+    drafter = build(tiny, VARIANTS["moa-0"]).train()
+    replicas = Replicas(
+        drafter, Optimiser(drafter, AdamWConfig(type="adamw", lr=1e-12), SCHEDULE), LossConfig(), TrainConfig()
+    )
+    batch = lane_batches(tiny, drafter)[0]
+    metrics = run_update(replicas, [as_lane(batch)], UpdatePlace(0, 9, 9, 0.0, 1, 0)).metrics(LossConfig())
+    assert 0.0 < metrics["acceptance"] < 1.0
+    result = run_update(replicas, [as_lane(batch)], UpdatePlace(0, 9, 9, 0.0, 1, 0, is_reported=False))
+    with pytest.raises(AssertionError, match="were not computed"):
+        result.metrics(LossConfig())
+
+
 def test_a_lane_draws_the_same_whoever_computes_it(tiny):
     drafter = build(tiny, VARIANTS["moa-0"])
     batch = lane_batches(tiny, drafter)[1]

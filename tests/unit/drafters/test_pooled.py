@@ -33,3 +33,17 @@ def test_a_pooled_layer_and_its_gradients_are_the_mean_over_positions(num_kv_hea
     others = dict(pooled.named_parameters())
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(others[name].grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_half_precision_is_close_to_full() -> None:
+    pooled = PooledSelfAttentionLayer(WIDTH, BlockConfig(num_heads=3, num_kv_heads=3, intermediate_size=32), 8, 1e-5)
+    rotary, x = RotaryTable(HEAD_DIM, 7, 300.0).rows(0, 7), noise(5, 7, WIDTH)
+    gradients = []
+    for is_half in (False, True):
+        pooled.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_half):
+            output = pooled(x, rotary)
+        output.float().square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in pooled.parameters() if p.grad is not None]))
+    assert not torch.equal(*gradients)
+    assert (gradients[1] - gradients[0]).norm() < 0.03 * gradients[0].norm()
