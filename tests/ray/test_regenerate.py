@@ -204,11 +204,18 @@ def test_a_part_over_which_two_replicas_die_ends_the_run_and_is_named(
 ) -> None:
     chats = write_chats(tmp_path / "many.jsonl", 20)
     output = tmp_path / "answered"
+    _regenerate(tiny_target, chats, output, **LONG_ANSWERS)
+    # One part is left to do: of two, Ray may hand either to a replica first.
+    for name in ("part-00001.yaml", "part-00001.jsonl", "summary.yaml"):
+        (output / name).unlink()
+    finished = (output / "part-00000.jsonl").stat().st_mtime_ns
     message = r"2 target replicas died over part-00001 \(.*, 10 rows from row 11 on\)"
     with (
-        _Killer(output, 2, lambda: ray_processes("_Answerer"), kill),
+        _Killer(output, 2, lambda: ray_processes("_Answerer"), kill) as killer,
         pytest.raises(DataError, match=message),
     ):
         _regenerate(tiny_target, chats, output, **LONG_ANSWERS)
-    assert (output / "part-00000.yaml").exists()
+    assert len(killer.killed) == 2
+    assert not (output / "part-00001.yaml").exists()
     assert _regenerate(tiny_target, chats, output, **LONG_ANSWERS)["chats"] == 20
+    assert (output / "part-00000.jsonl").stat().st_mtime_ns == finished
