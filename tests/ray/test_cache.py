@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 import pytest
 import torch
+from replica_killer import ReplicaKiller
 
 from moray.activations.collate import collate, needed_columns
 from moray.activations.decode import TapDecoder
@@ -18,6 +19,7 @@ from moray.activations.epochs import EpochPlan, Window, plan_epoch
 from moray.activations.manifest import Manifest, read_manifest
 from moray.activations.schema import CacheConfig
 from moray.activations.store import CacheStore
+from moray.activations.tries import MAX_TRIES
 from moray.activations.ultrachat import ChatsConfig
 from moray.batch import TapNeeds, TrainBatch
 from moray.config import validate
@@ -216,6 +218,30 @@ def test_a_killed_actor_is_replaced_and_the_cache_is_complete(
     tokens = {row["uid"]: row["tokens"] for row in wanted}
     assert all(row["tokens"] == tokens[row["uid"]] for row in rows)
     assert not list(output.rglob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_a_shard_over_which_replicas_die_is_named_and_the_same_command_goes_on(
+    ray_session: None,
+    tiny_target: Path,
+    write_chats: Callable[[Path, int], Path],
+    tmp_path: Path,
+    ray_processes: Callable[[str], dict[int, str]],
+    kill: Callable[[int], None],
+) -> None:
+    chats = write_chats(tmp_path / "many.jsonl", 400)
+    output = tmp_path / "cache"
+    tries = output / "shards" / "00001-00000.tries"
+    settings = {"chats_per_part": 200, "batch_tokens": 384, "shard_mib": 64}
+    with (
+        ReplicaKiller(tries, MAX_TRIES, lambda: ray_processes("_ShardActor"), kill) as killer,
+        pytest.raises(DataError, match=rf"{MAX_TRIES} target replicas died over shard '00001-00000' of .*num_targets"),
+    ):
+        _cache(output, tiny_target, chats, **settings)
+    assert len(killer.killed) == MAX_TRIES
+    assert not (output / "manifest.json").exists()
+    assert len(_cache(output, tiny_target, chats, **settings).shards) == 2
+    assert not list(output.rglob("*.tries"))
 
 
 def _kill_shard_actor(output: Path, ray_processes: Callable[[str], dict[int, str]], killed: list[int]) -> None:

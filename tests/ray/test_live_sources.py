@@ -1,23 +1,26 @@
 """Activations made beside the trainers: the same batches and the same drafter as from a cache, with or without one."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import CACHE_SETTINGS
+from replica_killer import ReplicaKiller
 from safetensors.torch import load_file
 
 from moray.activations.epochs import by_row_groups, plan_epoch, whole_shards
 from moray.activations.manifest import read_layout, read_manifest
 from moray.activations.schema import CacheConfig
 from moray.activations.store import CacheStore
+from moray.activations.tries import MAX_TRIES
 from moray.activations.ultrachat import ChatsConfig
 from moray.batch import TapNeeds
 from moray.cluster.configs import CaptureConfig, DistilConfig, LiveSource
 from moray.config import validate
-from moray.errors import ConfigError
+from moray.errors import ConfigError, DataError
 from moray.targets.spec import TargetConfig
 
 NEEDS = TapNeeds(kv_layers=(0, 2), hidden_depths=(-1,))
@@ -30,11 +33,13 @@ def _source(kind: str, chats: Path, **cache: Any) -> LiveSource:
     return LiveSource(type=kind, chats=ChatsConfig(path=str(chats)), cache=CacheConfig(**settings))
 
 
-def _updates(uri: Path, manifest: Any, targets: Any, epoch: int = 0, is_hybrid: bool = False) -> list[Any]:
+def _updates(
+    uri: Path, manifest: Any, targets: Any, epoch: int = 0, is_hybrid: bool = False, window_tokens: int = 4096
+) -> list[Any]:
     from moray.cluster.stream import Reader, stream_updates
 
     lengths = whole_shards(manifest.lengths) if is_hybrid else manifest.lengths
-    plans = plan_epoch(lengths, 512, 0, epoch, 2, 4096)
+    plans = plan_epoch(lengths, 512, 0, epoch, 2, window_tokens)
     if is_hybrid:
         plans = [by_row_groups(plan, manifest.lengths) for plan in plans]
     reader = Reader(str(uri), manifest, NEEDS, targets=targets)
@@ -72,6 +77,33 @@ def test_a_stream_hands_over_what_a_cache_does_and_writes_no_shard(
     made = _updates(live, layout, LiveTargets(target, source, 1))
     _assert_equal(made, _updates(tmp_path / "cache", cached, None))
     assert not (live / "shards").exists()
+
+
+@pytest.mark.slow
+def test_a_window_over_which_replicas_die_ends_the_stream_with_a_reason(
+    tiny_target: Path,
+    write_chats: Callable[[Path, int], Path],
+    tmp_path: Path,
+    ray_processes: Callable[[str], dict[int, str]],
+    kill: Callable[[int], None],
+) -> None:
+    from moray.cluster.capture import lay_out_cache
+    from moray.cluster.errors import own_errors
+    from moray.cluster.live import LiveTargets
+
+    target = TargetConfig(model=str(tiny_target))
+    source = _source("stream", write_chats(tmp_path / "many.jsonl", 400))
+    live = tmp_path / "live"
+    lay_out_cache(str(live), target, source.chats, source.cache, CaptureConfig(), is_kept=False)
+    layout = read_layout(CacheStore(str(live)))
+    tries, message = live / "tries" / "*.tries", rf"^{MAX_TRIES} target replicas died over row group \d+ of shard '000"
+    with (
+        ReplicaKiller(tries, MAX_TRIES, lambda: ray_processes("LiveWindows"), kill) as killer,
+        pytest.raises(DataError, match=message),
+        own_errors(),
+    ):
+        _updates(live, layout, LiveTargets(target, source, 1), window_tokens=1 << 20)
+    assert len(killer.killed) == MAX_TRIES
 
 
 @pytest.mark.slow

@@ -2,15 +2,15 @@
 
 import json
 import shutil
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from replica_killer import ReplicaKiller
 
+from moray.activations.tries import MAX_TRIES
 from moray.activations.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
 from moray.cluster.regenerate_config import AnswerSampling, RegenerateConfig
 from moray.errors import ConfigError, DataError, MismatchError
@@ -144,33 +144,6 @@ def test_bad_rows_are_counted_over_all_parts_and_all_runs(
     assert (total["rows"], total["chats"], total["bad"]) == (NUM_CHATS + 3, NUM_CHATS, 3)
 
 
-class _Killer:
-    """Kills the replica that works on the second part, once it has begun, as many times as asked."""
-
-    def __init__(self, output: Path, count: int, replicas: Callable[[], dict[int, str]], kill: Callable[[int], None]):
-        self._thread = threading.Thread(target=self._run, args=(output / "part-00001.tries", count, replicas, kill))
-        self._done = threading.Event()
-        self.killed: list[int] = []
-
-    def __enter__(self) -> "_Killer":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(
-        self, tries: Path, count: int, replicas: Callable[[], dict[int, str]], kill: Callable[[int], None]
-    ) -> None:
-        while len(self.killed) < count and not self._done.is_set():
-            if tries.exists() and tries.read_text() == f"tries: {len(self.killed) + 1}\n":
-                (replica,) = [pid for pid in replicas() if pid not in self.killed]
-                kill(replica)
-                self.killed.append(replica)
-            time.sleep(0.02)
-
-
 LONG_ANSWERS = {"chats_per_part": 10, "max_new_tokens": 300, "batch_tokens": 512}
 
 
@@ -185,7 +158,7 @@ def test_a_dead_replica_is_replaced_and_its_part_redone(
 ) -> None:
     chats = write_chats(tmp_path / "many.jsonl", 20)
     output = tmp_path / "answered"
-    with _Killer(output, 1, lambda: ray_processes("_Answerer"), kill) as killer:
+    with ReplicaKiller(output / "part-00001.tries", 1, lambda: ray_processes("_Answerer"), kill) as killer:
         total = _regenerate(tiny_target, chats, output, **LONG_ANSWERS)
     assert len(killer.killed) == 1
     assert (total["rows"], total["chats"]) == (20, 20)
@@ -194,7 +167,7 @@ def test_a_dead_replica_is_replaced_and_its_part_redone(
 
 
 @pytest.mark.slow
-def test_a_part_over_which_two_replicas_die_ends_the_run_and_is_named(
+def test_a_part_over_which_replicas_die_ends_the_run_and_is_named(
     ray_session: None,
     tiny_target: Path,
     write_chats: Callable[[Path, int], Path],
@@ -209,13 +182,13 @@ def test_a_part_over_which_two_replicas_die_ends_the_run_and_is_named(
     for name in ("part-00001.yaml", "part-00001.jsonl", "summary.yaml"):
         (output / name).unlink()
     finished = (output / "part-00000.jsonl").stat().st_mtime_ns
-    message = r"2 target replicas died over part-00001 \(.*, 10 rows from row 11 on\)"
+    message = rf"{MAX_TRIES} target replicas died over part-00001 \(.*, 10 rows from row 11 on\)"
     with (
-        _Killer(output, 2, lambda: ray_processes("_Answerer"), kill) as killer,
+        ReplicaKiller(output / "part-00001.tries", MAX_TRIES, lambda: ray_processes("_Answerer"), kill) as killer,
         pytest.raises(DataError, match=message),
     ):
         _regenerate(tiny_target, chats, output, **LONG_ANSWERS)
-    assert len(killer.killed) == 2
+    assert len(killer.killed) == MAX_TRIES
     assert not (output / "part-00001.yaml").exists()
     assert _regenerate(tiny_target, chats, output, **LONG_ANSWERS)["chats"] == 20
     assert (output / "part-00000.jsonl").stat().st_mtime_ns == finished

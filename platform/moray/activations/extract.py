@@ -23,6 +23,7 @@ from moray.activations.schema import CacheConfig, codec_bytes, hidden_column, sh
 from moray.activations.shard_info import ShardInfo
 from moray.activations.shards import ShardPlan, tap_columns
 from moray.activations.store import CacheStore
+from moray.activations.tries import MAX_TRIES, Tries
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 
@@ -73,6 +74,7 @@ class ShardWriter:
         channels = read_channels(store, tap_columns(target.spec, config))
         self._encoder = TapEncoder(target, config, channels)
         self._schema = shard_schema(self._encoder.columns, channels_fingerprint(channels))
+        self._tries = Tries(store, "shards")
         self._part_name = ""
         self._part: pa.Table | None = None
 
@@ -80,9 +82,21 @@ class ShardWriter:
         """Write and commit one shard; bounded memory: one batch at a time.
 
         Raises:
-            DataError: the target produced a value that is not finite.
+            DataError: the target produced a value that is not finite, or its replicas die over this shard.
             StorageFullError: there was no room for it; nothing of it is left.
         """
+        if not self._tries.begin(plan.name):
+            raise DataError(
+                f"{MAX_TRIES} target replicas died over shard '{plan.name}' of '{self._store.uri}', out of memory "
+                "perhaps: give a smaller num_targets and run the same command again, or a smaller cache.batch_tokens "
+                "and another output"
+            )
+        try:
+            return self._write(plan)
+        finally:
+            self._tries.end(plan.name)
+
+    def _write(self, plan: ShardPlan) -> ShardInfo:
         part = self._read_part(plan.part)
         squares = dict.fromkeys(self._encoder.hidden, 0.0)
         row_groups: list[list[int]] = []

@@ -94,7 +94,7 @@ class Forecast:
         lines = [
             f"{work.chats:,} chats, {work.tokens:,} tokens{about} in {self.shards:,} shards; "
             f"padding wastes {work.padding:.1%} of the target's work",
-            f"{size_text(self.total)} in all, of which {size_text(room.written)} are written: {groups}",
+            f"{size_text(self.total)} in all: {groups}; written so far: {size_text(room.written)}",
             f"free space {free}, cache.max_bytes {quota}",
         ]
         if (hours := self.hours(num_targets, room.written)) is not None:

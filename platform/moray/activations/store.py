@@ -88,8 +88,8 @@ class CacheStore:
             infos = self.filesystem.get_file_info(selector)
         return {info.base_name: int(info.size) for info in infos if info.type == pafs.FileType.File}
 
-    def names(self, folder: str, suffix: str) -> list[str]:
-        """Sorted names in a folder that end in `suffix`."""
+    def names(self, folder: str, suffix: str | tuple[str, ...]) -> list[str]:
+        """Sorted names in a folder that end in `suffix`, or in one of several."""
         return sorted(name for name in self.sizes(folder) if name.endswith(suffix))
 
     def delete(self, name: str) -> None:
@@ -215,11 +215,11 @@ class CacheStore:
         self.clear_temporary()
 
     def clear_temporary(self) -> int:
-        """Remove what was left half-written, and say how many files that were."""
-        folders = ["tokens", "shards"]
+        """Remove what was left half-written or was noted of tries, and say how many files that were."""
+        folders = ["tokens", "shards", "tries"]
         if isinstance(self.filesystem, pafs.LocalFileSystem):  # object stores have no name for a folder itself
             folders.append(".")
-        found = [f"{folder}/{name}" for folder in folders for name in self.names(folder, ".tmp")]
+        found = [f"{folder}/{name}" for folder in folders for name in self.names(folder, (".tmp", ".tries"))]
         for name in found:
             self.delete(name)
         return len(found)

@@ -30,7 +30,7 @@ from moray.distill.configs import LossConfig
 from moray.distill.losses import LossSums, distillation_loss, simulated_tau
 from moray.distill.masks import draw_view, loss_positions, verified_start
 from moray.drafters.base import Drafter, DraftView
-from moray.errors import DataError
+from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
 from moray.trees.shapes import ChainShape
@@ -44,7 +44,11 @@ def read_prompts(config: ValidationConfig) -> list[list[Message]]:
         DataError: it holds no chat that begins with a question.
     """
     prompts: list[list[Message]] = []
-    for chunk in plan_chunks(ChatsConfig(path=config.chats)):
+    try:
+        chunks = plan_chunks(ChatsConfig(path=config.chats))
+    except ConfigError as error:  # which speaks of chats.path
+        raise ConfigError(f"validation.chats: {error}") from None
+    for chunk in chunks:
         for chat in read_chunk(chunk):
             if isinstance(chat, BadRow):
                 continue

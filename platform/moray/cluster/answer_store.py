@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from moray.activations.store import CacheStore
+from moray.activations.tries import TRIES
 from moray.errors import DataError, MismatchError
 
 AGAIN = "run the same command again: what is finished stays"
@@ -41,7 +42,7 @@ class AnswerStore(CacheStore):
                         f"'{self.uri}' was answered with {key} = {json.dumps(present.get(key))}, now it is "
                         f"{json.dumps(plan[key])}; give another output or remove the folder"
                     )
-            for name in (*self.names("", ".tmp"), *self.names("", ".tries")):
+            for name in self.names("", (".tmp", TRIES)):
                 self.filesystem.delete_file(self.path(name))
         else:
             self.put("run.yaml", run_yaml)
@@ -52,19 +53,10 @@ class AnswerStore(CacheStore):
         names = [name for name in self.names("", ".yaml") if name.startswith("part-")]
         return {name.removesuffix(".yaml"): self.read_yaml(name) for name in names}
 
-    def begin_part(self, name: str) -> int:
-        """Note that a part is begun; returns how often it has been since `begin`."""
-        file = f"{name}.tries"
-        tries = int(self.read_yaml(file)["tries"]) + 1 if self.exists(file) else 1
-        self.put(file, f"tries: {tries}\n")
-        return tries
-
     def write_part(self, name: str, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
         """Write a part and then make it count."""
         self.put(f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self.put(f"{name}.yaml", yaml.safe_dump(summary, sort_keys=False, allow_unicode=True))
-        if self.exists(f"{name}.tries"):
-            self.filesystem.delete_file(self.path(f"{name}.tries"))
 
     def put(self, name: str, text: str) -> None:
         """Write a file so that it is there whole or not at all.

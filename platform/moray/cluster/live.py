@@ -8,6 +8,7 @@ tell the difference.
 """
 
 import json
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,11 @@ from moray.activations.manifest import Manifest, read_layout, read_manifest
 from moray.activations.schema import CacheConfig, bytes_per_token
 from moray.activations.shards import ShardPlan, plan_shards, tap_columns
 from moray.activations.store import CacheStore
+from moray.activations.tries import MAX_TRIES, TRIES_FOLDER, Tries
 from moray.batch import TapNeeds
 from moray.cluster.configs import DistilConfig, LiveSource
 from moray.cluster.windows import read_window
+from moray.errors import DataError
 from moray.targets.spec import TargetConfig
 
 
@@ -59,6 +62,7 @@ class LiveTargets:
             columns,
             self.source.type == "hybrid",
             capture.threads_per_target,
+            uuid.uuid4().hex[:8],
         )
 
 
@@ -81,6 +85,7 @@ class LiveWindows:
         columns: list[str],
         keeps: bool,
         threads: int,
+        stage: str,
     ) -> None:
         import torch
 
@@ -94,6 +99,8 @@ class LiveWindows:
         loaded = Target.load(TargetConfig.model_validate(target))
         self._token_bytes = bytes_per_token(tap_columns(loaded.spec, self._planned))
         self._writer = ShardWriter(loaded, self._store, CacheConfig.model_validate(settings["stored"]))
+        self._stage = stage  # other runs may make the same windows now
+        self._tries = Tries(self._store, TRIES_FOLDER)
         self._part = ""
         self._plans: dict[str, ShardPlan] = {}
 
@@ -107,8 +114,26 @@ class LiveWindows:
                         self._writer.write(self._plan(shard))
                 yield from read_window({"window": [text]}, self._store.uri, self._columns)
             else:
-                tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
-                yield pa.concat_tables([table.select(self._columns) for table in tables])
+                yield self._make(row_groups)
+
+    def _make(self, row_groups: list[tuple[str, int]]) -> pa.Table:
+        """
+        Raises:
+            DataError: replicas die over these row groups.
+        """
+        shard, group = row_groups[0]
+        name = f"{self._stage}-{shard}-{group}"
+        if not self._tries.begin(name):
+            raise DataError(
+                f"{MAX_TRIES} target replicas died over row group {group} of shard '{shard}' of '{self._store.uri}' "
+                f"or the {len(row_groups) - 1} after it, out of memory perhaps: give a smaller "
+                "source.capture.num_targets, or a smaller source.cache.batch_tokens and another activations folder"
+            )
+        try:
+            tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
+        finally:
+            self._tries.end(name)
+        return pa.concat_tables([table.select(self._columns) for table in tables])
 
     def _plan(self, shard: str) -> ShardPlan:
         """The plan of one shard; those of one part are made together and kept until another part is asked for."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray.data
 
+from moray.activations.tries import MAX_TRIES, Tries
 from moray.activations.ultrachat import ChatChunk, plan_chunks, read_chunk
 from moray.cluster.answer_store import AGAIN, AnswerStore
 from moray.cluster.dialogues import KEPT_BAD_ROWS, answer_chats
@@ -25,8 +26,6 @@ from moray.targets.spec import read_spec
 from moray.text import ChatTokenizer
 
 Summary = dict[str, Any]
-MAX_TRIES = 2
-"""Of a part, before its replica's death is thought to be its own doing."""
 
 
 def regenerate(config: RegenerateConfig) -> Summary:
@@ -97,6 +96,7 @@ class _Answerer:
         from moray.targets.model import Target
 
         self._store = store
+        self._tries = Tries(store)
         self._config = RegenerateConfig.model_validate_json(config_json)
         torch.set_num_threads(self._config.threads_per_target)
         self._target = Target.load(self._config.target)
@@ -108,8 +108,7 @@ class _Answerer:
         return {"name": batch["name"], "summary": [json.dumps(summary) for summary in summaries]}
 
     def _answer(self, name: str, chunk: ChatChunk) -> Summary:
-        # Ray puts another replica in a dead one's place and hands it the same part, for ever if need be.
-        if self._store.begin_part(name) > MAX_TRIES:
+        if not self._tries.begin(name):
             raise DataError(
                 f"{MAX_TRIES} target replicas died over {name} ({chunk.file}, {chunk.num_rows} rows from row "
                 f"{chunk.first_row} on), out of memory perhaps: give a smaller batch_tokens or num_targets and {AGAIN}"
@@ -117,6 +116,7 @@ class _Answerer:
         rows = list(read_chunk(chunk))
         answered, summary = answer_chats(rows, self._target, self._tokenizer, self._eos_ids, self._config)
         self._store.write_part(name, answered, summary)
+        self._tries.end(name)
         return summary
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from moray.activations.rehearse import rehearsal_batches, rehearse
 from moray.activations.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token
 from moray.activations.shards import ShardPlan, plan_shards, tap_columns
 from moray.activations.store import CacheStore
+from moray.activations.tries import MAX_TRIES, Tries
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec
@@ -328,6 +330,22 @@ def test_not_a_number_is_refused_naming_chat_and_column_and_nothing_is_left(fold
         ShardWriter(target, store, config).write(plan)
     assert store.committed() == {}
     assert store.names("shards", "") == []
+
+
+def test_a_shard_over_which_replicas_die_is_named_and_other_shards_are_written(folder: Path, store: CacheStore) -> None:
+    config = CacheConfig(batch_tokens=64)
+    plan = plan_shards("part-00000", LENGTHS, config, 100)[0]
+    writer = ShardWriter(Target.load(TargetConfig(model=str(folder))), store, config)
+    while Tries(store, "shards").begin(plan.name):  # what replicas leave that die
+        pass
+    with pytest.raises(
+        DataError, match=rf"^{MAX_TRIES} target replicas died over shard '{plan.name}' of .*num_targets"
+    ):
+        writer.write(plan)
+    other = replace(plan, name="00000-00009")
+    for _ in range(MAX_TRIES + 1):
+        writer.write(other)
+    assert store.names("shards", ".tries") == [f"{plan.name}.tries"]
 
 
 def test_a_part_that_is_missing_is_named(folder: Path, store: CacheStore) -> None:

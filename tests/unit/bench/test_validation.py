@@ -9,7 +9,7 @@ from tiny_targets import TinyTarget, save_chat_target
 
 from moray.bench.validation import Validator, read_prompts
 from moray.bench.validation_config import ValidationConfig
-from moray.errors import DataError
+from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
@@ -88,3 +88,5 @@ def test_chats_that_do_not_fit_are_refused(chat, tmp_path):
     (tmp_path / "empty.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "yes"}]}))
     with pytest.raises(DataError):
         read_prompts(ValidationConfig(chats=str(tmp_path / "empty.jsonl")))
+    with pytest.raises(ConfigError, match=r"^validation.chats: chats.path '.*gone.jsonl' does not exist"):
+        read_prompts(ValidationConfig(chats=str(tmp_path / "gone.jsonl")))
