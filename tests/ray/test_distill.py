@@ -277,6 +277,33 @@ def test_a_list_of_checkpoints_that_a_kill_cut_short_costs_nothing(
     assert weights[0] == weights[1]
 
 
+def test_a_checkpoint_that_ray_has_not_listed_counts(
+    distilled: DistilConfig, tiny_target: Path, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """Whole on disk when the workers died, and the controller had not come to note it."""
+    import json
+    import shutil
+
+    from moray.cluster.distil import distil
+
+    config = _config(tiny_target, tiny_cache, tmp_path / "run")
+    shutil.copytree(distilled.output, config.output)
+    snapshot = tmp_path / "run" / "ray" / "train" / "checkpoint_manager_snapshot.json"
+    listed = json.loads(snapshot.read_text())
+    assert [result["metrics"]["step"] for result in listed["checkpoint_results"]] == [20, 24]
+    listed["checkpoint_results"] = listed["checkpoint_results"][:1]
+    listed["checkpoint_report_indices"] = listed["checkpoint_report_indices"][:1]
+    listed["latest_checkpoint_result"] = listed["checkpoint_results"][0]
+    listed["current_report_index"] -= 1
+    snapshot.write_text(json.dumps(listed))
+    (tmp_path / "run" / "drafter.json").unlink()
+    distil(config)
+    assert read_metrics(tmp_path / "run") == read_metrics(Path(distilled.output)), "no update was made again"
+    assert [r["metrics"]["step"] for r in json.loads(snapshot.read_text())["checkpoint_results"]] == [20, 24]
+    weights = [(Path(folder) / "drafter.safetensors").read_bytes() for folder in (distilled.output, config.output)]
+    assert weights[0] == weights[1]
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_chats(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:

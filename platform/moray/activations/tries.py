@@ -4,6 +4,7 @@ Ray Data puts another actor in a dead one's place and hands it the same task, wi
 """
 
 from moray.activations.store import CacheStore
+from moray.errors import DamagedError
 
 MAX_TRIES = 4
 """Of one piece, before the deaths over it are thought to be its own doing: machines that are taken away hit the same
@@ -24,7 +25,10 @@ class Tries:
     def begin(self, name: str) -> bool:
         """Note that a piece is begun; False if `MAX_TRIES` were in vain already."""
         file = self._file(name)
-        tries = self._store.read_json(file)["tries"] if self._store.exists(file) else 0
+        try:
+            tries = int(self._store.read_json(file)["tries"])
+        except DamagedError:  # there is none, or another run that begins has just removed it
+            tries = 0
         if tries >= MAX_TRIES:
             return False
         self._store.write_json(file, {"tries": tries + 1})

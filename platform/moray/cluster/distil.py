@@ -58,7 +58,7 @@ def distil(config: DistilConfig) -> Path:
         if newest_checkpoint(output) is None:
             disclaim(config)  # nothing is lost, and a mended configuration may begin here
         raise failure
-    checkpoint = result.checkpoint or newest_checkpoint(output)
+    checkpoint = newest_checkpoint(output) or result.checkpoint
     if checkpoint is None:
         raise DataError(f"'{output}' holds no checkpoint although training ended: is the cache empty?")
     _close_cache(config)

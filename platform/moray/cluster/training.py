@@ -1,5 +1,6 @@
 """What one Ray Train worker does: build, resume, stream its lanes, train, report, save."""
 
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def work(settings: dict[str, Any]) -> None:
 
 
 def newest_checkpoint(output: Path) -> ray.train.Checkpoint | None:
-    """The whole checkpoint with the most steps below a run's folder: for a run whose list of them was lost.
+    """The whole checkpoint with the most steps below a run's folder, whatever Ray's list of them says.
 
     Ray copies a checkpoint file by file and lists it afterwards: one that a kill cut short is passed over.
     """
@@ -102,7 +103,12 @@ def _train(settings: dict[str, Any]) -> None:
     device = get_device()
     drafter = build_drafter(config, manifest, device.type).to(device)
     plans = plan_lanes(config, manifest, drafter, worker.num_lanes)
-    parallel, first = _resume(config, drafter, worker)
+    newest = newest_checkpoint(worker.output)
+    parallel, first = _resume(config, drafter, worker, newest)
+    if newest is not None and not _is_listed(newest):
+        _save(parallel, first, manifest, worker, is_validated(config, first.step))
+        if worker.is_first:  # all have read it: a report waits for everybody
+            shutil.rmtree(newest.path, ignore_errors=True)
     span = _span(plans, config, first, worker.num_lanes)
     reader = Reader(
         config.activations, manifest, drafter.needs, device, config.workers.prefetch_windows, _targets(config, worker)
@@ -133,15 +139,23 @@ def _train(settings: dict[str, Any]) -> None:
             writer.close()
 
 
-def _resume(config: DistilConfig, drafter: Drafter, worker: _Worker) -> tuple[Parallel, Progress]:
-    """Wrap the drafter for training, at the last checkpoint or at the beginning."""
-    checkpoint = ray.train.get_checkpoint() or newest_checkpoint(worker.output)
+def _resume(
+    config: DistilConfig, drafter: Drafter, worker: _Worker, checkpoint: ray.train.Checkpoint | None
+) -> tuple[Parallel, Progress]:
+    """Wrap the drafter for training, at a checkpoint or at the beginning."""
     if checkpoint is None:
         return _wrap(config, drafter, worker), Progress()
     with checkpoint.as_directory() as folder:
         load_weights(Path(folder), drafter)  # before workers share it
         parallel = _wrap(config, drafter, worker)
         return parallel, load_training(Path(folder), parallel)
+
+
+def _is_listed(checkpoint: ray.train.Checkpoint) -> bool:
+    """Whether Ray knows the checkpoint that a run goes on from. Its list lags behind: one that was whole when workers
+    died, or whose list was lost, must be reported again, or nobody would validate it and remove it later."""
+    listed = ray.train.get_checkpoint()
+    return listed is not None and Path(listed.path).name == Path(checkpoint.path).name
 
 
 def _wrap(config: DistilConfig, drafter: Drafter, worker: _Worker) -> Parallel:
