@@ -35,7 +35,7 @@ class TrainBenchmarkConfig(Config):
     runs: tuple[str, ...] = Field(min_length=1)
     """YAML files as for pipelines.distill, one per drafter; their caches must be there."""
     updates: int = Field(default=12, ge=2)
-    """Of each way to train, in each round; somewhat more where a window of the cache holds more."""
+    """Of each way to train, in each round."""
     rounds: int = Field(default=5, ge=1)
     """In which all ways take turns; the median round counts."""
     recipe: bool = True

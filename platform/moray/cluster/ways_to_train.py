@@ -47,7 +47,6 @@ class WaysToTrain:
         self._decoder = TapDecoder.open(self._store, self._manifest, self._device)
         self.ways = WAYS if self._has_recipe else WAYS[:2]
         self._windows = self._first_windows(rank, workers)
-        self._num_updates = sum(len(batches) for _, batches in self._windows)
         self.num_tokens = sum(self._lengths(window, rows) for window, rows in self._batches())
         self.num_padded = sum(self._padded(window, rows) for window, rows in self._batches())
 
@@ -137,13 +136,12 @@ class WaysToTrain:
         return Replicas(drafter, Optimiser(drafter, run.optim, run.schedule), run.losses, run.train)
 
     def _first_windows(self, rank: int, workers: int) -> list[tuple[Window, list[list[int]]]]:
-        """Whole windows with as many batches as are asked for, or somewhat more: a part of a window's batches would pay
-        for the reading of all."""
+        """As many batches as are asked for, and the windows they lie in."""
         plan = plan_epoch(self._manifest.lengths, self._run.train.batch_tokens, self._run.train.seed, 0, workers)[rank]
         chosen, left = [], self._config.updates
         for window in plan.windows:
             if left > 0:
-                chosen.append((window, window.batches))
+                chosen.append((window, window.batches[:left]))
                 left -= len(window.batches)
         return chosen
 
@@ -171,7 +169,7 @@ class WaysToTrain:
                 yield pa.concat_tables([table.slice(row, 1) for row in rows])
 
     def _update(self, trainer: Replicas, step: int, batch: LaneBatch) -> None:
-        total, train = self._num_updates, self._run.train
+        total, train = self._config.updates, self._run.train
         place = UpdatePlace(step, total, total, 0.0, 1, train.seed, is_reported=(step + 1) % train.log_steps == 0)
         run_update(trainer, [batch], place)
 
