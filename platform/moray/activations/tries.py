@@ -8,7 +8,7 @@ from moray.errors import DamagedError
 
 MAX_TRIES = 4
 """Of one piece, before the deaths over it are thought to be its own doing: machines that are taken away hit the same
-piece twice now and then, four times never."""
+piece twice now and then, four times hardly ever."""
 TRIES = ".tries"
 """How the names of the files end that hold a count; whoever begins a run removes them."""
 TRIES_FOLDER = "tries"
@@ -16,7 +16,7 @@ TRIES_FOLDER = "tries"
 
 
 class Tries:
-    """Counts in files beside the work, for they must outlive who does it. Picklable."""
+    """Counts in files beside the work, for they must outlive who does it."""
 
     def __init__(self, store: CacheStore, folder: str = "") -> None:
         self._store = store

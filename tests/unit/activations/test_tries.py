@@ -1,6 +1,5 @@
 """Work over which workers die again and again is refused, until a new run begins."""
 
-import pickle
 from pathlib import Path
 
 from moray.activations.store import CacheStore
@@ -8,7 +7,7 @@ from moray.activations.tries import MAX_TRIES, Tries
 
 
 def test_a_piece_may_be_begun_a_few_times_and_others_are_counted_for_themselves(tmp_path: Path) -> None:
-    tries = pickle.loads(pickle.dumps(Tries(CacheStore(str(tmp_path)), "shards")))
+    tries = Tries(CacheStore(str(tmp_path)), "shards")
     assert [tries.begin("a") for _ in range(MAX_TRIES + 2)] == [True] * MAX_TRIES + [False] * 2
     assert tries.begin("b")
     tries.end("a")
