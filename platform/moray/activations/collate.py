@@ -24,14 +24,21 @@ def needed_columns(needs: TapNeeds, columns: dict[str, Any]) -> list[str]:
     Raises:
         DataError: the cache lacks one; names it, and what to cache.
     """
-    wanted = [kv_column(layer) for layer in needs.kv_layers] + [hidden_column(depth) for depth in needs.hidden_depths]
-    for name in wanted:
-        if name not in columns:
-            raise DataError(
-                f"the cache has no column '{name}', which this drafter reads; it has {', '.join(columns)}: cache "
-                "again with cache.hidden_depths and cache.kv_layers that include it"
-            )
-    return ["uid", "num_tokens", "tokens", "response_mask", *wanted]
+    for name in missing_columns(needs, columns):
+        raise DataError(
+            f"the cache has no column '{name}', which this drafter reads; it has {', '.join(columns)}: cache "
+            "again with cache.hidden_depths and cache.kv_layers that include it"
+        )
+    return ["uid", "num_tokens", "tokens", "response_mask", *_tap_columns(needs)]
+
+
+def missing_columns(needs: TapNeeds, columns: dict[str, Any]) -> list[str]:
+    """The tap columns that a drafter reads and a cache lacks."""
+    return [name for name in _tap_columns(needs) if name not in columns]
+
+
+def _tap_columns(needs: TapNeeds) -> list[str]:
+    return [kv_column(layer) for layer in needs.kv_layers] + [hidden_column(depth) for depth in needs.hidden_depths]
 
 
 def bytes_per_token(needs: TapNeeds, columns: dict[str, Any]) -> int:

@@ -12,6 +12,9 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    # Sweeps show their own progress, and keep their own files and figures for TensorBoard.
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     # Say nothing of a task that failed and will be tried again.
     "RAY_enable_output_error_log_if_still_retry": "0",

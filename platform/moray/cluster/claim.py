@@ -22,13 +22,13 @@ def is_complete(config: DistilConfig) -> bool:
         DataError: there is no complete cache.
     """
     folder = Path(config.output).absolute()
-    check_run(folder, config, _fingerprints(config))
+    check_run(folder, config, run_fingerprints(config))
     return (folder / "drafter.json").is_file()
 
 
 def claim(config: DistilConfig) -> None:
     """Note that `config.output` belongs to this run. Call it when nothing speaks against it any more."""
-    begin_run(Path(config.output).absolute(), config, config.train.seed, _fingerprints(config))
+    begin_run(Path(config.output).absolute(), config, config.train.seed, run_fingerprints(config))
 
 
 def disclaim(config: DistilConfig) -> None:
@@ -36,7 +36,13 @@ def disclaim(config: DistilConfig) -> None:
     (Path(config.output).absolute() / RUN_FILE).unlink(missing_ok=True)
 
 
-def _fingerprints(config: DistilConfig) -> dict[str, str]:
+def run_fingerprints(config: DistilConfig) -> dict[str, str]:
+    """Of what a distillation reads: target, text and, where they are cached already, activations.
+
+    Raises:
+        MismatchError: the cache was made from another target.
+        DataError: there is no complete cache.
+    """
     if config.source.type != "disk":
         text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
         return {"target": read_spec(config.target.model).fingerprint, "text": text}

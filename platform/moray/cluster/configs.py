@@ -44,6 +44,9 @@ class WorkersConfig(Config):
     """How many, or the fewest and the most: Ray Train then takes what is free, and more when more gets free. It may
     change when a run goes on: the run's lanes are shared out anew (see train.accumulate)."""
     use_gpu: bool = False
+    gpus_per_worker: float = Field(default=1.0, gt=0, le=1)
+    """Of each worker's GPU, if it uses one: below 1, as many runs of one worker share it. NCCL refuses two workers of
+    one run on one GPU."""
     cpus_per_worker: float = Field(default=1.0, gt=0)
     threads_per_worker: int = Field(default=1, ge=1)
     max_failures: int = Field(default=3, ge=0)
@@ -64,8 +67,18 @@ class WorkersConfig(Config):
         """Workers that are never exceeded."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
+    @property
+    def resources(self) -> dict[str, float]:
+        """What Ray reserves for each worker."""
+        return {"CPU": self.cpus_per_worker} | ({"GPU": self.gpus_per_worker} if self.use_gpu else {})
+
     @model_validator(mode="after")
     def _check(self) -> "WorkersConfig":
+        if self.gpus_per_worker < 1 and self.most > 1:
+            raise ValueError(
+                f"gpus_per_worker is {self.gpus_per_worker} with num_workers {self.num_workers}, whose workers cannot "
+                "share a GPU: give gpus_per_worker=1 or num_workers=1"
+            )
         if not 1 <= self.fewest <= self.most:
             raise ValueError(
                 f"num_workers is {self.num_workers}: give a number from 1, or the fewest and the most as [1, 4]"

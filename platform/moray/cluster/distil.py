@@ -24,7 +24,7 @@ from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.lanes import num_workers, run_lanes
 from moray.cluster.live import open_source
-from moray.cluster.training import RUN_NAME, newest_checkpoint, open_run_trackers, work
+from moray.cluster.training import RUN_NAME, checkpoint_step, newest_checkpoint, open_run_trackers, work
 from moray.cluster.validate import check_validation, validate_last, validation_of
 from moray.distill.metrics import send_validation
 from moray.distill.tracking import check_trackers
@@ -52,7 +52,48 @@ def distil(config: DistilConfig) -> Path:
     output = Path(config.output).absolute()
     board: Any = Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with follow(board, f"distil {config.drafter.type}"):
-        result = _fit(config, board, asked)
+        checkpoint = _train(config, board, asked)
+    _close_cache(config)
+    validate_last(config, checkpoint, output)
+    _send_validation(config, output, board)
+    hand_out(checkpoint, output)
+    return output
+
+
+def train_until(config: DistilConfig, stop_step: int, board: Any) -> ray.train.Checkpoint:
+    """Train a drafter up to a step of its run, from wherever the run is, and give its checkpoint there.
+
+    Several calls with growing steps are one run: schedules follow `config.train`, whatever the parts. Needs a Ray
+    session and a complete cache. Unlike `distil` it neither shows progress nor validates.
+
+    Raises:
+        As `distil`.
+    """
+    output = Path(config.output).absolute()
+    newest = newest_checkpoint(output)
+    if newest is not None and checkpoint_step(newest) >= stop_step:
+        return newest
+    asked = num_workers(config)
+    free_workers()  # of one before that died here
+    claim(config)
+    _count_tokens(config)
+    return _train(config, board, asked, stop_step)
+
+
+def hand_out(checkpoint: ray.train.Checkpoint, output: Path) -> None:
+    """Copy the drafter of a checkpoint into a folder, whole or not at all; drafter.json comes last."""
+    with checkpoint.as_directory() as folder:
+        for name in ("drafter.safetensors", "drafter.json"):
+            shutil.copyfile(Path(folder) / name, output / f".{name}.tmp")
+            (output / f".{name}.tmp").replace(output / name)
+
+
+def _train(
+    config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None = None
+) -> ray.train.Checkpoint:
+    """Run workers until they are done; the run's newest checkpoint."""
+    output = Path(config.output).absolute()
+    result = _fit(config, board, asked, stop_step)
     failure: Any = ray.get(board.failure.remote())
     if failure is not None:
         if newest_checkpoint(output) is None:
@@ -61,30 +102,25 @@ def distil(config: DistilConfig) -> Path:
     checkpoint = newest_checkpoint(output) or result.checkpoint
     if checkpoint is None:
         raise DataError(f"'{output}' holds no checkpoint although training ended: is the cache empty?")
-    _close_cache(config)
-    validate_last(config, checkpoint, output)
-    _send_validation(config, output, board)
-    with checkpoint.as_directory() as folder:
-        for name in ("drafter.safetensors", "drafter.json"):
-            shutil.copyfile(Path(folder) / name, output / f".{name}.tmp")
-            (output / f".{name}.tmp").replace(output / name)
-    return output
+    return checkpoint
 
 
-def _fit(config: DistilConfig, board: Any, asked: int | tuple[int, int]) -> ray.train.Result:
+def _fit(config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None) -> ray.train.Result:
     """Run Ray Train to its end. Ray replaces workers; if its controller dies, begin again where the run was."""
     for failures_left in range(config.workers.max_failures, -1, -1):
         try:
             with own_errors():
-                return _trainer(config, board, asked).fit()
+                return _trainer(config, board, asked, stop_step).fit()
         except ray.exceptions.RayActorError:
             if not failures_left:
                 raise
-            _free_workers()
+            free_workers()
     raise AssertionError("unreachable")
 
 
-def _trainer(config: DistilConfig, board: Any, asked: int | tuple[int, int]) -> TorchTrainer:
+def _trainer(
+    config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None
+) -> TorchTrainer:
     output = Path(config.output).absolute()
     _mend_snapshot(output)
     settings = {
@@ -92,6 +128,7 @@ def _trainer(config: DistilConfig, board: Any, asked: int | tuple[int, int]) -> 
         "board": board,
         "output": str(output),
         "num_lanes": run_lanes(config),
+        "stop_step": stop_step,
     }
     return TorchTrainer(
         work,
@@ -99,7 +136,7 @@ def _trainer(config: DistilConfig, board: Any, asked: int | tuple[int, int]) -> 
         scaling_config=ray.train.ScalingConfig(
             num_workers=asked,
             use_gpu=config.workers.use_gpu,
-            resources_per_worker={"CPU": config.workers.cpus_per_worker},
+            resources_per_worker=config.workers.resources,
         ),
         run_config=ray.train.RunConfig(
             name=RUN_NAME,
@@ -111,15 +148,16 @@ def _trainer(config: DistilConfig, board: Any, asked: int | tuple[int, int]) -> 
     )
 
 
-def _free_workers() -> None:
-    """Give back what the workers of a dead controller had reserved: Ray keeps it until the driver ends."""
+def free_workers() -> None:
+    """Give back what the workers of dead controllers had reserved: Ray keeps it until the driver ends."""
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id()).binary()
     # Ray's public table does not tell who made a group, and there is none but this way to be sure.
     accessor: Any = ray._private.state.state._connect_and_get_accessor()
     messages: Any = gcs_pb2
     for text in accessor.get_placement_group_table():
         group = messages.PlacementGroupTableData.FromString(text)
-        if group.creator_actor_dead and group.creator_job_id == job:
+        by_actor = not ray.ActorID(group.creator_actor_id).is_nil()  # Tune's own groups are a driver's
+        if by_actor and group.creator_actor_dead and group.creator_job_id == job:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
 
 

@@ -66,7 +66,7 @@ def _room(config: DistilConfig) -> int:
 def _needs(config: DistilConfig, count: int) -> dict[str, float]:
     """What so many workers take, with what they wait for: targets, or tasks that read."""
     workers = config.workers
-    needs = {"CPU": count * workers.cpus_per_worker + _READING_CPUS, "GPU": float(count * workers.use_gpu)}
+    needs = {"CPU": count * workers.cpus_per_worker + _READING_CPUS, "GPU": count * workers.resources.get("GPU", 0.0)}
     if config.source.type != "disk":
         capture = config.source.capture
         targets = capture.num_targets // count * count

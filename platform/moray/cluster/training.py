@@ -17,7 +17,7 @@ from moray.activations.epochs import EpochPlan, by_row_groups, plan_epoch, whole
 from moray.activations.manifest import Manifest
 from moray.activations.store import CacheStore
 from moray.activations.token_counts import token_counts
-from moray.batch import LaneBatch
+from moray.batch import LaneBatch, TapNeeds
 from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.live import LiveTargets, open_source
@@ -33,6 +33,7 @@ from moray.distill.sinks import Sink, open_trackers
 from moray.distill.step import lanes_of
 from moray.drafters.base import Drafter
 from moray.errors import DataError, MorayError, UnreachableError
+from moray.provenance import read_json
 from moray.targets.head import TargetHead
 
 RUN_NAME = "train"
@@ -64,6 +65,12 @@ def newest_checkpoint(output: Path) -> ray.train.Checkpoint | None:
         if folder.is_dir() and (step := whole_checkpoint_step(folder)) is not None
     }
     return ray.train.Checkpoint.from_directory(str(steps[max(steps)])) if steps else None
+
+
+def checkpoint_step(checkpoint: ray.train.Checkpoint) -> int:
+    """Updates made up to a checkpoint."""
+    with checkpoint.as_directory() as folder:
+        return int(read_json(Path(folder) / "training.json")["step"])
 
 
 def open_run_trackers(config: DistilConfig, output: Path, board: Any) -> list[Sink]:
@@ -102,14 +109,14 @@ def _train(settings: dict[str, Any]) -> None:
     manifest = open_source(config)
     device = get_device()
     drafter = build_drafter(config, manifest, device.type).to(device)
-    plans = plan_lanes(config, manifest, drafter, worker.num_lanes)
+    plans = plan_lanes(config, manifest, drafter.needs, worker.num_lanes)
     newest = newest_checkpoint(worker.output)
     parallel, first = _resume(config, drafter, worker, newest)
     if newest is not None and not _is_listed(newest):
         _save(parallel, first, manifest, worker, is_validated(config, first.step))
         if worker.is_first:  # all have read it: a report waits for everybody
             shutil.rmtree(newest.path, ignore_errors=True)
-    span = _span(plans, config, first, worker.num_lanes)
+    span = _span(plans, config, first, worker.num_lanes, settings["stop_step"])
     reader = Reader(
         config.activations, manifest, drafter.needs, device, config.workers.prefetch_windows, _targets(config, worker)
     )
@@ -118,7 +125,7 @@ def _train(settings: dict[str, Any]) -> None:
     trackers = open_run_trackers(config, worker.output, worker.board) if worker.is_first else []
     writer = MetricsWriter(worker.output, first.step, trackers) if worker.is_first else None
     if worker.is_first:
-        worker.board.start.remote(first.step, span.total_steps)
+        worker.board.start.remote(first.step, span.last_step)
 
     def report(progress: Progress, metrics: dict[str, float]) -> None:
         if writer is not None:
@@ -208,11 +215,11 @@ def _targets(config: DistilConfig, worker: _Worker) -> LiveTargets | None:
     return LiveTargets(config.target, config.source, config.source.capture.num_targets // worker.num_workers)
 
 
-def plan_lanes(config: DistilConfig, manifest: Manifest, drafter: Drafter, num_lanes: int) -> list[list[EpochPlan]]:
+def plan_lanes(config: DistilConfig, manifest: Manifest, needs: TapNeeds, num_lanes: int) -> list[list[EpochPlan]]:
     """Every epoch's plan of every lane."""
     batch_tokens = config.train.batch_tokens
     window_bytes = (config.workers.window_mib << 20) // config.train.accumulate
-    window_tokens = max(batch_tokens, window_bytes // bytes_per_token(drafter.needs, manifest.columns))
+    window_tokens = max(batch_tokens, window_bytes // bytes_per_token(needs, manifest.columns))
     plans = []
     for epoch in range(config.train.epochs):
         makes_shards = config.source.type == "hybrid" and epoch == 0
@@ -222,7 +229,9 @@ def plan_lanes(config: DistilConfig, manifest: Manifest, drafter: Drafter, num_l
     return plans
 
 
-def _span(plans: list[list[EpochPlan]], config: DistilConfig, first: Progress, num_lanes: int) -> Span:
+def _span(
+    plans: list[list[EpochPlan]], config: DistilConfig, first: Progress, num_lanes: int, stop_step: int | None
+) -> Span:
     total = sum(lanes[0].num_steps for lanes in plans)
     if total == 0:
         raise DataError(
@@ -230,14 +239,14 @@ def _span(plans: list[list[EpochPlan]], config: DistilConfig, first: Progress, n
             "another output, and a lower train.batch_tokens, workers.num_workers or train.accumulate, or more chats"
         )
     per_epoch = -(-total // len(plans))
-    return Span(first, min(total, config.train.max_steps or total), per_epoch, len(plans), num_lanes)
+    return Span(first, min(total, config.train.max_steps or total), per_epoch, len(plans), num_lanes, stop_step)
 
 
 def _updates(plans: list[dict[int, EpochPlan]], span: Span, reader: Reader) -> Iterator[list[LaneBatch]]:
     """This worker's batches from `span.first` to the last, epoch after epoch."""
     begin = 0
     for lanes in plans:
-        end = min(begin + next(iter(lanes.values())).num_steps, span.total_steps)
+        end = min(begin + next(iter(lanes.values())).num_steps, span.last_step)
         if span.first.step < end:
             done = max(0, span.first.step - begin)
             yield from stream_updates(

@@ -56,7 +56,7 @@ def check_validation(config: DistilConfig) -> None:
     beside = 0 if config.validation.every_checkpoints is None else workers.fewest
     for name, field, own, taken in (
         ("CPU", "cpus", config.validation.cpus, beside * workers.cpus_per_worker),
-        ("GPU", "gpus", config.validation.gpus, beside * float(workers.use_gpu)),
+        ("GPU", "gpus", config.validation.gpus, beside * workers.resources.get("GPU", 0.0)),
     ):
         if own + taken > present.get(name, 0):
             raise ConfigError(

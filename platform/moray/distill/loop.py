@@ -47,6 +47,13 @@ class Span:
     epochs: int
     num_lanes: int = 1
     """Of all workers: see `activations.epochs`."""
+    stop_step: int | None = None
+    """Where this part of the run ends, and another may go on; None for `total_steps`, which schedules follow."""
+
+    @property
+    def last_step(self) -> int:
+        """Updates that have been made when this part is done."""
+        return self.total_steps if self.stop_step is None else min(self.total_steps, self.stop_step)
 
 
 def train(
@@ -80,7 +87,7 @@ def train(
         return Progress(step, span.first.tokens + everywhere, span.first.seconds + time.perf_counter() - begin)
 
     for lanes in updates:
-        is_reported = (step + 1) % config.log_steps == 0 or step + 1 == span.total_steps
+        is_reported = (step + 1) % config.log_steps == 0 or step + 1 == span.last_step
         place = UpdatePlace(
             step,
             span.steps_per_epoch,
@@ -95,7 +102,7 @@ def train(
         step += 1
         watch.follow(step, result, parallel.learning_rate)
         tokens += result.num_tokens
-        is_saved = step % config.checkpoint_steps == 0 or step == span.total_steps
+        is_saved = step % config.checkpoint_steps == 0 or step == span.last_step
         if not is_reported and not is_saved:
             continue
         watch.check()

@@ -17,6 +17,7 @@ _IRRELEVANT = (
     "parallel",
     "source.capture",
     "workers.cpus_per_worker",
+    "workers.gpus_per_worker",
     "trackers",
     "validation",
     "workers.max_failures",

@@ -72,6 +72,15 @@ class TargetHead:
         return cls._fill(model_config, spec, num_layers, read, dtype, device)
 
     @classmethod
+    def outline(cls, config: TargetConfig, num_layers: int = 0) -> "TargetHead":
+        """Shapes alone, on torch's meta device: enough to build a drafter (there, too) and learn what it needs."""
+        spec = read_spec(config.model)
+        model_config = AutoConfig.from_pretrained(resolve_folder(config.model))
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, config.dtype))
+        return cls(model.eval(), spec, num_layers)
+
+    @classmethod
     def restore(
         cls, model_config: dict[str, Any], spec: TargetSpec, num_layers: int, tensors: dict[str, Tensor]
     ) -> "TargetHead":

@@ -1,0 +1,33 @@
+"""What a distillation will need, known before anything starts: its drafter's shapes, its columns, its length."""
+
+import torch
+
+from moray.activations.collate import needed_columns
+from moray.activations.manifest import Manifest
+from moray.cluster.configs import DistilConfig
+from moray.cluster.training import plan_lanes
+from moray.drafters.base import Drafter
+from moray.targets.head import TargetHead
+
+
+def outline_drafter(config: DistilConfig) -> Drafter:
+    """The drafter without its weights, on torch's meta device: a matter of milliseconds, whatever its size.
+
+    Raises:
+        ConfigError: it does not go with the target.
+    """
+    head = TargetHead.outline(config.target, config.drafter.num_target_layers)
+    with torch.device("meta"):
+        return config.drafter.build(head)
+
+
+def run_length(config: DistilConfig, manifest: Manifest, drafter: Drafter) -> int:
+    """Updates of a distillation from a complete cache.
+
+    Raises:
+        DataError: the cache lacks a column that the drafter reads.
+    """
+    needed_columns(drafter.needs, manifest.columns)
+    plans = plan_lanes(config, manifest, drafter.needs, config.workers.most * config.train.accumulate)
+    total = sum(lanes[0].num_steps for lanes in plans)
+    return min(total, config.train.max_steps or total)

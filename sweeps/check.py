@@ -1,0 +1,111 @@
+"""What speaks against a sweep, found before anything starts: every corner of its space is looked at, on paper."""
+
+import itertools
+import os
+from pathlib import Path
+
+import ray
+
+from moray.activations.manifest import read_manifest
+from moray.activations.store import CacheStore
+from moray.activations.collate import missing_columns
+from moray.bench.specbench import read_questions
+from moray.cluster.claim import check_same_target
+from moray.cluster.configs import DistilConfig
+from moray.cluster.lanes import num_workers
+from moray.cluster.outline import outline_drafter, run_length
+from moray.distill.tracking import check_trackers
+from moray.errors import ConfigError, DataError
+from moray.targets.spec import read_spec
+from moray.trees.shapes import AdaptiveShape
+from sweeps.configs import SweepConfig
+from sweeps.ladder import Rung, rungs_of, steps_at, tokens_per_step
+from sweeps.spaces import Choices, Range, grid, label, size
+
+_MOST_CHECKED = 512
+
+
+def check_sweep(sweep: SweepConfig) -> list[Rung]:
+    """The ladder of a sweep against which nothing speaks.
+
+    Raises:
+        ConfigError: a misspelt key, a value that a drafter cannot have, a tree that is too deep for one.
+        DataError: no complete cache, columns that it lacks, too few chats for the ladder.
+        MismatchError: the cache is another target's.
+    """
+    corners = [(choices, sweep.trial(choices)) for choices in _corners(sweep)]
+    first = corners[0][1]
+    if first.source.type != "disk":
+        raise ConfigError(f"source.type is {first.source.type}; all trials of a sweep read one cache: cache it first")
+    check_trackers(first.trackers)
+    read_questions(sweep.decoding.questions, sweep.decoding.num_questions)
+    store = CacheStore(first.activations)
+    manifest = read_manifest(store)
+    check_same_target(manifest, read_spec(first.target.model), first)
+    drafters = {id(config): outline_drafter(config) for _, config in corners}
+    missing = {
+        name for _, config in corners for name in missing_columns(drafters[id(config)].needs, manifest.columns)
+    }
+    if missing:
+        raise DataError(_how_to_add(store, sorted(missing)))
+    for choices, config in corners:
+        depth = drafters[id(config)].max_depth
+        if depth is not None and not isinstance(sweep.decoding.tree, AdaptiveShape) and sweep.decoding.tree.depth > depth:
+            raise ConfigError(
+                f"decoding.tree is {sweep.decoding.tree.depth} levels deep; the drafter with {label(choices)} drafts "
+                f"at most {depth}"
+            )
+    tokens = sweep.training_tokens or run_length(first, manifest, drafters[id(first)]) * tokens_per_step(first)
+    rungs = rungs_of(sweep.ladder, tokens)
+    for choices, config in corners:
+        wanted = steps_at(tokens, config)
+        whole = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": None})})
+        there = run_length(whole, manifest, drafters[id(config)])
+        if there < wanted:
+            raise DataError(
+                f"training_tokens of {tokens:,.0f} are {wanted} updates with {label(choices)}, but train.epochs="
+                f"{config.train.epochs} over '{first.activations}' gives {there}: raise train.epochs or lower "
+                "training_tokens"
+            )
+    return rungs
+
+
+def concurrency(sweep: SweepConfig, config: DistilConfig) -> int:
+    """How many trials run at a time: as many as there is room for, on this machine no more than it has cores.
+
+    Raises:
+        ConfigError: there is no room for one.
+    """
+    num_workers(config)
+    workers = config.workers
+    present = ray.cluster_resources()
+    rooms = [present.get("CPU", 1.0) / (workers.most * workers.cpus_per_worker)]
+    if workers.use_gpu:
+        rooms.append(present.get("GPU", 0.0) / (workers.most * workers.gpus_per_worker))
+    elif not (config.ray.address or sweep.ray.address or os.environ.get("RAY_ADDRESS")):
+        rooms.append((os.cpu_count() or 1) / (workers.most * workers.threads_per_worker))
+    most = max(1, int(min(rooms)))
+    return min(most, sweep.max_concurrent or most)
+
+
+def _corners(sweep: SweepConfig) -> list[Choices]:
+    """Every combination, or the first ones of very many: each value of a key stands in one of them."""
+    count = size(sweep.space)
+    if count is not None and count <= _MOST_CHECKED:
+        return list(grid(sweep.space))
+    values = {key: list(d.bounds) if isinstance(d, Range) else d for key, d in sweep.space.items()}
+    base = {key: options[0] for key, options in values.items()}
+    single = [{**base, key: value} for key, options in values.items() for value in options]
+    return [*single, *itertools.islice(grid(sweep.space), _MOST_CHECKED)]
+
+
+def _how_to_add(store: CacheStore, missing: list[str]) -> str:
+    return (
+        f"the cache '{store.uri}' has no column {', '.join(missing)}, which trials of this sweep read; cache again with "
+        "cache.hidden_depths and cache.kv_layers that include them"
+    )
+
+
+def folder_of(sweep: SweepConfig) -> Path:
+    """Where the sweep lies."""
+    return Path(sweep.output).absolute()

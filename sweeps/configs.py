@@ -1,0 +1,170 @@
+"""Configuration of sweeps. Torch-free."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from moray.bench.configs import EvaluateConfig
+from moray.cluster.configs import DistilConfig, RayConfig
+from moray.config import Config, load_config
+from moray.errors import ConfigError
+from moray.targets.spec import TargetConfig
+from moray.trees.shapes import Shape
+from sweeps.spaces import Choices, Space, overrides
+
+Objective = Literal["speedup", "tau", "tokens_per_second"]
+
+_OWN_KEYS = {
+    "output": "every trial has a folder of its own below the sweep's output",
+    "activations": "all trials read one cache: name it in distil",
+    "source": "all trials read one cache",
+    "train.max_steps": "training_tokens and the ladder decide how long a trial trains",
+    "ray": "it belongs to the sweep",
+    "target": "all trials train for one target",
+    "validation": "the sweep measures every trial itself",
+    "trackers": "they are the same for all trials: name them in distil",
+}
+
+
+class GridSearch(Config):
+    """Every combination once."""
+
+    type: Literal["grid"]
+
+
+class RandomSearch(Config):
+    """Combinations drawn at random."""
+
+    type: Literal["random"]
+    num_trials: int = Field(ge=1)
+    seed: int = 0
+
+
+class OptunaSearch(Config):
+    """Bayesian: Optuna's tree-structured Parzen estimator looks at the objective of earlier trials."""
+
+    type: Literal["optuna"]
+    num_trials: int = Field(ge=1)
+    num_random: int = Field(default=8, ge=1)
+    """Trials drawn at random before the first that is proposed."""
+    seed: int = 0
+
+
+Search = Annotated[GridSearch | RandomSearch | OptunaSearch, Field(discriminator="type")]
+
+
+class LadderConfig(Config):
+    """The rungs at which every trial is measured: training tokens grow by `reduction` from one to the next.
+
+    With `stop`, ASHA (arXiv 1810.05934) lets the best 1 / reduction of a rung go on, and the others stop there.
+    """
+
+    rungs: int = Field(default=3, ge=1)
+    reduction: int = Field(default=3, ge=2)
+    stop: bool = True
+
+    def shares(self) -> list[float]:
+        """Of the whole training, by rung."""
+        return [self.reduction ** -float(left) for left in reversed(range(self.rungs))]
+
+
+class DecodingConfig(Config):
+    """How a drafter is measured: plain decoding and speculation in turn, on the same prompts."""
+
+    tree: Shape
+    questions: str
+    """As for pipelines.evaluate."""
+    num_questions: int | None = Field(default=None, ge=1)
+    max_new_tokens: int = Field(default=64, ge=2)
+    max_context: int = Field(default=8192, ge=2)
+    """Most tokens of prompt and answer together, if the target takes more."""
+    threads: int | None = Field(default=1, ge=1)
+    """torch threads; None for torch's own choice."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cpus: float = Field(default=1.0, gt=0)
+    """Logical CPUs of the task that measures."""
+    gpus: float = Field(default=0.0, ge=0)
+
+    def evaluation(self, target: TargetConfig, folders: tuple[str, ...]) -> EvaluateConfig:
+        """The evaluation that measures the drafters in these folders."""
+        return EvaluateConfig(
+            target=target.model_copy(update={"device": self.device}),
+            drafters=folders,
+            trees=(self.tree,),
+            questions=self.questions,
+            num_questions=self.num_questions,
+            max_new_tokens=self.max_new_tokens,
+            max_context=self.max_context,
+            threads=self.threads,
+            compare_generate=False,
+            exact_phases=True,
+            output="",
+        )
+
+
+class ConfirmConfig(Config):
+    """How the winner is made sure of: the best trials are trained again from other seeds, and all are measured side by
+    side, alone on the machine."""
+
+    finalists: int = Field(default=2, ge=1)
+    seeds: int = Field(default=2, ge=1)
+    """Trainings of each finalist, the one of the sweep included."""
+
+
+class SweepConfig(Config):
+    """Which distillations to compare, how, and for how long."""
+
+    distil: tuple[str, ...] = Field(min_length=1)
+    """The words of pipelines.distill that all trials share: YAML files, then overrides."""
+    space: Space = Field(min_length=1)
+    """Values, or a range, of any key of pipelines.distill by its dotted name."""
+    search: Search = GridSearch(type="grid")
+    ladder: LadderConfig = LadderConfig()
+    training_tokens: int | None = Field(default=None, ge=1)
+    """Of a trial that is trained to the end, counted in train.batch_tokens; None for what `distil` says."""
+    objective: Objective = "speedup"
+    """What is maximised: speed-up over plain decoding, tokens per target pass, or tokens per second."""
+    decoding: DecodingConfig
+    confirm: ConfirmConfig = ConfirmConfig()
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Most trials at a time; None for as many as the machine or cluster has room for."""
+    max_failures: int = Field(default=2, ge=0)
+    """How often a trial is tried again whose process died."""
+    output: str
+    resume: bool = False
+    """Go on with the sweep in `output`; the same as `--resume`."""
+    ray: RayConfig = RayConfig()
+
+    @field_validator("space")
+    @classmethod
+    def _leaves_ours_alone(cls, value: Space) -> Space:
+        for key in value:
+            for own, reason in _OWN_KEYS.items():
+                if key == own or key.startswith(f"{own}."):
+                    raise ValueError(f"'{key}' cannot be swept: {reason}")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> "SweepConfig":
+        ranges = [key for key, dimension in self.space.items() if not isinstance(dimension, list)]
+        if ranges and self.search.type == "grid":
+            raise ValueError(
+                f"search.type is grid, but '{ranges[0]}' is a range without end: list its values, or use "
+                "search.type=random or optuna"
+            )
+        return self
+
+    def trial(self, choices: Choices, output: str = "") -> DistilConfig:
+        """The distillation that a trial is, in full length.
+
+        Raises:
+            ConfigError: a key or a value of the space is not one of pipelines.distill.
+        """
+        folder = output or str(Path(self.output))
+        words = [*self.distil, *overrides(choices), f"output={folder}", "ray={}", "validation=null"]
+        try:
+            return load_config(DistilConfig, words)
+        except ConfigError as error:
+            where = f"with {', '.join(overrides(choices))}: " if choices else ""
+            raise ConfigError(f"distil and space, {where}{error}") from None

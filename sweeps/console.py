@@ -1,0 +1,50 @@
+"""A sweep's summary for the terminal."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moray.bench.wording import number
+
+
+def print_summary(summary: dict[str, Any], console: Console) -> None:
+    """Print the trials, best first, and the winner."""
+    table = Table(title="Trials", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("trial", overflow="fold")
+    for column in ("state", "tokens", "tau", "speed-up", "tok/s", "draft cost", "loss"):
+        table.add_column(column, justify="right")
+    trials = sorted(
+        summary["trials"],
+        key=lambda trial: (-trial["figures"].get("rung_tokens", 0), -trial["figures"].get("objective", 0)),
+    )
+    for trial in trials:
+        figures = trial["figures"]
+        cells = [number(figures.get(key), 2) for key in ("tau", "speedup")]
+        table.add_row(
+            trial["name"], trial["state"], f"{trial['training_tokens']:,}", *cells,
+            number(figures.get("tokens_per_second"), 0), number(figures.get("draft_cost"), 3),
+            number(figures.get("loss"), 3),
+        )  # fmt: skip
+    console.print(table)
+    for trial in trials:
+        if trial["message"]:
+            console.print(f"{trial['name']}: {trial['state']}: {trial['message']}", markup=False, highlight=False)
+    winner, sure = summary["winner"], summary["sure"]
+    low, high = winner["spread"]
+    seeds = len(sure["finalists"][0]["seeds"])
+    console.print(
+        f"winner: {winner['name']}: {summary['objective']} {winner['objective']:.2f} ({low:.2f} to {high:.2f} over "
+        f"{seeds} seeds)", markup=False, highlight=False,
+    )  # fmt: skip
+    if sure["stays_ahead"] is not None:
+        second = sure["finalists"][1]
+        console.print(
+            f"ahead of {second['name']} ({second['mean']:.2f}) in {sure['stays_ahead']:.0%} of resamples of prompts "
+            "and seeds", markup=False, highlight=False,
+        )  # fmt: skip
+    console.print(
+        f"{summary['training_tokens']:,} training tokens, {summary['wall_seconds']:.0f} s; {winner['folder']}",
+        markup=False, highlight=False,
+    )  # fmt: skip

@@ -1,0 +1,31 @@
+"""The ladder of a sweep: at how many training tokens trials are measured, and how many updates that is."""
+
+from dataclasses import dataclass
+
+from moray.cluster.configs import DistilConfig
+from sweeps.configs import LadderConfig
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder."""
+
+    number: int
+    tokens: float
+    """Padding included, as `train.batch_tokens` counts: the same for all trials."""
+
+
+def rungs_of(ladder: LadderConfig, tokens: float) -> list[Rung]:
+    """The rungs up to `tokens`, by growing tokens."""
+    first = tokens / ladder.reduction ** (ladder.rungs - 1)
+    return [Rung(number, first * ladder.reduction**number) for number in range(ladder.rungs)]
+
+
+def tokens_per_step(config: DistilConfig) -> int:
+    """Tokens of one update, padding included."""
+    return config.train.batch_tokens * config.workers.most * config.train.accumulate
+
+
+def steps_at(tokens: float, config: DistilConfig) -> int:
+    """Updates that take so many tokens, at least one."""
+    return max(1, round(tokens / tokens_per_step(config)))

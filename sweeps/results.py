@@ -1,0 +1,186 @@
+"""From what trials left in their folders to the answer of a sweep. Knows neither Ray nor how anything was measured."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sweeps.folders import TrialFolder, trial_folders
+from sweeps.spaces import label
+
+_NUM_RESAMPLES = 2000
+
+Answers = Sequence[Sequence[float]]
+"""Per prompt: tokens, seconds, seconds of plain decoding, cycles, tokens emitted by cycles (see `measure.Answer`)."""
+
+
+def objective_of(name: str, answers: Answers) -> float:
+    """The objective over some answers."""
+    tokens, seconds, plain, cycles, emitted = (sum(column) for column in zip(*answers, strict=True))
+    figures = {
+        "speedup": plain / seconds if seconds else 0.0,
+        "tau": emitted / cycles if cycles else 0.0,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+    }
+    return figures[name]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial, as its folder tells."""
+
+    name: str
+    choices: dict[str, Any]
+    state: str
+    message: str | None
+    rows: list[dict[str, Any]]
+    folder: Path
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """What was measured on the highest rung that it has come to; empty if on none."""
+        return self.rows[-1] if self.rows else {}
+
+    @property
+    def training_tokens(self) -> int:
+        """Tokens that it was trained on."""
+        return int(self.last.get("training_tokens", 0))
+
+    def summary(self) -> dict[str, Any]:
+        """As it stands in summary.json."""
+        figures = {key: value for key, value in self.last.items() if key != "answers"}
+        return {
+            "name": self.name,
+            "choices": self.choices,
+            "state": self.state,
+            "message": self.message,
+            "training_tokens": self.training_tokens,
+            "folder": str(self.folder),
+            "figures": figures,
+        }
+
+
+def read_trials(output: str) -> list[Trial]:
+    """All trials that have begun, first come first."""
+    return [_read(folder) for folder in trial_folders(output)]
+
+
+def _read(folder: TrialFolder) -> Trial:
+    record = folder.record
+    rows = sorted(folder.rows, key=lambda row: row["rung_tokens"])
+    return Trial(label(record["choices"]), record["choices"], record["state"], record["message"], rows, folder.path)
+
+
+def best_trials(trials: Sequence[Trial], count: int) -> list[Trial]:
+    """The best of those that were trained to the end; one whose text was not the target's own is none of them."""
+    finished = [trial for trial in trials if trial.state == "finished" and trial.last["lossless"] is not False]
+    return sorted(finished, key=lambda trial: -trial.last["objective"])[:count]
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """One combination, trained from several seeds and measured beside the other finalists."""
+
+    name: str
+    choices: dict[str, Any]
+    seeds: dict[int, dict[str, Any]]
+    """Figures by seed."""
+    folders: dict[int, str]
+
+    def objectives(self, name: str) -> list[float]:
+        """The objective, seed by seed."""
+        return [objective_of(name, figures["answers"]) for figures in self.seeds.values()]
+
+
+def how_sure(finalists: Sequence[Finalist], objective: str) -> dict[str, Any]:
+    """How far the best finalist is ahead of the next one, and how often it stays ahead when prompts and seeds are drawn
+    again (bootstrap, with the same prompts for both: they were measured in turn)."""
+    ranked = sorted(finalists, key=lambda finalist: -statistics.fmean(finalist.objectives(objective)))
+    rows = [
+        {
+            "name": finalist.name,
+            "choices": finalist.choices,
+            "mean": statistics.fmean(finalist.objectives(objective)),
+            "spread": [min(finalist.objectives(objective)), max(finalist.objectives(objective))],
+            "seeds": {
+                str(seed): {key: value for key, value in figures.items() if key != "answers"}
+                for seed, figures in finalist.seeds.items()
+            },
+        }
+        for finalist in ranked
+    ]
+    if len(ranked) < 2:
+        return {"finalists": rows, "ahead_by": None, "ahead_interval": None, "stays_ahead": None}
+    gaps = _resampled_gaps(ranked[0], ranked[1], objective)
+    return {
+        "finalists": rows,
+        "ahead_by": rows[0]["mean"] - rows[1]["mean"],
+        "ahead_interval": [gaps[int(0.025 * len(gaps))], gaps[int(0.975 * len(gaps))]],
+        "stays_ahead": sum(gap > 0 for gap in gaps) / len(gaps),
+    }
+
+
+def _resampled_gaps(first: Finalist, second: Finalist, objective: str) -> list[float]:
+    rng = random.Random(0)  # the same measurements give the same answer
+    ours, theirs = (list(finalist.seeds.values()) for finalist in (first, second))
+    num_prompts = len(ours[0]["answers"])
+    gaps = []
+    for _ in range(_NUM_RESAMPLES):
+        prompts = rng.choices(range(num_prompts), k=num_prompts)
+        means = [
+            statistics.fmean(
+                objective_of(objective, [figures["answers"][i] for i in prompts])
+                for figures in rng.choices(seeds, k=len(seeds))
+            )
+            for seeds in (ours, theirs)
+        ]
+        gaps.append(means[0] - means[1])
+    return sorted(gaps)
+
+
+def rank_agreement(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """How well the order of trials on every earlier rung told their order on the last one: Spearman's correlation over
+    the trials that came to both. Where trials were stopped on the way, those are the best ones alone."""
+    numbers = sorted({row["rung"] for trial in trials for row in trial.rows})
+    found = []
+    for number in numbers[:-1]:
+        pairs = [
+            (by_rung[number]["objective"], by_rung[numbers[-1]]["objective"], by_rung[number]["rung_tokens"])
+            for trial in trials
+            if (by_rung := {row["rung"]: row for row in trial.rows}).keys() >= {number, numbers[-1]}
+        ]
+        early, final = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        found.append(
+            {
+                "rung": number,
+                "rung_tokens": pairs[0][2] if pairs else None,
+                "trials": len(pairs),
+                "spearman": spearman(early, final),
+                "same_best": bool(pairs) and early.index(max(early)) == final.index(max(final)),
+            }
+        )
+    return found
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Rank correlation; None for fewer than three pairs, or where all are equal."""
+    if len(first) < 3:
+        return None
+    try:
+        value = statistics.correlation(first, second, method="ranked")
+    except statistics.StatisticsError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def pareto(trials: Sequence[Trial], gain: Callable[[Mapping[str, Any]], float], cost: Callable[[Mapping[str, Any]], float]) -> list[Trial]:
+    """The trials of which none other has as much gain for less cost, or more for as much; cheapest first."""
+    measured = sorted((trial for trial in trials if trial.rows), key=lambda trial: (cost(trial.last), -gain(trial.last)))
+    front: list[Trial] = []
+    for trial in measured:
+        if not front or gain(trial.last) > gain(front[-1].last):
+            front.append(trial)
+    return front

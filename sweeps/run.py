@@ -1,0 +1,223 @@
+"""A sweep from beginning to end: check, search, make sure of the winner, report. Needs a Ray session."""
+
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moray.cluster.claim import run_fingerprints
+from moray.distill.runs import begin_run, check_run
+from moray.errors import ConfigError, DataError
+from moray.provenance import RUN_FILE, machine, read_json, sha256_of_files, versions, write_json_atomically
+from sweeps.board import SweepBoard, follow_sweep
+from sweeps.check import check_sweep, concurrency
+from sweeps.configs import GridSearch, SweepConfig
+from sweeps.folders import trial_folder
+from sweeps.ladder import Rung
+from sweeps.measure import folder_key
+from sweeps.report import write_sweep
+from sweeps.results import Finalist, Trial, best_trials, how_sure, rank_agreement, read_trials
+from sweeps.search import search, train_all
+from sweeps.spaces import size
+from sweeps.trial import measure_on_ray
+
+SUMMARY_FILE, _FINAL_FILE, _CLOCK_FILE = "summary.json", "final.json", "clock.json"
+_SEED = "train.seed"
+
+
+def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
+    """Run a sweep, or go on with it; returns what summary.json holds.
+
+    Raises:
+        ConfigError, DataError, MismatchError: what speaks against it; nothing has been started.
+        DataError: not one trial was trained to the end.
+    """
+    output = Path(sweep.output).absolute()
+    rungs = check_sweep(sweep)
+    concurrent = concurrency(sweep, sweep.trial({}))
+    _claim(sweep)
+    board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    total = size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials
+    with _clock(output):
+        console.print(
+            f"{total} trials, {concurrent} at a time; measured at "
+            f"{', '.join(f'{rung.tokens:,.0f}' for rung in rungs)} training tokens",
+            highlight=False,
+        )
+        with follow_sweep(board, sweep.output, total or 0, sweep.objective):
+            search(sweep, rungs, board, concurrent)
+        trials = read_trials(sweep.output)
+        finalists = best_trials(trials, sweep.confirm.finalists)
+        if not finalists:
+            raise DataError(_why_none(trials, output))
+        confirmed = _confirm(sweep, finalists, rungs[-1], board, concurrent, console)
+        _crown(sweep, confirmed, output)
+    return _write(sweep, read_trials(sweep.output), confirmed, output)
+
+
+def is_complete(sweep: SweepConfig) -> bool:
+    """Whether the sweep is done; refuses one that is not, unless it is to go on.
+
+    Raises:
+        MismatchError: the folder holds another sweep.
+        ConfigError: it holds an unfinished one, and `resume` is not given.
+    """
+    output = Path(sweep.output).absolute()
+    if not (output / RUN_FILE).is_file():
+        return False
+    check_run(output, _identity(sweep), _fingerprints(sweep))
+    if (output / SUMMARY_FILE).is_file() and _same_search(sweep, output):
+        return True
+    if not sweep.resume:
+        raise ConfigError(
+            f"'{sweep.output}' holds a sweep that is not finished: add --resume to go on with it, or give another output"
+        )
+    return False
+
+
+def summary_path(sweep: SweepConfig) -> Path:
+    """Where the answer of a complete sweep lies."""
+    return Path(sweep.output).absolute() / SUMMARY_FILE
+
+
+def _confirm(
+    sweep: SweepConfig, best: list[Trial], last: Rung, board: Any, concurrent: int, console: Console
+) -> list[Finalist]:
+    """Train the best again from other seeds, then measure all of them side by side, with nothing beside them."""
+    points: dict[str, dict[int, dict[str, Any]]] = {}
+    for trial in best:
+        first = sweep.trial(trial.choices).train.seed
+        others = {first + i: {**trial.choices, _SEED: first + i} for i in range(1, sweep.confirm.seeds)}
+        points[trial.name] = {first: trial.choices} | (others if _SEED not in sweep.space else {})
+    new = [choices for seeds in points.values() for choices in list(seeds.values())[1:]]
+    if new:
+        console.print(f"the best {len(best)} once more, from other seeds", highlight=False)
+        with follow_sweep(board, sweep.output, len(new), sweep.objective):
+            train_all(sweep, new, last, board, concurrent)
+    folders = {
+        name: {seed: trial_folder(sweep.output, choices) for seed, choices in seeds.items()}
+        for name, seeds in points.items()
+    }
+    trained = {
+        name: {seed: str(folder.path) for seed, folder in seeds.items() if folder.state == "finished"}
+        for name, seeds in folders.items()
+    }
+    figures = _measure_together(sweep, tuple(path for seeds in trained.values() for path in seeds.values()), console)
+    choices = {trial.name: trial.choices for trial in best}
+    return [
+        Finalist(name, choices[name], {seed: figures[folder_key(path)] for seed, path in seeds.items()}, seeds)
+        for name, seeds in trained.items()
+    ]
+
+
+def _measure_together(sweep: SweepConfig, folders: tuple[str, ...], console: Console) -> dict[str, dict[str, Any]]:
+    path = Path(sweep.output).absolute() / _FINAL_FILE
+    names = sorted(map(folder_key, folders))
+    if path.is_file() and sorted(read_json(path)) == names:
+        return read_json(path)
+    with console.status(f"measuring {len(folders)} drafters side by side"):
+        found = measure_on_ray(sweep, sweep.trial({}), folders)
+    write_json_atomically(path, found)
+    return found
+
+
+def _crown(sweep: SweepConfig, finalists: list[Finalist], output: Path) -> None:
+    """Copy the winner's best drafter to best/."""
+    winner = how_sure(finalists, sweep.objective)["finalists"][0]
+    (finalist,) = [one for one in finalists if one.name == winner["name"]]
+    seeds = dict(zip(finalist.seeds, finalist.objectives(sweep.objective), strict=True))
+    source, best = Path(finalist.folders[max(seeds, key=lambda seed: seeds[seed])]), output / "best"
+    best.mkdir(exist_ok=True)
+    for name in ("drafter.safetensors", "metrics.jsonl", RUN_FILE, "drafter.json"):
+        shutil.copyfile(source / name, best / f".{name}.tmp")
+        (best / f".{name}.tmp").replace(best / name)
+
+
+def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], output: Path) -> dict[str, Any]:
+    sure = how_sure(finalists, sweep.objective)
+    first = sure["finalists"][0]
+    searched = [trial for trial in trials if _SEED in sweep.space or _SEED not in trial.choices]
+    summary = {
+        "winner": {
+            "name": first["name"],
+            "choices": first["choices"],
+            "objective": first["mean"],
+            "spread": first["spread"],
+            "folder": str(output / "best"),
+        },
+        "objective": sweep.objective,
+        "sure": sure,
+        "ranks": rank_agreement(searched),
+        "trials": [trial.summary() for trial in trials],
+        "training_tokens": sum(trial.training_tokens for trial in trials),
+        "search_tokens": sum(trial.training_tokens for trial in searched),
+        "wall_seconds": read_json(output / _CLOCK_FILE)["seconds"],
+        "machine": machine(),
+        "versions": versions(),
+        "config": _identity(sweep).model_dump(mode="json"),
+    }
+    write_sweep(summary, trials, output)
+    return summary
+
+
+def _claim(sweep: SweepConfig) -> None:
+    output = Path(sweep.output).absolute()
+    (output / RUN_FILE).unlink(missing_ok=True)  # it was checked; what may differ is noted as it is now
+    (output / SUMMARY_FILE).unlink(missing_ok=True)
+    begin_run(output, _identity(sweep), None, _fingerprints(sweep))
+
+
+def _identity(sweep: SweepConfig) -> SweepConfig:
+    """A sweep without what may differ between it and its resumption."""
+    return sweep.model_copy(update={"resume": False, "max_concurrent": None, "max_failures": 0})
+
+
+def _same_search(sweep: SweepConfig, output: Path) -> bool:
+    return read_json(output / SUMMARY_FILE)["config"] == _identity(sweep).model_dump(mode="json")
+
+
+def _fingerprints(sweep: SweepConfig) -> dict[str, str]:
+    base = sweep.trial({})
+    resolved = base.model_dump(mode="json", exclude={"ray", "workers", "output", "trackers"})
+    return {
+        **run_fingerprints(base),
+        "distil": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:32],
+        "questions": sha256_of_files([Path(sweep.decoding.questions)]),
+    }
+
+
+def _why_none(trials: list[Trial], output: Path) -> str:
+    bad = [trial for trial in trials if trial.message]
+    first = f"; the first of {len(bad)}: {bad[0].name}: {bad[0].message}" if bad else ""
+    return f"not one trial of '{output}' was trained to the end{first}"
+
+
+@contextmanager
+def _clock(output: Path) -> Iterator[None]:
+    """Count the seconds that a sweep has run, kills and resumptions together."""
+    path = output / _CLOCK_FILE
+    before = read_json(path)["seconds"] if path.is_file() else 0.0
+    begin, stop = time.monotonic(), threading.Event()
+
+    def note() -> None:
+        write_json_atomically(path, {"seconds": before + time.monotonic() - begin})
+
+    def tick() -> None:
+        while not stop.wait(2.0):
+            note()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        note()

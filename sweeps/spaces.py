@@ -1,0 +1,141 @@
+"""What a sweep chooses from: values of configuration keys, by dotted name.
+
+    space:
+      drafter.target_layers: [0, 1, 2]
+      optim.lr: {type: loguniform, low: 1e-3, high: 1e-1}
+
+This module refuses to know what the keys mean, and who searches. Values travel to searchers as JSON text, because some
+of them (Optuna) take no lists. It imports neither torch nor ray.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from moray.config import Config
+
+_MAX_LABEL = 80
+
+Choices = Mapping[str, Any]
+"""One value for every key of a space: what makes a trial."""
+
+
+class Range(Config):
+    """Numbers between two bounds, both included."""
+
+    type: Literal["uniform", "loguniform", "integers"]
+    low: float
+    high: float
+
+    @model_validator(mode="after")
+    def _check(self) -> "Range":
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low:g} must be less than high {self.high:g}")
+        if self.type == "loguniform" and self.low <= 0:
+            raise ValueError(f"low is {self.low:g}; a loguniform range begins above 0")
+        if self.type == "integers" and not (self.low.is_integer() and self.high.is_integer()):
+            raise ValueError(f"low {self.low:g} and high {self.high:g} of integers must be whole numbers")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Its ends, as they would be chosen."""
+        return (int(self.low), int(self.high)) if self.type == "integers" else (self.low, self.high)
+
+
+Dimension = list[Any] | Range
+"""A list of values, or a range."""
+
+_KINDS = {"uniform", "loguniform", "integers"}
+
+
+def _dimensions(values: Any) -> Any:
+    """Keys with dots, however a command line has nested them (`space.optim.lr=...`)."""
+    if not isinstance(values, Mapping):
+        return values
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value.get("type") not in _KINDS and "low" not in value:
+            found |= {f"{key}.{name}": inner for name, inner in _dimensions(value).items()}
+        elif isinstance(value, Mapping):
+            found[key] = Range.model_validate(dict(value))
+        elif isinstance(value, list | tuple) and value:
+            found[key] = list(value)
+        else:
+            raise ValueError(
+                f"'{key}' is {json.dumps(value)}; give a list of values, or a range such as "
+                "{type: loguniform, low: 1e-4, high: 1e-2}"
+            )
+    return found
+
+
+Space = Annotated[dict[str, Dimension], BeforeValidator(_dimensions)]
+"""What may be chosen, by dotted key."""
+
+
+def size(space: Space) -> int | None:
+    """How many combinations there are; None if a range makes them endless."""
+    if any(isinstance(dimension, Range) for dimension in space.values()):
+        return None
+    return math.prod(len(dimension) for dimension in space.values() if isinstance(dimension, list))
+
+
+def grid(space: Space) -> Iterator[dict[str, Any]]:
+    """Every combination, the last key changing fastest; of a range its ends."""
+    values = [dimension.bounds if isinstance(dimension, Range) else dimension for dimension in space.values()]
+    for combination in itertools.product(*values):
+        yield dict(zip(space, combination, strict=True))
+
+
+def to_text(choices: Choices) -> dict[str, str]:
+    """Every value as JSON text."""
+    return {key: json.dumps(value) for key, value in choices.items()}
+
+
+def from_text(texts: Mapping[str, Any]) -> dict[str, Any]:
+    """`to_text` taken back; numbers that a searcher drew from a range are what they are."""
+    return {key: json.loads(value) if isinstance(value, str) else value for key, value in texts.items()}
+
+
+def overrides(choices: Choices) -> list[str]:
+    """The choices as words of a command line."""
+    return [f"{key}={json.dumps(value)}" for key, value in choices.items()]
+
+
+def label(choices: Choices) -> str:
+    """Short text for people: the last part of every key, and its value."""
+    return ", ".join(f"{_short(key, choices)} {show(value)}" for key, value in choices.items())
+
+
+def show(value: Any) -> str:
+    """A value as people would write it."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list | tuple):
+        return "-".join(map(show, value))
+    if isinstance(value, dict):
+        return " ".join(show(item) for item in value.values())
+    return str(value)
+
+
+def folder_name(choices: Choices) -> str:
+    """Name of a trial's folder: readable, and another one for other choices."""
+    digest = hashlib.sha256(json.dumps(dict(choices), sort_keys=True).encode()).hexdigest()[:8]
+    readable = re.sub(r"[^A-Za-z0-9.-]+", "_", label(choices)).strip("_")[:_MAX_LABEL]
+    return f"{readable}-{digest}"
+
+
+def _short(key: str, choices: Choices) -> str:
+    """The last part of a key, or more of it where another key ends alike."""
+    parts = key.split(".")
+    for count in range(1, len(parts)):
+        name = ".".join(parts[-count:])
+        if not any(other != key and other.endswith(f".{name}") for other in choices):
+            return name
+    return key

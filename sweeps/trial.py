@@ -1,0 +1,125 @@
+"""One trial: a distillation that climbs the ladder rung by rung, measured at each. Runs in an actor of Ray Tune.
+
+Each rung is a Ray Train run of its own that goes on from the checkpoint of the one before. Between two of them, while
+the scheduler decides, a trial holds no resources: no worker group can be left behind by a trial that is stopped there,
+and trials cannot wait for each other's CPUs for ever. What has been measured lies in the trial's folder and is told
+again after a kill, whoever died (see `sweeps.folders`).
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+
+from moray.cluster.board import Board
+from moray.cluster.configs import DistilConfig
+from moray.cluster.distil import hand_out, train_until
+from moray.cluster.errors import own_errors
+from moray.cluster.training import checkpoint_step, open_run_trackers
+from moray.distill.metrics import read_metrics
+from moray.errors import MorayError, UnreachableError
+from sweeps.configs import SweepConfig
+from sweeps.folders import ENDED, TrialFolder, trial_folder
+from sweeps.ladder import Rung, steps_at
+from sweeps.measure import measure
+from sweeps.spaces import from_text
+
+_DRIVER = "DEFAULT"
+"""Scheduling strategy that leaves the placement group of Tune's actor, which has room for nothing else."""
+
+
+def run_trial(texts: Mapping[str, Any], config: str, rungs: Sequence[Rung], board: Any) -> None:
+    """Climb the ladder and report every rung to Ray Tune, until it stops this process or the last one is done.
+
+    Our own errors end the trial and are noted in its folder; those of the machine are raised, for Tune to try again.
+
+    Args:
+        texts: the choices (see `spaces.to_text`).
+        config: the sweep's, as JSON.
+        rungs: of the ladder.
+        board: the sweep's.
+    """
+    sweep, choices = SweepConfig.model_validate_json(config), from_text(texts)
+    folder = trial_folder(sweep.output, choices)
+    has_ended = folder.state in ENDED
+    if not has_ended:
+        folder.begin(choices)
+    known = {row["rung"]: row for row in folder.rows}
+    for rung in rungs:
+        row = known.get(rung.number)
+        if row is None and has_ended:
+            return
+        if row is None:
+            try:
+                row = _climb(sweep, sweep.trial(choices, str(folder.path)), folder, (rung, rungs[-1]), board)
+            except UnreachableError:  # may answer again
+                raise
+            except MorayError as error:
+                folder.end("diverged", str(error))
+                return
+            folder.add(row)
+        if rung == rungs[-1]:
+            folder.end("finished")
+        tune.report({key: value for key, value in row.items() if key != "answers"})
+
+
+def _climb(
+    sweep: SweepConfig, config: DistilConfig, folder: TrialFolder, rungs: tuple[Rung, Rung], sweep_board: Any
+) -> dict[str, Any]:
+    """Train up to the first of the rungs and measure there; the second is the ladder's last."""
+    begin = time.time()
+    rung, last = rungs
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"max_steps": steps_at(last.tokens, config)})}
+    )
+    board: Any = Board.options(num_cpus=0, scheduling_strategy=_DRIVER).remote()  # type: ignore[attr-defined]
+    sweep_board.watch.remote(folder.path.name, board, rung.number)
+    try:
+        checkpoint = train_until(config, steps_at(rung.tokens, config), board)
+        trained = read_metrics(folder.path)[-1]
+        sweep_board.watch.remote(folder.path.name, None, rung.number)
+        with checkpoint.as_directory() as place:
+            figures = measure_on_ray(sweep, config, (place,))[Path(place).name]
+        row = {
+            "rung": rung.number,
+            "rung_tokens": rung.tokens,
+            "step": checkpoint_step(checkpoint),
+            "training_tokens": int(trained["tokens"]),
+            "training_seconds": float(trained["seconds"]),
+            "loss": trained["loss"],
+            "simulated_tau": trained["simulated_tau"],
+            **figures,
+            "objective": figures[sweep.objective],
+            "seconds": time.time() - begin,
+        }
+        _track(config, folder, board, row)
+    finally:
+        ray.kill(board)
+        sweep_board.forget.remote(folder.path.name)
+    if rung == last:
+        hand_out(checkpoint, folder.path)
+    return row
+
+
+def _track(config: DistilConfig, folder: TrialFolder, board: Any, row: Mapping[str, Any]) -> None:
+    """Tell the run's trackers, and its TensorBoard, what was measured."""
+    from moray.distill.sinks import TensorBoard
+
+    figures = {f"sweep/{name}": float(row[name]) for name in ("tau", "speedup", "tokens_per_second", "objective")}
+    for sink in [TensorBoard(folder.path / "tensorboard"), *open_run_trackers(config, folder.path, board)]:
+        sink.write(row["step"], figures)
+        sink.close()
+
+
+def measure_on_ray(sweep: SweepConfig, config: DistilConfig, folders: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Figures of the drafters in some folders by the folders' names, from a task that waits for its own resources."""
+    decoding = sweep.decoding
+    task: Any = ray.remote(measure).options(
+        num_cpus=decoding.cpus, num_gpus=decoding.gpus, scheduling_strategy=_DRIVER
+    )
+    with own_errors():
+        found: Any = ray.get(task.remote(decoding.evaluation(config.target, folders).model_dump_json(), decoding.gpus))
+    return found

@@ -1,0 +1,34 @@
+"""Find out which settings of a drafter decode fastest, on Ray Tune.
+
+    python -m sweeps.tune configs/sweeps/target-layer-and-mask-width.yaml
+
+Writes summary.json, sweep.parquet, report.html and best/ (the winning drafter) into `output`. Killed at any instant,
+the same command with --resume goes on; what was measured is not measured again.
+"""
+
+import sys
+
+from moray.config import run_entry_point
+from sweeps.configs import SweepConfig
+
+
+def main(config: SweepConfig) -> None:
+    """Run the sweep, or go on with it, then say who has won."""
+    from rich.console import Console
+
+    from moray.cluster.session import ray_session
+    from moray.provenance import read_json
+    from sweeps.console import print_summary
+
+    console = Console()
+    with ray_session(config.ray):
+        from sweeps.run import is_complete, run_sweep, summary_path
+
+        summary = read_json(summary_path(config)) if is_complete(config) else run_sweep(config, console)
+    print_summary(summary, console)
+
+
+CONFIG = SweepConfig
+
+if __name__ == "__main__":
+    run_entry_point(CONFIG, __doc__ or "", main, ["resume=true" if word == "--resume" else word for word in sys.argv[1:]])
