@@ -6,9 +6,9 @@ from pathlib import Path
 
 import ray
 
+from moray.activations.collate import missing_columns
 from moray.activations.manifest import read_manifest
 from moray.activations.store import CacheStore
-from moray.activations.collate import missing_columns
 from moray.bench.specbench import read_questions
 from moray.cluster.claim import check_same_target
 from moray.cluster.configs import DistilConfig
@@ -43,14 +43,16 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
     manifest = read_manifest(store)
     check_same_target(manifest, read_spec(first.target.model), first)
     drafters = {id(config): outline_drafter(config) for _, config in corners}
-    missing = {
-        name for _, config in corners for name in missing_columns(drafters[id(config)].needs, manifest.columns)
-    }
+    missing = {name for _, config in corners for name in missing_columns(drafters[id(config)].needs, manifest.columns)}
     if missing:
         raise DataError(_how_to_add(store, sorted(missing)))
     for choices, config in corners:
         depth = drafters[id(config)].max_depth
-        if depth is not None and not isinstance(sweep.decoding.tree, AdaptiveShape) and sweep.decoding.tree.depth > depth:
+        if (
+            depth is not None
+            and not isinstance(sweep.decoding.tree, AdaptiveShape)
+            and sweep.decoding.tree.depth > depth
+        ):
             raise ConfigError(
                 f"decoding.tree is {sweep.decoding.tree.depth} levels deep; the drafter with {label(choices)} drafts "
                 f"at most {depth}"
@@ -101,8 +103,8 @@ def _corners(sweep: SweepConfig) -> list[Choices]:
 
 def _how_to_add(store: CacheStore, missing: list[str]) -> str:
     return (
-        f"the cache '{store.uri}' has no column {', '.join(missing)}, which trials of this sweep read; cache again with "
-        "cache.hidden_depths and cache.kv_layers that include them"
+        f"the cache '{store.uri}' has no column {', '.join(missing)}, which trials of this sweep read; cache again "
+        "with cache.hidden_depths and cache.kv_layers that include them"
     )
 
 

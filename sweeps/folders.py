@@ -1,8 +1,8 @@
 """What a sweep keeps of its trials on disk: the one truth, from which it goes on and reports.
 
-    trials/<name>/trial.json    its choices, and how it ended
-    trials/<name>/rungs.json    what was measured, rung by rung
-    trials/<name>/ ...          the folder of its distillation
+trials/<name>/trial.json    its choices, and how it ended
+trials/<name>/rungs.json    what was measured, rung by rung
+trials/<name>/ ...          the folder of its distillation
 """
 
 import time
@@ -47,9 +47,7 @@ class TrialFolder:
     def begin(self, choices: Mapping[str, Any]) -> None:
         """Note that it runs, now or again."""
         first = {"choices": dict(choices), "begun": time.time()}
-        write_json_atomically(
-            self.path / TRIAL_FILE, {**first, **self.record, "state": "running", "message": None}
-        )
+        write_json_atomically(self.path / TRIAL_FILE, {**first, **self.record, "state": "running", "message": None})
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Keep what was measured on a rung."""

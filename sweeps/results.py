@@ -176,9 +176,13 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def pareto(trials: Sequence[Trial], gain: Callable[[Mapping[str, Any]], float], cost: Callable[[Mapping[str, Any]], float]) -> list[Trial]:
+Figure = Callable[[Mapping[str, Any]], float]
+"""figure(row): one number of what was measured on a rung."""
+
+
+def pareto(trials: Sequence[Trial], gain: Figure, cost: Figure) -> list[Trial]:
     """The trials of which none other has as much gain for less cost, or more for as much; cheapest first."""
-    measured = sorted((trial for trial in trials if trial.rows), key=lambda trial: (cost(trial.last), -gain(trial.last)))
+    measured = sorted((one for one in trials if one.rows), key=lambda one: (cost(one.last), -gain(one.last)))
     front: list[Trial] = []
     for trial in measured:
         if not front or gain(trial.last) > gain(front[-1].last):

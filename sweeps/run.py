@@ -77,7 +77,8 @@ def is_complete(sweep: SweepConfig) -> bool:
         return True
     if not sweep.resume:
         raise ConfigError(
-            f"'{sweep.output}' holds a sweep that is not finished: add --resume to go on with it, or give another output"
+            f"'{sweep.output}' holds a sweep that is not finished: add --resume to go on with it, or give another "
+            "output"
         )
     return False
 

@@ -117,9 +117,7 @@ def _track(config: DistilConfig, folder: TrialFolder, board: Any, row: Mapping[s
 def measure_on_ray(sweep: SweepConfig, config: DistilConfig, folders: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Figures of the drafters in some folders by the folders' names, from a task that waits for its own resources."""
     decoding = sweep.decoding
-    task: Any = ray.remote(measure).options(
-        num_cpus=decoding.cpus, num_gpus=decoding.gpus, scheduling_strategy=_DRIVER
-    )
+    task: Any = ray.remote(measure).options(num_cpus=decoding.cpus, num_gpus=decoding.gpus, scheduling_strategy=_DRIVER)
     with own_errors():
         found: Any = ray.get(task.remote(decoding.evaluation(config.target, folders).model_dump_json(), decoding.gpus))
     return found

@@ -31,4 +31,5 @@ def main(config: SweepConfig) -> None:
 CONFIG = SweepConfig
 
 if __name__ == "__main__":
-    run_entry_point(CONFIG, __doc__ or "", main, ["resume=true" if word == "--resume" else word for word in sys.argv[1:]])
+    words = ["resume=true" if word == "--resume" else word for word in sys.argv[1:]]
+    run_entry_point(CONFIG, __doc__ or "", main, words)

@@ -18,6 +18,8 @@ ENVIRONMENT = {
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     # Say nothing of a task that failed and will be tried again.
     "RAY_enable_output_error_log_if_still_retry": "0",
+    # A sweep has many processes that only wait, which Ray warns of on every run.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "worker processes have been started on node",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
     # Activations of a training step are large: by default glibc gives each back to the kernel at once and faults

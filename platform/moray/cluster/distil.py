@@ -118,9 +118,7 @@ def _fit(config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_st
     raise AssertionError("unreachable")
 
 
-def _trainer(
-    config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None
-) -> TorchTrainer:
+def _trainer(config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None) -> TorchTrainer:
     output = Path(config.output).absolute()
     _mend_snapshot(output)
     settings = {
