@@ -64,10 +64,6 @@ class LadderConfig(Config):
     reduction: int = Field(default=3, ge=2)
     stop: bool = True
 
-    def shares(self) -> list[float]:
-        """Of the whole training, by rung."""
-        return [self.reduction ** -float(left) for left in reversed(range(self.rungs))]
-
 
 class DecodingConfig(Config):
     """How a drafter is measured: plain decoding and speculation in turn, on the same prompts."""

@@ -11,13 +11,13 @@ class Rung:
     """One step of the ladder."""
 
     number: int
-    tokens: float
+    tokens: int
     """Padding included, as `train.batch_tokens` counts: the same for all trials."""
 
 
-def rungs_of(ladder: LadderConfig, tokens: float) -> list[Rung]:
+def rungs_of(ladder: LadderConfig, tokens: int) -> list[Rung]:
     """The rungs up to `tokens`, by growing tokens."""
-    first = tokens / ladder.reduction ** (ladder.rungs - 1)
+    first = max(1, tokens // ladder.reduction ** (ladder.rungs - 1))
     return [Rung(number, first * ladder.reduction**number) for number in range(ladder.rungs)]
 
 
@@ -26,6 +26,6 @@ def tokens_per_step(config: DistilConfig) -> int:
     return config.train.batch_tokens * config.workers.most * config.train.accumulate
 
 
-def steps_at(tokens: float, config: DistilConfig) -> int:
+def steps_at(tokens: int, config: DistilConfig) -> int:
     """Updates that take so many tokens, at least one."""
     return max(1, round(tokens / tokens_per_step(config)))
