@@ -157,7 +157,7 @@ class SweepConfig(Config):
         Raises:
             ConfigError: a key or a value of the space is not one of pipelines.distill.
         """
-        folder = output or str(Path(self.output))
+        folder = output or str(Path(self.output) / "trials" / "any")
         words = [*self.distil, *overrides(choices), f"output={folder}", "ray={}", "validation=null"]
         try:
             return load_config(DistilConfig, words)

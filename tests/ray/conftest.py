@@ -93,14 +93,14 @@ def tiny_cache(
 
 
 class Pipeline:
-    """`python -m pipelines.NAME ...` in a process of its own, with all that it starts."""
+    """`python -m pipelines.NAME ...`, or another package's entry point by its whole name, in a process of its own."""
 
     def __init__(self, name: str, arguments: list[str], log: Path, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self._log = log
         with log.open("w") as sink:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"pipelines.{name}", *arguments],
+                [sys.executable, "-m", name if "." in name else f"pipelines.{name}", *arguments],
                 cwd=REPOSITORY,
                 env={**os.environ, **environment, RUN_MARK: self.mark},
                 stdout=sink,

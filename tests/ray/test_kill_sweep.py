@@ -1,0 +1,103 @@
+"""kill -9 of a sweep's driver and of its trials' processes: what was measured stays, and the sweep comes to its end."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moray.provenance import read_json
+
+BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def config(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of three trials on three rungs; only the output is missing."""
+    folder = tmp_path_factory.mktemp("config")
+    distil = {
+        "target": {"model": str(tiny_target)},
+        "activations": str(tiny_cache),
+        "drafter": {
+            "type": "moa",
+            "target_layers": 0,
+            "layer_self_attention": BLOCK,
+            "self_attention": BLOCK,
+            "cross_attention": BLOCK,
+        },
+        "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
+        "schedule": {"type": "linear", "warmup_steps": 5},
+        "train": {"epochs": 8, "batch_tokens": 512, "checkpoint_steps": 10, "log_steps": 5},
+    }
+    (folder / "distil.yaml").write_text(yaml.safe_dump(distil))
+    (folder / "questions.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two six")))
+    decoding = {"tree": {"type": "chain", "depth": 3}, "questions": str(folder / "questions.jsonl")}
+    sweep = {
+        "distil": [str(folder / "distil.yaml")],
+        "space": {"drafter.target_layers": [0, 1, 2]},
+        "ladder": {"rungs": 3, "reduction": 2},
+        "training_tokens": 40 * 512,
+        "objective": "tau",
+        "decoding": decoding | {"max_new_tokens": 12},
+        "confirm": {"finalists": 1, "seeds": 2},
+        "max_concurrent": 2,
+    }
+    (folder / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    return folder / "sweep.yaml"
+
+
+def _measured(output: Path) -> dict[str, list[dict[str, Any]]]:
+    """What lies in the folders of the trials, by trial."""
+    return {path.parent.name: read_json(path) for path in output.glob("trials/*/rungs.json")}
+
+
+def _count(output: Path) -> int:
+    return sum(map(len, _measured(output).values()))
+
+
+def test_a_sweep_outlives_its_driver(config: Path, start_pipeline: Callable[..., Any], tmp_path: Path) -> None:
+    output = tmp_path / "sweep"
+    words = ("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4")
+    first = start_pipeline(*words)
+    first.kill_when(lambda: _count(output) >= 2)
+    before = _measured(output)
+    refused = start_pipeline(*words)
+    assert refused.finish() == 2
+    assert "--resume" in refused.output
+    second = start_pipeline(*words, "--resume")
+    second.kill_when(lambda: _count(output) > sum(map(len, before.values())))
+    later = _measured(output)
+    third = start_pipeline(*words, "--resume")
+    assert third.finish() == 0, third.output
+    after = _measured(output)
+    for known in (before, later):
+        for name, rows in known.items():
+            assert after[name][: len(rows)] == rows
+    summary = read_json(output / "summary.json")
+    assert {trial["state"] for trial in summary["trials"]} <= {"finished", "stopped"}
+    assert len({trial["choices"]["drafter.target_layers"] for trial in summary["trials"]}) == 3
+    assert len(summary["sure"]["finalists"][0]["seeds"]) == 2
+    again = start_pipeline(*words)
+    assert again.finish() == 0, again.output
+    assert _measured(output) == after
+
+
+def test_a_trial_whose_processes_die_is_tried_again(
+    config: Path, start_pipeline: Callable[..., Any], kill: Callable[[int], None], tmp_path: Path
+) -> None:
+    output = tmp_path / "sweep"
+    run = start_pipeline("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4")
+    run.wait_until(lambda: _count(output) >= 1 and run.processes("ray::ImplicitFunc"))
+    for pid in run.processes("ray::ImplicitFunc"):
+        kill(pid)
+    rows = _measured(output)
+    assert run.finish() == 0, run.output
+    after = _measured(output)
+    assert all(after[name][: len(known)] == known for name, known in rows.items())
+    summary = read_json(output / "summary.json")
+    assert {trial["state"] for trial in summary["trials"]} <= {"finished", "stopped"}
+    assert len(summary["trials"]) == 4

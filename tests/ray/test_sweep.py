@@ -1,0 +1,172 @@
+"""Sweeps on Ray Tune over a tiny target: they find a winner, go on, outlive deaths, and refuse what cannot work."""
+
+import json
+import shutil
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from moray.config import validate
+from moray.errors import ConfigError, DataError, MismatchError
+from moray.provenance import read_json
+from sweeps.configs import SweepConfig
+
+BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
+STEP_TOKENS = 512
+LAST_STEP = 12
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+MakeSweep = Callable[..., SweepConfig]
+
+
+@pytest.fixture(scope="module")
+def make_sweep(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeSweep:
+    """A sweep of few updates over the tiny target; what is given replaces its own keys."""
+    folder = tmp_path_factory.mktemp("sweep")
+    base = {
+        "target": {"model": str(tiny_target)},
+        "activations": str(tiny_cache),
+        "drafter": {
+            "type": "moa",
+            "target_layers": 0,
+            "layer_self_attention": BLOCK,
+            "self_attention": BLOCK,
+            "cross_attention": BLOCK,
+        },
+        "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
+        "schedule": {"type": "linear", "warmup_steps": 3},
+        "train": {"epochs": 2, "batch_tokens": STEP_TOKENS, "checkpoint_steps": 100, "log_steps": 2},
+    }
+    (folder / "distil.yaml").write_text(yaml.safe_dump(base))
+    questions = folder / "questions.jsonl"
+    prompts = ["one two three", "four five", "six", "seven eight nine ten"]
+    questions.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+
+    def make(**values: Any) -> SweepConfig:
+        defaults = {
+            "distil": [str(folder / "distil.yaml")],
+            "space": {"drafter.target_layers": [0, 1]},
+            "ladder": {"rungs": 2, "reduction": 2, "stop": False},
+            "training_tokens": LAST_STEP * STEP_TOKENS,
+            "decoding": {"tree": {"type": "chain", "depth": 3}, "questions": str(questions), "max_new_tokens": 12},
+            "confirm": {"finalists": 1, "seeds": 1},
+        }
+        return validate(SweepConfig, defaults | values)
+
+    return make
+
+
+def run(sweep: SweepConfig) -> dict[str, Any]:
+    from rich.console import Console
+
+    from sweeps.run import run_sweep
+
+    return run_sweep(sweep, Console(file=StringIO()))
+
+
+@pytest.fixture(scope="module")
+def swept(make_sweep: MakeSweep, tmp_path_factory: pytest.TempPathFactory) -> tuple[SweepConfig, dict[str, Any]]:
+    """Two trials to the end."""
+    sweep = make_sweep(output=str(tmp_path_factory.mktemp("swept") / "two"))
+    return sweep, run(sweep)
+
+
+def test_a_sweep_of_two_trials_writes_its_answer(swept: tuple[SweepConfig, dict[str, Any]]) -> None:
+    sweep, summary = swept
+    output = Path(sweep.output)
+    assert read_json(output / "summary.json") == json.loads(json.dumps(summary))
+    assert [trial["state"] for trial in summary["trials"]] == ["finished", "finished"]
+    assert sorted(trial["choices"]["drafter.target_layers"] for trial in summary["trials"]) == [0, 1]
+    best = max(summary["trials"], key=lambda trial: trial["figures"]["objective"])
+    assert summary["winner"]["choices"] == best["choices"]
+    assert summary["training_tokens"] == sum(trial["training_tokens"] for trial in summary["trials"])
+    rows = pd.read_parquet(output / "sweep.parquet")
+    assert sorted(rows["step"]) == [LAST_STEP // 2, LAST_STEP // 2, LAST_STEP, LAST_STEP]
+    assert (rows["tau"] >= 1).all()
+    assert rows["lossless"].all()
+    assert (rows["objective"] == rows["speedup"]).all()
+    for name in ("drafter.json", "drafter.safetensors"):
+        assert (output / "best" / name).read_bytes() == (Path(best["folder"]) / name).read_bytes()
+
+
+def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(
+    swept: tuple[SweepConfig, dict[str, Any]], tmp_path: Path
+) -> None:
+    from moray.cluster.distil import distil
+
+    sweep, summary = swept
+    trial = summary["trials"][0]
+    config = sweep.trial(trial["choices"], str(tmp_path / "unbroken"))
+    config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": LAST_STEP})})
+    whole = load_file(distil(config) / "drafter.safetensors")
+    parts = load_file(Path(trial["folder"]) / "drafter.safetensors")
+    assert whole.keys() == parts.keys()
+    assert all(bool((whole[name] == parts[name]).all()) for name in whole)
+
+
+def test_a_complete_sweep_is_not_run_again(swept: tuple[SweepConfig, dict[str, Any]]) -> None:
+    from sweeps.run import is_complete
+
+    sweep, _ = swept
+    assert is_complete(sweep)
+    with pytest.raises(MismatchError, match="training_tokens"):
+        is_complete(sweep.model_copy(update={"training_tokens": 100}))
+
+
+def test_resumption_measures_nothing_again_and_trains_what_is_missing(
+    swept: tuple[SweepConfig, dict[str, Any]], tmp_path: Path
+) -> None:
+    from sweeps.run import is_complete
+
+    sweep, before = swept
+    again = sweep.model_copy(update={"output": str(tmp_path / "two")})
+    shutil.copytree(sweep.output, again.output)
+    lost, kept = (Path(again.output) / "trials" / Path(trial["folder"]).name for trial in before["trials"])
+    (Path(again.output) / "summary.json").unlink()  # as a kill in the middle of the first trial's last rung leaves it
+    rows = read_json(lost / "rungs.json")
+    (lost / "rungs.json").write_text(json.dumps(rows[:1]))
+    (lost / "trial.json").write_text(json.dumps(read_json(lost / "trial.json") | {"state": "running"}))
+    with pytest.raises(ConfigError, match="--resume"):
+        is_complete(again)
+    resumed = again.model_copy(update={"resume": True})
+    assert not is_complete(resumed)
+    untouched = {path: path.stat().st_mtime_ns for path in kept.rglob("*") if path.is_file()}
+    after = run(resumed)
+    assert {path: path.stat().st_mtime_ns for path in kept.rglob("*") if path.is_file()} == untouched
+    assert read_json(lost / "rungs.json")[0] == rows[0]
+    figures = [trial["figures"] for trial in after["trials"]]
+    assert [row["tau"] for row in figures] == [trial["figures"]["tau"] for trial in before["trials"]]
+
+
+def test_a_trial_that_diverges_is_reported_and_the_others_go_on(make_sweep: MakeSweep, tmp_path: Path) -> None:
+    space = {"optim.lr": [1e30, 0.02]}
+    summary = run(make_sweep(space=space, output=str(tmp_path / "sweep"), ladder={"rungs": 1, "reduction": 2}))
+    states = {trial["choices"]["optim.lr"]: trial for trial in summary["trials"]}
+    assert states[1e30]["state"] == "diverged"
+    assert "not finite" in states[1e30]["message"]
+    assert states[0.02]["state"] == "finished"
+    assert summary["winner"]["choices"] == {"optim.lr": 0.02}
+
+
+def test_what_cannot_work_is_refused_before_anything_starts(make_sweep: MakeSweep, tmp_path: Path) -> None:
+    output = tmp_path / "sweep"
+    misspelt = make_sweep(space={"drafter.target_layer": [0, 1]}, output=str(output))
+    with pytest.raises(ConfigError, match=r"'drafter\.target_layer'; did you mean 'drafter\.target_layers'"):
+        run(misspelt)
+    missing = make_sweep(space={"drafter.target_layers": [0, 3]}, output=str(output))
+    with pytest.raises(DataError, match=r"no column hidden\.-4"):
+        run(missing)
+    heads = make_sweep(space={"drafter.layer_self_attention.num_heads": [2, 7]}, output=str(output))
+    with pytest.raises(ConfigError, match="num_heads is 7"):
+        run(heads)
+    long = make_sweep(training_tokens=10**9, output=str(output))
+    with pytest.raises(DataError, match=r"raise train\.epochs"):
+        run(long)
+    assert not output.exists()
