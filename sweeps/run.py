@@ -13,13 +13,21 @@ from typing import Any
 from rich.console import Console
 
 from moray.cluster.claim import run_fingerprints
-from moray.distill.runs import begin_run, check_run
+from moray.distill.runs import check_run
 from moray.errors import ConfigError, DataError
-from moray.provenance import RUN_FILE, machine, read_json, sha256_of_files, versions, write_json_atomically
+from moray.provenance import (
+    RUN_FILE,
+    machine,
+    read_json,
+    sha256_of_files,
+    versions,
+    write_json_atomically,
+    write_run_yaml,
+)
 from sweeps.board import SweepBoard, follow_sweep
 from sweeps.check import check_sweep, concurrency
 from sweeps.configs import GridSearch, SweepConfig
-from sweeps.folders import trial_folder
+from sweeps.folders import trial_folder, trial_folders
 from sweeps.ladder import Rung
 from sweeps.measure import folder_key
 from sweeps.report import write_sweep
@@ -30,6 +38,8 @@ from sweeps.trial import measure_on_ray
 
 SUMMARY_FILE, _FINAL_FILE, _CLOCK_FILE = "summary.json", "final.json", "clock.json"
 _SEED = "train.seed"
+_MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
+"""Keys, and groups of keys, of a sweep that may differ when it goes on: other trials stand beside those it has."""
 
 
 def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
@@ -72,7 +82,7 @@ def is_complete(sweep: SweepConfig) -> bool:
     output = Path(sweep.output).absolute()
     if not (output / RUN_FILE).is_file():
         return False
-    check_run(output, _identity(sweep), _fingerprints(sweep))
+    check_run(output, _identity(sweep), _fingerprints(sweep), irrelevant=_MAY_DIFFER)
     if (output / SUMMARY_FILE).is_file() and _same_search(sweep, output):
         return True
     if not sweep.resume:
@@ -100,7 +110,9 @@ def _confirm(
     new = [choices for seeds in points.values() for choices in list(seeds.values())[1:]]
     if new:
         console.print(f"the best {len(best)} once more, from other seeds", highlight=False)
-        with follow_sweep(board, sweep.output, len(new), sweep.objective):
+        known = {folder.path for folder in trial_folders(sweep.output)}
+        total = len(known | {trial_folder(sweep.output, choices).path for choices in new})
+        with follow_sweep(board, sweep.output, total, sweep.objective):
             train_all(sweep, new, last, board, concurrent)
     folders = {
         name: {seed: trial_folder(sweep.output, choices) for seed, choices in seeds.items()}
@@ -170,13 +182,12 @@ def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], o
 
 def _claim(sweep: SweepConfig) -> None:
     output = Path(sweep.output).absolute()
-    (output / RUN_FILE).unlink(missing_ok=True)  # it was checked; what may differ is noted as it is now
     (output / SUMMARY_FILE).unlink(missing_ok=True)
-    begin_run(output, _identity(sweep), None, _fingerprints(sweep))
+    write_run_yaml(output, _identity(sweep), None, _fingerprints(sweep))  # what may differ is noted as it is now
 
 
 def _identity(sweep: SweepConfig) -> SweepConfig:
-    """A sweep without what may differ between it and its resumption."""
+    """A sweep without what decides how, and not what, it does."""
     return sweep.model_copy(update={"resume": False, "max_concurrent": None, "max_failures": 0})
 
 

@@ -7,16 +7,18 @@ search meets the same results in the same order of choices.
 import json
 import random
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
-from ray.tune.search import Searcher
+from ray.tune.search import ConcurrencyLimiter, Searcher
 from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch as RayOptunaSearch
 
+from moray.cluster.distil import free_workers
 from sweeps.configs import OptunaSearch, RandomSearch, SweepConfig
 from sweeps.folders import TrialFolder, trial_folder, trial_folders
 from sweeps.ladder import Rung
@@ -26,6 +28,7 @@ from sweeps.trial import run_trial
 _METRIC, _TIME = "objective", "rung_tokens"
 _TRIAL_CPUS = 0.01
 """Of the actor that only waits: Ray refuses 0."""
+_CLEAR_SECONDS = 10.0
 _GRID = "choices"
 """The one parameter of a search over a list: a whole combination, as JSON text."""
 
@@ -35,18 +38,26 @@ def search(sweep: SweepConfig, rungs: Sequence[Rung], board: Any, concurrent: in
     if sweep.search.type == "grid":
         points = list(grid(sweep.space))
         random.Random(0).shuffle(points)  # else a scheduler would meet one key's values one after the other
-        _tune(sweep, rungs, board, concurrent, *_listed(points))
+        _tune(sweep, rungs, board, concurrent, *_listed(points, concurrent))
     elif isinstance(sweep.search, RandomSearch):
-        generator = BasicVariantGenerator(random_state=sweep.search.seed)
+        generator = BasicVariantGenerator(max_concurrent=concurrent, random_state=sweep.search.seed)
         _tune(sweep, rungs, board, concurrent, _sampled(sweep), generator, sweep.search.num_trials)
     else:
-        _tune(sweep, rungs, board, concurrent, _sampled(sweep), _optuna(sweep, sweep.search), sweep.search.num_trials)
+        _tune(
+            sweep,
+            rungs,
+            board,
+            concurrent,
+            _sampled(sweep),
+            _optuna(sweep, sweep.search, concurrent),
+            sweep.search.num_trials,
+        )
 
 
 def train_all(sweep: SweepConfig, points: Sequence[Choices], last: Rung, board: Any, concurrent: int) -> None:
     """Train and measure these, on the last rung alone."""
     without_stops = sweep.model_copy(update={"ladder": sweep.ladder.model_copy(update={"stop": False})})
-    _tune(without_stops, [last], board, concurrent, *_listed(points))
+    _tune(without_stops, [last], board, concurrent, *_listed(points, concurrent))
 
 
 def _tune(
@@ -74,23 +85,29 @@ def _tune(
             search_alg=searcher,
             scheduler=_scheduler(sweep, rungs),
             num_samples=num_trials,
-            max_concurrent_trials=concurrent,
         ),
         run_config=tune.RunConfig(
             name="tune",
             storage_path=str(storage),
             verbose=0,
             failure_config=tune.FailureConfig(max_failures=sweep.max_failures),
-            callbacks=[_Notes(sweep.output)],
+            callbacks=[_Keeper(sweep.output)],
         ),
     ).fit()
 
 
-class _Notes(tune.Callback):
-    """Notes in a trial's folder what Tune alone knows: that it was stopped, or has failed for good."""
+class _Keeper(tune.Callback):
+    """Notes in a trial's folder what Tune alone knows: that it was stopped, or has failed for good. Gives back what
+    trials whose processes died had reserved, or others might wait for it for ever."""
 
     def __init__(self, output: str) -> None:
         self._output = output
+        self._cleared = 0.0
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if time.monotonic() - self._cleared > _CLEAR_SECONDS:
+            free_workers()
+            self._cleared = time.monotonic()
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._folder(trial).end("stopped")
@@ -114,9 +131,9 @@ def _scheduler(sweep: SweepConfig, rungs: Sequence[Rung]) -> TrialScheduler:
     )
 
 
-def _listed(points: Sequence[Choices]) -> tuple[dict[str, Any], BasicVariantGenerator, int]:
+def _listed(points: Sequence[Choices], concurrent: int) -> tuple[dict[str, Any], BasicVariantGenerator, int]:
     texts = [json.dumps(to_text(choices)) for choices in points]
-    return {_GRID: tune.grid_search(texts)}, BasicVariantGenerator(), 1
+    return {_GRID: tune.grid_search(texts)}, BasicVariantGenerator(max_concurrent=concurrent), 1
 
 
 def _texts(params: dict[str, Any]) -> dict[str, Any]:
@@ -136,13 +153,18 @@ def _sampled(sweep: SweepConfig) -> dict[str, Any]:
     return space
 
 
-def _optuna(sweep: SweepConfig, search: OptunaSearch) -> Searcher:
+def _optuna(sweep: SweepConfig, search: OptunaSearch, concurrent: int) -> Searcher:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=search.seed, n_startup_trials=search.num_random)
-    begun = [_as_drawn(folder, sweep) for folder in trial_folders(sweep.output)]
-    return RayOptunaSearch(metric=_METRIC, mode="max", sampler=sampler, points_to_evaluate=begun or None)
+    begun = [
+        _as_drawn(folder, sweep)
+        for folder in trial_folders(sweep.output)
+        if folder.record["choices"].keys() == sweep.space.keys()  # else it confirms a winner
+    ]
+    searcher = RayOptunaSearch(metric=_METRIC, mode="max", sampler=sampler, points_to_evaluate=begun or None)
+    return ConcurrencyLimiter(searcher, max_concurrent=concurrent)
 
 
 def _as_drawn(folder: TrialFolder, sweep: SweepConfig) -> dict[str, Any]:
