@@ -85,6 +85,11 @@ def bytes_per_token(columns: dict[str, dict[str, Any]]) -> int:
     return sum(codec_bytes(column["codec"], column["width"]) for column in columns.values())
 
 
+def shard_token_bytes(plan: dict[str, Any]) -> int:
+    """Bytes of a token with which the shards of a plan were cut: those of the columns that it began with."""
+    return int(plan.get("shard_token_bytes") or bytes_per_token(plan["columns"]))
+
+
 def codec_bytes(name: str, width: int) -> int:
     """Bytes that a codec spends on every token of `width` values."""
     return (width * _BITS[name] + 7) // 8 + (SCALE_BYTES if name in QUANTISED else 0)
