@@ -93,6 +93,11 @@ class Growth:
     """Bytes of the largest shard as it will be: so much more is taken for a while by each that is written."""
 
     @property
+    def tokens_left(self) -> int:
+        """Tokens that the target is yet to run over."""
+        return sum(info.tokens for info in self.shards.values())
+
+    @property
     def announcement(self) -> str:
         """One line on what is added."""
         left = len(self.shards)

@@ -92,7 +92,7 @@ def _extend_all(store: CacheStore, growth: Growth, wanted: Wanted, capture: Capt
         num_gpus=capture.gpus_per_target,
     )
     with progress_bar() as bar:
-        finished = growth.tokens - sum(info.tokens for info in growth.shards.values())
+        finished = growth.tokens - growth.tokens_left
         task = bar.add_task("add columns", total=growth.tokens, completed=finished, note="")
         for row in dataset.iter_rows():
             bar.update(task, advance=int(row["tokens"]))
