@@ -138,6 +138,7 @@ def test_added_columns_are_those_of_a_cache_made_with_all_at_once(
     _verify(cache, tiny_target)
 
 
+@pytest.mark.slow
 def test_quantised_columns_keep_their_channels_and_new_ones_are_found_as_at_first(
     make: Callable[..., Manifest], tiny_target: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +179,25 @@ def test_what_differs_in_anything_else_is_refused_and_nothing_is_touched(
         _cache(cache, tiny_target, fewer, **MANY)
     with pytest.raises(ConfigError, match=r"adding kv.00, hidden.-4 to .* takes about .* more, .*cache.max_bytes all"):
         make(cache, **MANY, max_bytes=sum(path.stat().st_size for path in cache.rglob("*.parquet")) + 10_000)
+    assert _times(cache) == times
+
+
+def test_plan_says_what_adding_columns_takes_and_writes_nothing(
+    cache: Path, tiny_target: Path, chats_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    from moray.activations.plan_report import Workers, print_plan
+
+    times, num_shards = _times(cache), len(read_manifest(CacheStore(str(cache))).shards)
+    target, chats = TargetConfig(model=str(tiny_target)), ChatsConfig(path=str(chats_file))
+    for changes, is_growth in ((MANY, True), (FEW, False), (MANY | {"max_length": 100}, False)):
+        config = CacheConfig(**(SETTINGS | changes))
+        print_plan(str(cache), target, chats, config, Workers(1, 1, need_gpu=False), Console(width=200))
+        told = capsys.readouterr().out
+        line = f"the cache that is there is kept and grows: adding kv.00, hidden.-4 to {num_shards} shards: "
+        assert (line in told) is is_growth
+        assert told.count("minutes") == 1
     assert _times(cache) == times
 
 
@@ -269,6 +289,7 @@ def _run_yaml(target: Path, chats: Path, output: Path) -> str:
     return run_yaml(validate(CacheActivationsConfig, values | {"output": str(output)}))
 
 
+@pytest.mark.slow
 def test_a_drafter_without_its_columns_is_told_the_command_that_adds_them_and_then_trains(
     few_columns: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:
