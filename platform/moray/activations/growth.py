@@ -21,17 +21,15 @@ from moray.activations.schema import (
     METADATA_KEY,
     CacheConfig,
     bytes_per_token,
-    hidden_column,
-    kv_column,
     shard_token_bytes,
 )
 from moray.activations.shard_info import ShardInfo
-from moray.activations.shards import listed
+from moray.activations.shards import listed, only_columns
 from moray.activations.store import CacheStore
 from moray.activations.threads import in_threads
 from moray.activations.ultrachat import ChatsConfig
 from moray.config import Config, flatten
-from moray.errors import ConfigError, DataError
+from moray.errors import ConfigError, DataError, UnreachableError
 from moray.targets.spec import TargetConfig
 
 ADDING_FILE = "adding.json"
@@ -168,7 +166,7 @@ def is_begun(store: CacheStore, plan: dict[str, Any], added: list[str]) -> bool:
 
 
 def _note(plan: dict[str, Any], added: list[str]) -> dict[str, Any]:
-    return {"added": added, "columns": plan["columns"]}
+    return {"added": added, "columns": plan["columns"], "cache": plan["cache"]}
 
 
 def end_growth(store: CacheStore, plan: dict[str, Any]) -> None:
@@ -199,6 +197,8 @@ def finish_replaced(store: CacheStore, shard: str | None = None) -> None:
             file = f"shards/{info.name}.parquet"
             if store.size(file) == info.bytes and store.sha256(file) == info.sha256:
                 store.commit(info)
+        except UnreachableError:
+            raise
         except (DataError, TypeError, FileNotFoundError) as error:
             print(f"'{note}' is of no use: {error}")
         store.delete(note)
@@ -227,34 +227,47 @@ def command_to_add(store: CacheStore, missing: Iterable[str]) -> str:
     It is the one that made the cache, by its run.yaml, with the depths and layers that are wanted then. Where another
     command called that one (as the demo does), it is put together from the settings that run.yaml holds.
     """
-    overrides = _overrides(store, list(missing))
+    taps = _taps(store, list(missing))
     try:
         record = yaml.safe_load(store.read_text("run.yaml"))
         argv, settings = [str(word) for word in record["argv"]], record["config"]
+        overrides = _overrides(taps, settings["cache"])
         if not argv[0].replace("/", ".").removesuffix(".py").endswith(_MODULE):
             argv = [_MODULE, *_words(settings)]
         if settings["output"] != store.uri:
             overrides = [f"output={store.uri}", *overrides]
-    except (DataError, yaml.YAMLError, KeyError, IndexError, TypeError, ValueError):
+    except (DataError, yaml.YAMLError, AttributeError, KeyError, IndexError, TypeError, ValueError):
+        overrides = _overrides(taps, store.read_plan()["cache"])
         return f"the command that made '{store.uri}', with {shlex.join(overrides)}"
     replaced = tuple(f"{word.partition('=')[0]}=" for word in overrides)
-    kept = [word for word in argv[1:] if not word.startswith(replaced)]
+    kept = [word for word in argv[1:] if not word.startswith(replaced)] if replaced else argv[1:]
     return shlex.join(["python", "-m", _MODULE, *kept, *overrides])
 
 
-def _overrides(store: CacheStore, missing: list[str]) -> list[str]:
+def _taps(store: CacheStore, missing: list[str]) -> dict[str, Any]:
+    """The settings that say which columns there are, so that the missing ones are among them: those with which these
+    are being added already, if they are."""
+    if store.exists(ADDING_FILE):
+        note = store.read_json(ADDING_FILE)
+        if set(missing) <= set(note["added"]):
+            return {key: note["cache"][key] for key in _COLUMN_KEYS if key in note["cache"]}
     cache = store.read_plan()["cache"]
+    numbers = only_columns(CacheConfig(), missing)
     depths, layers = list(cache["hidden_depths"]), cache["kv_layers"]
-    new_depths = [int(name.partition(".")[2]) for name in missing if name.startswith("hidden.")]
-    new_layers = [int(name.partition(".")[2]) for name in missing if name.startswith("kv.")]
-    assert not {*map(hidden_column, new_depths), *map(kv_column, new_layers)} ^ set(missing)
-    words = []
-    if any(depth not in depths for depth in new_depths):
-        depths += sorted({*new_depths} - {*depths}, reverse=True)
-        words.append(f"cache.hidden_depths=[{','.join(map(str, depths))}]")
-    if layers is not None and any(layer not in layers for layer in new_layers):
-        words.append(f"cache.kv_layers=[{','.join(map(str, sorted({*layers, *new_layers})))}]")
-    return words
+    depths += sorted({*numbers.hidden_depths} - {*depths}, reverse=True)
+    if layers is not None and not set(numbers.kv_layers or ()) <= set(layers):
+        layers = sorted({*layers, *(numbers.kv_layers or ())})
+    return {"hidden_depths": depths, "kv_layers": layers}
+
+
+def _overrides(taps: dict[str, Any], cache: dict[str, Any]) -> list[str]:
+    """What is to be typed where the settings were those of `cache`."""
+    differing = {key: value for key, value in taps.items() if value != cache.get(key)}
+    return [f"cache.{key}={_typed(value)}" for key, value in differing.items()]
+
+
+def _typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _words(settings: dict[str, Any]) -> list[str]:

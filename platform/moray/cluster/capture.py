@@ -71,7 +71,8 @@ def cache_activations(
             _prepare(store, wanted, planned, capture, goal)
             _run_target(store, target, cache, capture, planned)
         if added:
-            store.delete(LAYOUT_FILE)  # of the old columns
+            for name in (LAYOUT_FILE, "run.yaml"):  # of the old columns; who called this writes another record
+                store.delete(name)
             store.write_json("plan.json", grown_plan(store, wanted.plan()))
         manifest = write_manifest(store, counts)
         end_growth(store, wanted.plan())

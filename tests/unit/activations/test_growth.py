@@ -17,6 +17,7 @@ from moray.activations.collate import needed_columns
 from moray.activations.extend import ShardExtender
 from moray.activations.extract import ShardWriter, token_arrays
 from moray.activations.growth import (
+    begin_growth,
     check_growth_fits,
     columns_to_add,
     command_to_add,
@@ -229,7 +230,9 @@ ARGV = ["/here/pipelines/cache_activations.py", "target.yaml", "chats.path=my ch
 
 
 def _record(store: CacheStore, argv: list[str], **settings: Any) -> None:
-    defaults = {"target": {"model": "m"}, "chats": {"path": "c.jsonl"}, "output": store.uri, "cache": {}}
+    cache = FEW.model_dump(mode="json", include={"hidden_depths", "kv_layers", "kv_codec", "hidden_codec"})
+    defaults = {"target": {"model": "m"}, "chats": {"path": "c.jsonl"}, "output": store.uri}
+    settings["cache"] = cache | settings.get("cache", {})
     store.write_text("run.yaml", yaml.safe_dump({"argv": argv, "config": defaults | settings}))
 
 
@@ -243,6 +246,18 @@ def test_the_command_is_the_one_that_made_the_cache_with_all_columns(tmp_path: P
     told = "python -m pipelines.cache_activations target.yaml 'chats.path=my chats.jsonl' "
     assert command_to_add(store, missing) == told + wanted
     assert command_to_add(store, ["hidden.-3"]) == f"{told}'cache.kv_layers=[2]' 'cache.hidden_depths=[-1,-2,-3]'"
+    # What is being added already goes on as it was asked for.
+    codecs = {"hidden.-4": "int8"}
+    begun = _plan(target, MANY.model_copy(update={"column_codecs": codecs}))
+    begin_growth(store, begun, missing)
+    told_begun = (
+        "'cache.hidden_depths=[-4,-1,-2]' 'cache.kv_layers=[0,2]' 'cache.column_codecs={\"hidden.-4\":\"int8\"}'"
+    )
+    assert command_to_add(store, ["hidden.-4"]) == told + told_begun
+    store.write_json("plan.json", begun)  # a kill before the manifest is written
+    assert command_to_add(store, missing) == told + told_begun
+    store.write_json("plan.json", _plan(target, FEW))
+    store.delete("adding.json")
     _record(store, ARGV, output="elsewhere")
     assert command_to_add(store, missing) == f"{told}'output={store.uri}' {wanted}"
     # The demo calls the command by itself: then the settings are what there is.
@@ -268,4 +283,5 @@ def test_a_drafter_s_missing_columns_are_named_with_the_command(tmp_path: Path, 
     assert str(caught.value).endswith("'cache.hidden_depths=[-1,-2,-3]' 'cache.kv_layers=[1,2]'")
     assert "\n" not in str(caught.value)
     store.write_json("plan.json", json.loads(json.dumps(_plan(target, FEW.model_copy(update={"kv_layers": None})))))
-    assert "kv_layers" not in command_to_add(store, ["hidden.-3"]).replace("cache.kv_layers=[2]", "")
+    _record(store, ARGV[:-1], cache={"kv_layers": None})
+    assert command_to_add(store, ["hidden.-3"]).endswith("'chats.path=my chats.jsonl' 'cache.hidden_depths=[-1,-2,-3]'")
