@@ -9,6 +9,7 @@ this is: accept with p(x), else zero x and renormalise.
 A third rule, typical acceptance, is lossy and must be asked for by name.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import STREAM_RESIDUAL, STREAM_TEST, Sampler, gumbel
+from moray.trees.stack import stack_padded
 from moray.trees.tree import TokenTree
 
 
@@ -44,6 +46,39 @@ def accept(tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampl
     if sampler.params.rule == "typical":
         return accept_typical(tree, log_p, sampler, root_position)
     return accept_by_rejection(tree, log_p.exp(), sampler, root_position)
+
+
+def accept_rows(
+    trees: Sequence[TokenTree],
+    logits: Float[Tensor, "rows nodes vocab"],
+    samplers: Sequence[Sampler],
+    root_positions: Sequence[int],
+) -> list[Accepted]:
+    """`accept` for the trees of several sequences, all sampled with the same parameters.
+
+    By choice it waits for the device once for all of them, by another rule as often as each alone would.
+
+    Args:
+        trees: of any sizes.
+        logits: behind a smaller tree's nodes stands what is not looked at.
+        samplers: of each sequence.
+        root_positions: where each root is.
+    """
+    rows = list(zip(trees, logits, samplers, root_positions, strict=True))
+    params = samplers[0].params
+    if not is_by_choice(params):
+        return [accept(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows]
+    most = logits.shape[1]
+    if params.is_greedy:
+        choices = logits.argmax(dim=-1)
+    else:
+        choices = stack_padded(
+            [choose(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows], most
+        )
+    tokens = stack_padded([tree.tokens for tree in trees], most)
+    parents = stack_padded([tree.parents for tree in trees], most, -1)
+    host = torch.stack([tokens, parents, choices]).tolist()
+    return [walk(*sides) for sides in zip(*host, strict=True)]
 
 
 def is_by_choice(params: SamplingParams) -> bool:

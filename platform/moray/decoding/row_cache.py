@@ -107,7 +107,7 @@ class RowCache(Cache):
     def flat(
         self, rows: Int[Tensor, " some"], slots: Int[Tensor, "some new"], layers: Sequence[int]
     ) -> Float[Tensor, "some new layers width"]:
-        """Keys and values of slots as a tap, as `KVCache.flat` gives them: per token and layer, heads as [k_h ; v_h]."""
+        """Keys and values of slots as a tap (see `KVCache.flat`): per token and layer, heads as [k_h ; v_h]."""
         index = torch.tensor(layers, device=self._memory.device)[:, None, None]
         window = self._data[index, :, rows[:, None], :, slots]  # [layers, some, new, 2, kv_heads, head_dim]
         return window.permute(1, 2, 0, 4, 3, 5).flatten(3)
