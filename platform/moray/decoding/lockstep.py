@@ -1,7 +1,7 @@
 """Several sequences with a drafter, in lock step: one target pass per cycle verifies the trees of all of them.
 
-For measuring what speculation is worth at a given batch size. What an answer is does not depend on its neighbours, as in
-`continuous`, which is the same without a drafter. Drafts are made one sequence after the other, for a drafting
+For measuring what speculation is worth at a given batch size. What an answer is does not depend on its neighbours,
+as in `continuous`, which is the same without a drafter. Drafts are made one sequence after the other, for a drafting
 state belongs to one sequence; everything else is done for all rows at once.
 """
 
