@@ -77,6 +77,8 @@ class LockstepDecoder:
         self.target, self.drafter, self.shape = target, drafter, shape
         self.capacity, self.batch = capacity, batch
         width = -(-(capacity + shape.num_nodes + 1) // GRAIN) * GRAIN
+        self.num_passes = 0
+        """Verify passes made so far, over all generations."""
         self._cache = RowCache(target, batch * width)
         self._cache.arrange(width, 0, 0)
         self._slots = torch.arange(width, device=target.device)
@@ -159,6 +161,7 @@ class LockstepDecoder:
         with self._timed("verify"):
             output = self._verify(trees)
             logits = self.target.logits(output.last)
+            self.num_passes += 1
         with self._timed("accept"):
             begins = [sequence.length for sequence in running]
             results = accept_rows(trees, logits, [sequence.sampler for sequence in running], begins)

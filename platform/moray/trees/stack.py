@@ -43,7 +43,7 @@ def stack_trees(trees: Sequence[TokenTree]) -> TreeStack:
     )
 
 
-def stack_padded(rows: Sequence[Int[Tensor, " nodes"]], most: int, filler: int = 0) -> Int[Tensor, "rows most"]:
+def stack_padded(rows: Sequence[Int[Tensor, "_"]], most: int, filler: int = 0) -> Int[Tensor, "rows most"]:
     """Rows of at most `most` values, made equally long with `filler`."""
     return torch.stack([F.pad(row, (0, most - row.shape[0]), value=filler) for row in rows])
 
