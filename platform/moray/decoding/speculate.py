@@ -16,9 +16,9 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession, synchronise
 from moray.decoding.stats import Generation
-from moray.decoding.stop import Ending, StopStrings
+from moray.decoding.stop import Ending, StopStrings, longest_answer
 from moray.drafters.base import Drafter
-from moray.errors import ConfigError, DataError
+from moray.errors import ConfigError
 from moray.targets.model import Target
 from moray.trees.grow import root_alone
 from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape
@@ -66,7 +66,7 @@ class PlainDecoder:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
-        ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
+        ending = Ending(longest_answer(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         self._session.begin(TapNeeds())
         logits = self._session.prefill(prompt)
@@ -107,17 +107,9 @@ class SpeculativeDecoder:
         Raises:
             ConfigError: the shape does not go with the vocabulary, the drafter or the shared session.
         """
-        if shape.max_children > target.spec.vocab_size:
-            raise ConfigError(
-                f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
-                f"{target.spec.vocab_size} tokens"
-            )
         if isinstance(shape, AdaptiveShape):
             shape = shape.limited(drafter.max_depth)
-        if drafter.max_depth is not None and shape.depth > drafter.max_depth:
-            raise ConfigError(
-                f"tree '{shape.name}' is {shape.depth} levels deep; this drafter drafts at most {drafter.max_depth}"
-            )
+        check_shape(shape, drafter)
         if session is not None and (session.max_nodes <= shape.num_nodes or session.capacity > capacity):
             raise ConfigError(
                 f"the shared session is made for {session.capacity} tokens and trees of {session.max_nodes} nodes, "
@@ -151,7 +143,7 @@ class SpeculativeDecoder:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
-        ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
+        ending = Ending(longest_answer(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         self.drafter.reset(self._state)
         self._session.begin(self.drafter.observed)
@@ -248,8 +240,18 @@ class SpeculativeDecoder:
         self.drafter.extend(self._state, tokens, self.drafter.observe(taps), num_kept)
 
 
-def _limit(max_new_tokens: int, room: int) -> int:
-    """Most tokens to generate. That no room is left is for the prefill to report."""
-    if max_new_tokens < 1:
-        raise DataError(f"max_new_tokens is {max_new_tokens}; at least 1 is generated")
-    return min(max_new_tokens, room)
+def check_shape(shape: AnyShape, drafter: Drafter) -> None:
+    """Refuse trees that a drafter, or any drafter of its target, cannot draft.
+
+    Raises:
+        ConfigError: the shape does not go with the vocabulary or the drafter.
+    """
+    if shape.max_children > drafter.spec.vocab_size:
+        raise ConfigError(
+            f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
+            f"{drafter.spec.vocab_size} tokens"
+        )
+    if drafter.max_depth is not None and shape.depth > drafter.max_depth:
+        raise ConfigError(
+            f"tree '{shape.name}' is {shape.depth} levels deep; this drafter drafts at most {drafter.max_depth}"
+        )
