@@ -68,8 +68,12 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def moody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adaptive decoders measure costs that change at every look, so that every cycle has another depth."""
-    monkeypatch.setattr(speculate_module, "measure_costs", lambda *_: MoodyCosts())
+    """Decoders measure costs that change at every look, so that every cycle has another depth, and another effort."""
+
+    def measure_costs(verify, drafts, *_):
+        return {effort: MoodyCosts(place) for place, effort in enumerate(drafts)}
+
+    monkeypatch.setattr(speculate_module, "measure_costs", measure_costs)
     # Real seconds would correct them, and the depths would no longer be the same in every run.
     monkeypatch.setattr(TargetSession, "has_exact_phases", False)
 
