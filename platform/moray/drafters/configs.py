@@ -263,6 +263,17 @@ class NgramConfig(ReadyBase):
         return "moray.drafters.ngram", "Ngram"
 
 
+class TrainedConfig(Config):
+    """A trained drafter where more is to be said of it than its folder."""
+
+    type: Literal["trained"]
+    folder: str
+    effort: int | None = Field(default=None, ge=0)
+    """Which of its efforts to draft with, such as one N of several; None leaves the choice to decoding."""
+    name: str | None = Field(default=None, min_length=1)
+    """In tables; None for the folder's name. Needed to measure one drafter in two ways."""
+
+
 TrainableConfig = Annotated[
     MoAConfig | DynamicMoAConfig | EagleConfig | GlideConfig | MedusaConfig | IndependentConfig,
     Field(discriminator="type"),
@@ -270,7 +281,10 @@ TrainableConfig = Annotated[
 """What `pipelines.distill` trains."""
 
 ReadyConfig = Annotated[PretrainedConfig | NgramConfig, Field(discriminator="type")]
-"""What can be evaluated as it is."""
+"""What needs no training."""
+
+UsableConfig = Annotated[PretrainedConfig | NgramConfig | TrainedConfig, Field(discriminator="type")]
+"""What can be evaluated; a trained drafter of which nothing else is to be said is named by its folder alone."""
 
 DrafterConfig = Annotated[TrainableConfig | ReadyConfig, Field(discriminator="type")]
 """The tagged union of all drafters."""
