@@ -120,7 +120,7 @@ def four_tokens(tmp_path_factory) -> TinyTarget:
         vocab_size=4,
         hidden_size=16,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,

@@ -22,6 +22,12 @@ CONFIGS = {
         "self_attention": _SMALL,
         "cross_attention": _SMALL,
     },
+    "dynamic-moa": {
+        "target_layers": (0, 1),
+        "layer_self_attention": {"num_heads": 1, "num_kv_heads": 1, "intermediate_size": 16},
+        "self_attention": _SMALL,
+        "cross_attention": _SMALL,
+    },
     "eagle": {"layer": _SMALL},
     "glide": {"layer": _SMALL, "num_cross_heads": 2},
     "medusa": {"num_heads": 2, "draft_vocab_size": 3},

@@ -4,7 +4,7 @@
 
 refusals(e): of the levels that e's drafts reached, the share refused; over some 200 cycles, for it compares efforts.
 lately(k): how many refusals there were at level k of those to be expected; over some 30 cycles, whatever drafted them,
-so that all efforts follow the text together. An effort is judged with the benefit of the doubt, so that one not tried
+so that all efforts follow the text together. With the benefit of the doubt, efforts are compared so that one not tried
 for long is tried again: discounted UCB (arXiv 0805.3415), here on refusals.
 
 This module refuses to know what drafts cost.
@@ -18,7 +18,11 @@ PRIOR_WEIGHT = 2.0
 """What is believed of a level before it was tried, and of a level not tried for long: so that it is tried again."""
 _PRIOR_REFUSALS = 0.3
 _FORGET_EFFORT = 0.995
-_DOUBT = 0.7
+"""As `FORGET`, of what compares efforts: their differences are smaller than the noise of 30 cycles, and last longer."""
+_EFFORT_WEIGHT = 20.0
+"""Levels that all efforts together count for, against an effort's own: some four drafts of it."""
+_DOUBT = 0.5
+"""Of an effort that little is known of, refusals are believed to be so much smaller."""
 
 
 class _Effort:
@@ -40,10 +44,12 @@ class Acceptance:
         self._expected = [0.0] * num_levels
         self._refused = [0.0] * num_levels
 
-    def rates(self, effort: int) -> list[float]:
-        """P(level k is accepted | level k - 1 was), in good hope; a level without evidence is believed to be like the
-        one before."""
-        refusals = self._refusals(effort) * (1.0 - self._doubt(effort))
+    def rates(self, effort: int, *, in_doubt: bool = False) -> list[float]:
+        """P(level k is accepted | level k - 1 was); a level without evidence is believed to be like the one before.
+
+        `in_doubt` gives an effort the benefit of the doubt: the less is known of it the more.
+        """
+        refusals = self._refusals(effort) * (1.0 - (self._doubt(effort) if in_doubt else 0.0))
         return [max(0.0, 1.0 - refusals * ratio) for ratio in self._lately()]
 
     def record(self, effort: int, num_levels: int, num_accepted: int) -> None:
@@ -64,12 +70,11 @@ class Acceptance:
         """Of its levels reached, the share refused; believed to be as with all efforts where little is known."""
         if len(self._efforts) == 1:  # nothing to compare: how it fares is said by what happened lately
             return _PRIOR_REFUSALS
-        known = self._efforts[effort]
-        return _share(known.refused, known.reached, _share(*self._totals(), _PRIOR_REFUSALS))
-
-    def _totals(self) -> tuple[float, float]:
-        efforts = self._efforts.values()
-        return sum(each.refused for each in efforts), sum(each.reached for each in efforts)
+        of_all = (sum(each.refused for each in self._efforts.values()) + PRIOR_WEIGHT * _PRIOR_REFUSALS) / (
+            sum(each.reached for each in self._efforts.values()) + PRIOR_WEIGHT
+        )
+        own = self._efforts[effort]
+        return (own.refused + _EFFORT_WEIGHT * of_all) / (own.reached + _EFFORT_WEIGHT)
 
     def _doubt(self, effort: int) -> float:
         """How much smaller its refusals may really be: of counts of n, the standard error is 1 / sqrt(n)."""
@@ -82,7 +87,3 @@ class Acceptance:
             belief = (refused + weight * belief) / (expected + weight)
             ratios.append(belief)
         return ratios
-
-
-def _share(part: float, whole: float, belief: float) -> float:
-    return (part + PRIOR_WEIGHT * belief) / (whole + PRIOR_WEIGHT)

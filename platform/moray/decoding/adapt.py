@@ -56,6 +56,7 @@ class DraftPlanner:
         self._is_adaptive = isinstance(shape, AdaptiveShape)
         self._shapes = drafted_shapes(shape)
         self._verify, self._draft = _Correction(), _Correction()
+        self._draft_of = {effort: _Correction() for effort in costs}
         self._rest = 0.0
         self._acceptance = Acceptance(shape.depth, list(costs))
         self._promised = self._kept = 0.0
@@ -67,25 +68,34 @@ class DraftPlanner:
 
     def next_shape(self) -> GrowableShape | None:
         """The shape to draft now, with `effort`; None for no draft."""
-        self.effort = next(iter(self._costs))
-        best_depth, best_rate = 0, 1.0 / self._seconds(0, 0, self.effort) if self._is_adaptive else 0.0
-        for effort in self._costs:
-            expected, survival = 1.0, 1.0
-            for depth, rate in enumerate(self._acceptance.rates(effort), start=1):
-                survival *= rate
-                expected += survival
-                if depth in self._shapes:
-                    per_second = expected / self._seconds(self._expected_nodes(depth), depth, effort)
-                    if per_second > best_rate:
-                        best_depth, best_rate, self.effort = depth, per_second, effort
-        self._num_levels, self._num_nodes = best_depth, 0
+        hopes = {effort: max(self._promises(effort, in_doubt=True).values()) for effort in self._costs}
+        self.effort = max(hopes, key=lambda effort: hopes[effort])  # of equals the first, which is the cheapest
+        self._num_levels, self._num_nodes = 0, 0
         self._sum_of_probabilities = 0.0
-        return self._shapes[best_depth] if best_depth else None
+        if self._is_adaptive and hopes[self.effort] <= 1.0 / self._seconds(0, 0, self.effort):
+            return None
+        promises = self._promises(self.effort)
+        self._num_levels = max(promises, key=lambda depth: promises[depth])
+        return self._shapes[self._num_levels]
+
+    def _promises(self, effort: int, *, in_doubt: bool = False) -> dict[int, float]:
+        """Tokens per second of every draft, by depth."""
+        promises, expected, survival = {}, 1.0, 1.0
+        for depth, rate in enumerate(self._acceptance.rates(effort, in_doubt=in_doubt), start=1):
+            survival *= rate
+            expected += survival
+            if depth in self._shapes:
+                promises[depth] = expected / self._seconds(self._expected_nodes(depth), depth, effort)
+        return promises
 
     def _seconds(self, num_nodes: int, num_levels: int, effort: int) -> float:
         """A cycle that drafts so many levels and verifies so many nodes below the root."""
         verify = self._costs[effort].verify_seconds(num_nodes + 1) * self._verify.factor
-        return verify + self._costs[effort].draft_seconds(num_levels) * self._draft.factor + self._rest
+        return verify + self._draft_seconds(num_levels, effort) * self._draft_of[effort].factor + self._rest
+
+    def _draft_seconds(self, num_levels: int, effort: int) -> float:
+        """What was measured, as far as cycles of any effort have corrected it."""
+        return self._costs[effort].draft_seconds(num_levels) * self._draft.factor
 
     def budget(self, log_probs: list[float]) -> int:
         """How many of a tree's best nodes to verify (see `trees.grow.Budget`).
@@ -111,10 +121,14 @@ class DraftPlanner:
         stands.
         """
         self._verify.record(self._costs[self.effort].verify_seconds(num_nodes + 1), verify)
+        others = dict(self._draft_of)
         if self._num_levels:
             self._draft.record(self._costs[self.effort].draft_seconds(self._num_levels), draft)
+            others.pop(self.effort).record(self._draft_seconds(self._num_levels, self.effort), draft)
         else:
             self._draft.forget()
+        for own in others.values():
+            own.forget()
         self._rest += (rest - self._rest) / _COST_WEIGHT
 
     def record(self, num_levels: int, num_accepted: int) -> None:
