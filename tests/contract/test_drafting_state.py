@@ -120,7 +120,7 @@ def test_what_was_drafted_and_accepted_is_as_if_it_had_been_read(drafter, batch,
 
 @pytest.mark.parametrize("name", SEVERAL_EFFORTS)
 def test_a_state_may_change_its_effort_in_every_cycle(tiny, name):
-    """Cycles of a chain along the true text, each with another effort: each drafts as a state that never had another."""
+    """Cycles of a chain along the true text, each with another effort, draft as states that never had another."""
     target = tiny("llama")
     drafter = build(target, VARIANTS[name])
     batch = batch_of(target.target, [target.prompt(0, 24)], 6, drafter.needs)

@@ -1,9 +1,9 @@
-"""How much to draft next, and how hard to try: the depth, number of nodes and effort that promise most tokens per second.
+"""How much to draft next, and how hard to try: depth, nodes and effort that promise most tokens per second.
 
 Knows two things: what a cycle costs on this machine (`Costs`, measured once, corrected by the cycles since), and how
-often drafts have been accepted lately (`Acceptance`). The best maximise E[tokens] / (verify + draft + rest), and are no
-draft at all where drafting would be a loss. It looks at past cycles, and at the scores of deterministic proposals, never
-at sampled tokens: so the choice cannot bend the output's distribution.
+often drafts have been accepted lately (`Acceptance`). The best choice maximises E[tokens] / (verify + draft + rest),
+and is no draft at all where drafting would be a loss. It looks at past cycles, and at the scores of deterministic
+proposals, never at sampled tokens: so the choice cannot bend the output's distribution.
 """
 
 import math

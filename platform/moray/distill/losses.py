@@ -37,9 +37,9 @@ def distillation_loss(
 ) -> LossSums:
     """Feature loss (Smooth L1), KL and probability of rejection at the given positions (MoA, section 3.4, table 6).
 
-    Depths share the feature weight as they say themselves (see `Feature.weight`). A position that nothing is predicted at from an
-    earlier one (start(i) = i) does not count: it never occurs while decoding. Nothing over hidden size or vocabulary
-    is made but of positions that count.
+    Depths share the feature weight as they say themselves (see `Feature.weight`). A position that nothing is predicted
+    at from an earlier one (start(i) = i) does not count: it never occurs while decoding. Nothing over hidden size or
+    vocabulary is made but of positions that count.
 
     Without figures, what only people read is left out, and zero: accuracies, and rejection unless it is trained.
     """
@@ -52,7 +52,7 @@ def distillation_loss(
         wanted = real if depth == -1 else batch.taps.hidden[depth][rows, columns]
         guess = predicted[rows, columns].to(feature.dtype)
         difference = F.smooth_l1_loss(guess / scale, wanted.to(feature.dtype) / scale, reduction="none")
-        share = weight if isinstance(weight, float) else weight[rows]
+        share = weight[rows] if isinstance(weight, Tensor) else weight
         feature = feature + (difference.mean(dim=-1) * share).sum()
     tokens = token_losses(output.predictions, real, rows, columns, drafter, weights, with_figures)
     return LossSums(

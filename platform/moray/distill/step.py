@@ -129,9 +129,7 @@ def num_rounds(num_lanes: int) -> int:
 def _view(parallel: Parallel, batch: LaneBatch, place: UpdatePlace) -> DraftView:
     generator = torch.Generator().manual_seed(mix_seed(place.seed, place.step, batch.lane))
     config = parallel.drafter.config
-    return draw_view(
-        batch.text, config.verified_period, place.staircase_probability, generator, efforts=config.efforts
-    )
+    return draw_view(batch.text, config.verified_period, place.staircase_probability, generator, efforts=config.efforts)
 
 
 def _num_positions(batch: LaneBatch, view: DraftView) -> int:

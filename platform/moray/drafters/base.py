@@ -147,7 +147,9 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """
         if effort not in self.config.efforts:
             known = ", ".join(map(str, self.config.efforts))
-            raise ConfigError(f"effort is {effort}, but this drafter drafts with {known} target layers: give one of those")
+            raise ConfigError(
+                f"effort is {effort}, but this drafter drafts with {known} target layers: give one of those"
+            )
         self.efforts = (effort,)
 
     @abstractmethod

@@ -5,8 +5,8 @@ change while decoding is left to future work there).
     one N     x + shift[N] --CA over memory--> * gain[N] --> hidden[-1-N] in units of its rms --last N target layers-->
 
 Training draws N per sequence. What a drafting state holds depends on no N, so each cycle may have another one at no
-cost. Of its own an N has 2 E numbers: `shift` tells cross-attention which depth to predict, `gain` weighs the directions
-of the residual stream, which all depths share, as that depth does.
+cost. Of its own an N has 2 E numbers: `shift` tells cross-attention which depth to predict, `gain` weighs the
+directions of the residual stream, which all depths share, as that depth does.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from moray.targets.head import TargetHead
 
 
 class DynamicMoA(MoA):
-    """One drafter whose effort is N; rows of `shift`, `gain` and `feature_scale` go by its place in `config.efforts`."""
+    """One drafter whose effort is N; rows of `shift`, `gain`, `feature_scale` go by its place in `config.efforts`."""
 
     def __init__(self, config: DynamicMoAConfig, head: TargetHead) -> None:
         super().__init__(config, head)

@@ -379,3 +379,89 @@ def test_many_nodes_kept_make_depth_dear():
         shape = adapter.next_shape()
         depths.append(shape.depth if shape else 0)
     assert depths[0] > depths[1]
+
+
+# --- Efforts ---
+
+
+def efforts_at(*per_level: float) -> dict[int, Costs]:
+    """Costs of efforts 0, 1, ... by what a level takes, of a pass of 1."""
+    return {
+        effort: Costs([(1, 1.0), (64, 1.3)], [(1, seconds), (8, 8 * seconds)])
+        for effort, seconds in enumerate(per_level)
+    }
+
+
+def share_of(effort: int, planner: DraftPlanner, refusals: list[float], cycles: int = 300, seed: int = 0) -> float:
+    """Of all cycles, those that draft with this effort, if so many of each effort's levels are refused."""
+    generator = random.Random(seed)
+    used = 0
+    for _ in range(cycles):
+        shape = planner.next_shape()
+        depth, accepted = shape.depth if shape else 0, 0
+        while accepted < depth and generator.random() > refusals[planner.effort]:
+            accepted += 1
+        used += bool(depth) and planner.effort == effort
+        planner.record(depth, accepted)
+    return used / cycles
+
+
+CHAINS = [CHAIN, ChainShape(type="chain", depth=5)]
+
+
+@pytest.mark.parametrize("shape", CHAINS, ids=lambda shape: shape.name)
+def test_the_effort_of_most_tokens_per_second_is_found(shape):
+    equal = [0.2, 0.19, 0.18]
+    assert share_of(0, DraftPlanner(shape, efforts_at(0.05, 0.15, 0.3)), equal) > 0.9, "dearer for nothing"
+    better = [0.35, 0.2, 0.05]
+    assert share_of(2, DraftPlanner(shape, efforts_at(0.05, 0.06, 0.07)), better) > 0.75, "better for little"
+    assert share_of(1, DraftPlanner(shape, efforts_at(0.05, 0.06, 0.4)), [0.4, 0.1, 0.09]) > 0.75, "the one between"
+
+
+@pytest.mark.parametrize("shape", CHAINS, ids=lambda shape: shape.name)
+def test_an_effort_that_has_become_better_is_found_again(shape):
+    planner = DraftPlanner(shape, efforts_at(0.05, 0.07))
+    assert share_of(0, planner, [0.1, 0.4]) > 0.8
+    share_of(1, planner, [0.5, 0.1], cycles=150, seed=1)
+    assert share_of(1, planner, [0.5, 0.1], cycles=100, seed=2) > 0.5
+
+
+def test_a_fixed_shape_is_always_drafted():
+    tree = DynamicShape(type="dynamic", depth=3, breadth=2, nodes=6)
+    planner = DraftPlanner(tree, efforts_at(0.9, 5.0))
+    for _ in range(50):
+        assert planner.next_shape() is tree
+        planner.record(3, 0)
+    assert planner.effort == 0
+
+
+def test_of_several_efforts_none_is_drafted_with_where_all_are_a_loss():
+    planner = DraftPlanner(CHAIN, efforts_at(3.0, 4.0))
+    assert planner.next_shape() is None
+    assert planner.effort == 0
+
+
+def test_the_same_past_gives_the_same_choice():
+    def choices() -> list[tuple[int, int]]:
+        planner, made = DraftPlanner(CHAIN, efforts_at(0.05, 0.08, 0.1)), []
+        for cycle in range(100):
+            shape = planner.next_shape()
+            depth = shape.depth if shape else 0
+            planner.record_seconds(depth, 1.0 + 0.01 * (cycle % 7), 0.06 * depth)
+            planner.record(depth, min(depth, cycle * 7 % 5))
+            made.append((planner.effort, depth))
+        return made
+
+    assert choices() == choices()
+    assert len({effort for effort, _ in choices()}) >= 2
+
+
+def test_an_effort_that_takes_longer_than_was_measured_is_corrected_alone():
+    """Effort 1 really takes thrice as long; effort 0 is believed to take what it takes."""
+    planner, depth = DraftPlanner(ChainShape(type="chain", depth=5), efforts_at(0.1, 0.1)), 5
+    for cycle in range(120):
+        planner.next_shape()
+        planner.effort = cycle % 2  # both in turn
+        planner.record_seconds(depth, 1.02, (0.5, 1.5)[planner.effort])
+    taken = [planner._seconds(depth, depth, effort) - planner._seconds(depth, 0, effort) for effort in (0, 1)]
+    assert taken == pytest.approx([0.5, 1.5], rel=0.3)
