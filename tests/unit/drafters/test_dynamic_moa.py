@@ -1,4 +1,4 @@
-"""MoA for several N: but for its shift and gain, each is the function of a MoA of that N alone."""
+"""MoA for several N: but for its shift and map, each is the function of a MoA of that N alone."""
 
 import pytest
 import torch
@@ -48,19 +48,19 @@ def test_it_reads_every_depth_that_it_predicts(drafter):
     assert drafter.observed.hidden_depths == ()
 
 
-def test_of_its_own_an_n_has_a_shift_and_a_gain(tiny, drafter):
-    alone = build(tiny, VARIANTS["moa-2"])
-    assert drafter.num_parameters - alone.num_parameters == len(EFFORTS) * 2 * drafter.spec.hidden_size
+def test_of_its_own_an_n_has_a_shift_and_a_map(tiny, drafter):
+    alone, width = build(tiny, VARIANTS["moa-2"]), drafter.spec.hidden_size
+    assert drafter.num_parameters - alone.num_parameters == len(EFFORTS) * width * (width + 1)
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_an_n_without_shift_and_gain_is_moa_of_that_n(tiny, drafter, batch, effort):
+def test_an_n_without_shift_and_map_is_moa_of_that_n(tiny, drafter, batch, effort):
     with torch.no_grad():
         drafter.shift.zero_()
-        drafter.gain.fill_(1.0)
+        drafter.to_depth.copy_(torch.eye(drafter.spec.hidden_size))
     alone = build(tiny, VARIANTS[f"moa-{effort}"])
-    own = {name: tensor for name, tensor in drafter.state_dict().items() if name not in ("shift", "gain")}
-    alone.load_state_dict(own | {"feature_scale": drafter.feature_scale[effort, 0, 0]})
+    own = {name: tensor for name, tensor in drafter.state_dict().items() if name not in ("shift", "to_depth")}
+    alone.load_state_dict(own | {"feature_scale": drafter.feature_scale[effort]})
     weights, positions = LossConfig(feature=0.7, kl=0.3), loss_positions(batch)
     with torch.no_grad():
         ours, theirs = (each(batch, view_of(batch, (effort,) * 3)) for each in (drafter, alone))
