@@ -7,6 +7,7 @@ Most of a grid over keys of trees comes to nothing, or to the same tree again: i
 refuses to know who searches, and what is measured. It imports neither torch nor ray.
 """
 
+import hashlib
 import json
 import random
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from moray.explain import one_line
-from moray.trees.shapes import AdaptiveShape, AnyShape, DynamicShape, Shape
+from moray.trees.shapes import AdaptiveShape, AnyShape, DynamicShape, Shape, SparseShape
 from sweeps.spaces import Choices, Range, Space, grid
 
 KEYS = ("tree", "tree.type", "tree.depth", "tree.breadth", "tree.nodes", "draft_vocab_size")
@@ -70,9 +71,12 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """For people; another one for another combination."""
+        tree = self.tree.name
+        if isinstance(self.tree, SparseShape):  # whose name tells no more than its nodes
+            tree += f"-{hashlib.sha256(str(self.tree.paths).encode()).hexdigest()[:6]}"
         tokens = "" if self.draft_vocab_size is None else f", {self.draft_vocab_size} tokens"
-        return f"{self.drafter}, {self.tree.name}{tokens}"
+        return f"{self.drafter}, {tree}{tokens}"
 
 
 @dataclass

@@ -1,0 +1,58 @@
+"""A searcher that proposes only what can be tried, and nothing twice."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ray.tune.search import Searcher
+
+Verdict = Literal["new", "again", "unfit"]
+
+_MOST_ASKED = 200
+
+
+class DistinctSearcher(Searcher):
+    """Asks another searcher until it proposes something new: of what is unfit it is told so, which keeps it from there;
+    of what comes again it is told nothing. Ends the search when nothing new comes any more."""
+
+    def __init__(self, inner: Searcher, judge: Callable[[dict[str, Any]], Verdict]) -> None:
+        """
+        Args:
+            inner: who knows what is promising.
+            judge: judge(proposal); it may count.
+        """
+        super().__init__(metric=inner.metric, mode=inner.mode)
+        self._inner, self._judge = inner, judge
+        self._names: dict[str, str] = {}
+        self._num_asked = 0
+
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict, **spec: Any) -> bool:
+        """Hand the space on."""
+        return self._inner.set_search_properties(metric, mode, config, **spec)
+
+    def suggest(self, trial_id: str) -> Any:
+        """Something new, or the word that there is nothing."""
+        for _ in range(_MOST_ASKED):
+            name, self._num_asked = f"{trial_id}-{self._num_asked}", self._num_asked + 1
+            proposal = self._inner.suggest(name)
+            if not isinstance(proposal, dict):
+                return proposal
+            verdict = self._judge(proposal)
+            if verdict == "new":
+                self._names[trial_id] = name
+                return proposal
+            self._inner.on_trial_complete(name, error=verdict == "again")
+        return Searcher.FINISHED
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Hand it on."""
+        self._inner.on_trial_result(self._names[trial_id], result)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Hand it on."""
+        self._inner.on_trial_complete(self._names[trial_id], result, error)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: what was tried lies in folders."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing, too."""
