@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,7 +28,10 @@ BUILT = {"chain": ("depth",), "dynamic": ("depth", "breadth", "nodes"), "adaptiv
 """Types of tree that `tree.type` builds, and the keys that each reads."""
 
 _SHAPE: TypeAdapter[AnyShape] = TypeAdapter(Shape)
-_DRAWS_PER_TRIAL = 200
+_MOST_DRAWS = 500
+
+
+Verdict = Literal["new", "again", "unfit"]
 
 
 class UnfitError(Exception):
@@ -87,17 +90,18 @@ class Listing:
     left_out: Counter[str] = field(default_factory=Counter)
     """How many, by reason."""
 
-    def add(self, choices: Choices, limits: Limits) -> None:
+    def add(self, choices: Choices, limits: Limits) -> Verdict:
         """Combine, and keep or count."""
         try:
             found = combine(choices, limits)
         except UnfitError as error:
             self.left_out[str(error)] += 1
-            return
+            return "unfit"
         if found in self.combinations:
             self.left_out[_same_again(choices)] += 1
-        else:
-            self.combinations.append(found)
+            return "again"
+        self.combinations.append(found)
+        return "new"
 
     def why(self) -> str:
         """The reasons, most frequent first."""
@@ -143,11 +147,18 @@ def listed(space: Space, limits: Limits) -> Listing:
 def drawn(space: Space, limits: Limits, count: int, seed: int) -> Listing:
     """So many different combinations at random, or fewer if there are no more."""
     rng, found = random.Random(seed), Listing()
-    for _ in range(_DRAWS_PER_TRIAL * count):
-        found.add({key: _draw(dimension, rng) for key, dimension in space.items()}, limits)
-        if len(found.combinations) == count:
-            break
+    while len(found.combinations) < count and draw_another(space, limits, found, rng) is not None:
+        pass
     return found
+
+
+def draw_another(space: Space, limits: Limits, known: Listing, rng: random.Random) -> dict[str, Any] | None:
+    """Draw until something comes that is not known, and add it; None if nothing does."""
+    for _ in range(_MOST_DRAWS):
+        choices = {key: _draw(dimension, rng) for key, dimension in space.items()}
+        if known.add(choices, limits) == "new":
+            return choices
+    return None
 
 
 def _same_again(choices: Choices) -> str:

@@ -8,6 +8,9 @@ from rich.table import Table
 
 from moray.bench.wording import number
 
+_COLUMNS = ("speed-up", "tau", "tok/s", "draft", "verify")
+"""The last two: cost of a draft step and of a target pass over a tree, in steps of plain decoding."""
+
 
 def print_decoding(summary: dict[str, Any], console: Console) -> None:
     """Print each drafter's trials, best first, its finalists, and the winner."""
@@ -29,13 +32,13 @@ def print_decoding(summary: dict[str, Any], console: Console) -> None:
 def _print_trials(title: str, trials: list[dict[str, Any]], console: Console) -> None:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("way to decode", overflow="fold")
-    for column in ("state", "questions", "speed-up", "tau", "tok/s", "draft cost", "verify cost"):
+    for column in ("state", "questions", *_COLUMNS):
         table.add_column(column, justify="right")
     by_rung = sorted(trials, key=lambda one: (-one["figures"].get("rung", -1), -one["figures"].get("objective", 0)))
     for trial in by_rung:
         figures = trial["figures"]
         table.add_row(
-            trial["name"], trial["state"], str(figures.get("rung_questions", "")), *_cells(figures),
+            _short(trial["name"]), trial["state"], str(figures.get("rung_questions", "")), *_cells(figures),
         )  # fmt: skip
     console.print(table)
     for trial in trials:
@@ -46,13 +49,12 @@ def _print_trials(title: str, trials: list[dict[str, Any]], console: Console) ->
 def _print_answer(drafter: str, answer: dict[str, Any], summary: dict[str, Any], console: Console) -> None:
     table = Table(title=f"{drafter}: side by side", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("way to decode", overflow="fold")
-    for column in ("questions", "95 %", "speed-up", "tau", "tok/s", "draft cost", "verify cost"):
+    for column in (f"{summary['objective']}, 95 %", *_COLUMNS):
         table.add_column(column, justify="right")
     for row in answer["finalists"]:
         low, high = row["spread"] or (None, None)
         table.add_row(
-            row["name"], str(row["figures"]["num_prompts"]), f"{number(low, 2)}-{number(high, 2)}",
-            *_cells(row["figures"]),
+            _short(row["name"]), f"{number(low, 3)}-{number(high, 3)}", *_cells(row["figures"]),
         )  # fmt: skip
     console.print(table)
     sure = "" if answer["stays_ahead"] is None else f", ahead in {answer['stays_ahead']:.0%} of resamples of prompts"
@@ -62,8 +64,13 @@ def _print_answer(drafter: str, answer: dict[str, Any], summary: dict[str, Any],
     )  # fmt: skip
 
 
+def _short(name: str) -> str:
+    """Of a combination, without its drafter: the title says it."""
+    return name.partition(", ")[2]
+
+
 def _cells(figures: dict[str, Any]) -> list[str]:
     return [
-        number(figures.get("speedup"), 2), number(figures.get("tau"), 2), number(figures.get("tokens_per_second"), 0),
-        number(figures.get("draft_cost"), 3), number(figures.get("verify_cost"), 2),
+        number(figures.get("speedup"), 3), number(figures.get("tau"), 3), number(figures.get("tokens_per_second"), 3),
+        number(figures.get("draft_cost"), 2), number(figures.get("verify_cost"), 3),
     ]  # fmt: skip

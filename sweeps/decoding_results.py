@@ -21,7 +21,7 @@ from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 from sweeps.combinations import Combination
 from sweeps.decoding_configs import TuneDecodingConfig
-from sweeps.results import Finalist, Trial, best_trials, how_sure, read_trials
+from sweeps.results import Finalist, Trial, how_sure, read_trials
 
 _COMMAND = "python -m pipelines.evaluate TARGET.yaml EVALUATION.yaml {path}"
 
@@ -32,12 +32,21 @@ def read_shapes(output: str) -> list[Trial]:
 
 
 def finalists_of(sweep: TuneDecodingConfig, trials: Sequence[Trial]) -> list[Trial]:
-    """The best few of every drafter."""
-    return [
-        trial
-        for name in sweep.folders
-        for trial in best_trials([one for one in trials if one.choices["drafter"] == name], sweep.confirm.finalists)
-    ]
+    """The best few of every drafter: those that came furthest, and of these those with the highest objective. One that
+    was stopped may be among them, for all are asked all questions again; one whose text was not the target's is not."""
+    found = []
+    for name in sweep.folders:
+        able = [
+            one
+            for one in trials
+            if one.choices["drafter"] == name
+            and one.state in ("finished", "stopped")
+            and one.rows
+            and one.last["lossless"] is not False
+        ]
+        able.sort(key=lambda one: (-one.last["rung"], -one.last["objective"]))
+        found += able[: sweep.confirm.finalists]
+    return found
 
 
 def answers_by_drafter(

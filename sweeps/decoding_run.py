@@ -17,18 +17,18 @@ from moray.errors import ConfigError, DataError
 from moray.provenance import machine, versions
 from sweeps.board import SweepBoard, follow_sweep
 from sweeps.claim import claim_sweep, is_done, running_clock, seconds_run
-from sweeps.combinations import Combination, Limits, Listing, UnfitError, combine, drawn, listed
+from sweeps.combinations import Combination, Limits, Listing, combine, draw_another, drawn, listed
 from sweeps.configs import OptunaSearch, RandomSearch
 from sweeps.decoding_check import concurrency, fingerprints, limits_of, num_questions, sizes_of
 from sweeps.decoding_configs import TuneDecodingConfig
 from sweeps.decoding_results import answers_by_drafter, between_drafters, finalists_of, read_shapes, write_best
 from sweeps.decoding_trial import measure_together, run_shape
-from sweeps.distinct import DistinctSearcher, Verdict
+from sweeps.distinct import DistinctSearcher
 from sweeps.folders import trial_folders
 from sweeps.report import write_tables
 from sweeps.results import Trial
 from sweeps.spaces import Choices, from_text
-from sweeps.tuner import Plan, optuna_searcher, tune_drawn, tune_listed
+from sweeps.tuner import Plan, as_drawn, optuna_searcher, tune_drawn, tune_listed
 
 
 def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
@@ -115,26 +115,18 @@ def _search(sweep: TuneDecodingConfig, limits: Limits, listing: Listing, plan: P
         begun = [record["drawn"] for record in records if record["choices"]["drafter"] == limits.name]
         inner = optuna_searcher(sweep.search, sweep.space, begun)
 
-        def judge(proposal: dict[str, Any]) -> Verdict:
-            before = len(listing.combinations), listing.left_out.total()
-            listing.add(from_text(proposal), limits)
-            if len(listing.combinations) > before[0]:
-                return "new"
-            return "unfit" if _is_unfit(from_text(proposal), limits) else "again"
+        rng = random.Random(sweep.search.seed)
 
-        tune_drawn(plan, sweep.space, DistinctSearcher(inner, judge), sweep.search.num_trials)
+        def spare() -> dict[str, Any] | None:
+            another = draw_another(sweep.space, limits, listing, rng)
+            return None if another is None else as_drawn(another, sweep.space)
+
+        searcher = DistinctSearcher(inner, lambda proposal: listing.add(from_text(proposal), limits), spare)
+        tune_drawn(plan, sweep.space, searcher, sweep.search.num_trials)
     elif listing.combinations:
         points = [one.choices for one in listing.combinations]
         random.Random(0).shuffle(points)  # else a scheduler would meet one key's values one after the other
         tune_listed(plan, points)
-
-
-def _is_unfit(choices: Choices, limits: Limits) -> bool:
-    try:
-        combine(choices, limits)
-    except UnfitError:
-        return True
-    return False
 
 
 def _confirm(sweep: TuneDecodingConfig, finalists: list[Trial], console: Console) -> list[dict[str, Any]]:

@@ -1,28 +1,33 @@
 """A searcher that proposes only what can be tried, and nothing twice."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from ray.tune.search import Searcher
 
-Verdict = Literal["new", "again", "unfit"]
+from sweeps.combinations import Verdict
 
-_MOST_ASKED = 200
+_MOST_ASKED = 50
 
 
 class DistinctSearcher(Searcher):
-    """Asks another searcher until it proposes something new: of what is unfit it is told so, which keeps it from there;
-    of what comes again it is told nothing. Ends the search when nothing new comes any more."""
+    """Asks another searcher until it proposes something new. That one is told what is unfit, which keeps it from there,
+    and nothing of what comes again. When nothing new comes any more a spare proposal is taken, and the search ends where
+    there is none."""
 
-    def __init__(self, inner: Searcher, judge: Callable[[dict[str, Any]], Verdict]) -> None:
+    def __init__(
+        self, inner: Searcher, judge: Callable[[dict[str, Any]], Verdict], spare: Callable[[], dict[str, Any] | None]
+    ) -> None:
         """
         Args:
             inner: who knows what is promising.
             judge: judge(proposal); it may count.
+            spare: spare() is something new, however promising; None if there is nothing.
         """
         super().__init__(metric=inner.metric, mode=inner.mode)
-        self._inner, self._judge = inner, judge
+        self._inner, self._judge, self._spare = inner, judge, spare
         self._names: dict[str, str] = {}
+        self._spares: dict[str, dict[str, Any]] = {}
         self._num_asked = 0
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict, **spec: Any) -> bool:
@@ -41,15 +46,23 @@ class DistinctSearcher(Searcher):
                 self._names[trial_id] = name
                 return proposal
             self._inner.on_trial_complete(name, error=verdict == "again")
-        return Searcher.FINISHED
+        spare = self._spare()
+        if spare is None:
+            return Searcher.FINISHED
+        self._spares[trial_id] = spare
+        return spare
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Hand it on."""
-        self._inner.on_trial_result(self._names[trial_id], result)
+        if trial_id in self._names:
+            self._inner.on_trial_result(self._names[trial_id], result)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Hand it on."""
-        self._inner.on_trial_complete(self._names[trial_id], result, error)
+        if trial_id in self._names:
+            self._inner.on_trial_complete(self._names[trial_id], result, error)
+        elif result and self.metric in result and not error:
+            self._inner.add_evaluated_point(self._spares[trial_id], result[self.metric])
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: what was tried lies in folders."""

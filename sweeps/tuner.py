@@ -143,8 +143,10 @@ def optuna_searcher(search: OptunaSearch, space: Space, begun: Sequence[Choices]
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=search.seed, n_startup_trials=search.num_random)
-    points = [
-        {key: choices[key] if isinstance(d, Range) else json.dumps(choices[key]) for key, d in space.items()}
-        for choices in begun
-    ]
+    points = [as_drawn(choices, space) for choices in begun]
     return RayOptunaSearch(metric=METRIC, mode="max", sampler=sampler, points_to_evaluate=points or None)
+
+
+def as_drawn(choices: Choices, space: Space) -> dict[str, Any]:
+    """Choices as a searcher would have drawn them from the space."""
+    return {key: choices[key] if isinstance(d, Range) else json.dumps(choices[key]) for key, d in space.items()}
