@@ -12,7 +12,7 @@ _MOST_ASKED = 50
 
 class DistinctSearcher(Searcher):
     """Asks another searcher until it proposes something new. That one is told what is unfit, which keeps it from there,
-    and nothing of what comes again. When nothing new comes any more a spare proposal is taken, and the search ends where
+    and nothing of what comes again. When nothing new comes any more a spare proposal is taken; the search ends where
     there is none."""
 
     def __init__(
