@@ -10,6 +10,11 @@ without writing anything; what is there may be checked, looked at and joined:
     python -m pipelines.cache_activations stats runs/demo/activations --json runs/stats.json
     python -m pipelines.cache_activations compact runs/demo/activations shard_mib=512
 
+With more columns than the cache has, what is missing is added to it, shard by shard; the rest stays as it is:
+
+    python -m pipelines.cache_activations target.model=MODEL chats.path=CHATS output=runs/mine/activations \\
+        'cache.hidden_depths=[-1,-2,-3,-4]'
+
 `verify` hashes every shard, names each damaged one and, with verify.repair=true, removes it, so that the caching
 command makes that one again. `compact` must not run while a drafter trains from the cache.
 """

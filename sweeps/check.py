@@ -2,12 +2,13 @@
 
 import itertools
 import os
-from pathlib import Path
 
 import ray
 
 from moray.activations.collate import missing_columns
+from moray.activations.growth import command_to_add
 from moray.activations.manifest import read_manifest
+from moray.activations.shards import listed
 from moray.activations.store import CacheStore
 from moray.bench.specbench import read_questions
 from moray.cluster.claim import check_same_target
@@ -45,7 +46,10 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
     drafters = {id(config): outline_drafter(config) for _, config in corners}
     missing = {name for _, config in corners for name in missing_columns(drafters[id(config)].needs, manifest.columns)}
     if missing:
-        raise DataError(_how_to_add(store, sorted(missing)))
+        raise DataError(
+            f"the cache '{store.uri}' has no column {listed(sorted(missing))}, which trials of this sweep read; to add "
+            f"what is missing, run {command_to_add(store, sorted(missing))}"
+        )
     for choices, config in corners:
         depth = drafters[id(config)].max_depth
         if (
@@ -99,15 +103,3 @@ def _corners(sweep: SweepConfig) -> list[Choices]:
     base = {key: options[0] for key, options in values.items()}
     single = [{**base, key: value} for key, options in values.items() for value in options]
     return [*single, *itertools.islice(grid(sweep.space), _MOST_CHECKED)]
-
-
-def _how_to_add(store: CacheStore, missing: list[str]) -> str:
-    return (
-        f"the cache '{store.uri}' has no column {', '.join(missing)}, which trials of this sweep read; cache again "
-        "with cache.hidden_depths and cache.kv_layers that include them"
-    )
-
-
-def folder_of(sweep: SweepConfig) -> Path:
-    """Where the sweep lies."""
-    return Path(sweep.output).absolute()

@@ -2,26 +2,33 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from moray.config import Config
-from moray.distill.runs import begin_run, check_run
+from moray.distill.runs import check_run
 from moray.errors import ConfigError
-from moray.provenance import RUN_FILE, read_json, write_json_atomically
+from moray.provenance import RUN_FILE, read_json, write_json_atomically, write_run_yaml
 
 SUMMARY_FILE, _CLOCK_FILE = "summary.json", "clock.json"
 
 
-def is_done(output: Path, identity: Config, fingerprints: Callable[[], Mapping[str, str]], resume: bool) -> bool:
+def is_done(
+    output: Path,
+    identity: Config,
+    fingerprints: Callable[[], Mapping[str, str]],
+    resume: bool,
+    may_differ: Collection[str],
+) -> bool:
     """Whether the sweep is done; refuses one that is not, unless it is to go on.
 
     Args:
         output: of the sweep.
-        identity: its configuration, without what may differ between it and its resumption.
+        identity: its configuration, without what decides how, and not what, it does.
         fingerprints: of what it reads.
         resume: go on.
+        may_differ: keys, and groups of keys, that may be others when it goes on.
 
     Raises:
         MismatchError: the folder holds another sweep.
@@ -30,7 +37,7 @@ def is_done(output: Path, identity: Config, fingerprints: Callable[[], Mapping[s
     output = output.absolute()
     if not (output / RUN_FILE).is_file():
         return False
-    check_run(output, identity, fingerprints())
+    check_run(output, identity, fingerprints(), irrelevant=may_differ)
     summary = output / SUMMARY_FILE
     if summary.is_file() and read_json(summary)["config"] == identity.model_dump(mode="json"):
         return True
@@ -43,9 +50,8 @@ def is_done(output: Path, identity: Config, fingerprints: Callable[[], Mapping[s
 
 def claim_sweep(output: Path, identity: Config, fingerprints: Mapping[str, str]) -> None:
     """Note whose folder it is; call it after `is_done`, when nothing speaks against the sweep."""
-    (output / RUN_FILE).unlink(missing_ok=True)  # it was checked; what may differ is noted as it is now
     (output / SUMMARY_FILE).unlink(missing_ok=True)
-    begin_run(output, identity, None, fingerprints)
+    write_run_yaml(output, identity, None, fingerprints)  # what may differ is noted as it is now
 
 
 def seconds_run(output: Path) -> float:

@@ -28,7 +28,10 @@ from sweeps.folders import trial_folders
 from sweeps.report import write_tables
 from sweeps.results import Trial
 from sweeps.spaces import Choices, from_text
-from sweeps.tuner import Plan, as_drawn, optuna_searcher, tune_drawn, tune_listed
+from sweeps.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
+
+_MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
+"""Keys, and groups of keys, of a sweep that may differ when it goes on: other trials stand beside those it has."""
 
 
 def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def is_complete(sweep: TuneDecodingConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: it holds an unfinished one, and `resume` is not given.
     """
-    return is_done(Path(sweep.output), _identity(sweep), lambda: fingerprints(sweep), sweep.resume)
+    return is_done(Path(sweep.output), _identity(sweep), lambda: fingerprints(sweep), sweep.resume, _MAY_DIFFER)
 
 
 def _listing(sweep: TuneDecodingConfig, limits: Limits) -> Listing:
@@ -113,6 +116,7 @@ def _search(sweep: TuneDecodingConfig, limits: Limits, listing: Listing, plan: P
     if isinstance(sweep.search, OptunaSearch):
         records = [folder.record for folder in trial_folders(sweep.output)]
         begun = [record["drawn"] for record in records if record["choices"]["drafter"] == limits.name]
+        begun = [choices for choices in begun if choices.keys() == sweep.space.keys()]  # others are of another space
         inner = optuna_searcher(sweep.search, sweep.space, begun)
 
         rng = random.Random(sweep.search.seed)
@@ -122,7 +126,7 @@ def _search(sweep: TuneDecodingConfig, limits: Limits, listing: Listing, plan: P
             return None if another is None else as_drawn(another, sweep.space)
 
         searcher = DistinctSearcher(inner, lambda proposal: listing.add(from_text(proposal), limits), spare)
-        tune_drawn(plan, sweep.space, searcher, sweep.search.num_trials)
+        tune_proposed(plan, sweep.space, sweep.search.num_trials, searcher)
     elif listing.combinations:
         points = [one.choices for one in listing.combinations]
         random.Random(0).shuffle(points)  # else a scheduler would meet one key's values one after the other
@@ -170,7 +174,7 @@ def _write(
 
 
 def _identity(sweep: TuneDecodingConfig) -> TuneDecodingConfig:
-    """A sweep without what may differ between it and its resumption."""
+    """A sweep without what decides how, and not what, it does."""
     return sweep.model_copy(update={"resume": False, "max_concurrent": None, "max_failures": 0, "ray": RayConfig()})
 
 

@@ -5,6 +5,7 @@ trials/<name>/rungs.json    what was measured, rung by rung
 trials/<name>/ ...          the folder of its distillation
 """
 
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,9 +56,14 @@ class TrialFolder:
         write_json_atomically(self.path / RUNGS_FILE, [*rows, dict(row)])
 
     def end(self, state: State, message: str | None = None) -> None:
-        """Note how it ended. What has finished or diverged stays so, whatever a scheduler says later."""
+        """Note how it ended. What has finished or diverged stays so, whatever a scheduler says later.
+
+        What only further training would need is removed: optimiser states are larger than drafters.
+        """
         if self.state not in ("finished", "diverged"):
             write_json_atomically(self.path / TRIAL_FILE, {**self.record, "state": state, "message": message})
+        if state in ENDED:
+            shutil.rmtree(self.path / "ray", ignore_errors=True)
 
 
 def trial_folder(output: str, choices: Mapping[str, Any]) -> TrialFolder:

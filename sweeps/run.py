@@ -15,7 +15,7 @@ from sweeps.board import SweepBoard, follow_sweep
 from sweeps.check import check_sweep, concurrency
 from sweeps.claim import SUMMARY_FILE, claim_sweep, is_done, running_clock, seconds_run
 from sweeps.configs import GridSearch, SweepConfig
-from sweeps.folders import trial_folder
+from sweeps.folders import trial_folder, trial_folders
 from sweeps.ladder import Rung
 from sweeps.measure import folder_key
 from sweeps.report import write_sweep
@@ -26,6 +26,8 @@ from sweeps.trial import measure_on_ray
 
 _FINAL_FILE = "final.json"
 _SEED = "train.seed"
+_MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
+"""Keys, and groups of keys, of a sweep that may differ when it goes on: other trials stand beside those it has."""
 
 
 def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
@@ -65,7 +67,9 @@ def is_complete(sweep: SweepConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: it holds an unfinished one, and `resume` is not given.
     """
-    return is_done(Path(sweep.output), _identity(sweep), lambda: _fingerprints(sweep), sweep.resume)
+    return is_done(
+        Path(sweep.output), _identity(sweep), lambda: _fingerprints(sweep), sweep.resume, may_differ=_MAY_DIFFER
+    )
 
 
 def summary_path(sweep: SweepConfig) -> Path:
@@ -85,7 +89,9 @@ def _confirm(
     new = [choices for seeds in points.values() for choices in list(seeds.values())[1:]]
     if new:
         console.print(f"the best {len(best)} once more, from other seeds", highlight=False)
-        with follow_sweep(board, sweep.output, len(new), sweep.objective):
+        known = {folder.path for folder in trial_folders(sweep.output)}
+        total = len(known | {trial_folder(sweep.output, choices).path for choices in new})
+        with follow_sweep(board, sweep.output, total, sweep.objective):
             train_all(sweep, new, last, board, concurrent)
     folders = {
         name: {seed: trial_folder(sweep.output, choices) for seed, choices in seeds.items()}
@@ -154,7 +160,7 @@ def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], o
 
 
 def _identity(sweep: SweepConfig) -> SweepConfig:
-    """A sweep without what may differ between it and its resumption."""
+    """A sweep without what decides how, and not what, it does."""
     return sweep.model_copy(update={"resume": False, "max_concurrent": None, "max_failures": 0})
 
 

@@ -4,14 +4,13 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from ray.tune.search.basic_variant import BasicVariantGenerator
-
+from moray.cluster.distil import free_workers
 from sweeps.configs import RandomSearch, SweepConfig
 from sweeps.folders import trial_folders
 from sweeps.ladder import Rung
 from sweeps.spaces import Choices, grid
 from sweeps.trial import run_trial
-from sweeps.tuner import Plan, optuna_searcher, tune_drawn, tune_listed
+from sweeps.tuner import Plan, optuna_searcher, tune_listed, tune_proposed, tune_random
 
 
 def search(sweep: SweepConfig, rungs: Sequence[Rung], board: Any, concurrent: int) -> None:
@@ -22,11 +21,11 @@ def search(sweep: SweepConfig, rungs: Sequence[Rung], board: Any, concurrent: in
         random.Random(0).shuffle(points)  # else a scheduler would meet one key's values one after the other
         tune_listed(plan, points)
     elif isinstance(sweep.search, RandomSearch):
-        generator = BasicVariantGenerator(random_state=sweep.search.seed)
-        tune_drawn(plan, sweep.space, generator, sweep.search.num_trials)
+        tune_random(plan, sweep.space, sweep.search.num_trials, sweep.search.seed)
     else:
         begun = [folder.record["choices"] for folder in trial_folders(sweep.output)]
-        tune_drawn(plan, sweep.space, optuna_searcher(sweep.search, sweep.space, begun), sweep.search.num_trials)
+        begun = [choices for choices in begun if choices.keys() == sweep.space.keys()]  # others confirm a winner
+        tune_proposed(plan, sweep.space, sweep.search.num_trials, optuna_searcher(sweep.search, sweep.space, begun))
 
 
 def train_all(sweep: SweepConfig, points: Sequence[Choices], last: Rung, board: Any, concurrent: int) -> None:
@@ -48,4 +47,5 @@ def _plan(sweep: SweepConfig, rungs: Sequence[Rung], board: Any, concurrent: int
         reduction=reduction,
         concurrent=concurrent,
         max_failures=sweep.max_failures,
+        tidy=free_workers,
     )

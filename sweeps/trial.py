@@ -8,7 +8,6 @@ again after a kill, whoever died (see `sweeps.folders`).
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -79,10 +78,10 @@ def _climb(
     sweep_board.watch.remote(folder.path.name, board, rung.number)
     try:
         checkpoint = train_until(config, steps_at(rung.tokens, config), board)
+        hand_out(checkpoint, folder.path)
         trained = read_metrics(folder.path)[-1]
         sweep_board.watch.remote(folder.path.name, None, rung.number)
-        with checkpoint.as_directory() as place:
-            figures = measure_on_ray(sweep, config, (place,))[Path(place).name]
+        figures = measure_on_ray(sweep, config, (str(folder.path),))[folder.path.name]
         row = {
             "rung": rung.number,
             "rung_tokens": rung.tokens,
@@ -99,8 +98,6 @@ def _climb(
     finally:
         ray.kill(board)
         sweep_board.forget.remote(folder.path.name)
-    if rung == last:
-        hand_out(checkpoint, folder.path)
     return row
 
 

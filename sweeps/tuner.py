@@ -6,6 +6,7 @@ search meets the same results in the same order of choices. This module refuses 
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
-from ray.tune.search import Searcher
+from ray.tune.search import ConcurrencyLimiter, Searcher
 from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch as RayOptunaSearch
 
@@ -24,6 +25,7 @@ from sweeps.spaces import Choices, Range, Space, from_text, to_text
 METRIC = "objective"
 _WAITING_CPUS = 0.01
 """Of an actor that only waits: Ray refuses 0."""
+_TIDY_SECONDS = 10.0
 _LISTED = "choices"
 """The one parameter of a search over a list: a whole combination, as JSON text."""
 
@@ -47,6 +49,9 @@ class Plan:
     """Of a trial's own process; by default it waits for others."""
     reuse: bool = False
     """A process that has ended its trial takes the next one."""
+    tidy: Callable[[], object] | None = None
+    """Called now and then: gives back what trials whose processes died had reserved, or others might wait for it for
+    ever."""
     choices: Callable[[dict[str, Any]], Choices] = dict
     """choices(drawn): what a trial's folder is named by."""
 
@@ -54,12 +59,18 @@ class Plan:
 def tune_listed(plan: Plan, points: Sequence[Choices]) -> None:
     """Try these, one after the other. Needs a Ray session, as all here."""
     texts = [json.dumps(to_text(choices)) for choices in points]
-    _tune(plan, {_LISTED: tune.grid_search(texts)}, BasicVariantGenerator(), 1)
+    _tune(plan, {_LISTED: tune.grid_search(texts)}, BasicVariantGenerator(max_concurrent=plan.concurrent), 1)
 
 
-def tune_drawn(plan: Plan, space: Space, searcher: Any, num_trials: int) -> None:
-    """Try as many as given of what a searcher draws from a space."""
-    _tune(plan, _sampled(space), searcher, num_trials)
+def tune_random(plan: Plan, space: Space, num_trials: int, seed: int) -> None:
+    """Try so many at random."""
+    generator = BasicVariantGenerator(max_concurrent=plan.concurrent, random_state=seed)
+    _tune(plan, _sampled(space), generator, num_trials)
+
+
+def tune_proposed(plan: Plan, space: Space, num_trials: int, searcher: Searcher) -> None:
+    """Try so many that a searcher proposes."""
+    _tune(plan, _sampled(space), ConcurrencyLimiter(searcher, max_concurrent=plan.concurrent), num_trials)
 
 
 def _tune(plan: Plan, space: dict[str, Any], searcher: Any, num_trials: int) -> None:
@@ -79,7 +90,6 @@ def _tune(plan: Plan, space: dict[str, Any], searcher: Any, num_trials: int) -> 
             search_alg=searcher,
             scheduler=_scheduler(plan),
             num_samples=num_trials,
-            max_concurrent_trials=plan.concurrent,
             reuse_actors=plan.reuse,
         ),
         run_config=tune.RunConfig(
@@ -87,16 +97,22 @@ def _tune(plan: Plan, space: dict[str, Any], searcher: Any, num_trials: int) -> 
             storage_path=str(storage),
             verbose=0,
             failure_config=tune.FailureConfig(max_failures=plan.max_failures),
-            callbacks=[_Notes(plan)],
+            callbacks=[_Keeper(plan)],
         ),
     ).fit()
 
 
-class _Notes(tune.Callback):
+class _Keeper(tune.Callback):
     """Notes in a trial's folder what Tune alone knows: that it was stopped, or has failed for good."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._tidied = 0.0
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if self._plan.tidy is not None and time.monotonic() - self._tidied > _TIDY_SECONDS:
+            self._plan.tidy()
+            self._tidied = time.monotonic()
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._folder(trial).end("stopped")

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from moray.bench.configs import EvaluateConfig, ShapeConfig, ShapedBenchmarkConfig
+from moray.bench.loading import folder_of
 from moray.bench.shaped import random_target
 from moray.cluster.configs import DistilConfig
 from moray.config import load_config, read_yaml
-from moray.drafters.configs import DRAFTER_CONFIG
+from moray.drafters.configs import DRAFTER_CONFIG, TrainedConfig
 from moray.targets.head import TargetHead
 from moray.trees.shapes import ChainShape
 
@@ -53,7 +54,7 @@ def test_a_preset_reads_the_activations_that_its_target_s_preset_writes(path):
 def test_an_evaluation_names_folders_that_presets_write(path):
     config = load_config(EvaluateConfig, [str(path), "target.model=x"])
     written = {read_yaml(preset).get("output") for preset in DRAFTERS}
-    assert {entry for entry in config.drafters if isinstance(entry, str)} <= written
+    assert {str(folder_of(entry)) for entry in config.drafters if isinstance(entry, str | TrainedConfig)} <= written
 
 
 @pytest.mark.parametrize("path", WIDE, ids=lambda path: path.stem)

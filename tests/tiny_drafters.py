@@ -18,6 +18,7 @@ from moray.drafters.configs import (
     BlockConfig,
     DrafterConfig,
     DrafterConfigBase,
+    DynamicMoAConfig,
     EagleConfig,
     GlideConfig,
     IndependentConfig,
@@ -41,6 +42,17 @@ DRAFTERS: dict[str, list[DrafterConfigBase]] = {
             cross_attention=_ATTENTION,
         )
         for layers in (0, 1, 2)
+    ],
+    "dynamic-moa": [
+        DynamicMoAConfig(
+            type="dynamic-moa",
+            target_layers=layers,
+            mask_width=(4, 7),
+            layer_self_attention=_LAYERS,
+            self_attention=_ATTENTION,
+            cross_attention=_ATTENTION,
+        )
+        for layers in ((0, 1, 2), (1, 2))
     ],
     "eagle": [
         EagleConfig(type="eagle", layer=_ATTENTION),
@@ -69,6 +81,7 @@ UNTRAINED = ("pretrained", "ngram")
 TRAINED = [name for name in VARIANTS if not name.startswith(UNTRAINED)]
 T_STEP = [name for name in VARIANTS if VARIANTS[name].verified_period is not None]
 """Variants whose cross-attention is trained with the T-step mask."""
+SEVERAL_EFFORTS = [name for name in VARIANTS if len(VARIANTS[name].efforts) > 1]
 
 
 def union_members() -> set[str]:

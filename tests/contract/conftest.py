@@ -16,6 +16,16 @@ from moray.decoding.session import TargetSession
 from moray.drafters.base import Drafter
 
 LEARNT_TOKENS = 40
+FOUR_TOKENS = {
+    "vocab_size": 4,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "initializer_range": 0.4,
+    "seed": 11,
+}
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +78,12 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def moody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adaptive decoders measure costs that change at every look, so that every cycle has another depth."""
-    monkeypatch.setattr(speculate_module, "measure_costs", lambda *_: MoodyCosts())
+    """Decoders measure costs that change at every look, so that every cycle has another depth, and another effort."""
+
+    def measure_costs(verify, drafts, *_):
+        return {effort: MoodyCosts(place) for place, effort in enumerate(drafts)}
+
+    monkeypatch.setattr(speculate_module, "measure_costs", measure_costs)
     # Real seconds would correct them, and the depths would no longer be the same in every run.
     monkeypatch.setattr(TargetSession, "has_exact_phases", False)
 
@@ -111,18 +125,13 @@ def adaptive(request):
 @pytest.fixture(scope="session")
 def four_tokens(tmp_path_factory) -> TinyTarget:
     """A real target with a vocabulary of four."""
-    return load_target(
-        tmp_path_factory.mktemp("four"),
-        vocab_size=4,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.4,
-        seed=11,
-    )
+    return load_target(tmp_path_factory.mktemp("four"), num_hidden_layers=1, **FOUR_TOKENS)
+
+
+@pytest.fixture(scope="session")
+def four_tokens_two_layers(tmp_path_factory) -> TinyTarget:
+    """The same with a last layer that a drafter may run."""
+    return load_target(tmp_path_factory.mktemp("four_deep"), num_hidden_layers=2, **FOUR_TOKENS)
 
 
 @pytest.fixture

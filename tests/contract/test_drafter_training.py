@@ -18,7 +18,7 @@ def test_shapes_and_finiteness(trained, trained_batch):
     drafter, batch = trained, trained_batch
     output = drafter(batch, view_of(batch, drafter))
     assert set(output.features) <= set(drafter.needs.hidden_depths)
-    for feature, scale in output.features.values():
+    for feature, scale, _ in output.features.values():
         assert feature.shape == (*batch.tokens.shape, drafter.spec.hidden_size)
         assert scale > 0
     for prediction in output.predictions:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from drafting import pieces_of, state_at
-from tiny_batches import taps_of
+from tiny_batches import batch_of, taps_of
+from tiny_drafters import SEVERAL_EFFORTS, VARIANTS, build
 
 from moray.batch import Taps
 
@@ -115,3 +116,25 @@ def test_what_was_drafted_and_accepted_is_as_if_it_had_been_read(drafter, batch,
         wanted = [drafter.step(fresh, text[known + level : known + level + 1], None, level) for level in range(depth)]
     for one, other in zip(after, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", SEVERAL_EFFORTS)
+def test_a_state_may_change_its_effort_in_every_cycle(tiny, name):
+    """Cycles of a chain along the true text, each with another effort, draft as states that never had another."""
+    target = tiny("llama")
+    drafter = build(target, VARIANTS[name])
+    batch = batch_of(target.target, [target.prompt(0, 24)], 6, drafter.needs)
+    text, known = batch.tokens[0], 4
+    state = state_at(drafter, batch.tokens, batch.taps, known)
+    with torch.no_grad():
+        for effort in [*drafter.efforts, *reversed(drafter.efforts)]:
+            drafter.set_effort(state, effort)
+            fresh = state_at(drafter, batch.tokens, batch.taps, known)
+            drafter.set_effort(fresh, effort)
+            for level in range(3):
+                token = text[known + level : known + level + 1]
+                drafted, wanted = (drafter.step(each, token, None, level) for each in (state, fresh))
+                torch.testing.assert_close(drafted, wanted, atol=1e-5, rtol=0)
+            memory = drafter.observe(pieces_of(batch.taps, known, known + 2))
+            drafter.extend(state, text[known : known + 2], memory, num_kept=2)
+            known += 2

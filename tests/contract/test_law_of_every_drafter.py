@@ -22,6 +22,12 @@ CONFIGS = {
         "self_attention": _SMALL,
         "cross_attention": _SMALL,
     },
+    "dynamic-moa": {
+        "target_layers": (0, 1),
+        "layer_self_attention": {"num_heads": 1, "num_kv_heads": 1, "intermediate_size": 16},
+        "self_attention": _SMALL,
+        "cross_attention": _SMALL,
+    },
     "eagle": {"layer": _SMALL},
     "glide": {"layer": _SMALL, "num_cross_heads": 2},
     "medusa": {"num_heads": 2, "draft_vocab_size": 3},
@@ -52,23 +58,28 @@ def keeps_the_law(tiny: TinyTarget, kind: str, shape: str, params: SamplingParam
     return answers_keep_the_law(tiny, SHORT_SHAPES[shape], params, drafter_of(tiny, kind), SAMPLES)
 
 
+@pytest.fixture
+def target(request, kind) -> TinyTarget:
+    return request.getfixturevalue("four_tokens_two_layers" if kind == "dynamic-moa" else "four_tokens")
+
+
 def test_every_drafter_is_here():
     assert set(CONFIGS) == union_members() >= set(UNTRAINED)
 
 
 @pytest.mark.parametrize("shape", SHORT_SHAPES)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_rejection_sampling_keeps_the_target_s_law(four_tokens, kind, shape):
-    assert keeps_the_law(four_tokens, kind, shape, REJECTION)
+def test_rejection_sampling_keeps_the_target_s_law(target, kind, shape):
+    assert keeps_the_law(target, kind, shape, REJECTION)
 
 
-@pytest.mark.parametrize("kind", ["moa", "ngram"])
-def test_coupled_sampling_keeps_the_target_s_law(four_tokens, kind):
-    assert keeps_the_law(four_tokens, kind, "tree", COUPLING)
+@pytest.mark.parametrize("kind", ["moa", "dynamic-moa", "ngram"])
+def test_coupled_sampling_keeps_the_target_s_law(target, kind):
+    assert keeps_the_law(target, kind, "tree", COUPLING)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "ngram"])
-def test_a_verifier_that_believes_the_drafter_is_caught(four_tokens, kind, monkeypatch):
+def test_a_verifier_that_believes_the_drafter_is_caught(target, kind, monkeypatch):
     """The same check on a biased verifier, which takes every first draft token as it comes."""
     accept = accept_module.accept
 
@@ -80,4 +91,4 @@ def test_a_verifier_that_believes_the_drafter_is_caught(four_tokens, kind, monke
         return Accepted([1], [int(tree.tokens[1])], chosen)
 
     monkeypatch.setattr(speculate_module, "accept", believe)
-    assert not keeps_the_law(four_tokens, kind, "chain", REJECTION)
+    assert not keeps_the_law(target, kind, "chain", REJECTION)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafting import PROMPT, is_one_model, largest_difference, view_of
 from tiny_batches import batch_of
-from tiny_drafters import T_STEP, TRAINED, VARIANTS, build, overfit
+from tiny_drafters import SEVERAL_EFFORTS, T_STEP, TRAINED, VARIANTS, build, overfit
 
 from moray.drafters.base import DraftView
 
@@ -73,10 +73,21 @@ def test_the_last_target_layers_attend_to_the_real_keys_and_values(tiny, layers)
     assert largest_difference(drafter, batch, view, keep_only_values) > 0.05
 
 
+@pytest.mark.parametrize("name", SEVERAL_EFFORTS)
+def test_training_sees_what_drafting_sees_with_every_effort(tiny, name):
+    target = tiny("llama")
+    drafter = build(target, VARIANTS[name])
+    batch = batch_of(target.target, [target.prompt(2, 20)], PROMPT, drafter.needs)
+    for effort in drafter.config.efforts:
+        drafter.fix_effort(effort)
+        assert is_one_model(drafter, batch, view_of(batch, drafter))
+
+
 STATE_OF = {
     "moa-0": ("memory", "own"),
     "moa-1": ("memory", "own"),
     "moa-2": ("memory", "own"),
+    "dynamic-moa-0": ("memory", "own"),
     "eagle-0": ("cache", "before"),
     "glide-0": ("own", "target"),
     "medusa-0": ("last",),

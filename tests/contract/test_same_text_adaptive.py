@@ -3,7 +3,7 @@
 import pytest
 from rehearsed import Rehearsed
 from side_by_side import ADAPTIVE, COUPLED, FILTERED, GREEDY, SHAPES, plainly, speculate
-from tiny_drafters import VARIANTS, build
+from tiny_drafters import SEVERAL_EFFORTS, VARIANTS, build
 from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.params import SamplingParams
@@ -55,10 +55,10 @@ def test_measuring_costs_leaves_nothing_behind(tiny, greedy, learnt, adaptive):
     decoder = SpeculativeDecoder(target.target, drafter, adaptive, MAX_POSITIONS)
     measured = []
     measure = decoder._measure_costs
-    decoder._measure_costs = lambda root, shape: measured.append(measure(root, shape)) or measured[-1]
+    decoder._measure_costs = lambda root: measured.append(measure(root)) or measured[-1]
     for _ in range(2):
         assert decoder.generate(target.prompt(), GREEDY, 40, ()).tokens == greedy("llama")
-    (costs,) = measured
+    ((costs,),) = [list(by_effort.values()) for by_effort in measured]
     assert [size for size, _ in costs.verify][-1] == adaptive.num_nodes + 1
     assert [size for size, _ in costs.draft] == [1, 2, 3, 4]
     assert min(seconds for _, seconds in [*costs.verify, *costs.draft]) > 0
@@ -90,3 +90,30 @@ def test_a_drafter_that_stops_early_costs_no_token(tiny, params):
             drafted |= set(generation.drafted)
         assert 0 in drafted
         assert len(drafted) >= 2, "no draft was cut short"
+
+
+@pytest.mark.usefixtures("moody")
+@pytest.mark.parametrize("shape", [*SHAPES, *ADAPTIVE])
+@pytest.mark.parametrize("name", SEVERAL_EFFORTS)
+def test_efforts_that_change_from_cycle_to_cycle_give_the_same_text(tiny, learnt, name, shape):
+    target, drafter = tiny("llama"), learnt("llama", name)
+    decoder = SpeculativeDecoder(target.target, drafter, {**SHAPES, **ADAPTIVE}[shape], MAX_POSITIONS)
+    for params, count in ((GREEDY, 40), (COUPLED, 30)):
+        generation = decoder.generate(target.prompt(4, 20), params, count, ())
+        assert generation.tokens == plainly(target, target.prompt(4, 20), params, count)
+        used = {e for e, drafted in zip(generation.efforts, generation.drafted, strict=True) if drafted}
+        assert len(used) >= 2, "the efforts did not vary"
+
+
+@pytest.mark.parametrize("name", SEVERAL_EFFORTS)
+def test_a_fixed_effort_is_the_only_one(tiny, learnt, name):
+    target = tiny("llama")
+    prompt = target.prompt()
+    for effort in VARIANTS[name].efforts:
+        drafter = build(target, VARIANTS[name])
+        drafter.load_state_dict(learnt("llama", name).state_dict())
+        drafter.fix_effort(effort)
+        generation = speculate(target, drafter, SHAPES["dynamic"], prompt, GREEDY, 40)
+        assert generation.tokens == plainly(target, prompt, GREEDY, 40)
+        assert set(generation.efforts) == {effort}
+        assert max(generation.accepted) > 0

@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_and_the_advice_can_be_typed(
         _cache(output, tiny_target, chats_file, max_bytes=size // 2)
     assert not output.exists()
     # Exact numbers are refused after tokenising too: nothing is claimed then.
-    sampled = "moray.cluster.capture.project"
+    sampled = "moray.activations.wanted.project"
     with pytest.MonkeyPatch.context() as patch:
         from moray.activations.plan import Workload
 

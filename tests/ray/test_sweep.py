@@ -155,16 +155,43 @@ def test_a_trial_that_diverges_is_reported_and_the_others_go_on(make_sweep: Make
     assert summary["winner"]["choices"] == {"optim.lr": 0.02}
 
 
+@pytest.fixture(scope="module")
+def narrow_cache(tiny_target: Path, chats_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache for drafters that run no layer of the target."""
+    from moray.activations.schema import CacheConfig
+    from moray.activations.ultrachat import ChatsConfig
+    from moray.cluster.capture import cache_activations
+    from moray.cluster.configs import CaptureConfig
+    from moray.targets.spec import TargetConfig
+
+    folder = tmp_path_factory.mktemp("narrow")
+    chats, cache = ChatsConfig(path=str(chats_file), max_chats=12), CacheConfig(hidden_depths=(-1,), max_length=128)
+    cache_activations(str(folder), TargetConfig(model=str(tiny_target)), chats, cache, CaptureConfig())
+    return folder
+
+
+def test_a_missing_column_is_refused_before_anything_starts(
+    make_sweep: MakeSweep, narrow_cache: Path, tmp_path: Path
+) -> None:
+    sweep = make_sweep(output=str(tmp_path / "sweep"))
+    narrow = sweep.model_copy(update={"distil": (*sweep.distil, f"activations={narrow_cache}")})
+    with pytest.raises(DataError, match=r"no column hidden\.-2"):
+        run(narrow)
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_what_cannot_work_is_refused_before_anything_starts(make_sweep: MakeSweep, tmp_path: Path) -> None:
     output = tmp_path / "sweep"
     misspelt = make_sweep(space={"drafter.target_layer": [0, 1]}, output=str(output))
     with pytest.raises(ConfigError, match=r"'drafter\.target_layer'; did you mean 'drafter\.target_layers'"):
         run(misspelt)
-    missing = make_sweep(space={"drafter.target_layers": [0, 3]}, output=str(output))
-    with pytest.raises(DataError, match=r"no column hidden\.-4"):
-        run(missing)
-    heads = make_sweep(space={"drafter.layer_self_attention.num_heads": [2, 7]}, output=str(output))
-    with pytest.raises(ConfigError, match="num_heads is 7"):
+    layers = make_sweep(space={"drafter.target_layers": [0, 3]}, output=str(output))
+    with pytest.raises(ConfigError, match="target_layers is 3"):
+        run(layers)
+    heads = make_sweep(
+        space={"drafter.layer_self_attention": [BLOCK, BLOCK | {"num_heads": 5, "num_kv_heads": 5}]}, output=str(output)
+    )
+    with pytest.raises(ConfigError, match="num_heads is 5"):
         run(heads)
     long = make_sweep(training_tokens=10**9, output=str(output))
     with pytest.raises(DataError, match=r"raise train\.epochs"):

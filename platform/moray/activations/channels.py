@@ -127,6 +127,14 @@ def read_channels(store: CacheStore, columns: Mapping[str, Mapping[str, Any]]) -
     return found
 
 
+def read_known_channels(store: CacheStore) -> Channels:
+    """All channels that a cache has, of columns that are not stored (yet) as well; none if it has no such file."""
+    if not store.exists(CHANNELS_FILE):
+        return {}
+    widths = {row["column"]: len(row["offset"]) for row in store.read_table(CHANNELS_FILE).to_pylist()}
+    return read_channels(store, {name: {"codec": QUANTISED[0], "width": width} for name, width in widths.items()})
+
+
 def channels_fingerprint(channels: Channels) -> str | None:
     """Hash of all offsets and scales; None if there are none. Shards carry it in their schema."""
     if not channels:

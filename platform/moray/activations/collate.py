@@ -11,23 +11,34 @@ from torch import Tensor
 
 from moray.activations.codec import codec
 from moray.activations.decode import TapDecoder
+from moray.activations.growth import command_to_add
 from moray.activations.schema import hidden_column, kv_column
+from moray.activations.shards import listed
+from moray.activations.store import CacheStore
 from moray.batch import LaneBatch, TapNeeds, Taps, TrainBatch
 from moray.errors import DataError
 
 _TEXT_BYTES = 5  # a token id and its mask
 
 
-def needed_columns(needs: TapNeeds, columns: dict[str, Any]) -> list[str]:
+def needed_columns(needs: TapNeeds, columns: dict[str, Any], store: CacheStore | None = None) -> list[str]:
     """The columns that a drafter's batches are made of.
 
+    Args:
+        needs: what the drafter reads.
+        columns: what the cache has.
+        store: the cache, where columns may be added to it.
+
     Raises:
-        DataError: the cache lacks one; names it, and what to cache.
+        DataError: the cache lacks one; names it, and the command that adds all that it lacks.
     """
-    for name in missing_columns(needs, columns):
+    missing = missing_columns(needs, columns)
+    if missing:
+        advice = "cache again with cache.hidden_depths and cache.kv_layers that include it"
+        if store is not None:
+            advice = f"to add {listed(missing)}, run {command_to_add(store, missing)}"
         raise DataError(
-            f"the cache has no column '{name}', which this drafter reads; it has {', '.join(columns)}: cache "
-            "again with cache.hidden_depths and cache.kv_layers that include it"
+            f"the cache has no column '{missing[0]}', which this drafter reads; it has {', '.join(columns)}: {advice}"
         )
     return ["uid", "num_tokens", "tokens", "response_mask", *_tap_columns(needs)]
 

@@ -53,7 +53,9 @@ def join(store: CacheStore, group: list[ShardInfo], compression: str) -> ShardIn
             schema = first.schema_arrow
         with pq.ParquetWriter(sink, schema, **options) as writer:
             for info in group:
-                for table in _row_groups(store, info, schema):
+                for table in checked_row_groups(store, info):
+                    if table.schema != schema:
+                        raise damaged(store, info.name, "its columns are not those of the others")
                     writer.write_table(table, row_group_size=table.num_rows)
                 row_groups += info.row_groups
         num_bytes, digest = sink.num_bytes, sink.sha256
@@ -70,20 +72,32 @@ def remove_superseded(store: CacheStore, names: Iterable[str]) -> None:
         store.uncommit(name)
 
 
-def _row_groups(store: CacheStore, info: ShardInfo, schema: pa.Schema) -> Iterator[pa.Table]:
-    """A generator, so that what fails while writing is not taken for damage of what is read."""
+def checked_row_groups(store: CacheStore, info: ShardInfo, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """A shard's row groups, one in memory at a time.
+
+    A generator, so that what fails while writing is not taken for damage of what is read.
+
+    Args:
+        store: the cache.
+        info: the shard's marker.
+        columns: to read; None for all.
+
+    Raises:
+        DamagedError: the shard cannot be read, or does not hold what its marker says.
+    """
     with store.open_shard(info.name) as file:
-        if file.schema_arrow != schema or file.metadata.num_row_groups != len(info.row_groups):
-            raise _damaged(store, info, "its columns or row groups are not the marker's")
+        if file.metadata.num_row_groups != len(info.row_groups):
+            raise damaged(store, info.name, "its row groups are not the marker's")
         for index, lengths in enumerate(info.row_groups):
-            table = file.read_row_group(index, use_threads=False)
+            table = file.read_row_group(index, columns=columns, use_threads=False)
             if table.column("num_tokens").to_pylist() != lengths:
-                raise _damaged(store, info, f"the chats of row group {index} are not the marker's")
+                raise damaged(store, info.name, f"the chats of row group {index} are not the marker's")
             yield table
 
 
-def _damaged(store: CacheStore, info: ShardInfo, reason: str) -> DamagedError:
+def damaged(store: CacheStore, name: str, reason: str) -> DamagedError:
+    """A shard that is not what it should be, and how to have it made again."""
     return DamagedError(
-        f"shard '{store.uri}/shards/{info.name}.parquet' is damaged: {reason}; run "
+        f"shard '{store.uri}/shards/{name}.parquet' is damaged: {reason}; run "
         f"python -m pipelines.cache_activations verify {json.dumps(store.uri)} verify.repair=true"
     )

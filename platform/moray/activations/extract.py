@@ -60,6 +60,33 @@ class TapEncoder:
         finite = dict(zip(is_finite, torch.stack(list(is_finite.values())).cpu(), strict=True))
         return encoded, finite, dict(zip(squares, sums, strict=True))
 
+    def columns_of(
+        self, tokens: Sequence[np.ndarray], uids: list[str]
+    ) -> tuple[dict[str, pa.BinaryArray], dict[str, float]]:
+        """The tap columns of chats, one value per chat, and sums of mean squares per hidden column.
+
+        Raises:
+            DataError: the target produced a value that is not finite.
+            ConfigError: the chats are too many for one value of Arrow's.
+        """
+        lengths = np.array([len(row) for row in tokens], dtype=np.int32)
+        self._check_size(int(lengths.sum()))
+        encoded, finite, sums = self.encode(tokens)
+        for name, is_finite in finite.items():
+            if not bool(is_finite.all()):
+                uid = _first_not_finite(is_finite, lengths, uids)
+                stored = self.columns[name]["codec"]
+                raise DataError(
+                    f"column '{name}' of chat '{uid}' is not finite as {stored}: give another output and "
+                    "target.dtype=float32, and if float16 is what it is stored in, bfloat16 instead"
+                )
+        return {name: _binary(data, lengths) for name, data in encoded.items()}, sums
+
+    def _check_size(self, num_tokens: int) -> None:
+        size = num_tokens * max(codec_bytes(column["codec"], column["width"]) for column in self.columns.values())
+        if size >= 1 << 31:
+            raise ConfigError(f"cache.batch_tokens makes a column of {size} bytes; 2 GiB is the most: lower it")
+
 
 class ShardWriter:
     """Writes planned shards; one per actor."""
@@ -131,34 +158,17 @@ class ShardWriter:
 
     def _run(self, batch: pa.Table, squares: dict[str, float]) -> pa.Table:
         tokens = token_arrays(batch)
-        lengths = np.array([len(row) for row in tokens], dtype=np.int32)
-        self._check_size(int(lengths.sum()))
-        encoded, finite, sums = self._encoder.encode(tokens)
-        for name, is_finite in finite.items():
-            if not bool(is_finite.all()):
-                uid = _first_not_finite(is_finite, lengths, batch.column("uid").to_pylist())
-                stored = self._encoder.columns[name]["codec"]
-                raise DataError(
-                    f"column '{name}' of chat '{uid}' is not finite as {stored}: give another output and "
-                    "target.dtype=float32, and if float16 is what it is stored in, bfloat16 instead"
-                )
+        taps, sums = self._encoder.columns_of(tokens, batch.column("uid").to_pylist())
         for name, value in sums.items():
             squares[name] += value
         arrays: list[pa.Array] = [
             batch.column("uid").combine_chunks(),
-            pa.array(lengths),
+            pa.array(np.array([len(row) for row in tokens], dtype=np.int32)),
             batch.column("tokens").combine_chunks(),
             batch.column("response_mask").combine_chunks(),
-            *(_binary(data, lengths) for data in encoded.values()),
+            *taps.values(),
         ]
         return pa.Table.from_arrays(arrays, schema=self._schema)
-
-    def _check_size(self, num_tokens: int) -> None:
-        size = num_tokens * max(
-            codec_bytes(column["codec"], column["width"]) for column in self._encoder.columns.values()
-        )
-        if size >= 1 << 31:
-            raise ConfigError(f"cache.batch_tokens makes a column of {size} bytes; 2 GiB is the most: lower it")
 
 
 @torch.inference_mode()

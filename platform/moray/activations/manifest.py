@@ -45,9 +45,10 @@ def write_manifest(store: CacheStore, counts: dict[str, int]) -> Manifest:
         store: the cache.
         counts: chats read, dropped and bad, as reported by the tokenising stage.
     """
-    shards = survey(store).counting
+    plan, shards = store.read_json("plan.json"), survey(store).counting
     tokens = sum(shard.tokens for shard in shards.values())
-    names = {name for shard in shards.values() for name in shard.hidden_square_sums}
+    # Not those of columns that are being added: not all shards have them.
+    names = {name for shard in shards.values() for name in shard.hidden_square_sums if name in plan["columns"]}
     rms = {
         name: math.sqrt(sum(s.hidden_square_sums[name] for s in shards.values()) / max(1, tokens))
         for name in sorted(names)
@@ -62,7 +63,7 @@ def write_manifest(store: CacheStore, counts: dict[str, int]) -> Manifest:
         "manifest.json",
         {
             "format": FORMAT,
-            "plan": store.read_json("plan.json"),
+            "plan": plan,
             "totals": totals,
             "chats": counts,
             "hidden_rms": rms,

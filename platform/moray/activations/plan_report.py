@@ -7,6 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moray.activations.growth import columns_to_add, plan_growth
 from moray.activations.measure import measure_room
 from moray.activations.plan import (
     Choice,
@@ -21,9 +22,10 @@ from moray.activations.sample import Sample, project, sample_chats
 from moray.activations.schema import CacheConfig
 from moray.activations.shards import plan_shards
 from moray.activations.store import CacheStore
-from moray.activations.ultrachat import ChatsConfig, plan_chunks
-from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
-from moray.text import ChatTokenizer
+from moray.activations.survey import survey
+from moray.activations.ultrachat import ChatsConfig
+from moray.activations.wanted import Wanted
+from moray.targets.spec import TargetConfig, TargetSpec, resolve_folder
 
 
 @dataclass(frozen=True)
@@ -53,21 +55,33 @@ def print_plan(
         console: where to print.
     """
     store = CacheStore(output)
-    spec = read_spec(target.model, needs_weights=False)
-    tokenizer = ChatTokenizer.load(target.model, target.template)
-    chunks = plan_chunks(chats, cache.chats_per_part)
-    max_length = min(cache.max_length, spec.max_positions)
-    sample = sample_chats(chunks, tokenizer, max_length)
-    work = project(sample, sum(chunk.num_rows for chunk in chunks), cache)
+    wanted = Wanted.of(target, chats, cache, needs_weights=False)
+    spec = wanted.spec
+    sample = sample_chats(wanted.chunks, wanted.tokenizer, wanted.max_length)
+    work = project(sample, wanted.rows, cache)
     plan = replace(forecast(spec, cache, work), tokens_per_second=_speed(target, cache, sample, workers))
     room = measure_room(store, cache)
-    for line in [f"from {sample.rows:,} of {work.rows:,} rows:", *plan.lines(room, workers.num_targets)]:
+    added = columns_to_add(store, wanted.plan())
+    told = replace(plan, tokens_per_second=None) if added else plan  # the target runs over what is written as well
+    lines = [f"from {sample.rows:,} of {work.rows:,} rows:", *told.lines(room, workers.num_targets)]
+    if added:
+        lines += _growth_lines(store, wanted, added, plan, workers)
+    for line in lines:
         console.print(line, markup=False, highlight=False)
     console.print(_table(spec, cache, plan, room))
     if not room.fits(plan.total):
         fewer = fewer_chats(plan, room)
         advice = f"; as it is, {fewer.overrides} fits" if fewer else ""
         console.print(f"it does not fit{advice}", markup=False, highlight=False)
+
+
+def _growth_lines(store: CacheStore, wanted: Wanted, added: list[str], plan: Forecast, workers: Workers) -> list[str]:
+    """What adding columns to the cache that is there takes: by shards, which say how many tokens there are."""
+    found = survey(store).counting
+    growth = plan_growth(store, wanted.plan(), added, found)
+    hours = replace(plan, workload=replace(plan.workload, tokens=growth.tokens_left)).hours(workers.num_targets)
+    takes = "" if hours is None else f", {hours:.1f} hours" if hours >= 1 else f", {hours * 60:.0f} minutes"
+    return [f"the cache that is there is kept and grows: {growth.announcement}{takes}"]
 
 
 def _table(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room) -> Table:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moray.activations.channels import Channels
+from moray.activations.channels import Channels, quantised_columns
 from moray.activations.extract import TapEncoder, find_channels
 from moray.activations.schema import CacheConfig
-from moray.activations.shards import ShardPlan
+from moray.activations.shards import ShardPlan, only_columns, tap_columns
 from moray.targets.model import Target
 
 NUM_BATCHES = 4
@@ -47,13 +47,16 @@ def rehearse(
         target: that will fill the cache.
         config: what it stores.
         batches: token ids of the chats of each batch.
-        channels: those of the cache if it has them already.
+        channels: those that the cache has already, if any; what is missing is found.
 
     Raises:
         DataError: the target produced a value that is not finite.
     """
-    if channels is None:
-        channels = find_channels(target, config, batches)
+    known = channels or {}
+    quantised = quantised_columns(tap_columns(target.spec, config))
+    missing = [name for name in quantised if name not in known]
+    found = find_channels(target, only_columns(config, missing), batches) if missing else {}
+    channels = {name: found[name] if name in found else known[name] for name in quantised}
     encoder = TapEncoder(target, config, channels)
     squares: dict[str, float] = {}
     for tokens in batches:  # and warm up

@@ -6,6 +6,7 @@
     <path>/channels.parquet          offset and scale of every channel of the quantised columns, if there are any
     <path>/shards/00000-00000.parquet  activations, one row per chat, one column per tap and layer
     <path>/shards/00000-00000.json   commit marker: a shard without it does not count
+    <path>/adding.json               while columns are being added: which (and shards/NAME.next for an instant)
     <path>/manifest.json             all shards with rows, tokens, bytes, sha256; totals and statistics
 
 A shard's row groups are batches of chats of similar length. Columns: uid, num_tokens, tokens,
@@ -19,6 +20,10 @@ schema metadata (key `moray`) names:
     value[channel] = element[channel] * scale of the token * scale[channel] + offset[channel]
 
 with the channels' scales and offsets from channels.parquet (columns: column, offset, scale; one row per tap column).
+
+Columns may be added later: shards are then written anew one by one, with what they hold as it is. Until all have the
+new columns, plan and manifest name the old ones alone, so that readers take columns by name and ignore others; from
+then on the plan's `shard_token_bytes` tells with how many bytes a token the shards were once cut.
 """
 
 import json
@@ -83,6 +88,11 @@ def hidden_column(depth: int) -> str:
 def bytes_per_token(columns: dict[str, dict[str, Any]]) -> int:
     """Stored bytes of one token, compression and Parquet's own overhead aside."""
     return sum(codec_bytes(column["codec"], column["width"]) for column in columns.values())
+
+
+def shard_token_bytes(plan: dict[str, Any]) -> int:
+    """Bytes of a token with which the shards of a plan were cut: those of the columns that it began with."""
+    return int(plan.get("shard_token_bytes") or bytes_per_token(plan["columns"]))
 
 
 def codec_bytes(name: str, width: int) -> int:

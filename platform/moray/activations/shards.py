@@ -1,7 +1,7 @@
 """What a cache will hold: its columns, and which chats make which shard. Torch-free."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +44,27 @@ def tap_columns(spec: TargetSpec, config: CacheConfig) -> dict[str, dict[str, An
             match = difflib.get_close_matches(name, columns, n=1)
             nearest = f"; did you mean '{match[0]}'?" if match else ""
             raise ConfigError(
-                f"cache.column_codecs names '{name}', which is not cached; there are {_listed(columns)}{nearest}"
+                f"cache.column_codecs names '{name}', which is not cached; there are {listed(columns)}{nearest}"
             )
         columns[name]["codec"] = codec
     return columns
 
 
-def _listed(columns: dict[str, dict[str, Any]]) -> str:
+def only_columns(config: CacheConfig, names: Iterable[str]) -> CacheConfig:
+    """The same with no tap column but these; what else is stored, and how, stays."""
+    names = list(names)
+    numbers: dict[str, list[int]] = {"kv": [], "hidden": []}
+    for name in names:
+        kind, _, number = name.partition(".")
+        numbers[kind].append(int(number))
+    codecs = {name: codec for name, codec in config.column_codecs.items() if name in names}
+    taps = {"kv_layers": tuple(numbers["kv"]), "hidden_depths": tuple(numbers["hidden"])}
+    return config.model_copy(update=taps | {"column_codecs": codecs})
+
+
+def listed(columns: Iterable[str]) -> str:
     """The columns' names, of many keys and values the first and the last."""
+    columns = list(columns)
     kv = [name for name in columns if name.startswith("kv.")]
     kv = [kv[0], "...", kv[-1]] if len(kv) > 3 else kv
     return ", ".join([*kv, *(name for name in columns if not name.startswith("kv."))])

@@ -205,7 +205,7 @@ class CacheStore:
             self.clear_temporary()
             self.write_json("plan.json", plan)
             return
-        present = self._read_plan()
+        present = self.read_plan()
         for key in plan:
             if present.get(key) != plan[key]:
                 raise MismatchError(
@@ -271,7 +271,7 @@ class CacheStore:
                 raise
             raise self._unreachable(name, error) from None
 
-    def _read_plan(self) -> Any:
+    def read_plan(self) -> Any:
         """The plan; where its file is damaged, the copy that the manifest of a complete cache holds."""
         try:
             return self.read_json("plan.json")

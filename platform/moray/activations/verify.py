@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from moray.activations.channels import CHANNELS_FILE, channels_fingerprint, read_channels
+from moray.activations.growth import unfinished_growth
 from moray.activations.manifest import Manifest, read_manifest
 from moray.activations.schema import METADATA_KEY
 from moray.activations.store import CacheStore
@@ -111,11 +112,16 @@ def _check_manifest(store: CacheStore, found: Survey, findings: Findings) -> Non
     except DamagedError as error:
         findings.other.append(str(error).partition(";")[0])
         return
-    if plan is not None and plan != manifest.plan:
+    growing = unfinished_growth(store)
+    if growing is not None:
+        findings.other.append(growing)
+    elif plan is not None and plan != manifest.plan:
         findings.other.append("plan.json is not the plan that manifest.json holds")
     covered = {name for info in found.counting.values() for name in info.planned}
     for name, info in manifest.shards.items():
         if name in found.damaged or found.counting.get(name) == info or found.superseded.get(name) == info:
+            continue
+        if growing is not None and name in found.counting:  # it has the new columns already
             continue
         listed = "its marker and manifest.json differ" if name in found.counting else "it is missing"
         findings.shards[name] = listed

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from moray.config import Config
 from moray.decoding.params import CompileMode, SamplingParams
-from moray.drafters.configs import ReadyConfig, TrainableConfig
+from moray.drafters.configs import TrainableConfig, UsableConfig
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import Shape
 
@@ -16,8 +16,9 @@ class EvaluateConfig(Config):
     """Which drafters and trees to measure, on what, and how."""
 
     target: TargetConfig
-    drafters: tuple[str | ReadyConfig, ...] = Field(min_length=1)
-    """Folders of trained drafters; those that need no training as {type: ngram} or {type: pretrained, model: ...}."""
+    drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
+    """Folders of trained drafters, or {type: trained, folder: ..., effort: 1, name: ...} to fix N of several; those
+    that need no training as {type: ngram} or {type: pretrained, model: ...}."""
     trees: tuple[Shape, ...] = Field(min_length=1)
     questions: str
     """Spec-Bench JSON Lines, rows of {prompt}, or chats whose user turns are asked."""
@@ -77,8 +78,9 @@ class DecodeBenchmarkConfig(Config):
     """What `pipelines.benchmark decode` measures."""
 
     target: TargetConfig
-    drafters: tuple[str | ReadyConfig, ...] = Field(min_length=1)
-    """Folders of trained drafters; those that need no training as {type: ngram} or {type: pretrained, model: ...}."""
+    drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
+    """Folders of trained drafters, or {type: trained, folder: ..., effort: 1, name: ...} to fix N of several; those
+    that need no training as {type: ngram} or {type: pretrained, model: ...}."""
     trees: tuple[Shape, ...] = Field(min_length=1)
     questions: str
     """As for pipelines.evaluate."""
@@ -103,8 +105,8 @@ class TreeSearchConfig(Config):
     """What `pipelines.benchmark tree` searches: a sparse tree for one drafter."""
 
     target: TargetConfig
-    drafter: str | ReadyConfig
-    """Folder of a trained drafter, or {type: ngram} or {type: pretrained, model: ...}."""
+    drafter: str | UsableConfig
+    """Folder of a trained drafter, or {type: trained, ...}, {type: ngram} or {type: pretrained, model: ...}."""
     questions: str
     """As for pipelines.evaluate; others than those it will be measured on."""
     num_questions: int | None = Field(default=None, ge=1)

@@ -8,13 +8,14 @@ from rich.progress import Progress
 
 from moray.bench.answers import AnswerLog, open_answers
 from moray.bench.configs import EvaluateConfig
-from moray.bench.loading import fingerprints_of, load_drafters, load_target, nothing_fits
+from moray.bench.loading import fingerprints_of, folder_of, load_drafters, load_target, nothing_fits
 from moray.bench.runner import Runner
 from moray.bench.specbench import Question
 from moray.bench.summary import summarise
 from moray.decoding.compiling import compile_models
 from moray.distill.metrics import read_metrics
 from moray.drafters.base import Drafter
+from moray.drafters.configs import TrainedConfig
 from moray.provenance import machine, read_run_yaml, sha256_of_files, versions
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
@@ -30,7 +31,9 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     questions, tokenizer, target = load_target(config, config.categories)
     drafters = load_drafters(config.drafters, target, tokenizer)
     folders = {
-        name: Path(entry) for name, entry in zip(drafters, config.drafters, strict=True) if isinstance(entry, str)
+        name: folder_of(entry)
+        for name, entry in zip(drafters, config.drafters, strict=True)
+        if isinstance(entry, str | TrainedConfig)
     }
     fingerprints = measurement_fingerprints(config, target, tokenizer)
     compiled = compile_models(target, drafters.values(), config.compile)
@@ -48,11 +51,11 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         raise nothing_fits(config.questions, runner.capacity)
     figures = summarise(runner.measurement, config.samplings, config.target.dtype)
     metrics = {name: read_metrics(folder) for name, folder in folders.items()}
-    efforts = {name: _effort(drafter, metrics.get(name, [])) for name, drafter in drafters.items()}
+    making = {name: _making(drafter, metrics.get(name, [])) for name, drafter in drafters.items()}
     if target.device.type == "cuda" and not config.exact_phases:
         _drop_phases(figures)
     figures["notes"] += [] if config.compile == "off" else [compiled]
-    figures["rows"] = [row | efforts[row["drafter"]] for row in figures["rows"]]
+    figures["rows"] = [row | making[row["drafter"]] for row in figures["rows"]]
     return figures | {
         "training": {name: _series(rows) for name, rows in metrics.items() if rows},
         "machine": machine(),
@@ -90,7 +93,7 @@ def _ask(runner: Runner, questions: list[Question], log: AnswerLog, total: int, 
             progress.advance(task, num_turns)
 
 
-def _effort(drafter: Drafter, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def _making(drafter: Drafter, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     """How large a drafter is, and how much it was trained."""
     last = metrics[-1] if metrics else {}
     tokens = last.get("tokens")

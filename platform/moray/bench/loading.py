@@ -8,7 +8,7 @@ from moray.bench.configs import DecodeBenchmarkConfig, EvaluateConfig, TreeSearc
 from moray.bench.specbench import Question, read_questions
 from moray.distill.checkpoint import drafter_files, load_drafter, read_contract
 from moray.drafters.base import Drafter
-from moray.drafters.configs import PretrainedConfig, ReadyConfig
+from moray.drafters.configs import PretrainedConfig, ReadyConfig, TrainedConfig, UsableConfig
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.provenance import sha256_of_files
 from moray.targets.head import TargetHead
@@ -36,12 +36,12 @@ def nothing_fits(questions: str, capacity: int) -> DataError:
 
 
 def load_drafters(
-    entries: tuple[str | ReadyConfig, ...], target: Target, tokenizer: ChatTokenizer
+    entries: tuple[str | UsableConfig, ...], target: Target, tokenizer: ChatTokenizer
 ) -> dict[str, Drafter]:
     """Drafters for one target, in the order given, by the names of their folders or types.
 
     Raises:
-        ConfigError: two have the same name.
+        ConfigError: two have the same name, or one has not learnt the effort asked for.
         MismatchError: a drafter belongs to another target, tokenizer or template.
     """
     drafters: dict[str, Drafter] = {}
@@ -52,29 +52,36 @@ def load_drafters(
                 f"drafters holds two called '{name}', which is the row's name; rename a folder, or give `name` to one "
                 "that stands there as {type: ...}"
             )
-        drafter = (
-            _from_folder(Path(entry), target, tokenizer)
-            if isinstance(entry, str)
-            else _from_config(entry, target, tokenizer)
-        )
+        if isinstance(entry, str | TrainedConfig):
+            drafter = _from_folder(folder_of(entry), target, tokenizer)
+        else:
+            drafter = _from_config(entry, target, tokenizer)
+        if isinstance(entry, TrainedConfig) and entry.effort is not None:
+            drafter.fix_effort(entry.effort)
         drafter.cast(target.dtype)
         drafters[name] = drafter
     return drafters
 
 
-def fingerprints_of(entries: tuple[str | ReadyConfig, ...]) -> dict[str, str]:
+def fingerprints_of(entries: tuple[str | UsableConfig, ...]) -> dict[str, str]:
     """What tells drafters from others of the same name: hashes of their files."""
     found = {}
     for entry in entries:
-        if isinstance(entry, str):
-            found[_name(entry)] = sha256_of_files(drafter_files(Path(entry)))
+        if isinstance(entry, str | TrainedConfig):
+            found[_name(entry)] = sha256_of_files(drafter_files(folder_of(entry)))
         elif isinstance(entry, PretrainedConfig):
             found[_name(entry)] = fingerprint(resolve_folder(entry.model))
     return found
 
 
-def _name(entry: str | ReadyConfig) -> str:
-    return Path(entry).name if isinstance(entry, str) else entry.name or entry.type
+def folder_of(entry: str | TrainedConfig) -> Path:
+    """Where a trained drafter lies."""
+    return Path(entry if isinstance(entry, str) else entry.folder)
+
+
+def _name(entry: str | UsableConfig) -> str:
+    given = None if isinstance(entry, str) else entry.name
+    return given or (folder_of(entry).name if isinstance(entry, str | TrainedConfig) else entry.type)
 
 
 def _from_folder(folder: Path, target: Target, tokenizer: ChatTokenizer) -> Drafter:

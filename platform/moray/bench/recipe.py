@@ -51,7 +51,7 @@ class RecipeTrainer:
         Raises:
             ConfigError: the drafter runs target layers, which the released code trains in another way.
         """
-        if drafter.config.target_layers:
+        if drafter.config.num_target_layers:
             raise ConfigError("the published recipe is written down for target_layers=0: give that")
         self._target: Any = target
         self._drafter = drafter

@@ -96,7 +96,7 @@ class Validator:
             DataError: every answer ended at its first token.
         """
         config = self._config
-        depth = min(config.depth, drafter.max_depth or config.depth)
+        depth, period = min(config.depth, drafter.max_depth or config.depth), drafter.config.verified_period
         shape = ChainShape(type="chain", depth=depth)
         session = TargetSession(self._target, self._capacity, shape.num_nodes + 1)
         decoder = SpeculativeDecoder(self._target, drafter, shape, self._capacity, session)
@@ -107,9 +107,9 @@ class Validator:
             answer = decoder.generate(prompt, SamplingParams(), config.max_new_tokens, self._eos_ids)
             generations.append(answer)
             batch = _batch(session, prompt, answer.tokens, drafter)
-            view = draw_view(batch, drafter.config.verified_period, 0.0, torch.Generator().manual_seed(number))
+            view = draw_view(batch, period, 0.0, torch.Generator().manual_seed(number), drafter.config.efforts)
             drawn.append(distillation_loss(drafter(batch, view), batch, loss_positions(batch), drafter, losses))
-            if drafter.config.verified_period is None:
+            if period is None:
                 stepped.append(drawn[-1])
             else:
                 repeated, view, positions = _every_step(batch, depth)

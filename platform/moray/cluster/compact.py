@@ -6,6 +6,7 @@ from typing import Any, cast
 import ray.data
 
 from moray.activations.compact import join, plan_compaction, remove_superseded
+from moray.activations.growth import refuse_while_growing
 from moray.activations.manifest import read_manifest, write_manifest
 from moray.activations.schema import bytes_per_token
 from moray.activations.store import CacheStore
@@ -27,11 +28,12 @@ def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, in
         num_tasks: shards written at once.
 
     Raises:
-        DataError: the cache is unfinished.
+        DataError: the cache is unfinished, or columns are being added to it.
         DamagedError: a shard is damaged; nothing that was there is touched.
     """
     store = CacheStore(output)
     manifest = read_manifest(store)
+    refuse_while_growing(store)
     found = survey(store)
     before = len(manifest.shards)
     wanted = {name for info in manifest.shards.values() for name in info.planned}

@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from moray.activations.extract import ShardWriter
 from moray.activations.manifest import Manifest, read_layout, read_manifest
-from moray.activations.schema import CacheConfig, bytes_per_token
-from moray.activations.shards import ShardPlan, plan_shards, tap_columns
+from moray.activations.schema import CacheConfig, hidden_column, kv_column, shard_token_bytes
+from moray.activations.shards import ShardPlan, only_columns, plan_shards
 from moray.activations.store import CacheStore
 from moray.activations.tries import MAX_TRIES, TRIES_FOLDER, Tries
 from moray.batch import TapNeeds
@@ -68,10 +68,7 @@ class LiveTargets:
 
 def only_needed(cache: CacheConfig, needs: TapNeeds) -> CacheConfig:
     """The same cache with no tap but those that a drafter reads: the others need not be encoded."""
-    kept = {"kv_layers": needs.kv_layers, "hidden_depths": needs.hidden_depths}
-    names = {f"kv.{layer:02d}" for layer in needs.kv_layers} | {f"hidden.{depth}" for depth in needs.hidden_depths}
-    codecs = {name: codec for name, codec in cache.column_codecs.items() if name in names}
-    return cache.model_copy(update=kept | {"column_codecs": codecs})
+    return only_columns(cache, [*map(kv_column, needs.kv_layers), *map(hidden_column, needs.hidden_depths)])
 
 
 class LiveWindows:
@@ -97,7 +94,7 @@ class LiveWindows:
         self._keeps = keeps
         self._planned = CacheConfig.model_validate(settings["planned"])
         loaded = Target.load(TargetConfig.model_validate(target))
-        self._token_bytes = bytes_per_token(tap_columns(loaded.spec, self._planned))
+        self._token_bytes = shard_token_bytes(self._store.read_json("plan.json"))
         self._writer = ShardWriter(loaded, self._store, CacheConfig.model_validate(settings["stored"]))
         self._stage = stage  # other runs may make the same windows now
         self._tries = Tries(self._store, TRIES_FOLDER)

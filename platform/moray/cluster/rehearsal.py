@@ -7,19 +7,31 @@ from typing import Any, cast
 
 import ray
 
-from moray.activations.channels import CHANNELS_FILE, quantised_columns, read_channels, write_channels
+from moray.activations.channels import CHANNELS_FILE, quantised_columns, read_known_channels, write_channels
 from moray.activations.rehearse import rehearsal_batches, rehearse
 from moray.activations.schema import CacheConfig
-from moray.activations.shards import ShardPlan, tap_columns
+from moray.activations.shards import ShardPlan
 from moray.activations.store import CacheStore
+from moray.activations.wanted import Planned, Wanted
 from moray.cluster.configs import CaptureConfig
 from moray.targets.spec import TargetConfig
+
+REHEARSAL_FILE = "rehearsal.json"
+
+
+def rehearsal(store: CacheStore, wanted: Wanted, planned: Planned, capture: CaptureConfig) -> dict[str, Any]:
+    """What the target told on a few batches, once per cache; as `rehearse_on_ray`."""
+    if store.exists(REHEARSAL_FILE) and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
+        return store.read_json(REHEARSAL_FILE)
+    told = rehearse_on_ray(store, wanted.target, wanted.cache, capture, planned.shards)
+    store.write_json(REHEARSAL_FILE, told)
+    return told
 
 
 def rehearse_on_ray(
     store: CacheStore, target: TargetConfig, cache: CacheConfig, capture: CaptureConfig, shards: Sequence[ShardPlan]
 ) -> dict[str, Any]:
-    """Find and store the channels of quantised columns, unless the cache has them.
+    """Find and store the channels of quantised columns of which the cache has none yet.
 
     Returns:
         "tokens_per_second" of one target, and "hidden_rms" by column.
@@ -49,9 +61,8 @@ def _rehearse(
     tokens = []
     for plan in (ShardPlan(**json.loads(batch)) for batch in batches):
         tokens.append(token_arrays(store.read_table(f"tokens/{plan.part}.parquet").take(plan.batches[0])))
-    columns = tap_columns(loaded.spec, config)
-    known = read_channels(store, columns) if store.exists(CHANNELS_FILE) else None
+    known = read_known_channels(store)
     result = rehearse(loaded, config, tokens, known)
-    if quantised_columns(columns) and known is None:
-        write_channels(store, result.channels)
+    if result.channels.keys() - known.keys():
+        write_channels(store, {**known, **result.channels})
     return {"tokens_per_second": result.tokens_per_second, "hidden_rms": result.hidden_rms}

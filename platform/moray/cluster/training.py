@@ -200,10 +200,11 @@ def build_drafter(config: DistilConfig, manifest: Manifest, device_type: str = "
     head = TargetHead.load(target, config.drafter.num_target_layers)
     torch.manual_seed(config.train.seed)
     drafter = config.drafter.build(head)
-    needed_columns(drafter.needs, manifest.columns)
+    store = CacheStore(config.activations)
+    needed_columns(drafter.needs, manifest.columns, store if config.source.type == "disk" else None)
     drafter.set_scale(manifest.hidden_rms)
     if drafter.vocabulary.is_reduced:
-        counts = token_counts(CacheStore(config.activations), drafter.spec.vocab_size)
+        counts = token_counts(store, drafter.spec.vocab_size)
         drafter.choose_vocabulary(torch.from_numpy(counts))
     return drafter
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from moray.activations.growth import override_words
 from moray.activations.schema import CacheConfig
 from moray.activations.ultrachat import ChatsConfig
 from moray.activations.upkeep_configs import VerifyConfig
 from moray.cluster.configs import CaptureConfig, RayConfig
 from moray.commands import AnyConfig, Command
-from moray.config import Config, flatten
+from moray.config import Config
 from moray.targets.spec import TargetConfig
 
 
@@ -80,7 +81,4 @@ def _is_place(word: str) -> bool:
 
 def caching_command(settings: dict[str, object]) -> str:
     """The command line that completes a cache of these settings (those that differ from the defaults)."""
-    words = [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in flatten(settings).items()
-    ]
-    return shlex.join(["python", "-m", "pipelines.cache_activations", *words])
+    return shlex.join(["python", "-m", "pipelines.cache_activations", *override_words(settings)])

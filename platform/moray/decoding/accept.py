@@ -9,13 +9,16 @@ this is: accept with p(x), else zero x and renormalise.
 A third rule, typical acceptance, is lossy and must be asked for by name.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import STREAM_RESIDUAL, STREAM_TEST, Sampler, gumbel
+from moray.trees.stack import stack_padded
 from moray.trees.tree import TokenTree
 
 
@@ -37,20 +40,70 @@ def accept(tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampl
         sampler: of this sequence.
         root_position: index of the root in the sequence, counted from 0.
     """
-    if sampler.params.is_greedy:
-        return accept_by_choice(tree, logits.argmax(dim=-1))
+    if is_by_choice(sampler.params):
+        return accept_by_choice(tree, choose(tree, logits, sampler, root_position))
     log_p = sampler.log_probs(logits)
     if sampler.params.rule == "typical":
         return accept_typical(tree, log_p, sampler, root_position)
-    if sampler.params.rule == "coupled":
-        noise = sampler.noise(root_position + 1, tree.max_depth + 1)  # all nodes of one depth share a position
-        return accept_by_choice(tree, (log_p + noise[tree.depths]).argmax(dim=-1))
     return accept_by_rejection(tree, log_p.exp(), sampler, root_position)
+
+
+def accept_rows(
+    trees: Sequence[TokenTree],
+    logits: Float[Tensor, "rows nodes vocab"],
+    samplers: Sequence[Sampler],
+    root_positions: Sequence[int],
+) -> list[Accepted]:
+    """`accept` for the trees of several sequences, all sampled with the same parameters.
+
+    By choice it waits for the device once for all of them, by another rule as often as each alone would.
+
+    Args:
+        trees: of any sizes.
+        logits: behind a smaller tree's nodes stands what is not looked at.
+        samplers: of each sequence.
+        root_positions: where each root is.
+    """
+    rows = list(zip(trees, logits, samplers, root_positions, strict=True))
+    params = samplers[0].params
+    if not is_by_choice(params):
+        return [accept(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows]
+    most = logits.shape[1]
+    if params.is_greedy:
+        choices = logits.argmax(dim=-1)
+    else:
+        choices = stack_padded(
+            [choose(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows], most
+        )
+    tokens = stack_padded([tree.tokens for tree in trees], most)
+    parents = stack_padded([tree.parents for tree in trees], most, -1)
+    host = torch.stack([tokens, parents, choices]).tolist()
+    return [walk(*sides) for sides in zip(*host, strict=True)]
+
+
+def is_by_choice(params: SamplingParams) -> bool:
+    """Whether the target's token at each node is fixed, so that acceptance is a walk."""
+    return params.is_greedy or params.rule == "coupled"
+
+
+def choose(
+    tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int
+) -> Int[Tensor, " nodes"]:
+    """The target's token at each node: the likeliest, or the Gumbel-max sample. Does not wait for the device."""
+    if sampler.params.is_greedy:
+        return logits.argmax(dim=-1)
+    noise = sampler.noise(root_position + 1, tree.max_depth + 1)  # all nodes of one depth share a position
+    return (sampler.log_probs(logits) + noise[tree.depths]).argmax(dim=-1)
 
 
 def accept_by_choice(tree: TokenTree, choices: Int[Tensor, " nodes"]) -> Accepted:
     """Walk from the root along the target's choices. The only wait for the device is one small copy."""
     tokens, parents, chosen = torch.stack([tree.tokens, tree.parents, choices]).tolist()
+    return walk(tokens, parents, chosen)
+
+
+def walk(tokens: list[int], parents: list[int], chosen: list[int]) -> Accepted:
+    """From the root to the child that is the chosen token, as long as there is one; on the host alone."""
     child_of: dict[tuple[int, int], int] = {}
     for node in range(len(tokens) - 1, 0, -1):  # of equal siblings the first wins
         child_of[parents[node], tokens[node]] = node

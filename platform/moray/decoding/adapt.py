@@ -1,21 +1,18 @@
-"""How much to draft next: the depth and number of nodes that promise most tokens per second.
+"""How much to draft next, and how hard to try: depth, nodes and effort that promise most tokens per second.
 
 Knows two things: what a cycle costs on this machine (`Costs`, measured once, corrected by the cycles since), and how
-often drafts have been accepted lately. The best size maximises E[tokens](n) / (verify(n) + draft + rest), and is 0
-where drafting would be a loss. It looks at past cycles, and at the scores of deterministic proposals, never at sampled
-tokens: so the choice cannot bend the output's distribution.
+often drafts have been accepted lately (`Acceptance`). The best choice maximises E[tokens] / (verify + draft + rest),
+and is no draft at all where drafting would be a loss. It looks at past cycles, and at the scores of deterministic
+proposals, never at sampled tokens: so the choice cannot bend the output's distribution.
 """
 
 import math
+from collections.abc import Mapping
 
+from moray.decoding.acceptance import FORGET, PRIOR_WEIGHT, Acceptance
 from moray.decoding.costs import Costs
-from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape
+from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
-_FORGET = 0.97
-"""Weight of a cycle when one more has passed: about the last 30 count."""
-_PRIOR_RATE = 0.7
-_PRIOR_WEIGHT = 2.0
-"""What is believed of a level before it was tried, and of a level not tried for long: so that it is tried again."""
 _COST_WEIGHT = 8.0
 """Cycles that what was measured at the start counts for, against cycles since."""
 _HICCUP = 2.0
@@ -42,44 +39,63 @@ class _Correction:
 
     def forget(self) -> None:
         """A cycle has passed: what is not tried for long is believed to be as it was measured."""
-        self._ratios *= _FORGET
-        self._count *= _FORGET
+        self._ratios *= FORGET
+        self._count *= FORGET
 
 
 class DraftPlanner:
-    """Chooses the shape of each cycle of one decoder."""
+    """Chooses the draft of each cycle of one decoder."""
 
-    def __init__(self, shape: AdaptiveShape, costs: Costs) -> None:
+    def __init__(self, shape: AnyShape, costs: Mapping[int, Costs]) -> None:
+        """
+        Args:
+            shape: an adaptive one leaves the depth open; of any other the effort alone is chosen.
+            costs: of each of the drafter's efforts, cheapest first.
+        """
         self._costs = costs
-        self._shapes = [shape.at(depth) for depth in range(1, shape.depth + 1)]
+        self._is_adaptive = isinstance(shape, AdaptiveShape)
+        self._shapes = drafted_shapes(shape)
         self._verify, self._draft = _Correction(), _Correction()
+        self._draft_of = {effort: _Correction() for effort in costs}
         self._rest = 0.0
-        self._reached = [0.0] * shape.depth
-        self._passed = [0.0] * shape.depth
+        self._acceptance = Acceptance(shape.depth, list(costs))
         self._promised = self._kept = 0.0
         self._sum_of_probabilities = 0.0
         self._num_levels = self._num_nodes = 0
         self._levels = self._nodes = 0.0
+        self.effort = next(iter(costs))
+        """That the shape given last is to be drafted with."""
 
-    def next_shape(self) -> ChainShape | DynamicShape | None:
-        """The shape to draft now; None for no draft."""
-        best_depth, best_rate = 0, 1.0 / self._seconds(0, 0)
-        expected, survival = 1.0, 1.0
-        for depth, rate in enumerate(self._acceptance(), start=1):
+    def next_shape(self) -> GrowableShape | None:
+        """The shape to draft now, with `effort`; None for no draft."""
+        hopes = {effort: max(self._promises(effort, in_doubt=True).values()) for effort in self._costs}
+        self.effort = max(hopes, key=lambda effort: hopes[effort])  # of equals the first, which is the cheapest
+        self._num_levels, self._num_nodes = 0, 0
+        self._sum_of_probabilities = 0.0
+        if self._is_adaptive and hopes[self.effort] <= 1.0 / self._seconds(0, 0, self.effort):
+            return None
+        promises = self._promises(self.effort)
+        self._num_levels = max(promises, key=lambda depth: promises[depth])
+        return self._shapes[self._num_levels]
+
+    def _promises(self, effort: int, *, in_doubt: bool = False) -> dict[int, float]:
+        """Tokens per second of every draft, by depth."""
+        promises, expected, survival = {}, 1.0, 1.0
+        for depth, rate in enumerate(self._acceptance.rates(effort, in_doubt=in_doubt), start=1):
             survival *= rate
             expected += survival
-            nodes = min(self._shapes[depth - 1].num_nodes, math.ceil(depth * self._nodes_per_level()))
-            per_second = expected / self._seconds(nodes, depth)
-            if per_second > best_rate:
-                best_depth, best_rate = depth, per_second
-        self._num_levels, self._num_nodes = best_depth, 0
-        self._sum_of_probabilities = 0.0
-        return self._shapes[best_depth - 1] if best_depth else None
+            if depth in self._shapes:
+                promises[depth] = expected / self._seconds(self._expected_nodes(depth), depth, effort)
+        return promises
 
-    def _seconds(self, num_nodes: int, num_levels: int) -> float:
+    def _seconds(self, num_nodes: int, num_levels: int, effort: int) -> float:
         """A cycle that drafts so many levels and verifies so many nodes below the root."""
-        verify = self._costs.verify_seconds(num_nodes + 1) * self._verify.factor
-        return verify + self._costs.draft_seconds(num_levels) * self._draft.factor + self._rest
+        verify = self._costs[effort].verify_seconds(num_nodes + 1) * self._verify.factor
+        return verify + self._draft_seconds(num_levels, effort) * self._draft_of[effort].factor + self._rest
+
+    def _draft_seconds(self, num_levels: int, effort: int) -> float:
+        """What was measured, as far as cycles of any effort have corrected it."""
+        return self._costs[effort].draft_seconds(num_levels) * self._draft.factor
 
     def budget(self, log_probs: list[float]) -> int:
         """How many of a tree's best nodes to verify (see `trees.grow.Budget`).
@@ -87,11 +103,11 @@ class DraftPlanner:
         If the drafter knows itself, the expected number of accepted nodes is the sum of their probabilities; the
         running ratio of what was accepted to what was promised corrects it.
         """
-        trust = (self._kept + _PRIOR_WEIGHT) / (self._promised + _PRIOR_WEIGHT)
+        trust = (self._kept + PRIOR_WEIGHT) / (self._promised + PRIOR_WEIGHT)
         best, best_rate, best_sum, total = 1, 0.0, 0.0, 0.0
         for count, log_prob in enumerate(log_probs, start=1):
             total += math.exp(log_prob)
-            rate = (1.0 + trust * total) / self._seconds(count, self._num_levels)
+            rate = (1.0 + trust * total) / self._seconds(count, self._num_levels, self.effort)
             if rate > best_rate:
                 best, best_rate, best_sum = count, rate, total
         self._sum_of_probabilities = best_sum
@@ -104,33 +120,29 @@ class DraftPlanner:
         Where phases are not known exactly (a GPU that nobody waits for) this is not called, and what was measured
         stands.
         """
-        self._verify.record(self._costs.verify_seconds(num_nodes + 1), verify)
+        self._verify.record(self._costs[self.effort].verify_seconds(num_nodes + 1), verify)
+        others = dict(self._draft_of)
         if self._num_levels:
-            self._draft.record(self._costs.draft_seconds(self._num_levels), draft)
+            self._draft.record(self._costs[self.effort].draft_seconds(self._num_levels), draft)
+            others.pop(self.effort).record(self._draft_seconds(self._num_levels, self.effort), draft)
         else:
             self._draft.forget()
+        for own in others.values():
+            own.forget()
         self._rest += (rest - self._rest) / _COST_WEIGHT
 
     def record(self, num_levels: int, num_accepted: int) -> None:
         """What became of a cycle: levels verified, and how many of them were accepted."""
-        for level in range(len(self._reached)):
-            self._reached[level] *= _FORGET
-            self._passed[level] *= _FORGET
-            if level < num_levels and level <= num_accepted:
-                self._reached[level] += 1.0
-                self._passed[level] += level < num_accepted
-        self._promised = self._promised * _FORGET + self._sum_of_probabilities
-        self._kept = self._kept * _FORGET + (num_accepted if self._sum_of_probabilities else 0.0)
-        self._levels = self._levels * _FORGET + (num_levels if self._num_nodes else 0)
-        self._nodes = self._nodes * _FORGET + self._num_nodes
+        self._acceptance.record(self.effort, num_levels, num_accepted)
+        self._promised = self._promised * FORGET + self._sum_of_probabilities
+        self._kept = self._kept * FORGET + (num_accepted if self._sum_of_probabilities else 0.0)
+        self._levels = self._levels * FORGET + (num_levels if self._num_nodes else 0)
+        self._nodes = self._nodes * FORGET + self._num_nodes
 
-    def _acceptance(self) -> list[float]:
-        """P(level k is accepted | level k - 1 was); a level without evidence is believed to be like the one before."""
-        rates, belief = [], _PRIOR_RATE
-        for reached, passed in zip(self._reached, self._passed, strict=True):
-            belief = (passed + _PRIOR_WEIGHT * belief) / (reached + _PRIOR_WEIGHT)
-            rates.append(belief)
-        return rates
+    def _expected_nodes(self, depth: int) -> int:
+        """That a draft of so many levels will have verified."""
+        most = self._shapes[depth].num_nodes
+        return min(most, math.ceil(depth * self._nodes_per_level())) if self._is_adaptive else most
 
     def _nodes_per_level(self) -> float:
         """Nodes that the budget lately kept, by level that holds any: what acceptance was measured with.
@@ -138,4 +150,11 @@ class DraftPlanner:
         One at first, as in a chain: to count all that a shape allows would price trees that the budget never lets be
         verified.
         """
-        return (self._nodes + _PRIOR_WEIGHT) / (self._levels + _PRIOR_WEIGHT)
+        return (self._nodes + PRIOR_WEIGHT) / (self._levels + PRIOR_WEIGHT)
+
+
+def drafted_shapes(shape: AnyShape) -> dict[int, GrowableShape]:
+    """What may be drafted, by depth: an adaptive shape at each of its depths, any other as it is."""
+    if isinstance(shape, AdaptiveShape):
+        return {depth: shape.at(depth) for depth in range(1, shape.depth + 1)}
+    return {shape.depth: shape}

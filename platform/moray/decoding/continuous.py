@@ -15,17 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from moray.decoding.params import SamplingParams
+from moray.decoding.prompts import PREFILL_TOKENS, is_worth_a_pass, read_together
 from moray.decoding.row_cache import GRAIN, RowCache
 from moray.decoding.row_sampling import RowSampler
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
-
-PREFILL_TOKENS = 4096
-"""Prompts that are read together have at most so many slots, if they are more than one."""
-PREFILL_CHUNK = 256
-_ADMIT_SHARE = 16
-"""A pass over new prompts costs about as much as one over all running sequences, so it waits until a 16th of
-them has ended."""
 
 FinishReason = Literal["eos", "length"]
 
@@ -144,7 +138,7 @@ class ContinuousDecoder:
         """Put every running sequence's last token into the cache and choose the next one."""
         longest = max(len(sequence.prompt) + len(sequence.tokens) for sequence in self._running)
         num_seen = min(-(-longest // 16) * 16, self._cache.width)  # few different shapes, and aligned ones
-        self._cache.aim(self._positions, num_seen)
+        self._cache.aim(self._positions[:, None], num_seen)
         slots = torch.arange(num_seen, device=self._target.device)
         mask = (slots <= self._positions[:, None])[:, None, None]
         output = self._target.forward(self._tokens[:, None], self._positions[:, None], mask, self._cache)
@@ -158,15 +152,8 @@ class ContinuousDecoder:
 
     def _close(self, ended: set[int]) -> None:
         """Fill the rows of those that have ended with the last ones that have not."""
-        left = len(self._running) - len(ended)
-        holes = [row for row in sorted(ended) if row < left]
-        movers = [row for row in range(left, len(self._running)) if row not in ended]
-        if holes:
-            longest = max(len(self._running[row].prompt) + len(self._running[row].tokens) for row in movers)
-            self._cache.move(movers, holes, longest)
-        order = list(range(left))
-        for hole, mover in zip(holes, movers, strict=True):
-            order[hole] = mover
+        longest = max(len(sequence.prompt) + len(sequence.tokens) for sequence in self._running)
+        order = self._cache.close(ended, len(self._running), longest)
         self._running = [self._running[row] for row in order]
         index = torch.tensor(order, dtype=torch.long, device=self._target.device)
         self._tokens, self._positions, self._keys = self._tokens[index], self._positions[index], self._keys[index]
@@ -176,7 +163,7 @@ class ContinuousDecoder:
     def _admit(self) -> None:
         """Let the longest waiting prompts that fit begin, if they are enough to be worth a pass."""
         chosen = self._fitting()
-        if not chosen or len(chosen) < min(len(self._running) // _ADMIT_SHARE, len(self._waiting)):
+        if not is_worth_a_pass(len(chosen), len(self._running), len(self._waiting)):
             return
         numbers = {sequence.number for sequence in chosen}
         self._waiting = [sequence for sequence in self._waiting if sequence.number not in numbers]
@@ -187,7 +174,7 @@ class ContinuousDecoder:
         while chosen:
             length = len(chosen[0].prompt)
             count = max(1, PREFILL_TOKENS // length)
-            self._prefill(chosen[:count], length)
+            self._prefill(chosen[:count])
             chosen = chosen[count:]
 
     def _fitting(self) -> list[_Sequence]:
@@ -209,34 +196,14 @@ class ContinuousDecoder:
             widest = max(widest, chosen[-1].need)
         return chosen
 
-    def _prefill(self, new: list[_Sequence], longest: int) -> None:
-        """Read prompts, padded on the right, into the rows behind the running ones, and choose their first tokens.
+    def _prefill(self, new: list[_Sequence]) -> None:
+        """Read prompts into the rows behind the running ones, and choose their first tokens.
 
-        The mask is the causal one for all: a prompt comes before its own padding, which nothing looks at later,
-        since slots are looked at only once they have been written anew.
+        Nothing looks at a prompt's padding, since slots are looked at only once they have been written anew.
         """
-        target, device = self._target, self._target.device
-        padded = torch.zeros(len(new), longest, dtype=torch.long)
-        for row, sequence in enumerate(new):
-            padded[row, : len(sequence.prompt)] = torch.tensor(sequence.prompt)
-        padded = padded.to(device)
-        lengths = torch.tensor([len(sequence.prompt) for sequence in new], device=device)
-        cache = target.new_cache(longest, batch=len(new))
-        slots = torch.arange(longest, device=device)
-        last: Tensor | None = None
-        for begin in range(0, longest, PREFILL_CHUNK):
-            chunk = slots[begin : begin + PREFILL_CHUNK]
-            count = chunk.shape[0]
-            mask = (slots[: begin + count] <= chunk[:, None])[None, None]
-            output = target.forward(padded[:, begin : begin + count], chunk.expand(len(new), -1), mask, cache)
-            cache.commit(count)
-            at = (lengths - 1 - begin).clamp(0, count - 1)
-            here = output.last[torch.arange(len(new), device=device), at]
-            # Chunks before a prompt's last one are overwritten, those behind it must not count.
-            last = here if last is None else torch.where((lengths > begin)[:, None], here, last)
-        assert last is not None
+        cache, last, lengths = read_together(self._target, [sequence.prompt for sequence in new])
         self._cache.fill(len(self._running), cache)
-        keys = torch.tensor([sequence.key for sequence in new], dtype=torch.long, device=device)
+        keys = torch.tensor([sequence.key for sequence in new], dtype=torch.long, device=self._target.device)
         tokens = self._choose(last, lengths, keys)
         self._running += new
         self._tokens = torch.cat([self._tokens, tokens])

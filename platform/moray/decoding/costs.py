@@ -1,9 +1,9 @@
 """What the parts of a cycle cost on this machine, measured once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 _REPEATS = 5
 
@@ -28,21 +28,21 @@ class Costs:
 
 def measure_costs(
     verify: Callable[[int], object],
-    draft: Callable[[int], object],
-    most: tuple[int, int],
+    drafts: Mapping[int, Callable[[int], object]],
+    sizes: tuple[Sequence[int], Sequence[int]],
     clock: Callable[[], float],
-) -> Costs:
-    """Time target passes and drafts of growing size.
+) -> dict[int, Costs]:
+    """Time target passes, and drafts of every effort.
 
     Args:
         verify: runs a target pass of that many tokens and keeps nothing.
-        draft: drafts that many levels and keeps nothing.
-        most: tokens of a pass, and levels of a draft.
+        drafts: of each effort, drafts that many levels and keeps nothing.
+        sizes: ascending: tokens of a pass, and levels of a draft.
         clock: seconds, read only once the device is idle.
     """
-
-    passes, drafts = _sizes(most[0]), _sizes(most[1])
-    runs = [partial(verify, size) for size in passes] + [partial(draft, size) for size in drafts]
+    passes, levels = sizes
+    runs = [partial(verify, size) for size in passes]
+    runs += [partial(draft, size) for draft in drafts.values() for size in levels]
     for run in runs:
         run()  # the first time of anything is slow
     best = [float("inf")] * len(runs)
@@ -53,7 +53,9 @@ def measure_costs(
             begin = clock()
             run()
             best[index] = min(best[index], clock() - begin)
-    return Costs(_ascending(passes, best[: len(passes)]), _ascending(drafts, best[len(passes) :]))
+    seconds = iter(best)
+    passed = _ascending(passes, list(islice(seconds, len(passes))))
+    return {effort: Costs(passed, _ascending(levels, list(islice(seconds, len(levels))))) for effort in drafts}
 
 
 def _ascending(sizes: Sequence[int], seconds: Sequence[float]) -> list[tuple[int, float]]:
@@ -72,7 +74,7 @@ def median_seconds(run: Callable[[], object], clock: Callable[[], float]) -> flo
     return sorted(seconds)[_REPEATS // 2]
 
 
-def _sizes(most: int) -> list[int]:
+def growing_sizes(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... and `most` itself."""
     sizes = {most}
     power = 1

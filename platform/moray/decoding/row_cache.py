@@ -2,13 +2,14 @@
 
 Where `targets.kv_cache.KVCache` has one length for all of its sequences, here every row has its own, so that a row
 can be handed to another sequence while its neighbours go on. The memory is a fixed number of slots, cut into
-as many rows of as many slots as its sequences need at the moment.
+as many rows of as many slots as its sequences need at the moment. How much of a row is a sequence's own is known to
+whoever aims the passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -20,10 +21,10 @@ GRAIN = 64
 
 
 class RowCache(Cache):
-    """One new token for each of the first rows per forward pass; the slot is the token's position.
+    """New tokens of each of the first rows per forward pass: one, at its position, or a tree's nodes side by side.
 
         slot      0  1  2  3  4  5
-        row 0     a  b  c  d  .  .    its next token goes to slot 4
+        row 0     a  b  c  d  .  .    its next token goes to slot 4, or the nodes of its tree to 4, 5, ...
         row 1     e  f  .  .  .  .    its next token goes to slot 2
         row 2     (free)
 
@@ -39,14 +40,19 @@ class RowCache(Cache):
         self._memory = torch.zeros(
             spec.num_layers, 2, num_slots * self._heads * self._head_dim, dtype=like.dtype, device=like.device
         )
-        self._views: list[Tensor] = []
         self.num_slots = num_slots
         self.num_rows = 0
         self.width = 0
         """Slots of a row."""
-        self._rows: Int[Tensor, " rows"] = torch.zeros(0, dtype=torch.long)
-        self._slots: Int[Tensor, " rows"] = self._rows
+        self._data = self._cut(0, 0)
+        self._rows: Int[Tensor, "rows 1"] = torch.zeros(0, 1, dtype=torch.long)
+        self._slots: Int[Tensor, "rows new"] = self._rows
         self._seen = 0
+
+    def _cut(self, num_rows: int, width: int) -> Tensor:
+        """The memory as [layers, 2, rows, kv_heads, width, head_dim]."""
+        shape = (num_rows, self._heads, width, self._head_dim)
+        return self._memory[..., : num_rows * self._heads * width * self._head_dim].unflatten(-1, shape)
 
     def arrange(self, width: int, kept_rows: int, kept_slots: int) -> None:
         """Cut the memory into rows of `width` slots; the first rows keep the first slots of what they hold.
@@ -54,41 +60,70 @@ class RowCache(Cache):
         One layer at a time, so that the copy needs little memory.
         """
         num_rows = self.num_slots // width
-        shape = (2, num_rows, self._heads, width, self._head_dim)
-        size = num_rows * self._heads * width * self._head_dim
-        views: list[Tensor] = []
-        for index, memory in enumerate(self._memory):
-            kept = self._views[index][:, :kept_rows, :, :kept_slots].clone() if kept_rows else None
-            views.append(memory[:, :size].view(shape))
-            if kept is not None:
-                views[-1][:, :kept_rows, :, :kept_slots] = kept
-        self._views, self.num_rows, self.width = views, num_rows, width
+        data = self._cut(num_rows, width)
+        for layer, before in zip(data, self._data, strict=True) if kept_rows else ():
+            layer[:, :kept_rows, :, :kept_slots] = before[:, :kept_rows, :, :kept_slots].clone()
+        self._data, self.num_rows, self.width = data, num_rows, width
 
     def fill(self, first_row: int, cache: KVCache) -> None:
         """Copy sequences that were read elsewhere into the rows from `first_row` on."""
         batch, length = cache.data.shape[2], cache.length
-        for view, read in zip(self._views, cache.data, strict=True):
-            view[:, first_row : first_row + batch, :, :length] = read[..., :length, :]
+        self._data[:, :, first_row : first_row + batch, :, :length] = cache.data[..., :length, :]
 
-    def move(self, sources: Sequence[int], destinations: Sequence[int], num_slots: int) -> None:
-        """Copy the first slots of some rows to other rows, which no source is among."""
-        device = self._memory.device
-        from_rows, to_rows = torch.tensor(sources, device=device), torch.tensor(destinations, device=device)
-        for view in self._views:
-            view[:, to_rows, :, :num_slots] = view[:, from_rows, :, :num_slots]
+    def close(self, ended: Collection[int], num_running: int, num_slots: int) -> list[int]:
+        """Fill the rows of those that have ended with the last ones of the running that have not.
 
-    def aim(self, slots: Int[Tensor, " rows"], num_seen: int) -> None:
+        Args:
+            ended: rows among the first `num_running`.
+            num_running: rows in use before.
+            num_slots: as many of the first slots are copied.
+
+        Returns:
+            by row that is in use afterwards, which row its sequence was in.
+        """
+        left = num_running - len(ended)
+        order = list(range(left))
+        holes = [row for row in sorted(ended) if row < left]
+        movers = [row for row in range(left, num_running) if row not in ended]
+        if holes:
+            device = self._memory.device
+            from_rows, to_rows = torch.tensor(movers, device=device), torch.tensor(holes, device=device)
+            for layer in self._data:
+                layer[:, to_rows, :, :num_slots] = layer[:, from_rows, :, :num_slots]
+        for hole, mover in zip(holes, movers, strict=True):
+            order[hole] = mover
+        return order
+
+    def move(
+        self, rows: Int[Tensor, " some"], sources: Int[Tensor, "some slots"], destinations: Int[Tensor, "some slots"]
+    ) -> None:
+        """Copy slots of some rows to other slots of the same rows: accepted nodes to where they belong.
+
+        A slot may be source and destination, for all are read before any is written.
+        """
+        at = rows[:, None]
+        self._data[:, :, at, :, destinations] = self._data[:, :, at, :, sources]
+
+    def flat(
+        self, rows: Int[Tensor, " some"], slots: Int[Tensor, "some new"], layers: Sequence[int]
+    ) -> Float[Tensor, "some new layers width"]:
+        """Keys and values of slots as a tap (see `KVCache.flat`): per token and layer, heads as [k_h ; v_h]."""
+        index = torch.tensor(layers, device=self._memory.device)[:, None, None]
+        window = self._data[index, :, rows[:, None], :, slots]  # [layers, some, new, 2, kv_heads, head_dim]
+        return window.permute(1, 2, 0, 4, 3, 5).flatten(3)
+
+    def aim(self, slots: Int[Tensor, "rows new"], num_seen: int) -> None:
         """Say where the next pass writes, row by row, and how many slots it looks at."""
-        self._rows = torch.arange(slots.shape[0], device=slots.device)
+        self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         self._slots, self._seen = slots, num_seen
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values; return views of what the pass looks at."""
-        key, value = self._views[layer_idx]
-        key[self._rows, :, self._slots] = key_states[:, :, 0]
-        value[self._rows, :, self._slots] = value_states[:, :, 0]
+        key, value = self._data[layer_idx]
+        key[self._rows, :, self._slots] = key_states.transpose(1, 2)
+        value[self._rows, :, self._slots] = value_states.transpose(1, 2)
         batch = key_states.shape[0]
         return key[:batch, :, : self._seen], value[:batch, :, : self._seen]
 

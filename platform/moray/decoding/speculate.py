@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -10,18 +11,18 @@ from torch import Tensor
 
 from moray.batch import TapNeeds, Taps
 from moray.decoding.accept import Accepted, accept
-from moray.decoding.adapt import DraftPlanner
-from moray.decoding.costs import Costs, measure_costs
+from moray.decoding.adapt import DraftPlanner, drafted_shapes
+from moray.decoding.costs import Costs, growing_sizes, measure_costs
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession, synchronise
 from moray.decoding.stats import Generation
-from moray.decoding.stop import Ending, StopStrings
+from moray.decoding.stop import Ending, StopStrings, longest_answer
 from moray.drafters.base import Drafter
-from moray.errors import ConfigError, DataError
+from moray.errors import ConfigError
 from moray.targets.model import Target
-from moray.trees.grow import root_alone
-from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape
+from moray.trees.grow import Budget, root_alone
+from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape, GrowableShape
 from moray.trees.tree import TokenTree, chain_of
 
 Accept = Callable[[TokenTree, Float[Tensor, "nodes vocab"], Sampler, int], Accepted]
@@ -66,7 +67,7 @@ class PlainDecoder:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
-        ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
+        ending = Ending(longest_answer(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         self._session.begin(TapNeeds())
         logits = self._session.prefill(prompt)
@@ -99,7 +100,8 @@ class SpeculativeDecoder:
         Args:
             target: may be shared.
             drafter: may be shared; each decoder has a drafting state of its own.
-            shape: of the trees; an adaptive one measures costs in the first generation.
+            shape: of the trees; an adaptive one, or a drafter of several efforts, has costs measured in the first
+                generation.
             capacity: most tokens of prompt and answer together.
             session: one to share with other decoders that take turns with this one, in place of one of its own.
             rule: which path is accepted, in place of what the sampling parameters ask for.
@@ -107,17 +109,9 @@ class SpeculativeDecoder:
         Raises:
             ConfigError: the shape does not go with the vocabulary, the drafter or the shared session.
         """
-        if shape.max_children > target.spec.vocab_size:
-            raise ConfigError(
-                f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
-                f"{target.spec.vocab_size} tokens"
-            )
         if isinstance(shape, AdaptiveShape):
             shape = shape.limited(drafter.max_depth)
-        if drafter.max_depth is not None and shape.depth > drafter.max_depth:
-            raise ConfigError(
-                f"tree '{shape.name}' is {shape.depth} levels deep; this drafter drafts at most {drafter.max_depth}"
-            )
+        check_shape(shape, drafter)
         if session is not None and (session.max_nodes <= shape.num_nodes or session.capacity > capacity):
             raise ConfigError(
                 f"the shared session is made for {session.capacity} tokens and trees of {session.max_nodes} nodes, "
@@ -129,6 +123,7 @@ class SpeculativeDecoder:
         self._accept: Accept = rule or accept
         self._session = session or TargetSession(target, capacity, shape.num_nodes + 1)
         self._state = drafter.new_state(capacity, shape.num_expanded)
+        self._has_choice = isinstance(shape, AdaptiveShape) or len(drafter.efforts) > 1
         self._planner: DraftPlanner | None = None
 
     @torch.inference_mode()
@@ -151,15 +146,15 @@ class SpeculativeDecoder:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
-        ending = Ending(_limit(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
+        ending = Ending(longest_answer(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         self.drafter.reset(self._state)
         self._session.begin(self.drafter.observed)
         logits = self._session.prefill(prompt, self._observe)
         root = sampler.choose(logits, len(prompt))
-        if isinstance(self.shape, AdaptiveShape) and self._planner is None:
+        if self._has_choice and self._planner is None:
             paused = time.perf_counter()
-            self._planner = DraftPlanner(self.shape, self._measure_costs(root, self.shape))
+            self._planner = DraftPlanner(self.shape, self._measure_costs(root))
             begin += time.perf_counter() - paused
         generation = Generation(ending.cut([int(root)]))
         if on_tokens is not None:
@@ -194,6 +189,7 @@ class SpeculativeDecoder:
         generation.accepted.append(len(result.path))
         generation.emitted.append(len(emitted))
         generation.drafted.append(tree.num_levels)
+        generation.efforts.append(self._planner.effort if self._planner else self.drafter.efforts[0])
         generation.tokens.extend(emitted)
         if self._planner is not None:
             self._planner.record(tree.max_depth, len(result.path))
@@ -213,43 +209,67 @@ class SpeculativeDecoder:
 
     def _propose(self, root: Int[Tensor, " 1"], root_position: int, sampler: Sampler) -> TokenTree:
         shape, budget = self.shape, None
-        if isinstance(shape, AdaptiveShape):
-            assert self._planner is not None
-            shape, budget = self._planner.next_shape(), self._planner.budget
+        if self._planner is not None:
+            shape = self._planner.next_shape()
             if shape is None:
                 return root_alone(root)
+            self.drafter.set_effort(self._state, self._planner.effort)
+            budget = self._planner.budget if isinstance(self.shape, AdaptiveShape) else None
+        assert not isinstance(shape, AdaptiveShape), "a planner has chosen"
+        return self._grow(root, shape, root_position, sampler, budget)
+
+    def _grow(
+        self,
+        root: Int[Tensor, " 1"],
+        shape: GrowableShape,
+        root_position: int,
+        sampler: Sampler,
+        budget: Budget | None = None,
+    ) -> TokenTree:
         select = sampler.selector(root_position, shape.depth, isinstance(shape, ChainShape))
         return self.drafter.propose(self._state, root, shape, select, budget)
 
-    def _measure_costs(self, root: Int[Tensor, " 1"], shape: AdaptiveShape) -> Costs:
+    def _measure_costs(self, root: Int[Tensor, " 1"]) -> dict[int, Costs]:
         """Time passes and drafts behind the prompt; nothing of them is kept."""
         sampler = Sampler(SamplingParams(), self.target.spec.vocab_size, self.target.device)
         trees: dict[int, TokenTree] = {}  # made in the run that warms up, for making them is not what is measured
+        shapes = drafted_shapes(self.shape)
 
         def verify(num_tokens: int) -> None:
             if num_tokens not in trees:
                 chain = chain_of(root.expand(num_tokens))
                 # No deeper than a real tree, which must not leave the table of rotations.
-                trees[num_tokens] = replace(chain, depths=chain.depths.clamp(max=shape.depth))
+                trees[num_tokens] = replace(chain, depths=chain.depths.clamp(max=self.shape.depth))
             self._session.verify(trees[num_tokens])
 
-        def draft(num_levels: int) -> None:
-            chosen = shape.at(num_levels)
-            select = sampler.selector(0, chosen.depth, isinstance(chosen, ChainShape))
-            self.drafter.propose(self._state, root, chosen, select)
+        def draft(effort: int, num_levels: int) -> None:
+            self.drafter.set_effort(self._state, effort)
+            self._grow(root, shapes[num_levels], 0, sampler)
 
         def clock() -> float:
             synchronise(self.target.device)
             return time.perf_counter()
 
-        return measure_costs(verify, draft, (shape.num_nodes + 1, shape.depth), clock)
+        levels = [size for size in growing_sizes(self.shape.depth) if size in shapes]
+        drafts = {effort: partial(draft, effort) for effort in self.drafter.efforts}
+        return measure_costs(verify, drafts, (growing_sizes(self.shape.num_nodes + 1), levels), clock)
 
     def _observe(self, tokens: Int[Tensor, " new"], taps: Taps, num_kept: int = 0) -> None:
         self.drafter.extend(self._state, tokens, self.drafter.observe(taps), num_kept)
 
 
-def _limit(max_new_tokens: int, room: int) -> int:
-    """Most tokens to generate. That no room is left is for the prefill to report."""
-    if max_new_tokens < 1:
-        raise DataError(f"max_new_tokens is {max_new_tokens}; at least 1 is generated")
-    return min(max_new_tokens, room)
+def check_shape(shape: AnyShape, drafter: Drafter) -> None:
+    """Refuse trees that a drafter, or any drafter of its target, cannot draft.
+
+    Raises:
+        ConfigError: the shape does not go with the vocabulary or the drafter.
+    """
+    if shape.max_children > drafter.spec.vocab_size:
+        raise ConfigError(
+            f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
+            f"{drafter.spec.vocab_size} tokens"
+        )
+    if drafter.max_depth is not None and shape.depth > drafter.max_depth:
+        raise ConfigError(
+            f"tree '{shape.name}' is {shape.depth} levels deep; this drafter drafts at most {drafter.max_depth}"
+        )

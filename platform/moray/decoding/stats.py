@@ -28,6 +28,8 @@ class Generation:
     """Tokens emitted by each cycle, the target's own one included; fewer where the answer ended."""
     drafted: list[int] = field(default_factory=list)
     """Levels drafted in each cycle. Of an adaptive tree the deepest may hold nothing that was worth verifying."""
+    efforts: list[int] = field(default_factory=list)
+    """The effort of each cycle's draft (see `Drafter.efforts`); of a cycle without a draft it says nothing."""
     seconds: float = 0.0
     """Decoding time; prefill is not in it."""
     prefill_seconds: float = 0.0
@@ -61,6 +63,17 @@ def acceptance_by_position(generations: Sequence[Generation]) -> list[float]:
                 reached[level] += 1
                 passed[level] += level < accepted
     return [p / r for p, r in zip(passed, reached, strict=True) if r]
+
+
+def effort_shares(generations: Sequence[Generation]) -> dict[int, float]:
+    """Of the cycles that drafted something, the share of each effort."""
+    used = [
+        effort
+        for generation in generations
+        for effort, drafted in zip(generation.efforts, generation.drafted, strict=False)  # answers of old have none
+        if drafted
+    ]
+    return {effort: used.count(effort) / len(used) for effort in sorted(set(used))}
 
 
 def tau(generations: Sequence[Generation]) -> float:

@@ -74,6 +74,17 @@ class Ending:
         return tokens
 
 
+def longest_answer(max_new_tokens: int, room: int) -> int:
+    """Most tokens to generate. That no room is left is for the prefill to report.
+
+    Raises:
+        DataError: not even one is asked for.
+    """
+    if max_new_tokens < 1:
+        raise DataError(f"max_new_tokens is {max_new_tokens}; at least 1 is generated")
+    return min(max_new_tokens, room)
+
+
 class _Scan:
     """Looks for stop strings in one answer, token by token.
 

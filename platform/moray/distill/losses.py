@@ -37,9 +37,9 @@ def distillation_loss(
 ) -> LossSums:
     """Feature loss (Smooth L1), KL and probability of rejection at the given positions (MoA, section 3.4, table 6).
 
-    The feature weight is shared equally by all predicted depths. A position that nothing is predicted at from an
-    earlier one (start(i) = i) does not count: it never occurs while decoding. Nothing over hidden size or vocabulary
-    is made but of positions that count.
+    Depths share the feature weight as they say themselves (see `Feature.weight`). A position that nothing is predicted
+    at from an earlier one (start(i) = i) does not count: it never occurs while decoding. Nothing over hidden size or
+    vocabulary is made but of positions that count.
 
     Without figures, what only people read is left out, and zero: accuracies, and rejection unless it is trained.
     """
@@ -48,11 +48,12 @@ def distillation_loss(
     rows, columns = (positions & is_made).nonzero(as_tuple=True)  # here the host waits
     real = batch.taps.hidden[-1][rows, columns]
     feature = torch.zeros((), dtype=torch.promote_types(real.dtype, torch.float32), device=real.device)
-    for depth, (predicted, scale) in output.features.items():
+    for depth, (predicted, scale, weight) in output.features.items():
         wanted = real if depth == -1 else batch.taps.hidden[depth][rows, columns]
         guess = predicted[rows, columns].to(feature.dtype)
         difference = F.smooth_l1_loss(guess / scale, wanted.to(feature.dtype) / scale, reduction="none")
-        feature = feature + difference.mean(dim=-1).sum() / len(output.features)
+        share = weight[rows] if isinstance(weight, Tensor) else weight
+        feature = feature + (difference.mean(dim=-1) * share).sum()
     tokens = token_losses(output.predictions, real, rows, columns, drafter, weights, with_figures)
     return LossSums(
         total=weights.feature * feature + tokens.weighted,

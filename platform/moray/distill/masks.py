@@ -9,9 +9,14 @@ from moray.drafters.base import DraftView
 
 
 def draw_view(
-    batch: TrainBatch, period_range: tuple[int, int] | None, staircase_probability: float, generator: torch.Generator
+    batch: TrainBatch,
+    period_range: tuple[int, int] | None,
+    staircase_probability: float,
+    generator: torch.Generator,
+    efforts: tuple[int, ...] = (),
 ) -> DraftView:
-    """Draw, per sequence, a period P uniform over low..high-1, a phase, and whether it is a staircase.
+    """Draw, per sequence, a period P uniform over low..high-1, a phase, and whether it is a staircase; of several
+    efforts one, as evenly as a batch allows.
 
     Without a range every position is predicted from the one before it.
 
@@ -27,13 +32,21 @@ def draw_view(
     if period_range is None:
         seed = int(torch.randint(1 << 62, (), generator=generator))
         before = torch.arange(seq, device=device).sub(1).clamp(min=0).expand(size, seq)
-        return DraftView(before, None, seed)
+        return DraftView(before, None, seed, _draw_efforts(efforts, size, generator))
     period = torch.randint(period_range[0], period_range[1], (size,), generator=generator)
     phase = (torch.rand(size, generator=generator) * period).long()
     staircase = torch.rand(size, generator=generator) < staircase_probability  # still on the CPU: `any` waits for none
     seed = int(torch.randint(1 << 62, (), generator=generator))
     start = verified_start(batch.response_mask, period.to(device), phase.to(device))
-    return DraftView(start, staircase.to(device) if staircase.any() else None, seed)
+    drawn = _draw_efforts(efforts, size, generator)
+    return DraftView(start, staircase.to(device) if staircase.any() else None, seed, drawn)
+
+
+def _draw_efforts(efforts: tuple[int, ...], size: int, generator: torch.Generator) -> tuple[int, ...] | None:
+    if len(efforts) < 2:
+        return None
+    first = torch.randint(len(efforts), (), generator=generator)  # who of them has a sequence more, if one has
+    return tuple(efforts[i] for i in ((torch.randperm(size, generator=generator) + first) % len(efforts)).tolist())
 
 
 def verified_start(

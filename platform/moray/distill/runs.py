@@ -1,6 +1,6 @@
 """The folder of a resumable run: whose it is, and whether it may go on there."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from moray.config import Config, flatten
@@ -30,7 +30,13 @@ _IRRELEVANT = (
 order in which floating-point numbers are added up."""
 
 
-def check_run(folder: Path, config: Config, fingerprints: Mapping[str, str], in_the_way: str = "the folder") -> None:
+def check_run(
+    folder: Path,
+    config: Config,
+    fingerprints: Mapping[str, str],
+    in_the_way: str = "the folder",
+    irrelevant: Collection[str] = _IRRELEVANT,
+) -> None:
     """Refuse a folder that holds a run of another configuration or target; a folder without a run is fine.
 
     Args:
@@ -38,6 +44,7 @@ def check_run(folder: Path, config: Config, fingerprints: Mapping[str, str], in_
         config: what is to run there now.
         fingerprints: of what it reads, now.
         in_the_way: what may be removed to begin anew, where that is less than the folder.
+        irrelevant: keys, and groups of keys, that may differ; those of a distillation unless others are given.
 
     Raises:
         MismatchError: names the first differing key and both values.
@@ -48,7 +55,7 @@ def check_run(folder: Path, config: Config, fingerprints: Mapping[str, str], in_
     present = flatten({**record["config"], "fingerprint": record["fingerprints"]})
     wanted = flatten({**config.model_dump(mode="json"), "fingerprint": dict(fingerprints)})
     for key in sorted(present.keys() | wanted.keys()):
-        is_relevant = not any(key == name or key.startswith(f"{name}.") for name in _IRRELEVANT)
+        is_relevant = not any(key == name or key.startswith(f"{name}.") for name in irrelevant)
         if is_relevant and present.get(key) != wanted.get(key):
             raise MismatchError(
                 f"'{folder}' holds a run with {key} = {present.get(key)}, now it is {wanted.get(key)}; "

@@ -1,7 +1,7 @@
 """One update: every lane's batch in turn, its gradients weighed by the positions of all lanes of all workers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -128,7 +128,8 @@ def num_rounds(num_lanes: int) -> int:
 
 def _view(parallel: Parallel, batch: LaneBatch, place: UpdatePlace) -> DraftView:
     generator = torch.Generator().manual_seed(mix_seed(place.seed, place.step, batch.lane))
-    return draw_view(batch.text, parallel.drafter.config.verified_period, place.staircase_probability, generator)
+    config = parallel.drafter.config
+    return draw_view(batch.text, config.verified_period, place.staircase_probability, generator, efforts=config.efforts)
 
 
 def _num_positions(batch: LaneBatch, view: DraftView) -> int:
@@ -139,7 +140,7 @@ def _num_positions(batch: LaneBatch, view: DraftView) -> int:
 
 def _move(view: DraftView, device: torch.device) -> DraftView:
     staircase = None if view.staircase is None else view.staircase.to(device, non_blocking=True)
-    return DraftView(view.start.to(device, non_blocking=True), staircase, view.seed)
+    return replace(view, start=view.start.to(device, non_blocking=True), staircase=staircase)
 
 
 def _pack(sums: LossSums) -> Tensor:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -38,6 +38,9 @@ class DraftView:
     """Sequences whose self-attention must not look behind `start`; None: no sequence."""
     seed: int = 0
     """Seed of what a drafter draws itself in this step, such as noise on features."""
+    efforts: tuple[int, ...] | None = None
+    """Of each sequence, which of the drafter's efforts trains; None: its first for all. Known to the host, for
+    sequences of one effort go through the same layers together."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,23 @@ class Prediction:
         return self.project(hidden, *self.trained)
 
 
+class Feature(NamedTuple):
+    """A hidden state of the target that a drafter predicts."""
+
+    predicted: Float[Tensor, "batch seq hidden"]
+    scale: float | Float[Tensor, ""]
+    """That its loss is taken on: the rms of the feature."""
+    weight: float | Float[Tensor, " batch"]
+    """How much it counts, in each sequence; 0 where it is not predicted, and the depths of a sequence add up to 1."""
+
+
 @dataclass(frozen=True)
 class DraftOutput:
     """Everything a drafter predicts in one training pass."""
 
     predictions: tuple[Prediction, ...]
-    features: dict[int, tuple[Float[Tensor, "batch seq hidden"], float]] = field(default_factory=dict)
-    """By depth: predicted hidden state and the scale its loss is taken on (the rms of the feature)."""
+    features: dict[int, Feature] = field(default_factory=dict)
+    """By depth."""
 
 
 State = TypeVar("State")
@@ -81,6 +94,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self.head = head  # frozen, and no nn.Module: never trained, moved or saved with the drafter
         self.spec = head.spec
         self.vocabulary = DraftVocabulary(head, config.num_draft_tokens)
+        self.efforts = config.efforts
+        """What decoding may choose from in every cycle, cheapest first (see `fix_effort`)."""
         self.recomputes = False
         """Training keeps the inputs of each block of layers alone, and computes the rest again in the backward pass."""
 
@@ -120,6 +135,22 @@ class Drafter(nn.Module, ABC, Generic[State]):
     @abstractmethod
     def new_state(self, capacity: int, max_expanded: int) -> State:
         """An empty drafting state for one sequence: preallocated for `capacity` tokens and one tree."""
+
+    def set_effort(self, state: State, effort: int) -> None:
+        """Draft with this one of `efforts` from the next `propose` on. What a state holds serves them all."""
+
+    def fix_effort(self, effort: int) -> None:
+        """Draft with this one of `efforts` alone, in states yet to be made.
+
+        Raises:
+            ConfigError: the drafter was not trained for it.
+        """
+        if effort not in self.config.efforts:
+            known = ", ".join(map(str, self.config.efforts))
+            raise ConfigError(
+                f"effort is {effort}, but this drafter drafts with {known} target layers: give one of those"
+            )
+        self.efforts = (effort,)
 
     @abstractmethod
     def reset(self, state: State) -> None:

@@ -48,6 +48,11 @@ class DrafterConfigBase(Config):
         return 0
 
     @property
+    def efforts(self) -> tuple[int, ...]:
+        """How many of them in a draft step, cheapest first: what is chosen from in every cycle. Most know one way."""
+        return (self.num_target_layers,)
+
+    @property
     def verified_period(self) -> tuple[int, int] | None:
         """T-step training: a response position counts as verified every P tokens, P uniform over low..high-1.
         None: every position is predicted from the one before it."""
@@ -83,12 +88,9 @@ class LayeredBase(TrainableBase):
     """"normal" draws RMSNorm weights from N(0, 0.02), as MoA's released code does; it costs tau."""
 
 
-class MoAConfig(LayeredBase):
-    """Mixture of Attentions (arXiv 2410.03804)."""
+class MoABase(LayeredBase):
+    """What is the same for one N of Target Layer Inference and for several."""
 
-    type: Literal["moa"]
-    target_layers: int = Field(default=0, ge=0)
-    """N of Target Layer Inference: how many of the target's last layers the drafter runs itself."""
     mask_width: tuple[int, int] = (5, 15)
     """T: in training a response position is verified every P tokens, P uniform over low..high-1."""
     staircase: bool = True
@@ -98,18 +100,11 @@ class MoAConfig(LayeredBase):
     cross_attention: BlockConfig
 
     @model_validator(mode="after")
-    def _check(self) -> "MoAConfig":
+    def _check_width(self) -> "MoABase":
         low, high = self.mask_width
         if not 2 <= low < high:
             raise ValueError(f"mask_width is {list(self.mask_width)}; needed are two numbers with 2 <= low < high")
         return self
-
-    def implementation(self) -> tuple[str, str]:
-        return "moray.drafters.moa", "MoA"
-
-    @property
-    def num_target_layers(self) -> int:
-        return self.target_layers
 
     @property
     def verified_period(self) -> tuple[int, int]:
@@ -118,6 +113,49 @@ class MoAConfig(LayeredBase):
     @property
     def predicts_features(self) -> bool:
         return True
+
+
+class MoAConfig(MoABase):
+    """Mixture of Attentions (arXiv 2410.03804)."""
+
+    type: Literal["moa"]
+    target_layers: int = Field(default=0, ge=0)
+    """N of Target Layer Inference: how many of the target's last layers the drafter runs itself."""
+
+    def implementation(self) -> tuple[str, str]:
+        return "moray.drafters.moa", "MoA"
+
+    @property
+    def num_target_layers(self) -> int:
+        return self.target_layers
+
+
+class DynamicMoAConfig(MoABase):
+    """Mixture of Attentions trained for several N at once (arXiv 2410.03804 leaves it to future work)."""
+
+    type: Literal["dynamic-moa"]
+    target_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=2)
+    """Every N of Target Layer Inference, ascending: one of them is drawn per training sequence, and one chosen per
+    cycle while decoding."""
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> "DynamicMoAConfig":
+        if list(self.target_layers) != sorted(set(self.target_layers)):
+            raise ValueError(
+                f"target_layers is {list(self.target_layers)}; name each N once, in ascending order, such as [0, 1, 2]"
+            )
+        return self
+
+    def implementation(self) -> tuple[str, str]:
+        return "moray.drafters.dynamic_moa", "DynamicMoA"
+
+    @property
+    def num_target_layers(self) -> int:
+        return self.target_layers[-1]
+
+    @property
+    def efforts(self) -> tuple[int, ...]:
+        return self.target_layers
 
 
 class EagleConfig(LayeredBase):
@@ -225,13 +263,28 @@ class NgramConfig(ReadyBase):
         return "moray.drafters.ngram", "Ngram"
 
 
+class TrainedConfig(Config):
+    """A trained drafter where more is to be said of it than its folder."""
+
+    type: Literal["trained"]
+    folder: str
+    effort: int | None = Field(default=None, ge=0)
+    """Which of its efforts to draft with, such as one N of several; None leaves the choice to decoding."""
+    name: str | None = Field(default=None, min_length=1)
+    """In tables; None for the folder's name. Needed to measure one drafter in two ways."""
+
+
 TrainableConfig = Annotated[
-    MoAConfig | EagleConfig | GlideConfig | MedusaConfig | IndependentConfig, Field(discriminator="type")
+    MoAConfig | DynamicMoAConfig | EagleConfig | GlideConfig | MedusaConfig | IndependentConfig,
+    Field(discriminator="type"),
 ]
 """What `pipelines.distill` trains."""
 
 ReadyConfig = Annotated[PretrainedConfig | NgramConfig, Field(discriminator="type")]
-"""What can be evaluated as it is."""
+"""What needs no training."""
+
+UsableConfig = Annotated[PretrainedConfig | NgramConfig | TrainedConfig, Field(discriminator="type")]
+"""What can be evaluated; a trained drafter of which nothing else is to be said is named by its folder alone."""
 
 DrafterConfig = Annotated[TrainableConfig | ReadyConfig, Field(discriminator="type")]
 """The tagged union of all drafters."""

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction, parents_of
+from moray.drafters.base import Drafter, DraftOutput, DraftView, Feature, Memory, Prediction, parents_of
 from moray.drafters.configs import EagleConfig
 from moray.drafters.layers import RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.slots import DraftSlots
@@ -63,7 +63,7 @@ class Eagle(Drafter[EagleState]):
         x = self.run_block(self._join, batch.tokens, before)
         predicted = self.run_block(self.layer, x, self.rotary.rows(0, seq), "causal")
         prediction = Prediction(predicted, view.start, self.vocabulary.logits)
-        return DraftOutput((prediction,), {-1: (predicted, 1.0)})
+        return DraftOutput((prediction,), {-1: Feature(predicted, 1.0, 1.0)})
 
     def _noisy(self, feature: Float[Tensor, "batch seq hidden"], seed: int) -> Float[Tensor, "batch seq hidden"]:
         """Uniform noise in training, for the errors that drafted features will have (section 4.2)."""

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
-from moray.drafters.configs import MoAConfig
+from moray.drafters.base import Drafter, DraftOutput, DraftView, Feature, Memory, Prediction
+from moray.drafters.configs import MoABase
 from moray.drafters.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.pooled import PooledSelfAttentionLayer
 from moray.drafters.slots import DraftSlots
@@ -46,14 +46,16 @@ class MoAState:
     own: Tensor  # [2, 1, kv_heads, slots, head_dim]
     memory: Tensor
     tail: KVCache | None
+    effort: int
+    """N: how many of those layers the next draft runs."""
 
 
 class MoA(Drafter[MoAState]):
     """The Mixture-of-Attentions drafter."""
 
-    def __init__(self, config: MoAConfig, head: TargetHead) -> None:
+    def __init__(self, config: MoABase, head: TargetHead) -> None:
         super().__init__(config, head)
-        self.config: MoAConfig = config
+        self.config: MoABase = config
         spec = self.spec
         layer_heads = config.layer_self_attention.num_heads
         if spec.kv_width % (2 * layer_heads):
@@ -63,8 +65,8 @@ class MoA(Drafter[MoAState]):
                 + ", ".join(str(n) for n in range(1, spec.kv_width) if spec.kv_width % (2 * n) == 0)
                 + " are accepted"
             )
-        if head.num_layers < config.target_layers:
-            raise ConfigError(f"drafter.target_layers is {config.target_layers} but the head has {head.num_layers}")
+        if head.num_layers < config.num_target_layers:
+            raise ConfigError(f"drafter.target_layers is {config.num_target_layers} but the head has {head.num_layers}")
         eps = spec.norm_eps
         layer_head_dim = spec.kv_width // layer_heads
         self.lsa = PooledSelfAttentionLayer(spec.kv_width, config.layer_self_attention, layer_head_dim, eps)
@@ -80,28 +82,34 @@ class MoA(Drafter[MoAState]):
 
     @property
     def needs(self) -> TapNeeds:
-        depths = (-1,) if self.config.target_layers == 0 else (-1, -1 - self.config.target_layers)
-        return TapNeeds(tuple(range(self.spec.num_layers)), depths)
+        below = tuple(-1 - effort for effort in self.config.efforts if effort)
+        return TapNeeds(tuple(range(self.spec.num_layers)), (-1, *below))
 
     @property
     def observed(self) -> TapNeeds:
         return TapNeeds(tuple(range(self.spec.num_layers)))
 
     def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
-        if self.config.target_layers:
-            self.feature_scale.fill_(hidden_rms[-1 - self.config.target_layers])
+        if self.config.num_target_layers:
+            self.feature_scale.fill_(hidden_rms[-1 - self.config.num_target_layers])
 
     def step_weights(self) -> list[Tensor]:
         """Neither layer self-attention nor the memory's projections: those run once per verified token."""
         own = [*self.sa.parameters(), *self.ca.parameters()]
         memory = self.ca.attention.kv_proj.weight
-        return [*(p for p in own if p is not memory), *self.head.last_layer_weights(), self.vocabulary.rows]
+        last = self.head.last_layer_weights(self._most_layers)
+        return [*(p for p in own if p is not memory), *last, self.vocabulary.rows]
+
+    @property
+    def _most_layers(self) -> int:
+        """The target's last layers whose keys and values a state holds: as many as its drafts may run."""
+        return max(self.efforts)
 
     def observe(self, taps: Taps) -> Memory:
         assert taps.kv is not None
         memory = {"cross": self._cross_keys_values(taps.kv)}
-        if self.config.target_layers:
-            memory["tail"] = taps.kv[:, :, -self.config.target_layers :].flatten(2)
+        if self._most_layers:
+            memory["tail"] = taps.kv[:, :, -self._most_layers :].flatten(2)
         return memory
 
     def _cross_keys_values(
@@ -131,49 +139,57 @@ class MoA(Drafter[MoAState]):
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         assert batch.taps.kv is not None
+        num_layers = self.config.num_target_layers
+        predicted = self._predict(batch, view)
+        if not num_layers:
+            return self._output(predicted, view, {-1: Feature(predicted, 1.0, 1.0)})
+        feature = predicted * self.feature_scale
+        last = self._last_layers_in_one_pass(feature, batch.taps.kv[:, :, -num_layers:], view.start)
+        below = Feature(feature, self.feature_scale, 0.5)
+        return self._output(last, view, {-1 - num_layers: below, -1: Feature(last, 1.0, 0.5)})
+
+    def _predict(
+        self, batch: TrainBatch, view: DraftView, shift: Float[Tensor, "batch 1 hidden"] | None = None
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """What cross-attention gives at every position; `shift` is added to its queries' input."""
+        assert batch.taps.kv is not None
         seq = batch.tokens.shape[1]
         rotary = self.rotary.rows(0, seq)
         x = self.head.embed(batch.tokens).to(self.to_memory.weight.dtype)
         x = self.run_block(
             self.sa, x, rotary, own_tokens(view.start, view.staircase if self.config.staircase else None)
         )
+        x = x if shift is None else x + shift
         key, value = self.ca.attention.split(self._cross_keys_values(batch.taps.kv, batch.lengths), rotary)
-        predicted = self.run_block(self.ca, x, rotary, key, value, memory_tokens(view.start))
-        if not self.config.target_layers:
-            return self._output(predicted, view, {-1: (predicted, 1.0)})
-        feature = predicted * self.feature_scale
-        last = self._last_layers_in_one_pass(feature, batch.taps.kv, view.start)
-        deep = -1 - self.config.target_layers
-        return self._output(last, view, {deep: (feature, float(self.feature_scale)), -1: (last, 1.0)})
+        return self.run_block(self.ca, x, rotary, key, value, memory_tokens(view.start))
 
     def _output(
-        self,
-        last: Float[Tensor, "batch seq hidden"],
-        view: DraftView,
-        features: dict[int, tuple[Float[Tensor, "batch seq hidden"], float]],
+        self, last: Float[Tensor, "batch seq hidden"], view: DraftView, features: dict[int, Feature]
     ) -> DraftOutput:
         return DraftOutput((Prediction(last, view.start, self.vocabulary.logits),), features)
 
     def _last_layers_in_one_pass(
         self,
         feature: Float[Tensor, "batch seq hidden"],
-        kv: Float[Tensor, "batch seq layers width"],
+        kv: Float[Tensor, "batch seq last width"],
         start: Int[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq hidden"]:
-        """Target Layer Inference for all positions: real keys/values up to start(i), predicted ones after."""
+        """Target Layer Inference (section 3.3) for all positions: real keys/values up to start(i), predicted ones
+        after. `kv` are those of the last N layers, and N is how many they are."""
         batch, seq, _ = feature.shape
-        first = self.spec.num_layers - self.config.target_layers
-        past = PastAndPredicted(kv[:, :, first:].to(self.head.weight.dtype), first, self.spec.head_dim)
+        num_layers = kv.shape[2]
+        past = PastAndPredicted(kv.to(self.head.weight.dtype), self.spec.num_layers - num_layers, self.spec.head_dim)
         positions = torch.arange(seq, device=feature.device).expand(batch, seq)
         feature, mask = feature.to(self.head.weight.dtype), past_and_drafted(start)
-        return self.head.run_last_layers(feature, positions, mask, past, self.run_block)
+        return self.head.run_last_layers(feature, positions, mask, past, self.run_block, num_layers)
 
     def new_state(self, capacity: int, max_expanded: int) -> MoAState:
         slots = DraftSlots(capacity, max_expanded, self.to_memory.weight)
         own = slots.new_cache(self.config.self_attention.num_kv_heads, self.spec.head_dim)
         memory = slots.new_cache(self.config.cross_attention.num_kv_heads, self.spec.head_dim)
-        tail = self.head.new_cache(slots.num_slots) if self.config.target_layers else None
-        return MoAState(slots, own, memory, tail)
+        layers = self._most_layers
+        tail = self.head.new_cache(slots.num_slots, num_layers=layers) if layers else None
+        return MoAState(slots, own, memory, tail, self.efforts[0])
 
     def reset(self, state: MoAState) -> None:
         state.slots.reset()
@@ -190,7 +206,7 @@ class MoA(Drafter[MoAState]):
         state.memory[1, :, :, start:end] = value
         if state.tail is not None:
             state.tail.length = start
-            state.tail.write(memory["tail"].unflatten(2, (self.config.target_layers, -1)))
+            state.tail.write(memory["tail"].unflatten(2, (self._most_layers, -1)))
 
     def _remember(self, state: MoAState, tokens: Int[Tensor, " some"], start: int) -> None:
         # SA is one layer over embeddings: a token's keys and values depend on nothing but itself.
@@ -206,13 +222,21 @@ class MoA(Drafter[MoAState]):
         rotary = self.rotary.rows(*rows.positions)
         x = self.sa.draft(self._embed(rows.tokens), rotary, state.own, rows.slot, rows.mask, rows.num_known)
         key, value = state.memory[..., : state.slots.num_verified, :]
-        hidden = self.ca(x, rotary[rows.num_known :], key, value, None)
-        if state.tail is not None:
+        hidden = self._feature(self.ca(self._query(x, state), rotary[rows.num_known :], key, value, None), state)
+        if state.tail is not None and state.effort:
             state.tail.length = rows.slot + rows.num_known
             positions = torch.full((1, tokens.shape[0]), rows.position, device=tokens.device)
-            feature = (hidden * self.feature_scale).to(self.head.weight.dtype)
-            hidden = self.head.run_last_layers(feature, positions, rows.mask, state.tail)
+            feature = hidden.to(self.head.weight.dtype)
+            hidden = self.head.run_last_layers(feature, positions, rows.mask, state.tail, num_layers=state.effort)
         return self.vocabulary.expand(self.vocabulary.logits(hidden[0]))
+
+    def _query(self, x: Float[Tensor, "1 rows hidden"], state: MoAState) -> Float[Tensor, "1 rows hidden"]:
+        """What cross-attention's queries are made of, out of what self-attention gave."""
+        return x
+
+    def _feature(self, predicted: Float[Tensor, "1 rows hidden"], state: MoAState) -> Float[Tensor, "1 rows hidden"]:
+        """The hidden state that the target's last layers, or lm_head, read, out of what cross-attention gave."""
+        return predicted * self.feature_scale if state.effort else predicted
 
 
 def _joined(parts: list[Float[Tensor, "_ hidden"]]) -> Float[Tensor, "tokens hidden"]:

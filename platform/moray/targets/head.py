@@ -142,9 +142,9 @@ class TargetHead:
         """A frozen weight, to read device and dtype from."""
         return self._lm_head.weight
 
-    def last_layer_weights(self) -> list[Tensor]:
-        """Weights that `run_last_layers` reads; none without layers."""
-        modules = [*self._layers, self._norm] if self._layers else []
+    def last_layer_weights(self, num_layers: int) -> list[Tensor]:
+        """Weights that `run_last_layers` reads for so many layers; none without layers."""
+        modules = [*self._last(num_layers), self._norm] if num_layers else []
         return [parameter for module in modules for parameter in module.parameters()]
 
     def embed(self, tokens: Int[Tensor, "*any"]) -> Float[Tensor, "*any hidden"]:
@@ -163,10 +163,10 @@ class TargetHead:
         first, second = query.chunk(2, dim=-1)
         return query * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
-    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """An empty cache for the last layers alone."""
+    def new_cache(self, capacity: int, batch: int = 1, num_layers: int | None = None) -> KVCache:
+        """An empty cache for the last `num_layers` layers alone, or for all that are here."""
         spec = self.spec
-        layers = range(spec.num_layers - self.num_layers, spec.num_layers)
+        layers = range(spec.num_layers - (self.num_layers if num_layers is None else num_layers), spec.num_layers)
         return KVCache(layers, spec.num_kv_heads, spec.head_dim, capacity, batch, self.weight)
 
     def run_last_layers(
@@ -176,13 +176,14 @@ class TargetHead:
         mask: Visible | Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
         cache: KVCache | PastAndPredicted,
         run: Callable[..., Tensor] = _run,
+        num_layers: int | None = None,
     ) -> Float[Tensor, "batch new hidden"]:
         """Target Layer Inference (MoA, section 3.3): the target's last N layers and its final norm.
 
-        `run(layer, hidden)` runs one layer (see `Drafter.run_block`).
+        `run(layer, hidden)` runs one layer (see `Drafter.run_block`). N is `num_layers`, or all that are here.
         """
         rotary = self._rotary.at(hidden, positions)
-        for layer in self._layers:
+        for layer in self._last(self.num_layers if num_layers is None else num_layers):
             ready = partial(
                 layer,
                 attention_mask=mask,
@@ -193,6 +194,9 @@ class TargetHead:
             )
             hidden = run(ready, hidden)
         return self._norm(hidden)
+
+    def _last(self, num_layers: int) -> list[nn.Module]:
+        return self._layers[self.num_layers - num_layers :]
 
     def _parts(self) -> list[tuple[str, nn.Module]]:
         first = self.spec.num_layers - self.num_layers

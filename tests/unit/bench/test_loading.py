@@ -10,10 +10,10 @@ from tiny_drafters import DRAFTERS, build
 from tiny_targets import TinyTarget, save_chat_target
 
 from moray.bench.configs import EvaluateConfig
-from moray.bench.loading import load_drafters
+from moray.bench.loading import fingerprints_of, folder_of, load_drafters
 from moray.config import validate
 from moray.distill.checkpoint import save_drafter
-from moray.drafters.configs import NgramConfig, PretrainedConfig
+from moray.drafters.configs import NgramConfig, PretrainedConfig, TrainedConfig
 from moray.errors import ConfigError, MismatchError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
@@ -65,9 +65,29 @@ def test_two_of_one_name_are_refused(entries, folder, target, tokenizer, tmp_pat
         load_drafters(tuple(named), target, tokenizer)
 
 
+def test_one_folder_is_measured_with_every_effort_and_without(folder, target, tokenizer, tmp_path):
+    where = str(tmp_path / "several")
+    save_drafter(
+        Path(where), build(TinyTarget("chat", folder, target), DRAFTERS["dynamic-moa"][0]), tokenizer.fingerprint
+    )
+    entries = (where, *(TrainedConfig(type="trained", folder=where, effort=n, name=f"N{n}") for n in (0, 2)))
+    drafters = load_drafters(entries, target, tokenizer)
+    assert {name: drafter.efforts for name, drafter in drafters.items()} == {
+        "several": (0, 1, 2),
+        "N0": (0,),
+        "N2": (2,),
+    }
+    assert len(set(fingerprints_of(entries).values())) == 1
+    assert [folder_of(entry) for entry in entries] == [Path(where)] * 3
+    (unnamed,) = load_drafters((TrainedConfig(type="trained", folder=where),), target, tokenizer)
+    assert unnamed == "several"
+    with pytest.raises(ConfigError, match="effort is 5, but this drafter drafts with 0, 1, 2"):
+        load_drafters((TrainedConfig(type="trained", folder=where, effort=5),), target, tokenizer)
+
+
 def test_the_sizes_of_a_drafter_to_be_trained_are_refused_by_name():
     given = {"target": {"model": "m"}, "trees": [{"type": "chain", "depth": 2}], "questions": "q", "output": "o"}
-    with pytest.raises(ConfigError, match=r"'drafters\.0\.type' is \"moa\": accepted are pretrained, ngram"):
+    with pytest.raises(ConfigError, match=r"'drafters\.0\.type' is \"moa\": accepted are pretrained, ngram, trained"):
         validate(EvaluateConfig, given | {"drafters": [{"type": "moa"}]})
     with pytest.raises(
         ConfigError, match=r"unknown key 'drafters\.0\.max_ngrm'; did you mean 'drafters\.0\.max_ngram'"

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from moray.decoding.adapt import DraftPlanner
-from moray.decoding.costs import Costs, measure_costs
+from moray.decoding.costs import Costs, growing_sizes, measure_costs
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape
 
 CHAIN = AdaptiveShape(type="adaptive", depth=8)
@@ -50,7 +50,8 @@ def test_costs_lie_on_lines_between_what_was_measured():
 )
 def test_costs_are_measured_at_growing_sizes(most, sizes):
     ran: dict[str, list[int]] = {"verify": [], "draft": []}
-    costs = measure_costs(ran["verify"].append, ran["draft"].append, (most, 3), clock=lambda: 0.0)
+    wanted = growing_sizes(most), growing_sizes(3)
+    costs = measure_costs(ran["verify"].append, {0: ran["draft"].append}, wanted, clock=lambda: 0.0)[0]
     assert [size for size, _ in costs.verify] == sizes
     assert [size for size, _ in costs.draft] == [1, 2, 3]
     assert ran["verify"] == sizes * 6, "once untimed, five times timed, in turn"
@@ -80,7 +81,7 @@ def test_costs_are_the_fastest_runs_but_the_first_and_never_fall():
     def draft(size: int) -> None:
         clock.now += size
 
-    costs = measure_costs(verify, draft, (3, 2), clock)
+    costs = measure_costs(verify, {0: draft}, ([1, 2, 3], [1, 2]), clock)[0]
     assert costs.verify == [(1, 2.0), (2, 2.0), (3, 7.0)]
     assert costs.draft == [(1, 1.0), (2, 2.0)], "the floor of the passes is not that of the drafts"
 
@@ -90,7 +91,7 @@ def test_costs_are_the_fastest_runs_but_the_first_and_never_fall():
 
 def settled(costs: Costs, true: Costs | None, hiccup: int = -1) -> list[int]:
     """Depths while half of all drafts are refused; cycles are timed by `true` costs, if there are any."""
-    planner = DraftPlanner(CHAIN, costs)
+    planner = DraftPlanner(CHAIN, {0: costs})
     depths = []
     for cycle in range(200):
         shape = planner.next_shape()
@@ -124,7 +125,7 @@ def test_a_machine_that_has_become_slower_at_everything_drafts_as_deep_as_before
 def test_drafting_that_became_too_dear_is_tried_again():
     """Three times slower for a while, which ends drafting; the machine recovers, and so does drafting."""
     measured = Costs([(1, 10.0), (9, 10.4)], [(1, 4.0), (8, 32.0)])
-    planner, depths = DraftPlanner(CHAIN, measured), []
+    planner, depths = DraftPlanner(CHAIN, {0: measured}), []
     for cycle in range(400):
         shape = planner.next_shape()
         depth = shape.depth if shape else 0
@@ -139,14 +140,14 @@ def test_drafting_that_became_too_dear_is_tried_again():
 
 def test_a_factor_learnt_at_one_size_holds_at_all():
     costs = Costs([(1, 1.0), (9, 1.0)], [(1, 0.1), (8, 0.8)])
-    planner = DraftPlanner(CHAIN, costs)
+    planner = DraftPlanner(CHAIN, {0: costs})
     for _ in range(200):
         planner.next_shape()
         planner.record_seconds(planner._num_levels, 3.0, 3.0 * costs.draft_seconds(planner._num_levels))
     slow = Costs([(1, 3.0), (9, 3.0)], [(1, 0.3), (8, 2.4)])
     for depth in (1, 8):
         wanted = slow.verify_seconds(depth + 1) + slow.draft_seconds(depth)
-        assert planner._seconds(depth, depth) == pytest.approx(wanted, rel=0.15)
+        assert planner._seconds(depth, depth, 0) == pytest.approx(wanted, rel=0.15)
 
 
 def test_what_every_cycle_does_besides_makes_longer_drafts_worth_while():
@@ -154,7 +155,7 @@ def test_what_every_cycle_does_besides_makes_longer_drafts_worth_while():
     costs = Costs([(1, 1.0), (9, 1.4)], [(1, 0.2), (8, 1.6)])
     depths = []
     for rest in (0.0, 1.0, 3.0):
-        planner = DraftPlanner(CHAIN, costs)
+        planner = DraftPlanner(CHAIN, {0: costs})
         for _ in range(100):
             planner.record_seconds(0, costs.verify_seconds(1), 0.0, rest)
         shape = planner.next_shape()
@@ -177,29 +178,29 @@ def test_one_cycle_of_a_thousand_times_the_seconds_changes_little():
 
 
 def test_deep_where_drafts_are_accepted_and_cheap():
-    assert live(DraftPlanner(CHAIN, CHEAP), [8], 30)[-1] == 8
+    assert live(DraftPlanner(CHAIN, {0: CHEAP}), [8], 30)[-1] == 8
 
 
 def test_shallow_where_drafts_are_refused():
-    drafted = live(DraftPlanner(CHAIN, CHEAP), [1], 60)
+    drafted = live(DraftPlanner(CHAIN, {0: CHEAP}), [1], 60)
     assert drafted[-1] <= 2 < drafted[0]
 
 
 def test_shallow_where_drafting_is_dear():
     costs = Costs(verify=[(1, 1.0), (9, 1.2)], draft=[(1, 0.5), (8, 4.0)])
-    assert live(DraftPlanner(CHAIN, costs), [8], 60)[-1] > live(DraftPlanner(CHAIN, costs), [2], 60)[-1] > 0
+    assert live(DraftPlanner(CHAIN, {0: costs}), [8], 60)[-1] > live(DraftPlanner(CHAIN, {0: costs}), [2], 60)[-1] > 0
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_no_draft_where_it_is_a_loss(shape):
-    adapter = DraftPlanner(shape, DEAR)
+    adapter = DraftPlanner(shape, {0: DEAR})
     assert live(adapter, [8], 50) == [0] * 50
     assert adapter.next_shape() is None
 
 
 def test_no_draft_after_refusals_until_they_are_forgotten():
     """Worth it at the prior's 70 %, not at 0 %: given up after refusals, tried again after a while, then kept."""
-    adapter = DraftPlanner(AdaptiveShape(type="adaptive", depth=1), Costs([(1, 1.0), (2, 1.2)], [(1, 0.2)]))
+    adapter = DraftPlanner(AdaptiveShape(type="adaptive", depth=1), {0: Costs([(1, 1.0), (2, 1.2)], [(1, 0.2)])})
     refused = live(adapter, [0], 200)
     assert refused[0] == 1, "tried"
     first_pause = refused.index(0)
@@ -246,7 +247,7 @@ def test_the_depth_is_the_best_by_brute_force(seed):
             [(n, verify := verify + generator.random() * 0.3) for n in (1, 2, 3, 4, 6, 8, 9)],
             [(n, draft := draft + generator.random() * 0.3) for n in (1, 2, 3, 4, 6, 8)],
         )
-        adapter = DraftPlanner(CHAIN, costs)
+        adapter = DraftPlanner(CHAIN, {0: costs})
         history = []
         for _ in range(generator.randrange(40)):
             drafted = generator.randrange(9)
@@ -261,7 +262,7 @@ def test_the_depth_is_the_best_by_brute_force(seed):
 
 def test_drafts_cut_short_say_nothing_about_the_levels_they_never_had():
     """All of two levels accepted, again and again: the third is believed to be as good, not refused."""
-    cut, refused = DraftPlanner(CHAIN, CHEAP), DraftPlanner(CHAIN, CHEAP)
+    cut, refused = DraftPlanner(CHAIN, {0: CHEAP}), DraftPlanner(CHAIN, {0: CHEAP})
     for _ in range(60):
         cut.record(2, 2)
         refused.record(3, 2)
@@ -272,7 +273,7 @@ def test_drafts_cut_short_say_nothing_about_the_levels_they_never_had():
 
 
 def test_cycles_without_a_draft_are_no_refusals():
-    adapter, other = DraftPlanner(CHAIN, CHEAP), DraftPlanner(CHAIN, CHEAP)
+    adapter, other = DraftPlanner(CHAIN, {0: CHEAP}), DraftPlanner(CHAIN, {0: CHEAP})
     for _ in range(500):
         adapter.record(0, 0)
     assert adapter.next_shape() == other.next_shape()
@@ -296,7 +297,7 @@ def log_probs_of(seed: int, count: int = 40) -> list[float]:
 
 def after_cycles(costs: Costs, accepted: int, cycles: int) -> tuple[DraftPlanner, float]:
     """An adapter that has seen that many accepted in every cycle, and its trust, summed up apart."""
-    adapter, promised, kept = DraftPlanner(TREE, costs), 0.0, 0.0
+    adapter, promised, kept = DraftPlanner(TREE, {0: costs}), 0.0, 0.0
     log_probs = [math.log(0.5)] * 3
     for _ in range(cycles):
         shape = adapter.next_shape()
@@ -336,7 +337,7 @@ def test_the_budget_grows_with_trust():
 
 
 def test_a_budget_is_at_least_one_node_and_at_most_those_there_are():
-    adapter = DraftPlanner(TREE, CHEAP)
+    adapter = DraftPlanner(TREE, {0: CHEAP})
     adapter.next_shape()
     assert adapter.budget([-50.0] * 7) == 1
     assert adapter.budget([-math.inf] * 7) == 1
@@ -349,7 +350,7 @@ def test_trees_are_priced_by_the_nodes_that_are_kept():
     assert TREE.at(1).num_nodes == 4
     assert 4 / (costs.verify_seconds(5) + costs.draft_seconds(1)) > 1
     assert 7 / (costs.verify_seconds(41) + costs.draft_seconds(6)) < 1
-    tree, chain = DraftPlanner(TREE, costs), DraftPlanner(AdaptiveShape(type="adaptive", depth=6), costs)
+    tree, chain = DraftPlanner(TREE, {0: costs}), DraftPlanner(AdaptiveShape(type="adaptive", depth=6), {0: costs})
     first, reference = tree.next_shape(), chain.next_shape()
     assert isinstance(first, DynamicShape)
     assert reference is not None
@@ -370,7 +371,7 @@ def test_many_nodes_kept_make_depth_dear():
     costs = Costs([(1, 1.0), (41, 4.0)], [(1, 0.05), (6, 0.3)])
     depths = []
     for flat in (False, True):
-        adapter = DraftPlanner(TREE, costs)
+        adapter = DraftPlanner(TREE, {0: costs})
         for _ in range(60):
             adapter.next_shape()
             adapter.budget([0.0] * 40 if flat else [0.0] * 4)
@@ -378,3 +379,89 @@ def test_many_nodes_kept_make_depth_dear():
         shape = adapter.next_shape()
         depths.append(shape.depth if shape else 0)
     assert depths[0] > depths[1]
+
+
+# --- Efforts ---
+
+
+def efforts_at(*per_level: float) -> dict[int, Costs]:
+    """Costs of efforts 0, 1, ... by what a level takes, of a pass of 1."""
+    return {
+        effort: Costs([(1, 1.0), (64, 1.3)], [(1, seconds), (8, 8 * seconds)])
+        for effort, seconds in enumerate(per_level)
+    }
+
+
+def share_of(effort: int, planner: DraftPlanner, refusals: list[float], cycles: int = 300, seed: int = 0) -> float:
+    """Of all cycles, those that draft with this effort, if so many of each effort's levels are refused."""
+    generator = random.Random(seed)
+    used = 0
+    for _ in range(cycles):
+        shape = planner.next_shape()
+        depth, accepted = shape.depth if shape else 0, 0
+        while accepted < depth and generator.random() > refusals[planner.effort]:
+            accepted += 1
+        used += bool(depth) and planner.effort == effort
+        planner.record(depth, accepted)
+    return used / cycles
+
+
+CHAINS = [CHAIN, ChainShape(type="chain", depth=5)]
+
+
+@pytest.mark.parametrize("shape", CHAINS, ids=lambda shape: shape.name)
+def test_the_effort_of_most_tokens_per_second_is_found(shape):
+    equal = [0.2, 0.19, 0.18]
+    assert share_of(0, DraftPlanner(shape, efforts_at(0.05, 0.15, 0.3)), equal) > 0.9, "dearer for nothing"
+    better = [0.35, 0.2, 0.05]
+    assert share_of(2, DraftPlanner(shape, efforts_at(0.05, 0.06, 0.07)), better) > 0.75, "better for little"
+    assert share_of(1, DraftPlanner(shape, efforts_at(0.05, 0.06, 0.4)), [0.4, 0.1, 0.09]) > 0.75, "the one between"
+
+
+@pytest.mark.parametrize("shape", CHAINS, ids=lambda shape: shape.name)
+def test_an_effort_that_has_become_better_is_found_again(shape):
+    planner = DraftPlanner(shape, efforts_at(0.05, 0.07))
+    assert share_of(0, planner, [0.1, 0.4]) > 0.8
+    share_of(1, planner, [0.5, 0.1], cycles=150, seed=1)
+    assert share_of(1, planner, [0.5, 0.1], cycles=100, seed=2) > 0.5
+
+
+def test_a_fixed_shape_is_always_drafted():
+    tree = DynamicShape(type="dynamic", depth=3, breadth=2, nodes=6)
+    planner = DraftPlanner(tree, efforts_at(0.9, 5.0))
+    for _ in range(50):
+        assert planner.next_shape() is tree
+        planner.record(3, 0)
+    assert planner.effort == 0
+
+
+def test_of_several_efforts_none_is_drafted_with_where_all_are_a_loss():
+    planner = DraftPlanner(CHAIN, efforts_at(3.0, 4.0))
+    assert planner.next_shape() is None
+    assert planner.effort == 0
+
+
+def test_the_same_past_gives_the_same_choice():
+    def choices() -> list[tuple[int, int]]:
+        planner, made = DraftPlanner(CHAIN, efforts_at(0.05, 0.08, 0.1)), []
+        for cycle in range(100):
+            shape = planner.next_shape()
+            depth = shape.depth if shape else 0
+            planner.record_seconds(depth, 1.0 + 0.01 * (cycle % 7), 0.06 * depth)
+            planner.record(depth, min(depth, cycle * 7 % 5))
+            made.append((planner.effort, depth))
+        return made
+
+    assert choices() == choices()
+    assert len({effort for effort, _ in choices()}) >= 2
+
+
+def test_an_effort_that_takes_longer_than_was_measured_is_corrected_alone():
+    """Effort 1 really takes thrice as long; effort 0 is believed to take what it takes."""
+    planner, depth = DraftPlanner(ChainShape(type="chain", depth=5), efforts_at(0.1, 0.1)), 5
+    for cycle in range(120):
+        planner.next_shape()
+        planner.effort = cycle % 2  # both in turn
+        planner.record_seconds(depth, 1.02, (0.5, 1.5)[planner.effort])
+    taken = [planner._seconds(depth, depth, effort) - planner._seconds(depth, 0, effort) for effort in (0, 1)]
+    assert taken == pytest.approx([0.5, 1.5], rel=0.3)

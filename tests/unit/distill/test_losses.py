@@ -17,16 +17,16 @@ from moray.drafters.base import DraftOutput, DraftView, Prediction
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> TinyTarget:
-    return load_target(tmp_path_factory.mktemp("losses"), num_hidden_layers=2, hidden_size=32)
+    return load_target(tmp_path_factory.mktemp("losses"), num_hidden_layers=3, hidden_size=32)
 
 
-@pytest.fixture(params=["moa-0", "moa-1"])
+@pytest.fixture(params=["moa-0", "moa-1", "dynamic-moa-0"])
 def setting(request, tiny):
     """A drafter, a batch, a view, the training positions and the drafter's predictions."""
     drafter = build(tiny, VARIANTS[request.param])
     batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 31)], 5, drafter.needs)
     start = verified_start(batch.response_mask, torch.tensor([14, 5]), torch.tensor([0, 3]))
-    view = DraftView(start, torch.zeros(2, dtype=torch.bool))
+    view = DraftView(start, torch.zeros(2, dtype=torch.bool), efforts=drafter.efforts[::2])
     drafted = start != torch.arange(start.shape[1])
     return drafter, batch, view, loss_positions(batch) & drafted, drafter(batch, view)
 
@@ -39,10 +39,11 @@ def test_the_loss_is_that_of_every_position(setting):
     correct, counted = [0] * MAX_STEPS_AHEAD, [0] * MAX_STEPS_AHEAD
     for row, i in positions.nonzero().tolist():
         count += 1
-        for depth, (predicted, scale) in output.features.items():
+        for depth, (predicted, scale, weight) in output.features.items():
             gap = ((predicted[row, i] - batch.taps.hidden[depth][row, i]) / scale).abs()
             smooth = torch.where(gap < 1, 0.5 * gap * gap, gap - 0.5)
-            feature += float(smooth.mean().detach()) / len(output.features)
+            share = weight[row] if isinstance(weight, torch.Tensor) else weight
+            feature += float(share * smooth.mean().detach())
         p = drafter.head.logits(batch.taps.hidden[-1][row, i]).double().softmax(-1)
         q = drafter.head.logits(output.predictions[0].hidden[row, i]).double().softmax(-1)
         kl += float((p * (p / q).log()).sum().detach())
@@ -81,7 +82,7 @@ def test_a_perfect_prediction_costs_nothing_and_is_always_right(setting):
     drafter, batch, view, positions, output = setting
     perfect = DraftOutput(
         (Prediction(batch.taps.hidden[-1], view.start, drafter.vocabulary.logits),),
-        {depth: (batch.taps.hidden[depth], scale) for depth, (_, scale) in output.features.items()},
+        {depth: given._replace(predicted=batch.taps.hidden[depth]) for depth, given in output.features.items()},
     )
     sums = distillation_loss(perfect, batch, positions, drafter, LossConfig())
     assert float(sums.total) == pytest.approx(0.0, abs=1e-4)

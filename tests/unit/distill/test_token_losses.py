@@ -34,10 +34,11 @@ def plain_loss(output, batch, positions, drafter, weights) -> torch.Tensor:
     """All positions at once, every logit kept."""
     column = torch.arange(positions.shape[1])
     total = torch.zeros(())
-    for depth, (predicted, scale) in output.features.items():
+    for depth, (predicted, scale, weight) in output.features.items():
         made = positions & (output.predictions[0].start != column)
         gap = F.smooth_l1_loss(predicted[made] / scale, batch.taps.hidden[depth][made] / scale, reduction="none")
-        total = total + weights.feature * gap.mean(dim=-1).sum() / len(output.features)
+        share = weight[made.nonzero()[:, 0]] if isinstance(weight, torch.Tensor) else weight
+        total = total + weights.feature * (share * gap.mean(dim=-1)).sum()
     for prediction in output.predictions:
         made = positions & (prediction.start != column)
         target = drafter.vocabulary.select(drafter.head.logits(batch.taps.hidden[-1][made]).log_softmax(-1))
@@ -60,7 +61,9 @@ def in_double(output: DraftOutput, batch: TrainBatch) -> tuple[DraftOutput, Trai
         Prediction(leaf(p.hidden), p.start, p.project, p.weight, tuple(leaf(w) for w in p.trained))
         for p in output.predictions
     )
-    features = {depth: (leaf(predicted), scale) for depth, (predicted, scale) in output.features.items()}
+    features = {
+        depth: feature._replace(predicted=leaf(feature.predicted)) for depth, feature in output.features.items()
+    }
     taps = Taps(hidden={depth: hidden.double() for depth, hidden in batch.taps.hidden.items()})
     return DraftOutput(predictions, features), replace(batch, taps=taps), leaves
 
@@ -77,7 +80,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, reques
     drafter = scrambled(build(tiny, VARIANTS[name].model_copy(update={"draft_vocab_size": 60} if reduced else {})))
     batch = batch_of(tiny.target, [tiny.prompt(0, 24), tiny.prompt(1, 17)], 5, drafter.needs)
     start = verified_start(batch.response_mask, torch.tensor([5, 4]), torch.tensor([0, 3]))
-    output = drafter(batch, DraftView(start, None))
+    output = drafter(batch, DraftView(start, None, efforts=drafter.efforts[:2]))
     weights, positions = WEIGHTS[terms], loss_positions(batch)
     if terms == "all":  # down to every weight, as precisely as single precision has it
         losses = [f(output, batch, positions, drafter, weights) for f in (plain_loss, total_loss)]

@@ -73,8 +73,8 @@ def begun(drafter: Eagle, batch, length: int):
 def test_features_are_those_of_the_definition(drafter, batch):
     with torch.no_grad():
         output = drafter(batch, view_of(batch))
-    predicted, scale = output.features[-1]
-    assert scale == 1.0
+    predicted, scale, weight = output.features[-1]
+    assert scale == weight == 1.0
     assert predicted is output.predictions[0].hidden, "one output serves both losses"
     reference, features = EagleReference(drafter), list(batch.taps.hidden[-1][0].double())
     tokens = batch.tokens[0].tolist()

@@ -1,0 +1,100 @@
+"""Columns added to a cache on Ray Data: every actor holds one target and writes shard after shard anew."""
+
+from dataclasses import replace
+from typing import Any
+
+import ray.data
+
+from moray.activations.extend import ShardExtender
+from moray.activations.growth import Growth, begin_growth, check_growth_fits, is_begun, plan_growth
+from moray.activations.measure import measure_room
+from moray.activations.plan import count_work, forecast
+from moray.activations.schema import CacheConfig
+from moray.activations.store import CacheStore
+from moray.activations.survey import survey
+from moray.activations.wanted import FORECAST_FILE, Planned, Wanted
+from moray.cluster.configs import CaptureConfig
+from moray.cluster.full import Goal
+from moray.cluster.progress import progress_bar
+from moray.cluster.rehearsal import REHEARSAL_FILE, rehearsal
+from moray.targets.spec import TargetConfig
+
+
+def add_columns(
+    store: CacheStore, wanted: Wanted, planned: Planned, added: list[str], capture: CaptureConfig, goal: Goal
+) -> None:
+    """Give the shards that are there the columns that they lack.
+
+    Killed at any instant, the same call goes on; meanwhile the cache is read with its old columns.
+
+    Args:
+        store: the cache.
+        wanted: what it is to hold.
+        planned: its shards as they were cut.
+        added: columns that its plan does not name yet.
+        capture: how many targets share the work.
+        goal: told how large the cache will be.
+
+    Raises:
+        ConfigError: there is not enough room; nothing has been changed.
+        DataError: a shard is damaged, or activations are not finite.
+    """
+    plan, found = wanted.plan(), survey(store)
+    missing = sum(tokens for name, tokens in planned.tokens_of.items() if name not in found.planned)
+    growth = plan_growth(store, plan, added, found.counting, missing)
+    room = measure_room(store, wanted.cache)
+    num_targets = min(capture.num_targets, max(1, len(growth.shards)))
+    check_growth_fits(growth, replace(room, reserve=room.reserve + growth.largest * num_targets), store.uri)
+    goal.total = room.written + growth.bytes
+    if not is_begun(store, plan, added):
+        store.delete(REHEARSAL_FILE)  # of the old columns alone
+        told = rehearsal(store, wanted, planned, capture)
+        work = count_work(planned.shards, planned.lengths, wanted.rows)
+        whole = forecast(wanted.spec, wanted.cache, work, len(planned.shards))
+        whole = replace(whole, tokens_per_second=told["tokens_per_second"])
+        store.write_json(FORECAST_FILE, whole.record(room, capture.num_targets))
+        begin_growth(store, plan, added)
+    print(growth.announcement)
+    _extend_all(store, growth, wanted, capture)
+
+
+class _ExtendActor:
+    """Holds one target replica and extends shards with it."""
+
+    def __init__(self, uri: str, target: dict[str, Any], cache: dict[str, Any], threads: int) -> None:
+        import torch
+
+        from moray.targets.model import Target
+
+        torch.set_num_threads(threads)
+        config = CacheConfig.model_validate(cache)
+        self._extender = ShardExtender(Target.load(TargetConfig.model_validate(target)), CacheStore(uri), config)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"tokens": [self._extender.extend(str(shard)).tokens for shard in batch["shard"]]}
+
+
+def _extend_all(store: CacheStore, growth: Growth, wanted: Wanted, capture: CaptureConfig) -> None:
+    items = [{"shard": name} for name in growth.shards]
+    if not items:
+        return
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        _ExtendActor,
+        fn_constructor_args=(
+            store.uri,
+            wanted.target.model_dump(),
+            wanted.cache.model_dump(),
+            capture.threads_per_target,
+        ),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(capture.num_targets, len(items))),
+        num_cpus=capture.cpus_per_target,
+        num_gpus=capture.gpus_per_target,
+    )
+    with progress_bar() as bar:
+        finished = growth.tokens - growth.tokens_left
+        task = bar.add_task("add columns", total=growth.tokens, completed=finished, note="")
+        for row in dataset.iter_rows():
+            bar.update(task, advance=int(row["tokens"]))
+            made = bar.tasks[0].completed - finished
+            bar.update(task, note=f"{made / (bar.tasks[0].elapsed or 1.0):,.0f} tokens/s")

@@ -1,0 +1,212 @@
+"""Sequences decoded in lock step: each gets the text that it gets alone, by every drafter and rule."""
+
+import pytest
+import torch
+from rehearsed import Rehearsed
+from shape_checks import unchecked
+from side_by_side import COUPLED, GREEDY, SHAPES
+from tiny_drafters import VARIANTS, build
+from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
+
+from moray.decoding import lockstep
+from moray.decoding.lockstep import LockstepDecoder
+from moray.decoding.params import SamplingParams
+from moray.decoding.row_cache import RowCache
+from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.stats import Generation
+from moray.decoding.stop import StopStrings
+from moray.drafters.base import Drafter
+from moray.errors import ConfigError, DataError
+from moray.trees.shapes import SparseShape
+
+CHAIN, DYNAMIC = SHAPES["chain"], SHAPES["dynamic"]
+LENGTHS = (9, 1, 270, 30, 17)  # one of them is read in two pieces
+EOS = (5, 17)
+CAPACITY = 320
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyTarget:
+    return load_target(tmp_path_factory.mktemp("lockstep"))
+
+
+@pytest.fixture(scope="module")
+def half_right(tiny) -> Rehearsed:
+    """A drafter that is right about every other time."""
+    return Rehearsed(tiny.target, 0.5)
+
+
+def prompts_of(tiny: TinyTarget) -> list[list[int]]:
+    return [tiny.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+
+def alone(tiny: TinyTarget, prompts, params, count: int, eos=EOS, capacity: int = CAPACITY) -> list[Generation]:
+    decoder = PlainDecoder(tiny.target, capacity)
+    return [decoder.generate(p, params, count, eos, sequence=3 * i) for i, p in enumerate(prompts)]
+
+
+def together(
+    tiny: TinyTarget, drafter: Drafter, shape, prompts, params, count, *, batch=3, eos=EOS, capacity=CAPACITY, **more
+) -> list[Generation]:
+    decoder = LockstepDecoder(tiny.target, drafter, shape, capacity, batch)
+    numbers = [3 * i for i in range(len(prompts))]
+    return decoder.generate(prompts, params, count, eos, sequences=numbers, **more)
+
+
+def texts(generations: list[Generation]) -> list[tuple[list[int], str]]:
+    return [(generation.tokens, generation.finish_reason) for generation in generations]
+
+
+@pytest.mark.parametrize("shape", [CHAIN, DYNAMIC], ids=["chain", "dynamic"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_drafter_gives_each_sequence_its_own_text(tiny, variant, shape):
+    drafter, prompts = build(tiny, VARIANTS[variant]), prompts_of(tiny)[:3]
+    greedy = together(tiny, drafter, shape, prompts, GREEDY, 14, eos=())
+    assert texts(greedy) == texts(alone(tiny, prompts, GREEDY, 14, ()))
+    with unchecked():
+        sampled = together(tiny, drafter, shape, prompts, COUPLED, 14, eos=())
+    assert texts(sampled) == texts(alone(tiny, prompts, COUPLED, 14, ()))
+
+
+@pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_rows_that_accept_different_paths_stay_apart(tiny, half_right, shape, params):
+    prompts = prompts_of(tiny)
+    generations = together(tiny, half_right, shape, prompts, params, 40)
+    assert texts(generations) == texts(alone(tiny, prompts, params, 40))
+    assert {reason for _, reason in texts(generations)} == {"stop", "length"}
+    accepted = {count for generation in generations for count in generation.accepted}
+    assert {0, 1, 2} <= accepted, "paths of every length"
+
+
+def test_sparse_trees_and_the_other_rules(tiny, half_right):
+    """Rejection and typical acceptance draw by sequence and position: alone, the same text comes out."""
+    sparse = SparseShape(type="sparse", paths=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
+    prompts = prompts_of(tiny)
+    for rule in ("rejection", "typical"):
+        params = SamplingParams(temperature=0.8, seed=2, rule=rule)
+        for shape in (sparse, CHAIN):
+            decoder = SpeculativeDecoder(tiny.target, half_right, shape, CAPACITY)
+            expected = [decoder.generate(p, params, 20, EOS, sequence=3 * i) for i, p in enumerate(prompts)]
+            generations = together(tiny, half_right, shape, prompts, params, 20)
+            assert texts(generations) == texts(expected)
+            assert [g.accepted for g in generations] == [g.accepted for g in expected]
+
+
+def test_one_sequence_has_the_cycles_of_the_decoder_for_one(tiny):
+    prompt = tiny.prompt()
+    for variant in ("moa-1", "eagle-0", "pretrained-0", "ngram-0"):
+        drafter = build(tiny, VARIANTS[variant])
+        for shape in (CHAIN, DYNAMIC):
+            expected = SpeculativeDecoder(tiny.target, drafter, shape, CAPACITY).generate(prompt, COUPLED, 30, ())
+            (generation,) = together(tiny, drafter, shape, [prompt], COUPLED, 30, batch=1, eos=())
+            for name in ("tokens", "accepted", "emitted", "drafted"):
+                assert getattr(generation, name) == getattr(expected, name), (variant, shape.name, name)
+
+
+def test_neighbours_change_no_cycle(tiny):
+    """What is observed of a row is what is observed of it alone, so its drafts are accepted as alone."""
+    prompts = prompts_of(tiny)
+    for variant in ("moa-0", "moa-2", "eagle-0", "glide-0", "medusa-0", "independent-0"):
+        drafter = build(tiny, VARIANTS[variant])
+        for shape in (CHAIN, DYNAMIC):
+            decoder = SpeculativeDecoder(tiny.target, drafter, shape, CAPACITY)
+            expected = [decoder.generate(p, COUPLED, 16, EOS, sequence=3 * i) for i, p in enumerate(prompts)]
+            generations = together(tiny, drafter, shape, prompts, COUPLED, 16)
+            assert [g.accepted for g in generations] == [g.accepted for g in expected], (variant, shape.name)
+
+
+def test_a_pass_has_as_many_rows_as_sequences_run(tiny, half_right, monkeypatch):
+    """One that ends leaves, and the next one in line takes its place."""
+    rows: list[int] = []
+    forward = type(tiny.target).forward
+
+    def counted(self, tokens, positions, mask, cache, *rest):
+        if isinstance(cache, RowCache):
+            rows.append(tokens.shape[0])
+        return forward(self, tokens, positions, mask, cache, *rest)
+
+    decoder = LockstepDecoder(tiny.target, half_right, CHAIN, CAPACITY, 2)
+    prompts = [tiny.prompt(seed, 9) for seed in range(3)]
+    answers = [tiny.hugging_face(prompt, 30) for prompt in prompts]
+    early = answers[0][4]
+    cut = [tokens[: tokens.index(early) + 1] if early in tokens else tokens for tokens in answers]
+    monkeypatch.setattr(type(tiny.target), "forward", counted)
+    generations = decoder.generate(prompts, GREEDY, 30, (early,))
+    assert [g.tokens for g in generations] == cut
+    assert len(cut[0]) <= 5 < len(cut[1])
+    assert sum(rows) == sum(g.num_cycles for g in generations), "no row was idle"
+    assert len(rows) == decoder.num_passes
+    assert rows[:-1].count(2) >= generations[0].num_cycles + 1, "the third took the place of the first"
+    assert max(rows) == 2
+    assert rows[-1] == 1
+
+
+def test_the_end_of_the_context(tiny, half_right):
+    prompts = [tiny.prompt(0, 20), tiny.prompt(1, 47), tiny.prompt(2, 3)]
+    for shape in (CHAIN, DYNAMIC):
+        generations = together(tiny, half_right, shape, prompts, GREEDY, 40, eos=(), capacity=48)
+        assert texts(generations) == texts(alone(tiny, prompts, GREEDY, 40, (), 48))
+        assert [len(g.tokens) for g in generations] == [28, 1, 40]
+    full = [tiny.prompt(0, MAX_POSITIONS - 6), tiny.prompt(1, MAX_POSITIONS - 2)]
+    generations = together(tiny, half_right, CHAIN, full, GREEDY, 40, eos=(), capacity=MAX_POSITIONS)
+    assert texts(generations) == texts(alone(tiny, full, GREEDY, 40, (), MAX_POSITIONS))
+
+
+def test_stop_strings_end_an_answer(tiny, half_right):
+    prompts = prompts_of(tiny)[:3]
+    stop = StopStrings([f"<{tiny.hugging_face(prompts[0], 12)[9]}>"], lambda tokens: "".join(f"<{t}>" for t in tokens))
+    generations = together(tiny, half_right, CHAIN, prompts, GREEDY, 30, eos=(), stop=stop)
+    decoder = PlainDecoder(tiny.target, CAPACITY)
+    assert texts(generations) == texts([decoder.generate(p, GREEDY, 30, (), stop=stop) for p in prompts])
+    assert generations[0].finish_reason == "stop"
+
+
+def test_a_decoder_is_used_again_and_again(tiny, half_right):
+    decoder = LockstepDecoder(tiny.target, half_right, DYNAMIC, CAPACITY, 2)
+    for seed in range(3):
+        prompts = [tiny.prompt(seed + i, 5 + 20 * i) for i in range(3)]
+        assert [g.tokens for g in decoder.generate(prompts, GREEDY, 15, ())] == [
+            g.tokens for g in alone(tiny, prompts, GREEDY, 15, ())
+        ]
+    assert decoder.generate([], GREEDY, 15, ()) == []
+
+
+def test_a_cycle_waits_for_the_device_once(tiny, monkeypatch):
+    drafter, prompts = build(tiny, VARIANTS["moa-0"]), prompts_of(tiny)
+    decoder = LockstepDecoder(tiny.target, drafter, DYNAMIC, CAPACITY, 3)
+    prefills: list[int] = []
+    read = lockstep.read_together
+    monkeypatch.setattr(lockstep, "read_together", lambda *rest: prefills.append(1) or read(*rest))
+    reads: list[int] = []
+    plain = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or plain(self))
+    for name in ("item", "__int__", "__bool__", "__index__", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the device is waited for"))
+    with unchecked():
+        decoder.generate(prompts, GREEDY, 12, ())
+    assert len(reads) == decoder.num_passes + len(prefills)
+
+
+def test_shared_phases_add_up(tiny, half_right):
+    generations = together(tiny, half_right, CHAIN, prompts_of(tiny)[:3], GREEDY, 20, eos=())
+    spent = sum(sum(g.phases.values()) for g in generations)
+    longest = max(g.seconds for g in generations)
+    assert 0.5 * longest < spent < 1.05 * longest
+    assert all(g.prefill_seconds > 0 and min(g.phases.values()) > 0 for g in generations)
+
+
+def test_what_cannot_be_decoded_is_refused(tiny, half_right):
+    with pytest.raises(ConfigError, match="batch is 0"):
+        LockstepDecoder(tiny.target, half_right, CHAIN, CAPACITY, 0)
+    deep, medusa = CHAIN.model_copy(update={"depth": 7}), build(tiny, VARIANTS["medusa-0"])
+    with pytest.raises(ConfigError, match="drafts at most 6"):
+        LockstepDecoder(tiny.target, medusa, deep, CAPACITY, 2)
+    with pytest.raises(DataError, match="the target's is 512"):
+        LockstepDecoder(tiny.target, half_right, CHAIN, MAX_POSITIONS + 1, 2)
+    decoder = LockstepDecoder(tiny.target, half_right, CHAIN, 32, 2)
+    for prompt in ([], [1] * 32):
+        with pytest.raises(DataError, match="takes 1 to 31"):
+            decoder.generate([[1, 2], prompt], GREEDY, 5, ())
+    with pytest.raises(DataError, match="at least 1"):
+        decoder.generate([[1]], GREEDY, 0, ())
