@@ -42,7 +42,7 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
     read_questions(sweep.decoding.questions, sweep.decoding.num_questions)
     store = CacheStore(first.activations)
     manifest = read_manifest(store)
-    check_same_target(manifest, read_spec(first.target.model), first)
+    check_same_target(manifest, read_spec(first.target.model), first.activations, first.target)
     drafters = {id(config): outline_drafter(config) for _, config in corners}
     missing = {name for _, config in corners for name in missing_columns(drafters[id(config)].needs, manifest.columns)}
     if missing:

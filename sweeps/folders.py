@@ -45,9 +45,9 @@ class TrialFolder:
         """How far it is; None if it has not begun."""
         return self.record.get("state")
 
-    def begin(self, choices: Mapping[str, Any]) -> None:
-        """Note that it runs, now or again."""
-        first = {"choices": dict(choices), "begun": time.time()}
+    def begin(self, choices: Mapping[str, Any], drawn: Mapping[str, Any] | None = None) -> None:
+        """Note that it runs, now or again; `drawn` is what a searcher had proposed, where that is not the choices."""
+        first = {"choices": dict(choices), "begun": time.time()} | ({"drawn": dict(drawn)} if drawn else {})
         write_json_atomically(self.path / TRIAL_FILE, {**first, **self.record, "state": "running", "message": None})
 
     def add(self, row: Mapping[str, Any]) -> None:

@@ -47,7 +47,6 @@ def measure(evaluation: str, gpus: float) -> dict[str, dict[str, Any]]:
         DataError: not one prompt fits into the context.
     """
     from moray.bench.loading import load_drafters, load_target, nothing_fits
-    from moray.bench.summary import summarise
 
     config = EvaluateConfig.model_validate_json(evaluation)
     if not gpus:  # those of the machine are for the workers
@@ -59,9 +58,21 @@ def measure(evaluation: str, gpus: float) -> dict[str, dict[str, Any]]:
         pass
     if not runner.measurement.asked:
         raise nothing_fits(config.questions, runner.capacity)
+    drafted = runner.measurement.methods[1:]
+    return {
+        _name(method.name, method.tree, config): row
+        for method, row in zip(drafted, figures(runner, config), strict=True)
+    }
+
+
+def figures(runner: Runner, config: EvaluateConfig) -> list[dict[str, Any]]:
+    """Figures of every drafter and tree over what was asked so far, with their answers; `config` asked at one
+    temperature."""
+    from moray.bench.summary import summarise
+
     rows = summarise(runner.measurement, config.samplings, config.target.dtype)["rows"]
     plain, *drafted = runner.measurement.methods
-    found: dict[str, dict[str, Any]] = {}
+    found = []
     for row, method in zip(rows, drafted, strict=True):
         answers = [
             Answer(
@@ -73,9 +84,7 @@ def measure(evaluation: str, gpus: float) -> dict[str, dict[str, Any]]:
             ).row()
             for own, other in zip(method.generations, plain.generations, strict=True)
         ]
-        found[_name(method.name, method.tree, config)] = {ours: row[theirs] for ours, theirs in FIGURES.items()} | {
-            "answers": answers
-        }
+        found.append({ours: row[theirs] for ours, theirs in FIGURES.items()} | {"answers": answers})
     return found
 
 

@@ -11,6 +11,11 @@ from sweeps.results import Trial
 
 def write_sweep(summary: dict[str, Any], trials: list[Trial], output: Path) -> None:
     """Write all; summary.json comes last, for it says that the sweep is complete."""
+    write_tables(summary, trials, output)
+
+
+def write_tables(summary: dict[str, Any], trials: list[Trial], output: Path) -> None:
+    """Write sweep.parquet, then summary.json."""
     rows = [
         {"trial": trial.folder.name, "name": trial.name, "state": trial.state, **_cells(trial.choices), **_cells(row)}
         for trial in trials

@@ -72,7 +72,7 @@ def read_trials(output: str) -> list[Trial]:
 
 def _read(folder: TrialFolder) -> Trial:
     record = folder.record
-    rows = sorted(folder.rows, key=lambda row: row["rung_tokens"])
+    rows = sorted(folder.rows, key=lambda row: row["rung"])
     return Trial(label(record["choices"]), record["choices"], record["state"], record["message"], rows, folder.path)
 
 

@@ -3,29 +3,17 @@
 import hashlib
 import json
 import shutil
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from moray.cluster.claim import run_fingerprints
-from moray.distill.runs import check_run
-from moray.errors import ConfigError, DataError
-from moray.provenance import (
-    RUN_FILE,
-    machine,
-    read_json,
-    sha256_of_files,
-    versions,
-    write_json_atomically,
-    write_run_yaml,
-)
+from moray.errors import DataError
+from moray.provenance import RUN_FILE, machine, read_json, sha256_of_files, versions, write_json_atomically
 from sweeps.board import SweepBoard, follow_sweep
 from sweeps.check import check_sweep, concurrency
+from sweeps.claim import SUMMARY_FILE, claim_sweep, is_done, running_clock, seconds_run
 from sweeps.configs import GridSearch, SweepConfig
 from sweeps.folders import trial_folder, trial_folders
 from sweeps.ladder import Rung
@@ -36,7 +24,7 @@ from sweeps.search import search, train_all
 from sweeps.spaces import size
 from sweeps.trial import measure_on_ray
 
-SUMMARY_FILE, _FINAL_FILE, _CLOCK_FILE = "summary.json", "final.json", "clock.json"
+_FINAL_FILE = "final.json"
 _SEED = "train.seed"
 _MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
 """Keys, and groups of keys, of a sweep that may differ when it goes on: other trials stand beside those it has."""
@@ -52,10 +40,10 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
     output = Path(sweep.output).absolute()
     rungs = check_sweep(sweep)
     concurrent = concurrency(sweep, sweep.trial({}))
-    _claim(sweep)
+    claim_sweep(output, _identity(sweep), _fingerprints(sweep))
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     total = size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials
-    with _clock(output):
+    with running_clock(output):
         console.print(
             f"{total} trials, {concurrent} at a time; measured at "
             f"{', '.join(f'{rung.tokens:,.0f}' for rung in rungs)} training tokens",
@@ -79,18 +67,9 @@ def is_complete(sweep: SweepConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: it holds an unfinished one, and `resume` is not given.
     """
-    output = Path(sweep.output).absolute()
-    if not (output / RUN_FILE).is_file():
-        return False
-    check_run(output, _identity(sweep), _fingerprints(sweep), irrelevant=_MAY_DIFFER)
-    if (output / SUMMARY_FILE).is_file() and _same_search(sweep, output):
-        return True
-    if not sweep.resume:
-        raise ConfigError(
-            f"'{sweep.output}' holds a sweep that is not finished: add --resume to go on with it, or give another "
-            "output"
-        )
-    return False
+    return is_done(
+        Path(sweep.output), _identity(sweep), lambda: _fingerprints(sweep), sweep.resume, may_differ=_MAY_DIFFER
+    )
 
 
 def summary_path(sweep: SweepConfig) -> Path:
@@ -171,7 +150,7 @@ def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], o
         "trials": [trial.summary() for trial in trials],
         "training_tokens": sum(trial.training_tokens for trial in trials),
         "search_tokens": sum(trial.training_tokens for trial in searched),
-        "wall_seconds": read_json(output / _CLOCK_FILE)["seconds"],
+        "wall_seconds": seconds_run(output),
         "machine": machine(),
         "versions": versions(),
         "config": _identity(sweep).model_dump(mode="json"),
@@ -180,19 +159,9 @@ def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], o
     return summary
 
 
-def _claim(sweep: SweepConfig) -> None:
-    output = Path(sweep.output).absolute()
-    (output / SUMMARY_FILE).unlink(missing_ok=True)
-    write_run_yaml(output, _identity(sweep), None, _fingerprints(sweep))  # what may differ is noted as it is now
-
-
 def _identity(sweep: SweepConfig) -> SweepConfig:
     """A sweep without what decides how, and not what, it does."""
     return sweep.model_copy(update={"resume": False, "max_concurrent": None, "max_failures": 0})
-
-
-def _same_search(sweep: SweepConfig, output: Path) -> bool:
-    return read_json(output / SUMMARY_FILE)["config"] == _identity(sweep).model_dump(mode="json")
 
 
 def _fingerprints(sweep: SweepConfig) -> dict[str, str]:
@@ -209,27 +178,3 @@ def _why_none(trials: list[Trial], output: Path) -> str:
     bad = [trial for trial in trials if trial.message]
     first = f"; the first of {len(bad)}: {bad[0].name}: {bad[0].message}" if bad else ""
     return f"not one trial of '{output}' was trained to the end{first}"
-
-
-@contextmanager
-def _clock(output: Path) -> Iterator[None]:
-    """Count the seconds that a sweep has run, kills and resumptions together."""
-    path = output / _CLOCK_FILE
-    before = read_json(path)["seconds"] if path.is_file() else 0.0
-    begin, stop = time.monotonic(), threading.Event()
-
-    def note() -> None:
-        write_json_atomically(path, {"seconds": before + time.monotonic() - begin})
-
-    def tick() -> None:
-        while not stop.wait(2.0):
-            note()
-
-    thread = threading.Thread(target=tick, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        note()

@@ -61,7 +61,7 @@ def _dimensions(values: Any) -> Any:
         return values
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping) and value.get("type") not in _KINDS and "low" not in value:
+        if isinstance(value, Mapping) and str(value.get("type")) not in _KINDS and "low" not in value:
             found |= {f"{key}.{name}": inner for name, inner in _dimensions(value).items()}
         elif isinstance(value, Mapping):
             found[key] = Range.model_validate(dict(value))

@@ -24,24 +24,24 @@ from sweeps.configs import SweepConfig
 from sweeps.folders import ENDED, TrialFolder, trial_folder
 from sweeps.ladder import Rung, steps_at
 from sweeps.measure import measure
-from sweeps.spaces import from_text
+from sweeps.spaces import Choices
 
 _DRIVER = "DEFAULT"
 """Scheduling strategy that leaves the placement group of Tune's actor, which has room for nothing else."""
 
 
-def run_trial(texts: Mapping[str, Any], config: str, rungs: Sequence[Rung], board: Any) -> None:
+def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], board: Any) -> None:
     """Climb the ladder and report every rung to Ray Tune, until it stops this process or the last one is done.
 
     Our own errors end the trial and are noted in its folder; those of the machine are raised, for Tune to try again.
 
     Args:
-        texts: the choices (see `spaces.to_text`).
+        choices: of the trial.
         config: the sweep's, as JSON.
         rungs: of the ladder.
         board: the sweep's.
     """
-    sweep, choices = SweepConfig.model_validate_json(config), from_text(texts)
+    sweep = SweepConfig.model_validate_json(config)
     folder = trial_folder(sweep.output, choices)
     has_ended = folder.state in ENDED
     if not has_ended:

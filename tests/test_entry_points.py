@@ -18,9 +18,11 @@ from moray.errors import ConfigError
 from pipelines import benchmark, evaluate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-MODULES = [
-    f"pipelines.{path.stem}" for path in sorted((REPOSITORY / "pipelines").glob("*.py")) if path.stem != "__init__"
+ENTRY_POINTS = [
+    *sorted(path for path in REPOSITORY.glob("pipelines/*.py") if path.stem != "__init__"),
+    *sorted(path for path in REPOSITORY.glob("sweeps/*.py") if "__main__" in path.read_text(encoding="utf-8")),
 ]
+MODULES = [f"{path.parent.name}.{path.stem}" for path in ENTRY_POINTS]
 HEAVY = {"torch", "ray", "transformers", "datasets"}
 MAX_CPU_SECONDS = 2.0
 
@@ -85,10 +87,10 @@ def test_the_import_check_sees_a_heavy_import(tmp_path):
 
 
 def documented_commands() -> list[str]:
-    """Every `python -m pipelines...` that the README and the entry points show, continuation lines joined."""
-    files = [REPOSITORY / "README.md", *REPOSITORY.glob("pipelines/*.py")]
+    """Every `python -m` of ours that the README and the entry points show, continuation lines joined."""
+    files = [REPOSITORY / "README.md", *ENTRY_POINTS]
     texts = [path.read_text(encoding="utf-8") for path in files]
-    found = [m for text in texts for m in re.findall(r"python -m (pipelines\.\w+ (?:\\+\n|[^`\n])+)", text)]
+    found = [m for text in texts for m in re.findall(r"python -m ((?:pipelines|sweeps)\.\w+ (?:\\+\n|[^`\n])+)", text)]
     return sorted({re.sub(r"\\+\n", " ", command).strip() for command in found})
 
 

@@ -95,14 +95,14 @@ def _explain_one(config_class: type[BaseModel], problem: ErrorDetails) -> str:
             return f"'{key}.type' is missing: accepted are {', '.join(tags)}"
         case "union_tag_invalid":
             tag = str(context["tag"])
-            return f"'{key}.type' is \"{tag}\": accepted are {', '.join(tags)}{_did_you_mean(tag, tags)}"
+            return f"'{key}.type' is \"{tag}\": accepted are {', '.join(tags)}{did_you_mean(tag, tags)}"
         case "value_error":
             return f"'{key}': {context['error']}" if key else str(context["error"])
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"'{key}' is {received}: a mapping of keys is needed, such as {key}.NAME=VALUE"
         case "literal_error":
             accepted = re.findall(r"'([^']*)'", str(context["expected"]))
-            nearest = _did_you_mean(str(problem["input"]), accepted)
+            nearest = did_you_mean(str(problem["input"]), accepted)
             return f"'{key}' is {received}: accepted are {context['expected']}{nearest}"
         case _ if kind.endswith("_type") and len(list(_members(annotation))) > 1:
             return f"'{key}' is {received}: accepted are {_annotation_name(annotation)}"
@@ -154,7 +154,8 @@ def _listing(config_class: type[BaseModel]) -> str:
     return ", ".join(config_class.model_fields) or "no keys"
 
 
-def _did_you_mean(name: str, candidates: Sequence[str]) -> str:
+def did_you_mean(name: str, candidates: Sequence[str]) -> str:
+    """Suggest the candidate that a misspelt name is nearest to."""
     match = difflib.get_close_matches(name, candidates, n=1)
     return f"; did you mean '{match[0]}'?" if match else ""
 

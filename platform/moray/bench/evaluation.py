@@ -35,7 +35,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         for name, entry in zip(drafters, config.drafters, strict=True)
         if isinstance(entry, str | TrainedConfig)
     }
-    fingerprints = _fingerprints(config, target, tokenizer)
+    fingerprints = measurement_fingerprints(config, target, tokenizer)
     compiled = compile_models(target, drafters.values(), config.compile)
     runner = Runner(target, drafters, tokenizer, config)
     with open_answers(config, fingerprints) as log:
@@ -72,7 +72,7 @@ def _drop_phases(figures: dict[str, Any]) -> None:
     figures["notes"].append("costs and phases of a cycle on a GPU need exact_phases=true, which costs some speed")
 
 
-def _fingerprints(config: EvaluateConfig, target: Target, tokenizer: ChatTokenizer) -> dict[str, str]:
+def measurement_fingerprints(config: EvaluateConfig, target: Target, tokenizer: ChatTokenizer) -> dict[str, str]:
     """What must be the same for answers and timings of two runs to stand in one report."""
     here = machine()
     trained = {f"drafter.{name}": value for name, value in fingerprints_of(config.drafters).items()}

@@ -6,7 +6,7 @@ decoding is both the baseline and the truth that every speculative answer is com
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from moray.drafters.base import Drafter
 from moray.errors import ConfigError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
-from moray.trees.shapes import AdaptiveShape
+from moray.trees.shapes import AdaptiveShape, AnyShape
 
 _WARM_UP_TOKENS = 16
 
@@ -77,8 +77,21 @@ class Runner:
     """Builds the decoders once and asks them question after question."""
 
     def __init__(
-        self, target: Target, drafters: dict[str, Drafter], tokenizer: ChatTokenizer, config: EvaluateConfig
+        self,
+        target: Target,
+        drafters: dict[str, Drafter],
+        tokenizer: ChatTokenizer,
+        config: EvaluateConfig,
+        trees: Mapping[str, Sequence[AnyShape]] | None = None,
     ) -> None:
+        """
+        Args:
+            target: shared by all methods.
+            drafters: by the names of their rows.
+            tokenizer: the target's.
+            config: what to measure, and how; its drafters are those given, whatever it calls them.
+            trees: of each drafter by name, in place of all of `config.trees`.
+        """
         self.capacity = min(target.spec.max_positions, config.max_context)
         """Most tokens of prompt and answer together."""
         self._config = config
@@ -94,7 +107,7 @@ class Runner:
         if config.compare_generate:
             methods.append(Method("generate", "", self._hugging_face(target)))
         for name, drafter in drafters.items():
-            for shape in config.trees:
+            for shape in config.trees if trees is None else trees[name]:
                 is_fixed = not isinstance(shape, AdaptiveShape)
                 if is_fixed and drafter.max_depth is not None and shape.depth > drafter.max_depth:
                     notes.append(
@@ -103,22 +116,31 @@ class Runner:
                     continue
                 decoder = SpeculativeDecoder(target, drafter, shape, self.capacity, self._session)
                 methods.append(Method(name, shape.name, self._ours(decoder)))
-        if notes and len(notes) == len(drafters) * len(config.trees):
+        if notes and not any(method.tree for method in methods):
             raise ConfigError(f"trees are too deep for every drafter ({'; '.join(notes)}); take shallower ones")
         self.measurement = Measurement(methods, notes=notes)
         self._names = [(method.name, method.tree) for method in methods]
 
-    def ask(self, questions: Sequence[Question], log: AnswerLog | None = None) -> Iterator[int]:
+    def ask(
+        self, questions: Sequence[Question], log: AnswerLog | None = None, first_sequence: int = 0
+    ) -> Iterator[int]:
         """Answer all turns of all questions with all methods, at each temperature.
 
         Answers that `log` holds are taken from it, new ones are written to it. A turn that does not fit into the
         context, with room for one answer token, ends its question at that temperature.
 
+        Args:
+            questions: in the order of asking.
+            log: of this evaluation.
+            first_sequence: turns of the questions that were asked before these.
+
         Yields:
             how many turns are done with, after each that was answered now or left out; a turn counts once for
             each temperature.
         """
-        sequence = 0  # of a question's first turn: it must not depend on what is skipped, resumed or at which T
+        sequence = (
+            first_sequence  # of a question's first turn: it must not depend on what is skipped, resumed or at which T
+        )
         for question in questions:
             yield from self._ask_question(question, sequence, log)
             sequence += len(question.turns)

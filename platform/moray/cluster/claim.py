@@ -10,7 +10,7 @@ from moray.cluster.configs import DistilConfig
 from moray.distill.runs import begin_run, check_run
 from moray.errors import MismatchError
 from moray.provenance import RUN_FILE
-from moray.targets.spec import TargetSpec, read_spec
+from moray.targets.spec import TargetConfig, TargetSpec, read_spec
 from moray.text import ChatTokenizer, fingerprint_parts
 
 
@@ -48,7 +48,7 @@ def run_fingerprints(config: DistilConfig) -> dict[str, str]:
         return {"target": read_spec(config.target.model).fingerprint, "text": text}
     manifest = read_manifest(CacheStore(config.activations))
     spec = read_spec(config.target.model)
-    check_same_target(manifest, spec, config)
+    check_same_target(manifest, spec, config.activations, config.target)
     return {
         "target": spec.fingerprint,
         "text": manifest.plan["text_fingerprint"],
@@ -62,18 +62,18 @@ def _data_fingerprint(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def check_same_target(manifest: Manifest, spec: TargetSpec, config: DistilConfig) -> None:
+def check_same_target(manifest: Manifest, spec: TargetSpec, activations: str, target: TargetConfig) -> None:
     """Refuse a cache of another target, tokenizer or template."""
     cached = manifest.plan["target"]["fingerprint"]
     if cached != spec.fingerprint:
         raise MismatchError(
-            f"activations '{config.activations}' were cached from a target with fingerprint {cached}; "
-            f"target.model '{config.target.model}' has {spec.fingerprint}: cache again or point to the right one"
+            f"activations '{activations}' were cached from a target with fingerprint {cached}; "
+            f"target.model '{target.model}' has {spec.fingerprint}: cache again or point to the right one"
         )
-    text = fingerprint_parts(ChatTokenizer.load(config.target.model, config.target.template).fingerprint)
+    text = fingerprint_parts(ChatTokenizer.load(target.model, target.template).fingerprint)
     for name, before in fingerprint_parts(manifest.plan["text_fingerprint"]).items():
         if before != text[name]:
             raise MismatchError(
-                f"activations '{config.activations}' were cached with another {name}: fingerprint {before}, the "
+                f"activations '{activations}' were cached with another {name}: fingerprint {before}, the "
                 f"target's now has {text[name]}; cache again or set target.template"
             )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.configs import DrafterConfigBase
+from moray.drafters.configs import DrafterConfigBase, TrainableBase
 from moray.drafters.vocabulary import DraftVocabulary
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
@@ -187,6 +187,26 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
         """Take the token counts of the cache's responses; called once, before training."""
         self.vocabulary.choose(counts)
+
+    def restrict_vocabulary(self, counts: Int[Tensor, " vocab"], size: int) -> None:
+        """Propose from now on only the `size` tokens that are most frequent in `counts`, without training again. Its
+        configuration says so, and it is saved so. Decoders must be made after it.
+
+        Scores of the tokens that stay are what they were, and the target decides as ever: nothing but tau is lost.
+
+        Raises:
+            ConfigError: it has no draft vocabulary, or one of no more tokens than that.
+        """
+        if not isinstance(self.config, TrainableBase):
+            name = type(self).__name__.lower()
+            raise ConfigError(
+                f"draft_vocab_size is {size}; a drafter of type {name} has no draft vocabulary: leave it out"
+            )
+        self.keep_rows(self.vocabulary.restrict(counts, size))
+        self.config = self.config.model_copy(update={"draft_vocab_size": size})
+
+    def keep_rows(self, kept: Int[Tensor, " kept"]) -> None:
+        """Keep these rows of vocabulary projections of its own; a drafter that scores with lm_head has none."""
 
     def cast(self, dtype: torch.dtype) -> None:
         """Draft in the target's precision: half the bytes, and no output depends on it. Never for training."""

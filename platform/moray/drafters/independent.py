@@ -69,6 +69,11 @@ class Independent(Drafter[IndependentState]):
         super().choose_vocabulary(counts)
         self._start_from_target()
 
+    def keep_rows(self, kept: Int[Tensor, " kept"]) -> None:
+        if self.projection is not None:
+            self.projection.weight = nn.Parameter(self.projection.weight.detach()[kept])
+            self.projection.out_features = len(kept)
+
     @torch.no_grad()
     def _start_from_target(self) -> None:
         if self.config.embeddings == "copied" and self.embedding is not None and self.projection is not None:

@@ -54,6 +54,10 @@ class Medusa(Drafter[MedusaState]):
         super().choose_vocabulary(counts)
         self._start_projections(self.head.weight)
 
+    def keep_rows(self, kept: Int[Tensor, " kept"]) -> None:
+        if self.projections is not None:
+            self.projections = nn.Parameter(self.projections.detach()[:, kept])
+
     @torch.no_grad()
     def _start_projections(self, weight: Tensor) -> None:
         if self.projections is not None:

@@ -53,6 +53,27 @@ class DraftVocabulary(nn.Module):
             self.tokens.copy_(order[: self.size].sort().values)
             self._forget_rows()
 
+    def restrict(self, counts: Int[Tensor, " vocab"], size: int) -> Int[Tensor, " kept"]:
+        """Keep the `size` most frequent of its tokens, after training.
+
+        Returns:
+            the draft ids, as they were, of the tokens that stay.
+
+        Raises:
+            ConfigError: it has no more tokens than that.
+        """
+        if not 2 <= size < self.size:
+            raise ConfigError(
+                f"draft_vocab_size is {size}; this drafter has {self.size} tokens: give 2 to {self.size - 1}"
+            )
+        device = self._head.weight.device
+        tokens = torch.arange(self.size, device=device) if self.tokens is None else self.tokens
+        order = counts.to(tokens.device)[tokens].sort(descending=True, stable=True).indices
+        kept = order[:size].sort().values
+        self.tokens, self.size, self.is_reduced = tokens[kept], size, True
+        self._forget_rows()
+        return kept
+
     def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any draft"]:
         """Logits of final-norm hidden states over the draft vocabulary."""
         hidden = hidden.to(self._head.weight.dtype)

@@ -1,0 +1,198 @@
+"""What a drafter is decoded with: a tree and a draft vocabulary, made from the values that a sweep has chosen.
+
+    tree.type dynamic, tree.depth 5, tree.breadth 4, tree.nodes 16, draft_vocab_size 512
+    tree.type chain,   tree.depth 5, tree.breadth 4, tree.nodes 16     -> chain of 5, which knows no breadth
+
+Most of a grid over keys of trees comes to nothing, or to the same tree again: it is left out and counted. This module
+refuses to know who searches, and what is measured. It imports neither torch nor ray.
+"""
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from moray.explain import one_line
+from moray.trees.shapes import AdaptiveShape, AnyShape, DynamicShape, Shape, SparseShape
+from sweeps.spaces import Choices, Range, Space, grid
+
+KEYS = ("tree", "tree.type", "tree.depth", "tree.breadth", "tree.nodes", "draft_vocab_size")
+"""What may be searched."""
+
+BUILT = {"chain": ("depth",), "dynamic": ("depth", "breadth", "nodes"), "adaptive": ("depth", "breadth", "nodes")}
+"""Types of tree that `tree.type` builds, and the keys that each reads."""
+
+_SHAPE: TypeAdapter[AnyShape] = TypeAdapter(Shape)
+_MOST_DRAWS = 500
+
+
+Verdict = Literal["new", "again", "unfit"]
+
+
+class UnfitError(Exception):
+    """Choices that cannot be decoded with; the message says why."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a trained drafter can do."""
+
+    name: str
+    max_depth: int | None
+    num_tokens: int
+    """Of its draft vocabulary, as trained."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One way of decoding with one drafter."""
+
+    drafter: str
+    tree: AnyShape
+    draft_vocab_size: int | None
+    """None: as trained."""
+
+    @classmethod
+    def of(cls, choices: Choices) -> "Combination":
+        """Take back `choices`."""
+        return cls(choices["drafter"], parse_tree(choices["tree"]), choices["draft_vocab_size"])
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """As a trial's folder keeps it."""
+        return {"drafter": self.drafter, **self.decoding}
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """The same without the drafter."""
+        return {"tree": self.tree.model_dump(mode="json"), "draft_vocab_size": self.draft_vocab_size}
+
+    @property
+    def name(self) -> str:
+        """For people; another one for another combination."""
+        tree = self.tree.name
+        if isinstance(self.tree, SparseShape):  # whose name tells no more than its nodes
+            tree += f"-{hashlib.sha256(str(self.tree.paths).encode()).hexdigest()[:6]}"
+        tokens = "" if self.draft_vocab_size is None else f", {self.draft_vocab_size} tokens"
+        return f"{self.drafter}, {tree}{tokens}"
+
+
+@dataclass
+class Listing:
+    """Different combinations, and why others were left out."""
+
+    combinations: list[Combination] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """How many, by reason."""
+
+    def add(self, choices: Choices, limits: Limits) -> Verdict:
+        """Combine, and keep or count."""
+        try:
+            found = combine(choices, limits)
+        except UnfitError as error:
+            self.left_out[str(error)] += 1
+            return "unfit"
+        if found in self.combinations:
+            self.left_out[_same_again(choices)] += 1
+            return "again"
+        self.combinations.append(found)
+        return "new"
+
+    def why(self) -> str:
+        """The reasons, most frequent first."""
+        return "; ".join(f"{count} x {reason}" for reason, count in self.left_out.most_common())
+
+
+def parse_tree(values: Mapping[str, Any]) -> AnyShape:
+    """A tree from its configuration as plain values."""
+    return _SHAPE.validate_json(json.dumps(dict(values)))
+
+
+def combine(choices: Choices, limits: Limits) -> Combination:
+    """What chosen values come to for one drafter.
+
+    Keys that a type of tree does not read are not looked at; an adaptive tree goes as deep as the drafter can.
+
+    Raises:
+        UnfitError: they come to nothing.
+    """
+    tree = _tree(choices)
+    if isinstance(tree, AdaptiveShape):
+        tree = tree.limited(limits.max_depth)
+    elif limits.max_depth is not None and tree.depth > limits.max_depth:
+        raise UnfitError(f"depth {tree.depth}: this drafter drafts at most {limits.max_depth} levels")
+    if isinstance(tree, DynamicShape | AdaptiveShape) and tree.nodes is not None and tree.breadth > tree.nodes:
+        raise UnfitError(f"breadth {tree.breadth} is more than {tree.nodes} nodes")
+    size = choices.get("draft_vocab_size")
+    if size is not None:
+        if not isinstance(size, int) or size < 2:
+            raise UnfitError(f"draft_vocab_size {size} is no number of at least 2")
+        if size >= limits.num_tokens:
+            raise UnfitError(f"draft_vocab_size {size} is not less than this drafter's {limits.num_tokens} tokens")
+        if tree.max_children > size:
+            raise UnfitError(f"{tree.max_children} children of a node are more than {size} tokens")
+    return Combination(limits.name, tree, size)
+
+
+def listed(space: Space, limits: Limits) -> Listing:
+    """Every different combination of a grid."""
+    return _listing(grid(space), limits)
+
+
+def drawn(space: Space, limits: Limits, count: int, seed: int) -> Listing:
+    """So many different combinations at random, or fewer if there are no more."""
+    rng, found = random.Random(seed), Listing()
+    while len(found.combinations) < count and draw_another(space, limits, found, rng) is not None:
+        pass
+    return found
+
+
+def draw_another(space: Space, limits: Limits, known: Listing, rng: random.Random) -> dict[str, Any] | None:
+    """Draw until something comes that is not known, and add it; None if nothing does."""
+    for _ in range(_MOST_DRAWS):
+        choices = {key: _draw(dimension, rng) for key, dimension in space.items()}
+        if known.add(choices, limits) == "new":
+            return choices
+    return None
+
+
+def _same_again(choices: Choices) -> str:
+    kind = choices.get("tree.type")
+    read = {f"tree.{name}" for name in ("type", *BUILT.get(kind, ()))} if kind else choices
+    unread = [key.removeprefix("tree.") for key in choices if key.startswith("tree.") and key not in read]
+    return f"a {kind} has no {' or '.join(unread)}: the same as another one" if unread else "the same as another one"
+
+
+def _listing(points: Iterable[Choices], limits: Limits) -> Listing:
+    found = Listing()
+    for choices in points:
+        found.add(choices, limits)
+    return found
+
+
+def _draw(dimension: list[Any] | Range, rng: random.Random) -> Any:
+    if isinstance(dimension, list):
+        return rng.choice(dimension)
+    low, high = dimension.bounds
+    return rng.randint(int(low), int(high))
+
+
+def _tree(choices: Choices) -> AnyShape:
+    if "tree" in choices:
+        return parse_tree(choices["tree"])
+    values = {name: choices.get(f"tree.{name}") for name in BUILT[choices["tree.type"]]}
+    if choices["tree.type"] == "adaptive" and values["breadth"] in (None, 1):
+        values |= {"breadth": None, "nodes": None}  # it drafts chains
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        return parse_tree({"type": choices["tree.type"], **given})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = problem["loc"][-1] if problem["loc"][-1:] and problem["loc"][-1] != choices["tree.type"] else ""
+        text = one_line(problem["msg"]).removeprefix("Value error, ")
+        raise UnfitError(f"{choices['tree.type']} tree: {f'{where}: ' if where else ''}{text}") from None

@@ -1,0 +1,157 @@
+"""Configuration of sweeps over decoding choices. Torch-free."""
+
+from pathlib import Path
+
+from pydantic import Field, field_validator, model_validator
+
+from moray.bench.configs import EvaluateConfig
+from moray.cluster.configs import RayConfig
+from moray.config import Config, validate
+from moray.decoding.params import SamplingParams
+from moray.errors import ConfigError
+from moray.explain import did_you_mean
+from moray.targets.spec import TargetConfig
+from moray.trees.shapes import AnyShape, Shape
+from sweeps.combinations import BUILT, KEYS
+from sweeps.configs import GridSearch, LadderConfig, Objective, Search
+from sweeps.spaces import Space
+
+
+class _Trees(Config):
+    """Whole trees of a space, to be checked as any configuration."""
+
+    tree: tuple[Shape, ...]
+
+
+class ConfirmShapesConfig(Config):
+    """How the winners are made sure of: the best shapes of every drafter are measured again, all in one process, on
+    the same questions in turn, with nothing beside."""
+
+    finalists: int = Field(default=2, ge=1)
+    """Shapes of each drafter."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """None for as many as the ladder's last rung."""
+
+
+class TuneDecodingConfig(Config):
+    """Which shapes to try on which trained drafters, how, and for how long."""
+
+    target: TargetConfig
+    drafters: tuple[str, ...] = Field(min_length=1)
+    """Folders of trained drafters; each gets a winner of its own."""
+    space: Space = Field(min_length=1)
+    """Values, or a range, of `tree.type`, `tree.depth`, `tree.breadth`, `tree.nodes`, or whole trees as `tree`; and of
+    `draft_vocab_size`, the number of tokens that may be proposed (null: as trained)."""
+    activations: str | None = None
+    """Cache whose responses tell which tokens are frequent; needed for numbers in `draft_vocab_size`."""
+    search: Search = GridSearch(type="grid")
+    """Of each drafter; a random one draws, and Optuna proposes, that many different shapes for each."""
+    ladder: LadderConfig = LadderConfig(rungs=3, reduction=2)
+    """How many of the questions a shape is asked before it is compared with the others: the last rung asks all."""
+    objective: Objective = "speedup"
+    """What is maximised: speed-up over plain decoding, tokens per target pass, or tokens per second."""
+    questions: str
+    """As for pipelines.evaluate."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """On the last rung; None for all."""
+    max_new_tokens: int = Field(default=64, ge=2)
+    max_context: int = Field(default=8192, ge=2)
+    """Most tokens of prompt and answer together, if the target takes more."""
+    sampling: SamplingParams = SamplingParams()
+    threads: int | None = Field(default=1, ge=1)
+    """torch threads of a measurement; None for torch's own choice."""
+    cpus: float = Field(default=1.0, gt=0)
+    """Logical CPUs of a measurement."""
+    gpus: float = Field(default=0.0, ge=0)
+    """Of a measurement; it runs on the CPU with 0."""
+    confirm: ConfirmShapesConfig = ConfirmShapesConfig()
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Most measurements at a time. None: on this machine without GPUs one, for timings disturb each other; elsewhere as
+    many as there is room for."""
+    max_failures: int = Field(default=2, ge=0)
+    """How often a measurement is tried again whose process died."""
+    output: str
+    resume: bool = False
+    """Go on with the sweep in `output`; the same as `--resume`."""
+    ray: RayConfig = RayConfig()
+
+    @field_validator("drafters")
+    @classmethod
+    def _names_differ(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = [Path(folder).name for folder in value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two folders are called '{name}', which is the drafter's name here: rename one")
+        return value
+
+    @field_validator("space")
+    @classmethod
+    def _knows_its_keys(cls, value: Space) -> Space:
+        for key in value:
+            if key not in KEYS:
+                raise ValueError(f"'{key}' is no decoding choice{did_you_mean(key, KEYS)}; there are {', '.join(KEYS)}")
+        if "tree" in value and any(key.startswith("tree.") for key in value):
+            raise ValueError("'tree' lists whole trees; 'tree.type' and the others build them: give one or the other")
+        if "tree" not in value and "tree.type" not in value:
+            raise ValueError("no trees: give 'tree' as a list of trees, or 'tree.type' as a list of types")
+        for key, dimension in value.items():
+            if not isinstance(dimension, list) and (key in ("tree", "tree.type") or dimension.type != "integers"):
+                raise ValueError(f"'{key}' is a range of {dimension.type}; it takes a list, a number also integers")
+        _check_trees(value.get("tree", []), value.get("tree.type", []))
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> "TuneDecodingConfig":
+        ranges = [key for key, dimension in self.space.items() if not isinstance(dimension, list)]
+        if ranges and self.search.type == "grid":
+            raise ValueError(
+                f"search.type is grid, but '{ranges[0]}' is a range: list its values, or use search.type=random or "
+                "optuna"
+            )
+        sizes = self.space.get("draft_vocab_size", [None])
+        if self.activations is None and sizes != [None]:
+            raise ValueError(
+                "draft_vocab_size needs activations: the cache whose responses tell which tokens are frequent"
+            )
+        if self.target.device == "cuda" and not self.gpus:
+            raise ValueError("target.device is cuda, but gpus is 0: give the GPUs of a measurement")
+        return self
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Folders of the drafters by name."""
+        return {Path(folder).name: folder for folder in self.drafters}
+
+    def evaluation(
+        self, drafters: tuple[str, ...], trees: tuple[AnyShape, ...], output: str, num_questions: int
+    ) -> EvaluateConfig:
+        """The evaluation that measures these folders with these trees, and keeps its answers in `output`."""
+        target = self.target if self.gpus else self.target.model_copy(update={"device": "cpu"})
+        return EvaluateConfig(
+            target=target,
+            drafters=drafters,
+            trees=trees,
+            questions=self.questions,
+            num_questions=num_questions,
+            sampling=self.sampling,
+            max_new_tokens=self.max_new_tokens,
+            max_context=self.max_context,
+            threads=self.threads,
+            compare_generate=False,
+            exact_phases=True,
+            output=output,
+        )
+
+
+def _check_trees(trees: object, types: object) -> None:
+    """Refuse what is no tree, or no type of tree that other keys can build."""
+    try:
+        validate(_Trees, {"tree": trees})
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    for name in types if isinstance(types, list) else []:
+        if name not in BUILT:
+            raise ValueError(
+                f"'tree.type' holds '{name}'{did_you_mean(str(name), tuple(BUILT))}; it builds {', '.join(BUILT)}; "
+                "list others whole, as 'tree'"
+            )

@@ -1,0 +1,158 @@
+"""From what trials and the confirmation left on disk to the answer of a sweep over decoding choices, and its files.
+
+Whoever draws a report reads summary.json and sweep.parquet.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from moray.activations.store import CacheStore
+from moray.activations.token_counts import token_counts
+from moray.bench.spread import ratio_interval
+from moray.distill.checkpoint import load_drafter, read_contract, save_drafter
+from moray.provenance import RUN_FILE, write_text_atomically
+from moray.targets.head import TargetHead
+from moray.text import ChatTokenizer
+from sweeps.combinations import Combination
+from sweeps.decoding_configs import TuneDecodingConfig
+from sweeps.results import Finalist, Trial, how_sure, read_trials
+
+_COMMAND = "python -m pipelines.evaluate TARGET.yaml EVALUATION.yaml {path}"
+
+
+def read_shapes(output: str) -> list[Trial]:
+    """All trials that have begun, first come first, by the names of their combinations."""
+    return [replace(trial, name=Combination.of(trial.choices).name) for trial in read_trials(output)]
+
+
+def finalists_of(sweep: TuneDecodingConfig, trials: Sequence[Trial]) -> list[Trial]:
+    """The best few of every drafter: those that came furthest, and of these those with the highest objective. One that
+    was stopped may be among them, for all are asked all questions again; one whose text was not the target's is not."""
+    found = []
+    for name in sweep.folders:
+        able = [
+            one
+            for one in trials
+            if one.choices["drafter"] == name
+            and one.state in ("finished", "stopped")
+            and one.rows
+            and one.last["lossless"] is not False
+        ]
+        able.sort(key=lambda one: (-one.last["rung"], -one.last["objective"]))
+        found += able[: sweep.confirm.finalists]
+    return found
+
+
+def answers_by_drafter(
+    sweep: TuneDecodingConfig, trials: Sequence[Trial], figures: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The winner of every drafter and how sure it is, as it stands in summary.json; the best drafter first.
+
+    Args:
+        sweep: whose objective counts.
+        trials: the finalists.
+        figures: of each of them, measured side by side.
+    """
+    found = {}
+    for name in sweep.folders:
+        rows = {
+            trial.name: (trial, dict(figure))
+            for trial, figure in zip(trials, figures, strict=True)
+            if trial.choices["drafter"] == name
+        }
+        if not rows:
+            continue
+        finalists = [_finalist(trial, figure) for trial, figure in rows.values()]
+        sure = how_sure(finalists, sweep.objective)
+        trial, figure = rows[sure["finalists"][0]["name"]]
+        found[name] = {
+            "winner": Combination.of(trial.choices).decoding,
+            "name": trial.name,
+            "objective": sure["finalists"][0]["mean"],
+            "spread": spread_of(sweep.objective, figure),
+            "figures": {key: value for key, value in figure.items() if key != "answers"},
+            **{key: value for key, value in sure.items() if key != "finalists"},
+            "finalists": [
+                {
+                    "name": row["name"],
+                    "choices": Combination.of(row["choices"]).decoding,
+                    "objective": row["mean"],
+                    "spread": spread_of(sweep.objective, rows[row["name"]][1]),
+                    "figures": row["seeds"]["0"],
+                }
+                for row in sure["finalists"]
+            ],
+        }
+    return dict(sorted(found.items(), key=lambda item: -item[1]["objective"]))
+
+
+def between_drafters(
+    sweep: TuneDecodingConfig,
+    answers: Mapping[str, Mapping[str, Any]],
+    trials: Sequence[Trial],
+    figures: Sequence[Mapping[str, Any]],
+) -> dict[str, Any] | None:
+    """How sure it is which drafter is the best, each with its winner; None if there is one drafter."""
+    if len(answers) < 2:
+        return None
+    names = {answer["name"] for answer in answers.values()}
+    winners = [_finalist(trial, figure) for trial, figure in zip(trials, figures, strict=True) if trial.name in names]
+    sure = how_sure(winners, sweep.objective)
+    first, second = (row["choices"]["drafter"] for row in sure["finalists"][:2])
+    return {"best": first, "second": second, **{key: value for key, value in sure.items() if key != "finalists"}}
+
+
+def spread_of(objective: str, figures: Mapping[str, Any]) -> list[float] | None:
+    """95 % interval of the objective, by bootstrap over the prompts."""
+    if objective == "tokens_per_second":
+        found = ratio_interval([(tokens, seconds) for tokens, seconds, *_ in figures["answers"]])
+    else:
+        found = figures[f"{objective}_spread"]
+    return None if found is None else list(found)
+
+
+def write_best(sweep: TuneDecodingConfig, drafter: str, combination: Combination) -> Path:
+    """Write what pipelines.evaluate takes behind its own files to measure a winner: `best-<drafter>.yaml`.
+
+    A drafter whose vocabulary was cut down is written beside it, for everything else that decodes.
+    """
+    output = Path(sweep.output)
+    folder = sweep.folders[drafter]
+    if combination.draft_vocab_size is not None:
+        folder = str(_restricted(sweep, combination, output / "best" / drafter))
+    path = output / f"best-{drafter}.yaml"
+    values = {
+        "drafters": [folder],
+        "trees": [combination.tree.model_dump(mode="json", exclude_none=True)],
+        "output": str(output / "evaluations" / drafter),
+    }
+    text = yaml.safe_dump(values, sort_keys=False, width=110, default_flow_style=None)
+    write_text_atomically(path.absolute(), f"# {_COMMAND.format(path=path)}\n{text}")
+    return path
+
+
+def _restricted(sweep: TuneDecodingConfig, combination: Combination, folder: Path) -> Path:
+    """Save a drafter with the draft vocabulary that has won."""
+    assert sweep.activations is not None
+    assert combination.draft_vocab_size is not None
+    source = Path(sweep.folders[combination.drafter])
+    text = ChatTokenizer.load(sweep.target.model, sweep.target.template).fingerprint
+    here = sweep.target.model_copy(update={"device": "cpu"})
+    drafter = load_drafter(source, TargetHead.load(here, read_contract(source).drafter.num_target_layers), text)
+    counts = token_counts(CacheStore(sweep.activations), drafter.spec.vocab_size)
+    drafter.restrict_vocabulary(torch.from_numpy(counts), combination.draft_vocab_size)
+    save_drafter(folder.absolute(), drafter, text)
+    for name in ("metrics.jsonl", RUN_FILE):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    return folder
+
+
+def _finalist(trial: Trial, figures: Mapping[str, Any]) -> Finalist:
+    return Finalist(trial.name, trial.choices, {0: dict(figures)}, {0: str(trial.folder)})

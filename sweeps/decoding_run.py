@@ -1,0 +1,184 @@
+"""A sweep over decoding choices from beginning to end: check, search, make sure of the winners. Needs a Ray session."""
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from moray.cluster.configs import RayConfig
+from moray.cluster.errors import own_errors
+from moray.errors import ConfigError, DataError
+from moray.provenance import machine, versions
+from sweeps.board import SweepBoard, follow_sweep
+from sweeps.claim import claim_sweep, is_done, running_clock, seconds_run
+from sweeps.combinations import Combination, Limits, Listing, combine, draw_another, drawn, listed
+from sweeps.configs import OptunaSearch, RandomSearch
+from sweeps.decoding_check import concurrency, fingerprints, limits_of, num_questions, sizes_of
+from sweeps.decoding_configs import TuneDecodingConfig
+from sweeps.decoding_results import answers_by_drafter, between_drafters, finalists_of, read_shapes, write_best
+from sweeps.decoding_trial import measure_together, run_shape
+from sweeps.distinct import DistinctSearcher
+from sweeps.folders import trial_folders
+from sweeps.report import write_tables
+from sweeps.results import Trial
+from sweeps.spaces import Choices, from_text
+from sweeps.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
+
+_MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
+"""Keys, and groups of keys, of a sweep that may differ when it goes on: other trials stand beside those it has."""
+
+
+def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
+    """Run a sweep, or go on with it; returns what summary.json holds.
+
+    Raises:
+        ConfigError, DataError, MismatchError: what speaks against it; nothing has been started.
+        DataError: not one trial came to its end.
+    """
+    output = Path(sweep.output).absolute()
+    limits = limits_of(sweep)
+    sizes = sizes_of(sweep.ladder, num_questions(sweep, sweep.num_questions))
+    listings = {name: _listing(sweep, one) for name, one in limits.items()}
+    if not isinstance(sweep.search, OptunaSearch) and not any(one.combinations for one in listings.values()):
+        reasons = "; ".join(f"{name}: {one.why()}" for name, one in listings.items())
+        raise ConfigError(f"nothing is left of the space: {reasons}")
+    concurrent = concurrency(sweep)
+    claim_sweep(output, _identity(sweep), fingerprints(sweep))
+    board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    with running_clock(output):
+        total = sum(_total(sweep, one) for one in listings.values())
+        console.print(
+            f"{total} ways to decode, {concurrent} measured at a time, with {', '.join(map(str, sizes))} questions",
+            highlight=False,
+        )
+        with follow_sweep(board, sweep.output, total, sweep.objective):
+            for name, listing in listings.items():
+                _search(sweep, limits[name], listing, _plan(sweep, limits[name], sizes, board, concurrent))
+        for name, listing in listings.items():
+            if listing.left_out:
+                text = f"{name}: left out {listing.left_out.total()} combinations: {listing.why()}"
+                console.print(text, markup=False, highlight=False)
+        finalists = finalists_of(sweep, read_shapes(sweep.output))
+        if not finalists:
+            raise DataError(_why_none(read_shapes(sweep.output), output))
+        figures = _confirm(sweep, finalists, console)
+    return _write(sweep, listings, finalists, figures, output)
+
+
+def is_complete(sweep: TuneDecodingConfig) -> bool:
+    """Whether the sweep is done; refuses one that is not, unless it is to go on.
+
+    Raises:
+        MismatchError: the folder holds another sweep.
+        ConfigError: it holds an unfinished one, and `resume` is not given.
+    """
+    return is_done(Path(sweep.output), _identity(sweep), lambda: fingerprints(sweep), sweep.resume, _MAY_DIFFER)
+
+
+def _listing(sweep: TuneDecodingConfig, limits: Limits) -> Listing:
+    if isinstance(sweep.search, RandomSearch):
+        return drawn(sweep.space, limits, sweep.search.num_trials, sweep.search.seed)
+    return Listing() if isinstance(sweep.search, OptunaSearch) else listed(sweep.space, limits)
+
+
+def _total(sweep: TuneDecodingConfig, listing: Listing) -> int:
+    return sweep.search.num_trials if isinstance(sweep.search, OptunaSearch) else len(listing.combinations)
+
+
+def _plan(sweep: TuneDecodingConfig, limits: Limits, sizes: Sequence[int], board: Any, concurrent: int) -> Plan:
+    config = sweep.model_dump_json()
+
+    def run(choices: Choices) -> None:
+        run_shape(choices, config, limits, sizes, board)
+
+    return Plan(
+        output=sweep.output,
+        run=run,
+        size_key="rung_questions",
+        sizes=sizes,
+        reduction=sweep.ladder.reduction if sweep.ladder.stop else None,
+        concurrent=concurrent,
+        max_failures=sweep.max_failures,
+        resources={"CPU": sweep.cpus} | ({"GPU": sweep.gpus} if sweep.gpus else {}),
+        reuse=True,
+        choices=lambda choices: combine(choices, limits).choices,
+    )
+
+
+def _search(sweep: TuneDecodingConfig, limits: Limits, listing: Listing, plan: Plan) -> None:
+    """Find the best ways to decode with one drafter; others have rungs of their own."""
+    if isinstance(sweep.search, OptunaSearch):
+        records = [folder.record for folder in trial_folders(sweep.output)]
+        begun = [record["drawn"] for record in records if record["choices"]["drafter"] == limits.name]
+        begun = [choices for choices in begun if choices.keys() == sweep.space.keys()]  # others are of another space
+        inner = optuna_searcher(sweep.search, sweep.space, begun)
+
+        rng = random.Random(sweep.search.seed)
+
+        def spare() -> dict[str, Any] | None:
+            another = draw_another(sweep.space, limits, listing, rng)
+            return None if another is None else as_drawn(another, sweep.space)
+
+        searcher = DistinctSearcher(inner, lambda proposal: listing.add(from_text(proposal), limits), spare)
+        tune_proposed(plan, sweep.space, sweep.search.num_trials, searcher)
+    elif listing.combinations:
+        points = [one.choices for one in listing.combinations]
+        random.Random(0).shuffle(points)  # else a scheduler would meet one key's values one after the other
+        tune_listed(plan, points)
+
+
+def _confirm(sweep: TuneDecodingConfig, finalists: list[Trial], console: Console) -> list[dict[str, Any]]:
+    """Measure the best of all drafters side by side, with nothing beside them."""
+    points = [trial.choices for trial in finalists]
+    count = num_questions(sweep, sweep.confirm.num_questions or sweep.num_questions)
+    digest = hashlib.sha256(json.dumps([points, count], sort_keys=True).encode()).hexdigest()[:8]
+    folder = Path(sweep.output).absolute() / "confirm" / digest
+    task: Any = ray.remote(measure_together).options(num_cpus=sweep.cpus, num_gpus=sweep.gpus)
+    with console.status(f"measuring the best {len(points)} side by side on {count} questions"), own_errors():
+        found: Any = ray.get(task.remote(sweep.model_dump_json(), points, str(folder), count))
+    return found
+
+
+def _write(
+    sweep: TuneDecodingConfig,
+    listings: dict[str, Listing],
+    finalists: list[Trial],
+    figures: list[dict[str, Any]],
+    output: Path,
+) -> dict[str, Any]:
+    trials = read_shapes(sweep.output)
+    answers = answers_by_drafter(sweep, finalists, figures)
+    for name, answer in answers.items():
+        winner = Combination.of({"drafter": name, **answer["winner"]})
+        answer["evaluate"] = str(write_best(sweep, name, winner))
+    left_out: dict[str, Counter[str]] = {name: one.left_out for name, one in listings.items()}
+    summary = {
+        "drafters": answers,
+        "objective": sweep.objective,
+        "between": between_drafters(sweep, answers, finalists, figures),
+        "trials": [{**trial.summary(), "folder": str(trial.folder)} for trial in trials],
+        "left_out": {name: dict(counts) for name, counts in left_out.items()},
+        "wall_seconds": seconds_run(output),
+        "machine": machine(),
+        "versions": versions(),
+        "config": _identity(sweep).model_dump(mode="json"),
+    }
+    write_tables(summary, trials, output)
+    return summary
+
+
+def _identity(sweep: TuneDecodingConfig) -> TuneDecodingConfig:
+    """A sweep without what decides how, and not what, it does."""
+    return sweep.model_copy(update={"resume": False, "max_concurrent": None, "max_failures": 0, "ray": RayConfig()})
+
+
+def _why_none(trials: list[Trial], output: Path) -> str:
+    bad = [trial for trial in trials if trial.message]
+    first = f"; the first of {len(bad)}: {bad[0].name}: {bad[0].message}" if bad else ""
+    return f"not one trial of '{output}' came to its end with the target's own text{first}"

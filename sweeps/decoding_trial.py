@@ -1,0 +1,146 @@
+"""One trial: a trained drafter decodes with one tree and one draft vocabulary, and is asked more questions on every
+rung. Runs in an actor of Ray Tune, which holds the target for the trials after it.
+
+Every answer is kept as it comes, with its timings; figures of a rung are made from all answers up to there. So a trial
+that was killed goes on with the next question.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray import tune
+
+from moray.activations.store import CacheStore
+from moray.activations.token_counts import token_counts
+from moray.bench.answers import open_answers
+from moray.bench.evaluation import measurement_fingerprints
+from moray.bench.loading import load_drafters, load_target, nothing_fits
+from moray.bench.runner import Runner
+from moray.bench.specbench import Question
+from moray.drafters.base import Drafter
+from moray.errors import MorayError, UnreachableError
+from moray.targets.model import Target
+from moray.text import ChatTokenizer
+from moray.trees.shapes import ChainShape
+from sweeps.combinations import Combination, Limits, combine
+from sweeps.decoding_configs import TuneDecodingConfig
+from sweeps.folders import ENDED, trial_folder
+from sweeps.measure import figures
+from sweeps.spaces import Choices
+
+Ask = Callable[[int], list[dict[str, Any]]]
+"""ask(count): figures of all combinations over the first so many questions."""
+
+
+def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int], board: Any) -> None:
+    """Ask the questions of every rung and report it to Ray Tune, until it stops this process or the last one is done.
+
+    Our own errors end the trial and are noted in its folder; those of the machine are raised, for Tune to try again.
+
+    Args:
+        choices: as a searcher drew them.
+        config: the sweep's, as JSON.
+        limits: of the drafter.
+        sizes: questions, by rung.
+        board: the sweep's.
+    """
+    sweep, combination = TuneDecodingConfig.model_validate_json(config), combine(choices, limits)
+    folder = trial_folder(sweep.output, combination.choices)
+    has_ended = folder.state in ENDED
+    if not has_ended:
+        folder.begin(combination.choices, drawn=choices)
+    known = {row["rung"]: row for row in folder.rows}
+    with ExitStack() as stack:
+        ask: Ask | None = None
+        for rung, size in enumerate(sizes):
+            row = known.get(rung)
+            if row is None and has_ended:
+                return
+            if row is None:
+                board.watch.remote(folder.path.name, None, rung)
+                try:
+                    ask = ask or stack.enter_context(asking(config, [combination], folder.path, sizes[-1]))
+                    (found,) = ask(size)
+                except UnreachableError:  # may answer again
+                    raise
+                except MorayError as error:
+                    folder.end("diverged", str(error))
+                    return
+                finally:
+                    board.forget.remote(folder.path.name)
+                row = {"rung": rung, "rung_questions": size, **found, "objective": found[sweep.objective]}
+                folder.add(row)
+            if size == sizes[-1]:
+                folder.end("finished")
+            tune.report({key: value for key, value in row.items() if key != "answers"})
+
+
+def measure_together(config: str, points: Sequence[Choices], folder: str, count: int) -> list[dict[str, Any]]:
+    """Figures of some combinations, asked the same questions in turn, in this process alone."""
+    with asking(config, [Combination.of(choices) for choices in points], Path(folder), count) as ask:
+        return ask(count)
+
+
+@contextmanager
+def asking(config: str, combinations: Sequence[Combination], folder: Path, most: int) -> Iterator[Ask]:
+    """Load what decodes, and keep its answers in a folder.
+
+    Args:
+        config: the sweep's, as JSON.
+        combinations: which are asked in turn.
+        folder: made if need be.
+        most: questions that will be asked.
+
+    Raises:
+        MorayError: something does not go together, or not one question fits into the context.
+    """
+    sweep = TuneDecodingConfig.model_validate_json(config)
+    paths = tuple(dict.fromkeys(sweep.folders[one.drafter] for one in combinations))
+    evaluation = sweep.evaluation(paths, tuple(one.tree for one in combinations), str(folder), most)
+    questions, tokenizer, target = _load(config, most)
+    drafters = _drafters(sweep, combinations, target, tokenizer)
+    trees = {one.name: (one.tree,) for one in combinations}
+    runner = Runner(target, drafters, tokenizer, evaluation, trees)
+    sizes = {f"draft_vocab_size.{one.name}": str(drafters[one.name].vocabulary.size) for one in combinations}
+    with open_answers(evaluation, measurement_fingerprints(evaluation, target, tokenizer) | sizes) as log:
+        num_asked = 0
+
+        def ask(count: int) -> list[dict[str, Any]]:
+            nonlocal num_asked
+            turns = sum(len(question.turns) for question in questions[:num_asked])
+            for _ in runner.ask(questions[num_asked:count], log, turns):
+                pass
+            num_asked = count
+            if not runner.measurement.asked:
+                raise nothing_fits(evaluation.questions, runner.capacity)
+            return figures(runner, evaluation)
+
+        yield ask
+
+
+@lru_cache(maxsize=1)
+def _load(config: str, most: int) -> tuple[list[Question], ChatTokenizer, Target]:
+    """Questions, tokenizer and target, which all trials of a process share."""
+    sweep = TuneDecodingConfig.model_validate_json(config)
+    return load_target(sweep.evaluation(sweep.drafters, (ChainShape(type="chain", depth=1),), "", most))
+
+
+def _drafters(
+    sweep: TuneDecodingConfig, combinations: Sequence[Combination], target: Target, tokenizer: ChatTokenizer
+) -> dict[str, Drafter]:
+    """The drafter of every combination by its name, loaded once for each draft vocabulary."""
+    loaded: dict[tuple[str, int | None], Drafter] = {}
+    for one in combinations:
+        if (one.drafter, one.draft_vocab_size) not in loaded:
+            folder = sweep.folders[one.drafter]
+            (drafter,) = load_drafters((folder,), target, tokenizer).values()
+            if one.draft_vocab_size is not None:
+                assert sweep.activations is not None
+                counts = token_counts(CacheStore(sweep.activations), target.spec.vocab_size)
+                drafter.restrict_vocabulary(torch.from_numpy(counts), one.draft_vocab_size)
+            loaded[one.drafter, one.draft_vocab_size] = drafter
+    return {one.name: loaded[one.drafter, one.draft_vocab_size] for one in combinations}

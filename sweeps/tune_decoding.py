@@ -1,0 +1,43 @@
+"""Find out with which tree, and how many draft tokens, trained drafters decode fastest: by measurement, on Ray Tune.
+
+    python -m sweeps.tune_decoding configs/sweeps/decoding-demo.yaml
+
+Nothing is trained. Writes summary.json, sweep.parquet and, for every drafter, best-<drafter>.yaml into `output`: behind
+its own files, pipelines.evaluate takes it as it is. Killed at any instant, the same command with --resume goes on; what
+was asked is not asked again.
+
+On a machine without GPUs one measurement runs at a time (max_concurrent), for timings disturb each other; keep others
+off it, too.
+"""
+
+import sys
+
+from moray.config import run_entry_point
+from sweeps.decoding_configs import TuneDecodingConfig
+
+
+def main(config: TuneDecodingConfig) -> None:
+    """Run the sweep, or go on with it, then say what has won."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from moray.cluster.session import ray_session
+    from moray.provenance import read_json
+    from sweeps.claim import SUMMARY_FILE
+    from sweeps.decoding_console import print_decoding
+
+    console = Console()
+    with ray_session(config.ray):
+        from sweeps.decoding_run import is_complete, run_decoding
+
+        done = is_complete(config)
+        summary = read_json(Path(config.output) / SUMMARY_FILE) if done else run_decoding(config, console)
+    print_decoding(summary, console)
+
+
+CONFIG = TuneDecodingConfig
+
+if __name__ == "__main__":
+    words = ["resume=true" if word == "--resume" else word for word in sys.argv[1:]]
+    run_entry_point(CONFIG, __doc__ or "", main, words)
