@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
@@ -110,7 +110,7 @@ def overrides(choices: Choices) -> list[str]:
 
 def label(choices: Choices) -> str:
     """Short text for people: the last part of every key, and its value."""
-    return ", ".join(f"{_short(key, choices)} {show(value)}" for key, value in choices.items())
+    return ", ".join(f"{short(key, choices)} {show(value)}" for key, value in choices.items())
 
 
 def show(value: Any) -> str:
@@ -131,11 +131,11 @@ def folder_name(choices: Choices) -> str:
     return f"{readable}-{digest}"
 
 
-def _short(key: str, choices: Choices) -> str:
+def short(key: str, keys: Iterable[str]) -> str:
     """The last part of a key, or more of it where another key ends alike."""
     parts = key.split(".")
     for count in range(1, len(parts)):
         name = ".".join(parts[-count:])
-        if not any(other != key and other.endswith(f".{name}") for other in choices):
+        if not any(other != key and f".{other}".endswith(f".{name}") for other in keys):
             return name
     return key
