@@ -68,8 +68,8 @@ def _map(search: Searched, key: str) -> Plot:
         description += f" Highest of those trained to the end: {number(figure(best.last, key))} with {best.name}."
     if any(trial and trial.rows and not search.is_whole(trial) for row in table for trial in row):
         description += (
-            " Pale and hatched: stopped early, measured at the share of training that stands below; not comparable "
-            "with finished ones."
+            " Pale and hatched: did not come to the last rung, measured at the share of training that stands below; "
+            "not comparable with the others."
         )
     if len(search.space) > len(names):
         others = ", ".join(short(one, search.space) for one in search.space if one not in (down, across))
@@ -123,7 +123,7 @@ def _curves(search: Searched) -> Plot:
     if not ranked:
         return Plot("curves", title, "", missing="no trial was measured")
     named = ranked[:_NUM_NAMED]
-    names = _apart([shorten(trial.name, 48) for trial in named])
+    names = _apart([search.brief(trial, 48) for trial in named])
     tokens = {row["rung_tokens"] for trial in ranked for row in trial.rows}
 
     def draw(canvas: "Figure") -> None:
@@ -142,12 +142,13 @@ def _curves(search: Searched) -> Plot:
         panels[-1].set_xlabel("training tokens, padding included")
         legend_below(canvas, handles)
 
-    stopped = sum(trial.state == "stopped" for trial in ranked)
-    description = f"One line for each of {len(ranked)} trials, a mark for every rung at which it was measured."
+    stopped = sum(not search.is_whole(trial) for trial in ranked)
+    description = f"A line for every trial ({len(ranked)}), a mark for every rung at which it was measured."
     if stopped:
-        description += f" {stopped} were stopped early: their lines end there."
+        description += f" Lines of those that did not come to the last rung ({stopped}) end where they were stopped."
     if len(ranked) > _NUM_NAMED:
         description += f" The {_NUM_NAMED} that were trained longest and are best have a colour and a name."
+    description += f" Names: {search.naming}."
     return Plot("curves", title, description, render_svg("curves", draw, 3.8 + legend_height(names)))
 
 
@@ -164,7 +165,7 @@ def _front(search: Searched) -> Plot:
         return Plot("pareto", title, "", missing="no trial has both its tau and its draft cost")
     whole = [trial for trial in known if search.is_whole(trial) and trial.last.get("lossless") is not False]
     front = pareto(whole, gain=lambda row: figure(row, "tau") or 0.0, cost=lambda row: _cost(row) or 0.0)
-    names = _apart([f"{index + 1}  {shorten(one.name, 46)}" for index, one in enumerate(front[:_NUM_NUMBERED])])
+    names = [f"{index + 1}  {search.brief(one, 46)}" for index, one in enumerate(front[:_NUM_NUMBERED])]
 
     def draw(canvas: "Figure") -> None:
         axes = canvas.subplots()
@@ -189,7 +190,8 @@ def _front(search: Searched) -> Plot:
 
     description = (
         "Tau against draft steps times draft cost. Line: the front, trials of which none other has a higher tau for "
-        "less cost; its points are numbered from the cheapest on. Dotted: equal ideal speed-up, "
+        "less cost; its points are numbered from the cheapest on, and named by "
+        f"{search.naming}. Dotted: equal ideal speed-up, "
         "tau / (1 + draft cost per cycle), if verifying cost one plain step and all else nothing."
     )
     if len(whole) < len(known):

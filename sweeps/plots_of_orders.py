@@ -41,7 +41,8 @@ def parallel_plot(search: Searched) -> Plot:
         columns = [_chosen(search, key, trials) for key in keys] + [_reached(key, trials) for key in results]
         for index, trial in enumerate(trials):
             whole = search.is_whole(trial)
-            style: dict[str, Any] = {"linewidth": 1.5, "alpha": 0.9} if whole else {"linewidth": 0.8, "alpha": 0.45}
+            thick = 1.5 if len(trials) <= 40 else 0.9
+            style: dict[str, Any] = {"linewidth": thick} if whole else {"linewidth": 0.8, "alpha": 0.45}
             axes.plot(
                 range(len(columns)), [heights[index] for heights, _ in columns],
                 color=colours.to_rgba(trial.last["objective"]), linestyle="-" if whole else "--", **style,
@@ -67,11 +68,11 @@ def parallel_plot(search: Searched) -> Plot:
 
     stopped = sum(not search.is_whole(trial) for trial in trials)
     description = (
-        f"One line for each of {len(trials)} trials, from the values chosen for it to what was measured last, coloured "
+        f"A line for every trial ({len(trials)}), from the values chosen for it to what was measured last, coloured "
         f"by {WORDS[search.objective]}; lists stand in their order, ranges by value (logarithmic for loguniform)."
     )
     if stopped:
-        description += f" Thin and dashed: {stopped} that were stopped early."
+        description += f" Thin and dashed: those that did not come to the last rung ({stopped})."
     return Plot(name, title, description, render_svg(name, draw, 4.4))
 
 
@@ -123,7 +124,6 @@ def rank_plot(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> Plot:
 
     def draw(canvas: "Figure") -> None:
         from matplotlib.colors import LinearSegmentedColormap
-        from matplotlib.ticker import MaxNLocator
 
         axes = canvas.subplots()
         scale = LinearSegmentedColormap.from_list("rank", _SCALE[::-1], N=24)
@@ -134,20 +134,20 @@ def rank_plot(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> Plot:
             style: dict[str, Any] = {"marker": "o", "linewidth": 1.6} if best else {"linewidth": 0.8, "alpha": 0.6}
             axes.plot(range(len(numbers)), heights, color=colour, **style)
             if best and len(final) <= 40:
-                text = shorten(by_trial[index][1].name, 26)
+                text = search.brief(by_trial[index][1], 26)
                 axes.annotate(text, (len(numbers) - 1, place + 1), xytext=(7, 0), textcoords="offset points",
                               va="center", fontsize=8, annotation_clip=False)  # fmt: skip
         tokens = [by_trial[0][0][number]["rung_tokens"] for number in numbers]
         axes.set_xticks(range(len(numbers)), [f"rung {n}\n{t:,.0f}" for n, t in zip(numbers, tokens, strict=True)])
         axes.set_xlim(-0.15, (len(numbers) - 1) * 1.75)
         axes.set_ylim(len(final) + 0.5, 0.5)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_yticks(range(1, len(final) + 1, -(-len(final) // 12)))
         axes.set_ylabel("rank by objective, 1 is best")
         axes.set_xlabel("training tokens", loc="left")
         axes.spines["bottom"].set_visible(False)
 
     description = (
         f"The {len(final)} trials that came to the last rung, ranked among themselves at each rung. Lines that do not "
-        "cross: the early order was the last one."
+        f"cross: the early order was the last one. The best are named by {search.naming}."
     )
     return Plot(name, title, description, render_svg(name, draw, 1.2 + min(4.5, 0.24 * max(6, len(final)))))

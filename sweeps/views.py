@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from moray.bench.drawing import shorten
 from sweeps.results import Trial
-from sweeps.spaces import Range, Space, show
+from sweeps.spaces import Range, Space, short, show
 
 WORDS = {"speedup": "speed-up", "tau": "tau", "tokens_per_second": "tokens per second"}
 """Objectives, as people call them."""
@@ -64,6 +65,21 @@ class Searched:
     def lists(self) -> dict[str, list[Any]]:
         """The keys with a list of at least two values."""
         return {key: values for key, values in self.space.items() if isinstance(values, list) and len(values) > 1}
+
+    @property
+    def naming(self) -> str:
+        """The keys whose values make a trial's brief name."""
+        return " / ".join(short(key, self.space) for key in self._varied)
+
+    def brief(self, trial: Trial, length: int) -> str:
+        """A trial's values alone, for where there is little room."""
+        return shorten(" / ".join(show(trial.choices[key]) for key in self._varied), length)
+
+    @property
+    def _varied(self) -> list[str]:
+        return [key for key in self.space if key in self.lists or isinstance(self.space[key], Range)] or list(
+            self.space
+        )
 
 
 def searched(trials: Iterable[Trial], space: Space, objective: str) -> Searched:
