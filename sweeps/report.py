@@ -9,7 +9,7 @@ from moray.bench.wording import number, percent
 from moray.config import flatten
 from moray.provenance import write_json_atomically, write_text_atomically
 from sweeps.results import Trial
-from sweeps.views import WORDS, common_rung, read_space, searched, worths
+from sweeps.views import WORDS, common_rung, read_space, searched, tokens_at, worths
 
 _FEW_SEEDS = 5
 _COLUMNS = (
@@ -56,7 +56,7 @@ def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
         stopped=sum(bool(trial.rows) and not search.is_whole(trial) for trial in search.trials),
         plots=draw_plots(search, summary["ranks"]),
         worths=worths(search, rung),
-        worth_tokens=next((row["rung_tokens"] for one in search.trials for row in one.rows if row["rung"] == rung), 0),
+        worth_tokens=tokens_at(search, rung),
         trials=[*search.ranked, *(trial for trial in trials if trial not in search.trials or not trial.rows)],
         shares={trial.folder: search.share(trial) for trial in trials},
         columns=_COLUMNS,

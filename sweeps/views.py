@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from moray.bench.drawing import shorten
 from sweeps.results import Trial
-from sweeps.spaces import Range, Space, short, show
+from sweeps.spaces import Range, Space, label, short, show
 
 WORDS = {"speedup": "speed-up", "tau": "tau", "tokens_per_second": "tokens per second"}
 """Objectives, as people call them."""
@@ -72,7 +72,10 @@ class Searched:
         return " / ".join(short(key, self.space) for key in self._varied)
 
     def brief(self, trial: Trial, length: int) -> str:
-        """A trial's values alone, for where there is little room."""
+        """What tells a trial from the others: its label, or its values alone if there is no room for all labels."""
+        labels = [label({key: one.choices[key] for key in self._varied}) for one in (*self.trials, trial)]
+        if max(map(len, labels)) <= length:
+            return shorten(labels[-1], length)
         return shorten(" / ".join(show(trial.choices[key]) for key in self._varied), length)
 
     @property
@@ -125,6 +128,11 @@ def common_rung(search: Searched) -> int | None:
     """The highest rung that every trial with figures has come to; what diverged or failed is left aside."""
     lasts = [trial.last["rung"] for trial in search.trials if trial.rows and trial.state not in ("diverged", "failed")]
     return min(lasts, default=None)
+
+
+def tokens_at(search: Searched, rung: int | None) -> float | None:
+    """Training tokens of a rung; None if no trial came to it."""
+    return next((row["rung_tokens"] for trial in search.trials for row in trial.rows if row["rung"] == rung), None)
 
 
 def worths(search: Searched, rung: int | None) -> list[Worth]:
