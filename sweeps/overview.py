@@ -147,7 +147,7 @@ def _how_far(found: dict[str, Any]) -> str:
     if leader is None:
         return text
     return (
-        f"{text}; ahead on rung {leader['rung'] + 1} of {progress['rungs']}: {leader['name']}, {found['objective']} "
+        f"{text}; ahead on rung {leader['rung'] + 1} of {progress['rungs']}: {leader['name']}: {found['objective']} "
         f"{number(leader['objective'])}"
     )
 

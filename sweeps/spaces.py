@@ -52,19 +52,22 @@ class Range(Config):
 Dimension = list[Any] | Range
 """A list of values, or a range."""
 
-_KINDS = {"uniform", "loguniform", "integers"}
+_KINDS = ["uniform", "loguniform", "integers"]  # no set: `type` may be a list, of values for a key of that name
 
 
 def _dimensions(values: Any) -> Any:
     """Keys with dots, however a command line has nested them (`space.optim.lr=...`)."""
-    if not isinstance(values, Mapping):
-        return values
+    return _dotted(values, "") if isinstance(values, Mapping) else values
+
+
+def _dotted(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value.get("type") not in _KINDS and "low" not in value:
-            found |= {f"{key}.{name}": inner for name, inner in _dimensions(value).items()}
-        elif isinstance(value, Mapping):
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and (value.get("type") in _KINDS or "low" in value):
             found[key] = Range.model_validate(dict(value))
+        elif isinstance(value, Mapping):
+            found |= _dotted(value, f"{key}.")
         elif isinstance(value, list | tuple) and value:
             found[key] = list(value)
         else:

@@ -136,7 +136,7 @@ def tokens_at(search: Searched, rung: int | None) -> float | None:
 
 
 def worths(search: Searched, rung: int | None) -> list[Worth]:
-    """The objective on one rung by the values of every key that has more than one."""
+    """The objective on one rung by the values of every key that has more than one; none if no trial came to it."""
     measured = [
         (trial, objective)
         for trial in search.trials
@@ -144,7 +144,7 @@ def worths(search: Searched, rung: int | None) -> list[Worth]:
         if row["rung"] == rung and (objective := figure(row, "objective")) is not None
     ]
     found = []
-    for key, dimension in search.space.items():
+    for key, dimension in search.space.items() if measured else ():
         if isinstance(dimension, Range):
             parts = _parts(dimension)
             names = [f"{show(low)} to {show(high)}" for low, high in parts]

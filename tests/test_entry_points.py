@@ -20,8 +20,8 @@ from pipelines import benchmark, evaluate
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = [
     f"pipelines.{path.stem}" for path in sorted((REPOSITORY / "pipelines").glob("*.py")) if path.stem != "__init__"
-]
-HEAVY = {"torch", "ray", "transformers", "datasets"}
+] + ["sweeps.summarize", "sweeps.tune"]
+HEAVY = {"torch", "ray", "transformers", "datasets", "pandas", "matplotlib"}
 MAX_CPU_SECONDS = 2.0
 
 
@@ -85,10 +85,11 @@ def test_the_import_check_sees_a_heavy_import(tmp_path):
 
 
 def documented_commands() -> list[str]:
-    """Every `python -m pipelines...` that the README and the entry points show, continuation lines joined."""
-    files = [REPOSITORY / "README.md", *REPOSITORY.glob("pipelines/*.py")]
+    """Every command that the README and the entry points show, continuation lines joined."""
+    files = [REPOSITORY / "README.md", *REPOSITORY.glob("pipelines/*.py"), *REPOSITORY.glob("sweeps/*.py")]
     texts = [path.read_text(encoding="utf-8") for path in files]
-    found = [m for text in texts for m in re.findall(r"python -m (pipelines\.\w+ (?:\\+\n|[^`\n])+)", text)]
+    command = r"python -m ((?:pipelines|sweeps)\.\w+ (?:\\+\n|[^`\n])+)"
+    found = [match for text in texts for match in re.findall(command, text)]
     return sorted({re.sub(r"\\+\n", " ", command).strip() for command in found})
 
 
@@ -100,6 +101,8 @@ def test_documented_commands_are_complete_and_valid(command, monkeypatch):
     if hasattr(module, "COMMANDS"):
         _, config = load_command(module.COMMANDS, arguments)
         assert "--json" not in arguments or config.report == arguments[arguments.index("--json") + 1]
+    elif hasattr(module, "COMMAND"):
+        assert module.COMMAND.load(arguments)
     else:
         assert load_config(module.CONFIG, arguments)
 
