@@ -116,5 +116,9 @@ def measure_on_ray(sweep: SweepConfig, config: DistilConfig, folders: tuple[str,
     decoding = sweep.decoding
     task: Any = ray.remote(measure).options(num_cpus=decoding.cpus, num_gpus=decoding.gpus, scheduling_strategy=_DRIVER)
     with own_errors():
-        found: Any = ray.get(task.remote(decoding.evaluation(config.target, folders).model_dump_json(), decoding.gpus))
+        found: Any = ray.get(
+            task.remote(
+                decoding.evaluation(config.target, folders).model_dump_json(), decoding.gpus, decoding.batch_size
+            )
+        )
     return found

@@ -9,7 +9,7 @@ from moray.errors import ConfigError
 from sweeps.configs import SweepConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-PRESETS = sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml"))
+PRESETS = [path for path in sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml")) if "distil" in read_yaml(path)]
 PRESET = "configs/sweeps/target-layer-and-mask-width.yaml"
 
 
