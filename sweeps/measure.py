@@ -83,16 +83,17 @@ def _batch_figures(
     prompts: list[list[int]],
     eos_ids: frozenset[int],
     config: EvaluateConfig,
-    size: int,
+    batch_size: int,
 ) -> dict[str, Any]:
-    """What takes the place of a single sequence's figures."""
+    """What takes the place of a single sequence's figures. Whether it is lossless is not among them: sums depend on a
+    batch's shapes, and near ties fall either way (`equal_share` tells how many did not)."""
     from moray.bench.batch_speedup import measure_batch_speedup
 
     (shape,) = config.trees
     assert not isinstance(shape, AdaptiveShape), "refused by DecodingConfig"
     fitting = [prompt for prompt in prompts if len(prompt) + config.max_new_tokens <= config.max_context]
     row = measure_batch_speedup(
-        target, drafter, shape, fitting, config.max_new_tokens, size, eos_ids, config.sampling, rounds=_ROUNDS
+        target, drafter, shape, fitting, config.max_new_tokens, batch_size, eos_ids, config.sampling, rounds=_ROUNDS
     )
     emitted, tokens = row["tau"] or 0.0, row["num_tokens"]
     return {
@@ -101,7 +102,6 @@ def _batch_figures(
         "speedup": row["speedup_vs_plain"],
         "speedup_spread": row["speedup_quartiles"],
         "tokens_per_second": row["drafted_tokens_per_second"],
-        "lossless": row["lossless"],
         "equal_share": row["equal_share"],
         "num_prompts": row["num_prompts"],
         "num_tokens": tokens,

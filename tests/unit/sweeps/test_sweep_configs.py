@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moray.config import load_config
+from moray.config import load_config, read_yaml
 from moray.errors import ConfigError
 from sweeps.configs import SweepConfig
 
@@ -72,3 +72,9 @@ def test_a_sweep_needs_something_to_sweep(tmp_path):
     path.write_text("\n".join(line for line in text.splitlines() if not line.startswith("  drafter.")))
     with pytest.raises(ConfigError, match="'space'"):
         load_config(SweepConfig, [str(path)])
+
+
+def test_a_batch_needs_a_tree_whose_depth_is_known():
+    words = [PRESET, "decoding.batch_size=4", "decoding.tree={type: adaptive, depth: 5}"]
+    with pytest.raises(ConfigError, match="tree.type adaptive"):
+        load_config(SweepConfig, words)
