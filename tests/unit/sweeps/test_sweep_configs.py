@@ -76,5 +76,5 @@ def test_a_sweep_needs_something_to_sweep(tmp_path):
 
 def test_a_batch_needs_a_tree_whose_depth_is_known():
     words = [PRESET, "decoding.batch_size=4", "decoding.tree={type: adaptive, depth: 5}"]
-    with pytest.raises(ConfigError, match="tree.type adaptive"):
+    with pytest.raises(ConfigError, match=r"tree\.type adaptive"):
         load_config(SweepConfig, words)
