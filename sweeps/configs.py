@@ -73,6 +73,9 @@ class DecodingConfig(Config):
     """As for pipelines.evaluate."""
     num_questions: int | None = Field(default=None, ge=1)
     max_new_tokens: int = Field(default=64, ge=2)
+    batch_size: int = Field(default=1, ge=1)
+    """Sequences that are decoded together. What a drafter is worth falls as it grows: passes over many sequences have
+    less to spare. Give several times as many questions."""
     max_context: int = Field(default=8192, ge=2)
     """Most tokens of prompt and answer together, if the target takes more."""
     threads: int | None = Field(default=1, ge=1)
@@ -81,6 +84,15 @@ class DecodingConfig(Config):
     cpus: float = Field(default=1.0, gt=0)
     """Logical CPUs of the task that measures."""
     gpus: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> "DecodingConfig":
+        if self.batch_size > 1 and self.tree.type == "adaptive":
+            raise ValueError(
+                f"batch_size is {self.batch_size} and tree.type adaptive, whose depth is chosen sequence by sequence: "
+                "give another tree or batch_size=1"
+            )
+        return self
 
     def evaluation(self, target: TargetConfig, folders: tuple[str, ...]) -> EvaluateConfig:
         """The evaluation that measures the drafters in these folders."""

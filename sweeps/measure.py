@@ -7,6 +7,8 @@ from typing import Any
 from moray.bench.configs import EvaluateConfig
 from moray.bench.runner import Runner
 from moray.drafters.base import Drafter
+from moray.targets.model import Target
+from moray.trees.shapes import AdaptiveShape
 
 FIGURES = {
     "tau": "tau",
@@ -22,6 +24,7 @@ FIGURES = {
     "num_prompts": "num_prompts",
     "num_tokens": "num_tokens",
 }
+_ROUNDS = 3
 """Ours, and what an evaluation's report calls them."""
 
 
@@ -33,18 +36,21 @@ class Answer:
     seconds: float
     plain_seconds: float
     cycles: int
-    emitted: int
+    emitted: float
 
     def row(self) -> list[float]:
         """As it is kept."""
         return [self.tokens, self.seconds, self.plain_seconds, self.cycles, self.emitted]
 
 
-def measure(evaluation: str, gpus: float) -> dict[str, dict[str, Any]]:
+def measure(evaluation: str, gpus: float, batch_size: int = 1) -> dict[str, dict[str, Any]]:
     """Figures of every drafter of an evaluation (as JSON), by name, with its answers. Runs in a task of its own.
 
+    With more than one sequence at a time, speeds are those of the whole batch, and what counts as an answer is a round
+    over all prompts.
+
     Raises:
-        DataError: not one prompt fits into the context.
+        DataError: not one prompt fits into the context, or fewer than `batch_size`.
     """
     from moray.bench.loading import load_drafters, load_target, nothing_fits
 
@@ -59,9 +65,47 @@ def measure(evaluation: str, gpus: float) -> dict[str, dict[str, Any]]:
     if not runner.measurement.asked:
         raise nothing_fits(config.questions, runner.capacity)
     drafted = runner.measurement.methods[1:]
-    return {
+    found = {
         _name(method.name, method.tree, config): row
         for method, row in zip(drafted, figures(runner, config), strict=True)
+    }
+    if batch_size > 1:
+        prompts = [tokenizer.encode_prompt([{"role": "user", "content": one.turns[0]}]) for one in questions]
+        eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
+        for name, drafter in drafters.items():
+            found[name] |= _batch_figures(target, drafter, prompts, eos_ids, config, batch_size)
+    return found
+
+
+def _batch_figures(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    eos_ids: frozenset[int],
+    config: EvaluateConfig,
+    batch_size: int,
+) -> dict[str, Any]:
+    """What takes the place of a single sequence's figures. Whether it is lossless is not among them: sums depend on a
+    batch's shapes, and near ties fall either way (`equal_share` tells how many did not)."""
+    from moray.bench.batch_speedup import measure_batch_speedup
+
+    (shape,) = config.trees
+    assert not isinstance(shape, AdaptiveShape), "refused by DecodingConfig"
+    fitting = [prompt for prompt in prompts if len(prompt) + config.max_new_tokens <= config.max_context]
+    row = measure_batch_speedup(
+        target, drafter, shape, fitting, config.max_new_tokens, batch_size, eos_ids, config.sampling, rounds=_ROUNDS
+    )
+    emitted, tokens = row["tau"] or 0.0, row["num_tokens"]
+    return {
+        "tau": row["tau"],
+        "tau_spread": None,
+        "speedup": row["speedup_vs_plain"],
+        "speedup_spread": row["speedup_quartiles"],
+        "tokens_per_second": row["drafted_tokens_per_second"],
+        "equal_share": row["equal_share"],
+        "num_prompts": row["num_prompts"],
+        "num_tokens": tokens,
+        "answers": [Answer(tokens, after, before, 1, emitted).row() for before, after in row["round_seconds"]],
     }
 
 

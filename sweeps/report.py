@@ -1,21 +1,38 @@
-"""What a sweep leaves behind: summary.json, sweep.parquet, report.html."""
+"""What a sweep leaves behind: summary.json and sweep.parquet for programs, report.html for people."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from moray.provenance import write_json_atomically
+from moray.bench.page import render_page
+from moray.bench.wording import number, percent
+from moray.config import flatten
+from moray.provenance import write_json_atomically, write_text_atomically
 from sweeps.results import Trial
+from sweeps.views import WORDS, common_rung, read_space, searched, tokens_at, worths
+
+_FEW_SEEDS = 5
+_COLUMNS = (
+    ("trained", "share of the training that leads to the highest rung; trials with less are not comparable"),
+    ("tau", "tokens emitted per pass of the target, the target's own (bonus) token included"),
+    ("speed-up", "over our own decoding loop without a drafter, on the same prompts; below 1 is a loss"),
+    ("draft cost", "time of one draft step over the time of one plain step of the target"),
+    ("verify cost", "time of verifying the tree over the time of one plain step of the target"),
+    ("lossless", "whether the output was the one of plain decoding, token by token; NO means a defect"),
+    ("state", "finished on the last rung; stopped early for others were better; diverged or failed: see below"),
+)
 
 
 def write_sweep(summary: dict[str, Any], trials: list[Trial], output: Path) -> None:
     """Write all; summary.json comes last, for it says that the sweep is complete."""
+    write_text_atomically(output / "report.html", render_html(summary, trials))
     write_tables(summary, trials, output)
 
 
 def write_tables(summary: dict[str, Any], trials: list[Trial], output: Path) -> None:
     """Write sweep.parquet, then summary.json."""
+    import pandas as pd
+
     rows = [
         {"trial": trial.folder.name, "name": trial.name, "state": trial.state, **_cells(trial.choices), **_cells(row)}
         for trial in trials
@@ -27,5 +44,61 @@ def write_tables(summary: dict[str, Any], trials: list[Trial], output: Path) -> 
     write_json_atomically(output / "summary.json", summary)
 
 
+def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
+    """The page: one file that needs no network, no script and no other file."""
+    from sweeps.plots import draw_plots
+
+    search = searched(trials, read_space(summary["config"]["space"]), summary["objective"])
+    rung = common_rung(search)
+    return render_page(
+        "sweeps",
+        "report.html.jinja",
+        summary=summary,
+        objective=WORDS[summary["objective"]],
+        sure=how_sure_in_words(summary),
+        finalists=summary["sure"]["finalists"],
+        ranks=summary["ranks"],
+        stopped=sum(bool(trial.rows) and not search.is_whole(trial) for trial in search.trials),
+        plots=draw_plots(search, summary["ranks"]),
+        worths=worths(search, rung),
+        worth_tokens=tokens_at(search, rung),
+        trials=[*search.ranked, *(trial for trial in trials if trial not in search.trials or not trial.rows)],
+        shares={trial.folder: search.share(trial) for trial in trials},
+        columns=_COLUMNS,
+        machine=_table(summary["machine"]),
+        versions=_table(summary["versions"]),
+        config=_table(summary["config"]),
+    )
+
+
+def how_sure_in_words(summary: dict[str, Any]) -> list[str]:
+    """Whether the winner has won, in sentences."""
+    sure, word = summary["sure"], WORDS[summary["objective"]]
+    first, *others = sure["finalists"]
+    if not others or sure["ahead_interval"] is None:
+        return ["Only one combination was trained to the end and measured again: there is none to compare it with."]
+    low, high = sure["ahead_interval"]
+    gap = (
+        f"{first['name']} is ahead of {others[0]['name']} by {number(sure['ahead_by'])} in {word} (95 % interval "
+        f"{number(low)} to {number(high)}), and stays ahead in {percent(sure['stays_ahead'])} of resamples of prompts "
+        "and seeds."
+    )
+    found = [gap] if low > 0 else ["The two best cannot be told apart by these measurements.", gap]
+    seeds = min(len(finalist["seeds"]) for finalist in (first, others[0]))
+    if seeds == 1:
+        found.append("With one training of each, the interval knows nothing of how trainings from other seeds differ.")
+    elif seeds < _FEW_SEEDS:
+        found.append(f"With {seeds} trainings of each, the interval is rather too narrow than too wide.")
+    return found
+
+
 def _cells(values: dict[str, Any]) -> dict[str, Any]:
     return {key: str(v) if isinstance(v, list | dict) else v for key, v in values.items() if key != "answers"}
+
+
+def _table(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Nested settings as (dotted key, text)."""
+    return [
+        (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        for key, value in flatten(values).items()
+    ]

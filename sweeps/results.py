@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from sweeps.folders import TrialFolder, trial_folders
 from sweeps.spaces import label
 
@@ -171,6 +169,8 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Rank correlation; None for fewer than three pairs, or where all are equal."""
     if len(first) < 3:
         return None
+    import pandas as pd
+
     value = float(pd.Series(first).rank().corr(pd.Series(second).rank()))
     return value if math.isfinite(value) else None
 

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
@@ -52,19 +52,22 @@ class Range(Config):
 Dimension = list[Any] | Range
 """A list of values, or a range."""
 
-_KINDS = {"uniform", "loguniform", "integers"}
+_KINDS = ["uniform", "loguniform", "integers"]  # no set: `type` may be a list, of values for a key of that name
 
 
 def _dimensions(values: Any) -> Any:
     """Keys with dots, however a command line has nested them (`space.optim.lr=...`)."""
-    if not isinstance(values, Mapping):
-        return values
+    return _dotted(values, "") if isinstance(values, Mapping) else values
+
+
+def _dotted(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and str(value.get("type")) not in _KINDS and "low" not in value:
-            found |= {f"{key}.{name}": inner for name, inner in _dimensions(value).items()}
-        elif isinstance(value, Mapping):
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and (str(value.get("type")) in _KINDS or "low" in value):
             found[key] = Range.model_validate(dict(value))
+        elif isinstance(value, Mapping):
+            found |= _dotted(value, f"{key}.")
         elif isinstance(value, list | tuple) and value:
             found[key] = list(value)
         else:
@@ -110,7 +113,7 @@ def overrides(choices: Choices) -> list[str]:
 
 def label(choices: Choices) -> str:
     """Short text for people: the last part of every key, and its value."""
-    return ", ".join(f"{_short(key, choices)} {show(value)}" for key, value in choices.items())
+    return ", ".join(f"{short(key, choices)} {show(value)}" for key, value in choices.items())
 
 
 def show(value: Any) -> str:
@@ -131,11 +134,11 @@ def folder_name(choices: Choices) -> str:
     return f"{readable}-{digest}"
 
 
-def _short(key: str, choices: Choices) -> str:
+def short(key: str, keys: Iterable[str]) -> str:
     """The last part of a key, or more of it where another key ends alike."""
     parts = key.split(".")
     for count in range(1, len(parts)):
         name = ".".join(parts[-count:])
-        if not any(other != key and other.endswith(f".{name}") for other in choices):
+        if not any(other != key and f".{other}".endswith(f".{name}") for other in keys):
             return name
     return key

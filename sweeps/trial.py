@@ -115,6 +115,7 @@ def measure_on_ray(sweep: SweepConfig, config: DistilConfig, folders: tuple[str,
     """Figures of the drafters in some folders by the folders' names, from a task that waits for its own resources."""
     decoding = sweep.decoding
     task: Any = ray.remote(measure).options(num_cpus=decoding.cpus, num_gpus=decoding.gpus, scheduling_strategy=_DRIVER)
+    evaluation = decoding.evaluation(config.target, folders).model_dump_json()
     with own_errors():
-        found: Any = ray.get(task.remote(decoding.evaluation(config.target, folders).model_dump_json(), decoding.gpus))
+        found: Any = ray.get(task.remote(evaluation, decoding.gpus, decoding.batch_size))
     return found

@@ -23,7 +23,7 @@ ENTRY_POINTS = [
     *sorted(path for path in REPOSITORY.glob("sweeps/*.py") if "__main__" in path.read_text(encoding="utf-8")),
 ]
 MODULES = [f"{path.parent.name}.{path.stem}" for path in ENTRY_POINTS]
-HEAVY = {"torch", "ray", "transformers", "datasets"}
+HEAVY = {"torch", "ray", "transformers", "datasets", "pandas", "matplotlib"}
 MAX_CPU_SECONDS = 2.0
 
 
@@ -102,6 +102,8 @@ def test_documented_commands_are_complete_and_valid(command, monkeypatch):
     if hasattr(module, "COMMANDS"):
         _, config = load_command(module.COMMANDS, arguments)
         assert "--json" not in arguments or config.report == arguments[arguments.index("--json") + 1]
+    elif hasattr(module, "COMMAND"):
+        assert module.COMMAND.load(arguments)
     else:
         assert load_config(module.CONFIG, arguments)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
-from moray.config import AnyConfig, CommandLine, Config, load_config, program, run_command, validate
+from moray.config import AnyConfig, CommandLine, Config, is_override, load_config, program, run_command, validate
 from moray.errors import ConfigError
 
 
@@ -40,11 +40,14 @@ class Command(Generic[AnyConfig]):
     files: tuple[str, ...] = ()
     """Keys that take the words of the command line, one file each and in this order; empty: words are YAML files,
     merged left to right, and overrides."""
+    folders: str = ""
+    """Key that takes all words but overrides: any number of folders."""
 
     @property
     def usage(self) -> str:
         """What stands behind the command's name."""
-        words = [f"{key}.json" for key in self.files] or ["[config.yaml ...]", "[key=value ...]"]
+        files = ["folder [folder ...]"] if self.folders else [f"{key}.json" for key in self.files]
+        words = files or ["[config.yaml ...]", "[key=value ...]"]
         return " ".join([*words, *(["[--json FILE]"] if self._takes_json else [])])
 
     @property
@@ -59,7 +62,7 @@ class Command(Generic[AnyConfig]):
             ConfigError: naming what is wrong with a word, a file or a key.
         """
         prog = " ".join(part for part in (program(), name) if part)
-        advice = f"write {name} {self.usage}" if self.files else None
+        advice = f"write {name} {self.usage}".replace("  ", " ") if self.files or self.folders else None
         parser = _CommandLine(self.config_class, description or self.summary, prog or None, self.usage, advice)
         if self._takes_json:
             parser.add_argument("--json", metavar="FILE", help="write what was measured there as well: report=FILE")
@@ -67,11 +70,20 @@ class Command(Generic[AnyConfig]):
         if self.files:
             return self._load_files(given, parser)
         settings = list(given.arguments)
+        if self.folders:
+            settings = self._with_folders(settings, parser)
         if self.default is not None and not any(map(_is_yaml, settings)):
             settings.insert(0, str(self.default))
         if self._takes_json and given.json is not None:
             settings.append(f"report={json.dumps(given.json)}")  # a text, whatever YAML would make of it
         return load_config(self.config_class, settings)
+
+    def _with_folders(self, words: Sequence[str], parser: CommandLine) -> list[str]:
+        paths = [word for word in words if not is_override(word)]
+        settings = [word for word in words if is_override(word)]
+        if not words:
+            parser.error("no folder given")
+        return [*([f"{self.folders}={json.dumps(paths)}"] if paths else []), *settings]
 
     @property
     def _takes_json(self) -> bool:

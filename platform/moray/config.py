@@ -120,8 +120,8 @@ def load_config(config_class: type[AnyConfig], arguments: Sequence[str]) -> AnyC
         ConfigError: naming the file or key, the value, and the nearest valid name.
     """
     merged: dict[str, Any] = {}
-    overrides = [argument for argument in arguments if _is_override(argument)]
-    for path in (argument for argument in arguments if not _is_override(argument)):
+    overrides = [argument for argument in arguments if is_override(argument)]
+    for path in (argument for argument in arguments if not is_override(argument)):
         merged = merge(merged, read_yaml(Path(path)))
     for override in overrides:
         key, _, text = override.partition("=")
@@ -192,6 +192,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def is_override(argument: str) -> bool:
+    """Whether a word sets a key; all others are paths."""
+    key, separator, _ = argument.partition("=")
+    return bool(separator) and "/" not in key  # a path with `=` in its name is written ./a=b.yaml
+
+
 def run_entry_point(
     config_class: type[AnyConfig],
     description: str,
@@ -216,11 +222,6 @@ def run_command(command: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("\ninterrupted: run the same command again to go on", file=sys.stderr)
         sys.exit(130)
-
-
-def _is_override(argument: str) -> bool:
-    key, separator, _ = argument.partition("=")
-    return bool(separator) and "/" not in key  # a path with `=` in its name is written ./a=b.yaml
 
 
 def _parse_yaml(text: str, source: str) -> Any:

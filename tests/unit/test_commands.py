@@ -29,6 +29,14 @@ class Pair(Config):
     right: str
 
 
+class Folders(Config):
+    """Any number of folders."""
+
+    places: tuple[str, ...]
+    steps: int = 1
+    report: str | None = None
+
+
 def walk(config: Steps) -> None:
     """Walk some steps.
 
@@ -43,6 +51,11 @@ def measure(config: Measured) -> None:
 
 def pair(config: Pair) -> None:
     """Take two files."""
+    received.append(config)
+
+
+def visit(config: Folders) -> None:
+    """Visit folders."""
     received.append(config)
 
 
@@ -102,3 +115,28 @@ def test_help_lists_the_commands_and_then_the_keys(commands, capsys):
     shown = capsys.readouterr().out
     assert "measure [config.yaml ...] [key=value ...] [--json FILE]" in shown
     assert shown.index("Measure some steps.") < shown.index("report: str | null = null")
+
+
+def test_a_command_takes_any_number_of_folders():
+    command = Command(Folders, visit, folders="places")
+    assert command.usage == "folder [folder ...] [--json FILE]"
+    for words, expected in (
+        (["a"], Folders(places=("a",))),
+        (["a b", "./c=d", "steps=2", "e.yaml"], Folders(places=("a b", "./c=d", "e.yaml"), steps=2)),
+        (["--json", "f", "true"], Folders(places=("true",), report="f")),
+        (["places=[g]"], Folders(places=("g",))),
+    ):
+        assert command.load(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"^no folder given; write folder \[folder ...\] \[--json FILE\]$"),
+        (["a", "step=1"], "^unknown key 'step'; did you mean 'steps'"),
+        (["a", "--jsn"], r"--jsn; write folder \[folder"),
+    ],
+)
+def test_wrong_words_beside_folders_are_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        Command(Folders, visit, folders="places").load(words)

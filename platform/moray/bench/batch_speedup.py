@@ -75,12 +75,13 @@ def measure_batch_speedup(
         rounds: how often both sides are timed.
 
     Returns:
-        `speedup_vs_plain` is the median over the rounds of the quotient of both sides' tokens per second, and
-        `speedup_quartiles` its 25 % and 75 % points. `equal_share` is the part of answers that are the plain ones,
-        None where they need not be (rejection, typical). `lossless` is whether all are; None where a difference would
-        prove nothing, as in 16 bits. Even in float32 sums depend on a batch's shapes, and a near tie may fall
-        either way: a share just below 1 is that, a low one a defect. `rows_per_pass` says how many sequences a pass
-        really had, `draft_share` what part of the cycles' time went into drafting (known on a CPU alone).
+        `round_seconds` holds what both sides took in each round, plain first. `speedup_vs_plain` is the median over
+        the rounds of the quotient of both sides' tokens per second, and `speedup_quartiles` its 25 % and 75 % points.
+        `equal_share` is the part of answers that are the plain ones, None where they need not be (rejection,
+        typical). `lossless` is whether all are; None where a difference would prove nothing, as in 16 bits. Even in
+        float32 sums depend on a batch's shapes, and a near tie may fall either way: a share just below 1 is that, a
+        low one a defect. `rows_per_pass` says how many sequences a pass really had, `draft_share` what part of the
+        cycles' time went into drafting (known on a CPU alone).
 
     Raises:
         ConfigError: the shape does not go with the drafter, or `rounds` or `batch` is below 1.
@@ -112,6 +113,7 @@ def measure_batch_speedup(
         "num_prompts": len(prompts),
         "num_tokens": sum(map(len, pairs[0][0].tokens)),
         "rounds": rounds,
+        "round_seconds": [(before.seconds, after.seconds) for before, after in pairs],
         "plain_tokens_per_second": statistics.median(before.tokens_per_second for before, _ in pairs),
         "drafted_tokens_per_second": statistics.median(after.tokens_per_second for _, after in pairs),
         "speedup_vs_plain": median,

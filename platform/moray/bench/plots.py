@@ -4,10 +4,19 @@ Widths suit a phone; what grows with the number of rows is the height. A plot wi
 out with the reason. This module refuses to know the page and how SVG comes to stand in it.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from moray.bench.drawing import (
+    COLOURS,
+    LABEL_LENGTH,
+    Plot,
+    annotate,
+    legend_below,
+    legend_height,
+    line,
+    shorten,
+)  # fmt: skip
 from moray.bench.report_schema import CategoryRow, Measure, Phases, Report, Row, RowKey
 from moray.bench.svg import INK, render_svg
 from moray.bench.wording import temperature
@@ -16,23 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = ("#0a7fc2", "#e08a00", "#009e73", "#d9480f", "#b75fa5", "#6a7f96")  # apart for the colour-blind as well
-_DASHES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MAX_POINTS = 300  # of a curve; longer ones are averaged in buckets
-_LABEL_LENGTH = 52
 _PHASES = tuple(Phases.model_fields)
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One picture of the page; `missing` says why there is none."""
-
-    name: str
-    title: str
-    description: str  # what a reader who cannot see it should know
-    svg: str | None = None
-    missing: str | None = None
 
 
 def draw_plots(report: Report) -> list[Plot]:
@@ -51,14 +45,14 @@ def _speedups(report: Report) -> Plot:
         axes = _labelled_bars(figure, [_row_name(row, report) for row in rows])
         for index, row in enumerate(rows):
             speedup, ideal = row.speedup_vs_plain or 0.0, row.ideal_speedup
-            axes.barh(index, speedup, height=0.36, color=_COLOURS[0])
+            axes.barh(index, speedup, height=0.36, color=COLOURS[0])
             text, ends = f"{speedup:.2f}x", [speedup]
             if ideal is not None:
                 axes.barh(index, ideal, height=0.36, fill=False, edgecolor=INK, linewidth=1.0, linestyle="--")
                 text, ends = f"{text} of {ideal:.2f}x", [speedup, ideal]
             spread = [bound for bound in row.speedup_spread or () if bound is not None]
             axes.plot(spread, [index] * len(spread), color=INK, linewidth=1.2, marker="|", markersize=6)
-            _annotate(axes, text, max(ends + spread), index)
+            annotate(axes, text, max(ends + spread), index)
         axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlim(0, axes.get_xlim()[1] * 1.26)  # room for the last label
         axes.set_xlabel("speed-up over plain decoding (dotted line: no gain)")
@@ -90,19 +84,19 @@ def _acceptance(report: Report) -> Plot:
             for row in (row for row in rows if row.drafter == drafter):
                 name = _row_name(row, report, with_drafter=False)
                 positions = range(1, len(row.acceptance_by_position) + 1)
-                style = _line(shapes.index(name))
+                style = line(shapes.index(name))
                 handles[name] = axes.plot(positions, _numbers(row.acceptance_by_position), **style)[0]
             axes.set_ylim(bottom, 1.02)
-            axes.set_title(_shorten(drafter), loc="left")
+            axes.set_title(shorten(drafter), loc="left")
             axes.xaxis.get_major_locator().set_params(integer=True)
         panels[-1].set_xlabel("depth of the draft token")
-        _legend_below(figure, handles)
+        legend_below(figure, handles)
 
     description = (
         "For each drafter and tree: the share of draft tokens accepted at each depth, counting only cycles in which "
         "the token before was accepted. A line that stays flat means the drafter does not tire with depth."
     )
-    height = 0.4 + 1.55 * len(drafters) + _legend_height(shapes)
+    height = 0.4 + 1.55 * len(drafters) + legend_height(shapes)
     return Plot("acceptance", title, description, render_svg("acceptance", draw, height))
 
 
@@ -117,10 +111,10 @@ def _phases(report: Report) -> Plot:
         starts = [0.0] * len(rows)
         for phase, name in enumerate(_PHASES):
             times = [_phase_times(row)[phase] for row in rows]
-            axes.barh(range(len(rows)), times, left=starts, height=0.36, color=_COLOURS[phase], label=name)
+            axes.barh(range(len(rows)), times, left=starts, height=0.36, color=COLOURS[phase], label=name)
             starts = [start + time for start, time in zip(starts, times, strict=True)]
         for index, total in enumerate(starts):
-            _annotate(axes, f"{total:.2f} ms", total, index)
+            annotate(axes, f"{total:.2f} ms", total, index)
         axes.set_xlim(0, max(starts) * 1.2)
         axes.set_xlabel("milliseconds per cycle")
         figure.legend(loc="outside upper left", ncols=3)
@@ -147,18 +141,18 @@ def _categories(report: Report) -> Plot:
         handles: dict[str, Any] = {}
         for index, (own, name) in enumerate(zip(groups.values(), names, strict=True)):
             heights = [categories.index(row.category) for row in own]
-            style: dict[str, Any] = {**_line(index), "linestyle": "none"}
+            style: dict[str, Any] = {**line(index), "linestyle": "none"}
             handles[name] = axes.plot(_numbers([row.tau for row in own]), heights, **style)[0]
-        axes.set_yticks(range(len(categories)), [_shorten(name, 18) for name in categories])
+        axes.set_yticks(range(len(categories)), [shorten(name, 18) for name in categories])
         axes.set_ylim(len(categories) - 0.5, -0.5)
         axes.set_xlabel("tau, tokens per target pass")
         axes.grid(axis="y", visible=True)
-        _legend_below(figure, handles)
+        legend_below(figure, handles)
 
     description = (
         "Tokens per target pass by category, a mark per drafter, tree and temperature. The table has the figures."
     )
-    height = 0.6 + 0.27 * len(categories) + _legend_height(names)
+    height = 0.6 + 0.27 * len(categories) + legend_height(names)
     return Plot("categories", title, description, render_svg("categories", draw, height))
 
 
@@ -193,9 +187,9 @@ def _training_painter(
         for axes, keys in zip(all_axes, panels, strict=True):
             for index, key in enumerate(keys):
                 points = _thin(steps, curves[key])
-                style: dict[str, Any] = {**_line(index), "marker": "." if len(points) < 40 else ""}
-                axes.plot([x for x, _ in points], [y for _, y in points], label=_shorten(key), **style)
-            axes.set_title(_shorten(keys[0]) if len(keys) == 1 else "losses", loc="left")
+                style: dict[str, Any] = {**line(index), "marker": "." if len(points) < 40 else ""}
+                axes.plot([x for x, _ in points], [y for _, y in points], label=shorten(key), **style)
+            axes.set_title(shorten(keys[0]) if len(keys) == 1 else "losses", loc="left")
             values = [value for key in keys for value in curves[key] if value is not None]
             if "loss" in " ".join(keys) and min(values) > 0 and max(values) > 20 * min(values):
                 axes.set_yscale("log")
@@ -218,43 +212,14 @@ def _labelled_bars(figure: "Figure", names: Sequence[str]) -> "Axes":
     return axes
 
 
-def _annotate(axes: "Axes", text: str, end: float, index: int) -> None:
-    axes.annotate(text, (end, index), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9.5)
-
-
 def _bar_height(num_bars: int) -> float:
     return 0.6 + 0.48 * num_bars
-
-
-def _legend_columns(names: Collection[str]) -> int:
-    return 2 if max(map(len, names)) <= 20 else 1
-
-
-def _legend_below(figure: "Figure", handles: dict[str, Any]) -> None:
-    figure.legend(list(handles.values()), list(handles), loc="outside lower left", ncols=_legend_columns(handles))
-
-
-def _legend_height(names: Collection[str]) -> float:
-    return 0.15 + 0.21 * -(-len(names) // _legend_columns(names))
-
-
-def _line(index: int) -> dict[str, Any]:
-    dash = _DASHES[(index // len(_COLOURS)) % len(_DASHES)]
-    marker = _MARKERS[index % len(_MARKERS)]
-    return {"color": _COLOURS[index % len(_COLOURS)], "linestyle": dash, "marker": marker}
 
 
 def _row_name(row: Row | CategoryRow, report: Report, with_drafter: bool = True) -> str:
     end = f" · T {temperature(row.temperature)}" if len(report.temperatures) > 1 else ""
     name = f"{row.drafter} · {row.tree}" if with_drafter else row.tree
-    return _shorten(name, _LABEL_LENGTH - len(end)) + end
-
-
-def _shorten(name: str, length: int = _LABEL_LENGTH) -> str:
-    name = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())
-    if name.startswith("_"):
-        name = " " + name  # matplotlib would hide it from legends
-    return name if len(name) <= length else name[: length - 1] + "…"
+    return shorten(name, LABEL_LENGTH - len(end)) + end
 
 
 def _phase_times(row: Row) -> list[float]:

@@ -6,14 +6,12 @@ the page is drawn.
 """
 
 import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from moray.bench.page import render_page
 from moray.bench.report_schema import Phases, Report, Row, RowKey, read_report
-from moray.bench.wording import count, duration, interval, number, pair, percent, temperature, times
+from moray.bench.wording import pair
 from moray.config import flatten
 from moray.errors import DataError
 from moray.provenance import write_text_atomically
@@ -68,15 +66,9 @@ def render_html(report: Report) -> str:
     """The page: one file that needs no network, no script and no other file."""
     from moray.bench.plots import draw_plots
 
-    template_text = resources.files("moray.bench").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters.update(
-        number=number, times=times, percent=percent, count=count,
-        temperature=temperature, duration=duration, interval=interval,
-    )  # fmt: skip
-    return environment.from_string(template_text).render(
+    return render_page(
+        "moray.bench",
+        "report.html.jinja",
         report=report,
         plots=draw_plots(report),
         result_columns=RESULT_COLUMNS,

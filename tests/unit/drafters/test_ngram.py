@@ -9,6 +9,7 @@ from tiny_drafters import build
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target, save_target
 from transformers import AutoModelForCausalLM
 
+from moray.decoding.acceptance import Acceptance
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
 from moray.decoding.speculate import SpeculativeDecoder
@@ -246,4 +247,5 @@ def test_an_adaptive_tree_does_not_take_silence_for_a_refusal(periodic):
     decoder = SpeculativeDecoder(periodic.target, made(periodic), shape, MAX_POSITIONS)
     decoder.generate([3], GREEDY, PERIOD, ())
     assert decoder._planner is not None
-    assert decoder._planner._reached == [0.0] * 3
+    untried = Acceptance(3, decoder.drafter.efforts).rates(decoder._planner.effort)
+    assert decoder._planner._acceptance.rates(decoder._planner.effort) == untried

@@ -1,0 +1,169 @@
+"""One or many sweeps at a glance, from what lies in their folders. Knows neither Ray nor pictures."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moray.bench.wording import count, duration, interval, number, percent
+from moray.errors import DataError
+from moray.explain import nearest_path
+from moray.provenance import RUN_FILE, read_json, read_run_yaml
+from sweeps.folders import ENDED
+from sweeps.results import Trial, read_trials
+from sweeps.spaces import Space, size
+from sweeps.views import Searched, common_rung, read_space, searched, tokens_at, worths
+
+_SUMMARY_FILE, _CLOCK_FILE = "summary.json", "clock.json"
+
+
+def overview(folder: str) -> dict[str, Any]:
+    """What a sweep has found, or how far it is.
+
+    Raises:
+        DataError: the folder holds no sweep, or a damaged one.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise DataError(f"'{folder}' is no folder{nearest_path(path)}")
+    config = _config(path)
+    try:
+        space = read_space(config["space"])
+    except ValidationError:
+        raise DataError(f"'{path / RUN_FILE}' has a space that cannot be read") from None
+    trials = read_trials(folder)
+    search = searched(trials, space, config["objective"])
+    summary = read_json(path / _SUMMARY_FILE) if (path / _SUMMARY_FILE).is_file() else None
+    sure = summary["sure"] if summary else {}
+    rung = common_rung(search)
+    clock = read_json(path / _CLOCK_FILE)["seconds"] if (path / _CLOCK_FILE).is_file() else None
+    return {
+        "sweep": folder,
+        "objective": search.objective,
+        "complete": summary is not None,
+        "winner": summary["winner"] if summary else None,
+        "runner_up": _runner_up(sure),
+        "sure": {key: sure.get(key) for key in ("ahead_by", "ahead_interval", "stays_ahead")},
+        "progress": _progress(search, config),
+        "num_trials": len(trials),
+        "training_tokens": sum(trial.training_tokens for trial in trials),
+        "wall_seconds": clock,
+        "worth_rung": rung,
+        "worth_tokens": tokens_at(search, rung),
+        "worths": [dataclasses.asdict(worth) for worth in worths(search, rung)],
+    }
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The sweep's configuration: of the summary, or what the sweep began with."""
+    if (path / RUN_FILE).is_file():
+        config = read_run_yaml(path).get("config")
+        if isinstance(config, dict) and {"space", "objective", "ladder"} <= config.keys():
+            return config
+    raise DataError(f"'{path}' holds no sweep: give the output of a `python -m sweeps.tune`")
+
+
+def _runner_up(sure: dict[str, Any]) -> dict[str, Any] | None:
+    finalists = sure.get("finalists", [])
+    return {key: finalists[1][key] for key in ("name", "choices", "mean", "spread")} if len(finalists) > 1 else None
+
+
+def _progress(search: Searched, config: dict[str, Any]) -> dict[str, Any]:
+    """How many trials there are to be, in which states those are that have begun, and who leads."""
+    best = search.ranked[:1]
+    return {
+        "planned": _planned(search.space, config["search"]),
+        "begun": len(search.trials),
+        "ended": sum(trial.state in ENDED for trial in search.trials),
+        "states": dict(Counter(trial.state for trial in search.trials)),
+        "rungs": config["ladder"]["rungs"],
+        "leader": _leader(best[0]) if best else None,
+    }
+
+
+def _planned(space: Space, search: dict[str, Any]) -> int | None:
+    return search.get("num_trials") or size(space)
+
+
+def _leader(trial: Trial) -> dict[str, Any]:
+    return {"name": trial.name, "rung": trial.last["rung"], "objective": trial.last["objective"]}
+
+
+def print_overviews(overviews: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print the sweeps side by side, then sweep by sweep what each value was worth."""
+    console.print(_side_by_side(overviews))
+    for found in overviews:
+        if not found["complete"]:
+            console.print(_how_far(found), markup=False, highlight=False)
+    for found in overviews:
+        if found["worths"]:
+            title = f"{found['sweep']}: {found['objective']} by value, at {found['worth_tokens']:,.0f} training tokens"
+            console.print(title, style="italic", markup=False, highlight=False)
+            console.print(_worth_table(found))
+
+
+def _side_by_side(overviews: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Sweeps", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("sweep", overflow="fold")
+    table.add_column("winner, runner-up", overflow="fold")
+    table.add_column("objective", no_wrap=True)
+    for column in ("sure", "trials", "tokens", "h:mm:ss"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for found in overviews:
+        winner, second = found["winner"], found["runner_up"]
+        names = [_named(winner, winner["objective"])] if winner else ["not finished"]
+        names += [_named(second, second["mean"])] if second else []
+        table.add_row(
+            Text(found["sweep"]), Text("\n".join(names)), found["objective"], _sure(found["sure"]),
+            str(found["num_trials"]), count(found["training_tokens"]), duration(found["wall_seconds"]),
+        )  # fmt: skip
+    return table
+
+
+def _named(one: dict[str, Any], value: float) -> str:
+    return f"{one['name']}: {number(value)} ({interval(one['spread'])})"
+
+
+def _sure(sure: dict[str, Any]) -> str:
+    """In how many resamples the winner stays ahead; `?` where the 95 % interval of its lead holds 0."""
+    if sure["stays_ahead"] is None:
+        return "-"
+    return f"{percent(sure['stays_ahead'])}{'' if sure['ahead_interval'][0] > 0 else ' ?'}"
+
+
+def _how_far(found: dict[str, Any]) -> str:
+    progress = found["progress"]
+    states = ", ".join(f"{number_of} {state}" for state, number_of in progress["states"].items()) or "none has begun"
+    planned = progress["planned"] or "?"
+    text = f"{found['sweep']}: not finished: {progress['ended']} of {planned} trials have ended ({states})"
+    leader = progress["leader"]
+    if leader is None:
+        return text
+    return (
+        f"{text}; ahead on rung {leader['rung'] + 1} of {progress['rungs']}: {leader['name']}: {found['objective']} "
+        f"{number(leader['objective'])}"
+    )
+
+
+def _worth_table(found: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("key", overflow="fold")
+    table.add_column("value", overflow="fold")
+    for column in ("trials", "mean", "best"):
+        table.add_column(column, justify="right")
+    previous = None
+    for worth in found["worths"]:
+        key = "" if worth["key"] == previous else worth["key"]
+        if key and previous is not None:
+            table.add_section()
+        previous = worth["key"]
+        cells = [number(worth["mean"]), number(worth["best"])]
+        table.add_row(Text(key), Text(worth["value"]), str(worth["trials"]), *cells)
+    return table

@@ -1,0 +1,186 @@
+"""What people are shown of a sweep's trials: how far each was trained, the cells of a map, what each value is worth.
+
+This module refuses to know pictures and pages.
+"""
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from moray.bench.drawing import shorten
+from sweeps.results import Trial
+from sweeps.spaces import Range, Space, label, short, show
+
+WORDS = {"speedup": "speed-up", "tau": "tau", "tokens_per_second": "tokens per second"}
+"""Objectives, as people call them."""
+
+_NUM_PARTS = 4  # of a range whose values are looked at together
+_SPACE: TypeAdapter[dict[str, list[Any] | Range]] = TypeAdapter(Space)
+
+
+def read_space(values: Mapping[str, Any]) -> Space:
+    """A space as a summary or a run.yaml holds it."""
+    return _SPACE.validate_python(values)
+
+
+def figure(row: Mapping[str, Any], key: str) -> float | None:
+    """A figure of what was measured on a rung; None if it is missing or no number."""
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The trials of a search, and what it chose from. Trainings from other seeds, for the winner's sake, are none."""
+
+    trials: Sequence[Trial]
+    space: Space
+    objective: str
+
+    @property
+    def top(self) -> float:
+        """Training tokens of the highest rung that a trial has come to."""
+        return max((row["rung_tokens"] for trial in self.trials for row in trial.rows), default=0.0)
+
+    def share(self, trial: Trial) -> float:
+        """How much of the training that leads to the highest rung a trial has had."""
+        return trial.last.get("rung_tokens", 0.0) / self.top if self.top else 0.0
+
+    def is_whole(self, trial: Trial) -> bool:
+        """Whether it was trained as long as any: only such ones may be compared."""
+        return bool(trial.rows) and trial.last["rung_tokens"] >= self.top
+
+    @property
+    def ranked(self) -> list[Trial]:
+        """Those with figures: first those trained longest, of these the best first."""
+        return sorted((trial for trial in self.trials if trial.rows), key=_merit, reverse=True)
+
+    @property
+    def lists(self) -> dict[str, list[Any]]:
+        """The keys with a list of at least two values."""
+        return {key: values for key, values in self.space.items() if isinstance(values, list) and len(values) > 1}
+
+    @property
+    def naming(self) -> str:
+        """The keys whose values make a trial's brief name."""
+        return " / ".join(short(key, self.space) for key in self._varied)
+
+    def brief(self, trial: Trial, length: int) -> str:
+        """What tells a trial from the others: its label, or its values alone if there is no room for all labels."""
+        labels = [label({key: one.choices[key] for key in self._varied}) for one in (*self.trials, trial)]
+        if max(map(len, labels)) <= length:
+            return shorten(labels[-1], length)
+        return shorten(" / ".join(show(trial.choices[key]) for key in self._varied), length)
+
+    @property
+    def _varied(self) -> list[str]:
+        return [key for key in self.space if key in self.lists or isinstance(self.space[key], Range)] or list(
+            self.space
+        )
+
+
+def searched(trials: Iterable[Trial], space: Space, objective: str) -> Searched:
+    """The search's own of all trials of a sweep."""
+    return Searched([trial for trial in trials if trial.choices.keys() <= space.keys()], space, objective)
+
+
+def _merit(trial: Trial) -> tuple[float, float]:
+    objective = figure(trial.last, "objective")
+    return trial.last.get("rung_tokens", 0.0), -math.inf if objective is None else objective
+
+
+def cells(search: Searched, down: str, across: str | None) -> list[list[Trial | None]]:
+    """A table of trials: a line for every value of one key, a column for every value of another (or one column).
+
+    Of several trials in one place the one stands there that was trained longest, of these the best.
+    """
+    found: dict[tuple[str, str], Trial] = {}
+    for trial in search.trials:
+        place = (_text(trial.choices[down]), _text(trial.choices[across]) if across else "")
+        if place not in found or _merit(trial) > _merit(found[place]):
+            found[place] = trial
+    columns = [_text(value) for value in search.lists[across]] if across else [""]
+    return [[found.get((_text(value), column)) for column in columns] for value in search.lists[down]]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What one value of a key, or one part of its range, has brought."""
+
+    key: str
+    value: str
+    trials: int
+    mean: float | None
+    best: float | None
+
+
+def common_rung(search: Searched) -> int | None:
+    """The highest rung that every trial with figures has come to; what diverged or failed is left aside."""
+    lasts = [trial.last["rung"] for trial in search.trials if trial.rows and trial.state not in ("diverged", "failed")]
+    return min(lasts, default=None)
+
+
+def tokens_at(search: Searched, rung: int | None) -> float | None:
+    """Training tokens of a rung; None if no trial came to it."""
+    return next((row["rung_tokens"] for trial in search.trials for row in trial.rows if row["rung"] == rung), None)
+
+
+def worths(search: Searched, rung: int | None) -> list[Worth]:
+    """The objective on one rung by the values of every key that has more than one; none if no trial came to it."""
+    measured = [
+        (trial, objective)
+        for trial in search.trials
+        for row in trial.rows
+        if row["rung"] == rung and (objective := figure(row, "objective")) is not None
+    ]
+    found = []
+    for key, dimension in search.space.items() if measured else ():
+        if isinstance(dimension, Range):
+            parts = _parts(dimension)
+            names = [f"{show(low)} to {show(high)}" for low, high in parts]
+            places = [_part_of(trial.choices[key], parts) for trial, _ in measured]
+        elif len(dimension) > 1:
+            texts = [_text(value) for value in dimension]
+            names = [show(value) for value in dimension]
+            places = [texts.index(_text(trial.choices[key])) for trial, _ in measured]
+        else:
+            continue
+        for index, name in enumerate(names):
+            values = [objective for place, (_, objective) in zip(places, measured, strict=True) if place == index]
+            mean, best = (statistics.fmean(values), max(values)) if values else (None, None)
+            found.append(Worth(key, name, len(values), mean, best))
+    return found
+
+
+def _parts(dimension: Range) -> list[tuple[float, float]]:
+    """Parts of a range that are equally wide, on its own scale."""
+    ends = [at_height(dimension, part / _NUM_PARTS) for part in range(_NUM_PARTS + 1)]
+    return list(itertools.pairwise(ends))
+
+
+def _part_of(value: float, parts: Sequence[tuple[float, float]]) -> int:
+    return next((index for index, (_, end) in enumerate(parts) if value < end), len(parts) - 1)
+
+
+def height(dimension: Range, value: float) -> float:
+    """Where a value stands in its range, on the range's own scale: 0 at the low end, 1 at the high one."""
+    low, high = dimension.low, dimension.high
+    if dimension.type == "loguniform":
+        return math.log(value / low) / math.log(high / low)
+    return (value - low) / (high - low)
+
+
+def at_height(dimension: Range, share: float) -> float:
+    """`height` taken back."""
+    low, high = dimension.low, dimension.high
+    return low * (high / low) ** share if dimension.type == "loguniform" else low + (high - low) * share
