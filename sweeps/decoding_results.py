@@ -45,7 +45,7 @@ def finalists_of(sweep: TuneDecodingConfig, trials: Sequence[Trial]) -> list[Tri
             and one.last["lossless"] is not False
         ]
         able.sort(key=lambda one: (-one.last["rung"], -one.last["objective"]))
-        found += able[: sweep.confirm.finalists]
+        found += sorted(able[: sweep.confirm.finalists], key=lambda one: one.name)  # the same, whoever is ahead
     return found
 
 

@@ -1,5 +1,6 @@
 """Sweeps over decoding choices on a tiny target: they find a winner per drafter, go on, and refuse what cannot work."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -99,6 +100,13 @@ def test_every_drafter_gets_a_winner_measured_beside_the_others(
     assert (rows["tau"] >= 1).all()
 
 
+def test_one_measurement_runs_at_a_time_without_gpus(tuned: tuple[TuneDecodingConfig, dict[str, Any], str]) -> None:
+    _, summary, _ = tuned
+    files = [Path(trial["folder"]) / "trial.json" for trial in summary["trials"]]
+    for before, after in itertools.pairwise(sorted(files, key=lambda path: read_json(path)["begun"])):
+        assert before.stat().st_mtime <= read_json(after)["begun"]
+
+
 def test_a_winner_s_file_is_for_the_evaluate_command(tuned: tuple[TuneDecodingConfig, dict[str, Any], str]) -> None:
     from rich.console import Console
 
@@ -142,10 +150,10 @@ def test_resumption_asks_nothing_again(tuned: tuple[TuneDecodingConfig, dict[str
     resumed = again.model_copy(update={"resume": True})
     assert not is_complete(resumed)
     kept = [path for path in Path(again.output).glob("[tc]*/*/*.jsonl") if path.parent != lost]
-    untouched = {path: path.stat().st_mtime_ns for path in kept}
+    untouched = {path: path.read_bytes() for path in kept}
     assert len(untouched) == 6, "five trials and the confirmation"
     after, _ = run(resumed)
-    assert {path: path.stat().st_mtime_ns for path in kept} == untouched
+    assert {path: path.read_bytes() for path in kept} == untouched
     assert read_json(lost / "rungs.json")[0] == rows[0]
     assert (lost / "answers.jsonl").read_text().splitlines(keepends=True)[:3] == answers[:3]
     assert read_json(lost / "rungs.json")[1]["num_prompts"] == 4
