@@ -1,6 +1,5 @@
 """What speaks against a sweep, found before anything starts: every corner of its space is looked at, on paper."""
 
-import itertools
 import os
 
 import ray
@@ -21,9 +20,7 @@ from moray.targets.spec import read_spec
 from moray.trees.shapes import AdaptiveShape
 from sweeps.configs import SweepConfig
 from sweeps.ladder import Rung, rungs_of, steps_at, tokens_per_step
-from sweeps.spaces import Choices, Range, grid, label, size
-
-_MOST_CHECKED = 512
+from sweeps.spaces import corners_of, label
 
 
 def check_sweep(sweep: SweepConfig) -> list[Rung]:
@@ -34,7 +31,7 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
         DataError: no complete cache, columns that it lacks, too few chats for the ladder.
         MismatchError: the cache is another target's.
     """
-    corners = [(choices, sweep.trial(choices)) for choices in _corners(sweep)]
+    corners = [(choices, sweep.trial(choices)) for choices in corners_of(sweep.space)]
     first = corners[0][1]
     if first.source.type != "disk":
         raise ConfigError(f"source.type is {first.source.type}; all trials of a sweep read one cache: cache it first")
@@ -92,14 +89,3 @@ def concurrency(sweep: SweepConfig, config: DistilConfig) -> int:
         rooms.append((os.cpu_count() or 1) / (workers.most * workers.threads_per_worker))
     most = max(1, int(min(rooms)))
     return min(most, sweep.max_concurrent or most)
-
-
-def _corners(sweep: SweepConfig) -> list[Choices]:
-    """Every combination, or the first ones of very many: each value of a key stands in one of them."""
-    count = size(sweep.space)
-    if count is not None and count <= _MOST_CHECKED:
-        return list(grid(sweep.space))
-    values = {key: list(d.bounds) if isinstance(d, Range) else d for key, d in sweep.space.items()}
-    base = {key: options[0] for key, options in values.items()}
-    single = [{**base, key: value} for key, options in values.items() for value in options]
-    return [*single, *itertools.islice(grid(sweep.space), _MOST_CHECKED)]

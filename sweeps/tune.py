@@ -10,6 +10,7 @@ import sys
 
 from moray.config import run_entry_point
 from sweeps.configs import SweepConfig
+from sweeps.spaces import corners_of
 
 
 def main(config: SweepConfig) -> None:
@@ -20,6 +21,8 @@ def main(config: SweepConfig) -> None:
     from moray.provenance import read_json
     from sweeps.console import print_summary
 
+    for choices in corners_of(config.space):  # what is misspelt is said before Ray starts
+        config.trial(choices)
     console = Console()
     with ray_session(config.ray):
         from sweeps.run import is_complete, run_sweep, summary_path
