@@ -24,8 +24,9 @@ FIGURES = {
     "num_prompts": "num_prompts",
     "num_tokens": "num_tokens",
 }
-_ROUNDS = 3
 """Ours, and what an evaluation's report calls them."""
+_ROUNDS = 3
+"""In which a batch is decoded plainly and drafted."""
 
 
 @dataclass(frozen=True)

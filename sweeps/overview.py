@@ -16,12 +16,11 @@ from moray.bench.wording import count, duration, interval, number, percent
 from moray.errors import DataError
 from moray.explain import nearest_path
 from moray.provenance import RUN_FILE, read_json, read_run_yaml
+from sweeps.claim import SUMMARY_FILE, seconds_run
 from sweeps.folders import ENDED
 from sweeps.results import Trial, read_trials
 from sweeps.spaces import Space, size
 from sweeps.views import Searched, common_rung, read_space, searched, tokens_at, worths
-
-_SUMMARY_FILE, _CLOCK_FILE = "summary.json", "clock.json"
 
 
 def overview(folder: str) -> dict[str, Any]:
@@ -40,10 +39,9 @@ def overview(folder: str) -> dict[str, Any]:
         raise DataError(f"'{path / RUN_FILE}' has a space that cannot be read") from None
     trials = read_trials(folder)
     search = searched(trials, space, config["objective"])
-    summary = read_json(path / _SUMMARY_FILE) if (path / _SUMMARY_FILE).is_file() else None
+    summary = read_json(path / SUMMARY_FILE) if (path / SUMMARY_FILE).is_file() else None
     sure = summary["sure"] if summary else {}
     rung = common_rung(search)
-    clock = read_json(path / _CLOCK_FILE)["seconds"] if (path / _CLOCK_FILE).is_file() else None
     return {
         "sweep": folder,
         "objective": search.objective,
@@ -54,7 +52,7 @@ def overview(folder: str) -> dict[str, Any]:
         "progress": _progress(search, config),
         "num_trials": len(trials),
         "training_tokens": sum(trial.training_tokens for trial in trials),
-        "wall_seconds": clock,
+        "wall_seconds": seconds_run(path) or None,
         "worth_rung": rung,
         "worth_tokens": tokens_at(search, rung),
         "worths": [dataclasses.asdict(worth) for worth in worths(search, rung)],
@@ -62,12 +60,12 @@ def overview(folder: str) -> dict[str, Any]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The sweep's configuration: of the summary, or what the sweep began with."""
+    """The sweep's configuration, as it was begun or gone on with last."""
     if (path / RUN_FILE).is_file():
         config = read_run_yaml(path).get("config")
-        if isinstance(config, dict) and {"space", "objective", "ladder"} <= config.keys():
+        if isinstance(config, dict) and {"distil", "space", "objective", "ladder"} <= config.keys():
             return config
-    raise DataError(f"'{path}' holds no sweep: give the output of a `python -m sweeps.tune`")
+    raise DataError(f"'{path}' holds no sweep of trainings: give the output of a `python -m sweeps.tune`")
 
 
 def _runner_up(sure: dict[str, Any]) -> dict[str, Any] | None:

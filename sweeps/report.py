@@ -56,6 +56,7 @@ def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
         summary=summary,
         objective=WORDS[summary["objective"]],
         sure=how_sure_in_words(summary),
+        speedup_spread="middle half of rounds" if is_batched(summary) else "95 %",
         finalists=summary["sure"]["finalists"],
         ranks=summary["ranks"],
         stopped=sum(bool(trial.rows) and not search.is_whole(trial) for trial in search.trials),
@@ -71,17 +72,23 @@ def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
     )
 
 
+def is_batched(summary: dict[str, Any]) -> bool:
+    """Whether several sequences were decoded together: then figures are of rounds over all prompts."""
+    return summary["config"].get("decoding", {}).get("batch_size", 1) > 1
+
+
 def how_sure_in_words(summary: dict[str, Any]) -> list[str]:
     """Whether the winner has won, in sentences."""
     sure, word = summary["sure"], WORDS[summary["objective"]]
+    drawn = "rounds" if is_batched(summary) else "prompts"
     first, *others = sure["finalists"]
     if not others or sure["ahead_interval"] is None:
         return ["Only one combination was trained to the end and measured again: there is none to compare it with."]
     low, high = sure["ahead_interval"]
     gap = (
         f"{first['name']} is ahead of {others[0]['name']} by {number(sure['ahead_by'])} in {word} (95 % interval "
-        f"{number(low)} to {number(high)}), and stays ahead in {percent(sure['stays_ahead'])} of resamples of prompts "
-        "and seeds."
+        f"{number(low)} to {number(high)}), and stays ahead in {percent(sure['stays_ahead'])} of resamples of "
+        f"{drawn} and seeds."
     )
     found = [gap] if low > 0 else ["The two best cannot be told apart by these measurements.", gap]
     seeds = min(len(finalist["seeds"]) for finalist in (first, others[0]))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
         with follow_sweep(board, sweep.output, total or 0, sweep.objective):
             search(sweep, rungs, board, concurrent)
         trials = read_trials(sweep.output)
-        finalists = best_trials(trials, sweep.confirm.finalists)
+        finalists = best_trials(_searched(sweep, trials), sweep.confirm.finalists)
         if not finalists:
             raise DataError(_why_none(trials, output))
         confirmed = _confirm(sweep, finalists, rungs[-1], board, concurrent, console)
@@ -85,7 +86,7 @@ def _confirm(
     for trial in best:
         first = sweep.trial(trial.choices).train.seed
         others = {first + i: {**trial.choices, _SEED: first + i} for i in range(1, sweep.confirm.seeds)}
-        points[trial.name] = {first: trial.choices} | (others if _SEED not in sweep.space else {})
+        points[trial.folder.name] = {first: trial.choices} | (others if _SEED not in sweep.space else {})
     new = [choices for seeds in points.values() for choices in list(seeds.values())[1:]]
     if new:
         console.print(f"the best {len(best)} once more, from other seeds", highlight=False)
@@ -102,11 +103,20 @@ def _confirm(
         for name, seeds in folders.items()
     }
     figures = _measure_together(sweep, tuple(path for seeds in trained.values() for path in seeds.values()), console)
-    choices = {trial.name: trial.choices for trial in best}
     return [
-        Finalist(name, choices[name], {seed: figures[folder_key(path)] for seed, path in seeds.items()}, seeds)
-        for name, seeds in trained.items()
+        Finalist(
+            trial.name,
+            trial.choices,
+            {seed: figures[folder_key(path)] for seed, path in trained[trial.folder.name].items()},
+            trained[trial.folder.name],
+        )
+        for trial in best
     ]
+
+
+def _searched(sweep: SweepConfig, trials: list[Trial]) -> list[Trial]:
+    """All but those that were trained from another seed to make sure of a winner."""
+    return [trial for trial in trials if _SEED in sweep.space or _SEED not in trial.choices]
 
 
 def _measure_together(sweep: SweepConfig, folders: tuple[str, ...], console: Console) -> dict[str, dict[str, Any]]:
@@ -122,8 +132,7 @@ def _measure_together(sweep: SweepConfig, folders: tuple[str, ...], console: Con
 
 def _crown(sweep: SweepConfig, finalists: list[Finalist], output: Path) -> None:
     """Copy the winner's best drafter to best/."""
-    winner = how_sure(finalists, sweep.objective)["finalists"][0]
-    (finalist,) = [one for one in finalists if one.name == winner["name"]]
+    finalist = max(finalists, key=lambda one: statistics.fmean(one.objectives(sweep.objective)))
     seeds = dict(zip(finalist.seeds, finalist.objectives(sweep.objective), strict=True))
     source, best = Path(finalist.folders[max(seeds, key=lambda seed: seeds[seed])]), output / "best"
     best.mkdir(exist_ok=True)
@@ -135,7 +144,7 @@ def _crown(sweep: SweepConfig, finalists: list[Finalist], output: Path) -> None:
 def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], output: Path) -> dict[str, Any]:
     sure = how_sure(finalists, sweep.objective)
     first = sure["finalists"][0]
-    searched = [trial for trial in trials if _SEED in sweep.space or _SEED not in trial.choices]
+    searched = _searched(sweep, trials)
     summary = {
         "winner": {
             "name": first["name"],

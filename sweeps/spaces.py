@@ -65,7 +65,7 @@ def _dotted(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and (str(value.get("type")) in _KINDS or "low" in value):
+        if isinstance(value, Mapping) and (value.get("type") in _KINDS or "low" in value):
             found[key] = Range.model_validate(dict(value))
         elif isinstance(value, Mapping):
             found |= _dotted(value, f"{key}.")

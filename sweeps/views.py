@@ -37,7 +37,11 @@ def figure(row: Mapping[str, Any], key: str) -> float | None:
 
 @dataclass(frozen=True)
 class Searched:
-    """The trials of a search, and what it chose from. Trainings from other seeds, for the winner's sake, are none."""
+    """The trials of a search, and what it chose from.
+
+    Trainings from other seeds, for the winner's sake, are none; nor are trials that a sweep had before it went on with
+    another space.
+    """
 
     trials: Sequence[Trial]
     space: Space
@@ -87,7 +91,14 @@ class Searched:
 
 def searched(trials: Iterable[Trial], space: Space, objective: str) -> Searched:
     """The search's own of all trials of a sweep."""
-    return Searched([trial for trial in trials if trial.choices.keys() <= space.keys()], space, objective)
+    return Searched([trial for trial in trials if _lies_in(trial.choices, space)], space, objective)
+
+
+def _lies_in(choices: Mapping[str, Any], space: Space) -> bool:
+    return choices.keys() == space.keys() and all(
+        dimension.low <= choices[key] <= dimension.high if isinstance(dimension, Range) else choices[key] in dimension
+        for key, dimension in space.items()
+    )
 
 
 def _merit(trial: Trial) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from moray.provenance import write_json_atomically
 from sweeps.folders import State
 from sweeps.results import Finalist, Trial, how_sure, rank_agreement
 from sweeps.spaces import folder_name, label
-from sweeps.views import searched
+from sweeps.views import read_space, searched
 
 RUNGS = (10_000, 30_000, 90_000)
 LAYERS, WIDTH, RATE = "drafter.target_layers", "drafter.mask_width", "optim.lr"
@@ -78,7 +78,7 @@ def summary(
         },
         "objective": objective,
         "sure": sure,
-        "ranks": rank_agreement(searched(trials, dict(space), objective).trials),
+        "ranks": rank_agreement(searched(trials, read_space(space), objective).trials),
         "trials": [one.summary() for one in trials],
         "training_tokens": sum(one.training_tokens for one in trials),
         "search_tokens": sum(one.training_tokens for one in trials),

@@ -15,8 +15,9 @@ from sweep_trials import GRID, LAYERS, RATE, RUNGS, WIDTH, a_grid, finalist, sum
 from moray.errors import DataError
 from moray.provenance import write_json_atomically
 from sweeps.overview import overview, print_overviews
+from sweeps.spaces import Range
 from sweeps.summarize import COMMAND, main
-from sweeps.views import Searched, common_rung, read_space, searched, worths
+from sweeps.views import Searched, common_rung, height, read_space, searched, worths
 
 RANGE = {"type": "loguniform", "low": 1e-4, "high": 1.0}
 
@@ -24,8 +25,8 @@ RANGE = {"type": "loguniform", "low": 1e-4, "high": 1.0}
 def write_run(output: Path, space: dict[str, Any] = GRID, search: dict[str, Any] | None = None) -> None:
     """The beginning of a sweep: its run.yaml."""
     config = {
-        "space": space, "objective": "speedup", "ladder": {"rungs": 3, "reduction": 3, "stop": True},
-        "search": search or {"type": "grid"},
+        "distil": ["a.yaml"], "space": space, "objective": "speedup", "search": search or {"type": "grid"},
+        "ladder": {"rungs": 3, "reduction": 3, "stop": True},
     }  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
     (output / "run.yaml").write_text(yaml.safe_dump({"config": config}, sort_keys=False))
@@ -109,10 +110,10 @@ def test_a_value_is_worth_what_its_trials_had_on_the_highest_rung_common_to_all(
         trial({LAYERS: 1, WIDTH: [3, 4]}, [1.5], "diverged"),
         trial({LAYERS: 0, WIDTH: [1, 2], "train.seed": 1}, [99.0]),
     ]  # fmt: skip
-    search = searched(trials, read_space({LAYERS: [0, 1, 2], WIDTH: [[1, 2], [3, 4]], "x.y": ["only"]}), "speedup")
-    assert common_rung(search) == 1
     for one in trials:
         one.choices["x.y"] = "only"
+    search = searched(trials, read_space({LAYERS: [0, 1, 2], WIDTH: [[1, 2], [3, 4]], "x.y": ["only"]}), "speedup")
+    assert common_rung(search) == 1
     assert marginals(search, 1) == {
         (LAYERS, "0"): (2, pytest.approx(3.0), pytest.approx(4.0)), (LAYERS, "1"): (1, 3.0, 3.0),
         (LAYERS, "2"): (0, None, None),
@@ -127,10 +128,13 @@ def test_a_range_is_looked_at_in_parts_on_its_own_scale():
     assert list(found) == [(RATE, f"{low} to {high}") for low, high in (
         ("0.0001", "0.001"), ("0.001", "0.01"), ("0.01", "0.1"), ("0.1", "1"),
     )]  # fmt: skip
+    rate = Range.model_validate(RANGE)
+    assert [height(rate, value) for value in (1e-4, 1e-2, 1.0)] == pytest.approx([0.0, 0.5, 1.0])
+    assert height(Range(type="uniform", low=1.0, high=3.0), 1.5) == 0.25
     assert list(found.values()) == [(2, 1.5, 2.0), (0, None, None), (1, 3.0, 3.0), (1, 4.0, 4.0)]
 
 
-@pytest.mark.parametrize("kind", ["absent", "empty", "file", "another run", "damaged"])
+@pytest.mark.parametrize("kind", ["absent", "empty", "file", "another run", "another sweep", "damaged"])
 def test_a_folder_that_is_no_sweep_is_named(tmp_path, kind):
     place = tmp_path / "place"
     if kind == "file":
@@ -139,6 +143,9 @@ def test_a_folder_that_is_no_sweep_is_named(tmp_path, kind):
         place.mkdir()
     if kind == "another run":
         (place / "run.yaml").write_text("config: {target: {model: x}}\n")
+    if kind == "another sweep":
+        text = "config: {drafters: [runs/a], space: {tree.type: [chain]}, objective: tau, ladder: {rungs: 3}}"
+        (place / "run.yaml").write_text(text)
     if kind == "damaged":
         write_run(place, {LAYERS: 3})
     with pytest.raises(DataError, match=r"place.*(is no folder|holds no sweep|cannot be read)"):
@@ -156,4 +163,7 @@ def test_a_folder_that_is_no_sweep_is_one_line_and_an_exit_code(tmp_path):
     command = [sys.executable, "-m", "sweeps.summarize", str(tmp_path)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (outcome.returncode, outcome.stdout) == (1, "")
-    assert outcome.stderr == f"error: '{tmp_path}' holds no sweep: give the output of a `python -m sweeps.tune`\n"
+    assert (
+        outcome.stderr
+        == f"error: '{tmp_path}' holds no sweep of trainings: give the output of a `python -m sweeps.tune`\n"
+    )

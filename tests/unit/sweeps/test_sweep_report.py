@@ -184,6 +184,21 @@ def test_trainings_from_other_seeds_are_in_the_table_alone():
     assert more.text.count("seed 1") == 1
 
 
+def test_trials_of_a_space_that_was_left_are_in_the_table_alone():
+    """A sweep may go on with another space; what it had stays in its folder."""
+    left = [
+        trial({LAYERS: 7, WIDTH: [3, 4]}, [8.5]), trial({LAYERS: 1}, [8.5]),
+        trial({LAYERS: 0, WIDTH: [3, 4], RATE: 0.1}, [8.5]),
+    ]  # fmt: skip
+    plain, more = page_of(a_grid(), GRID), page_of([*a_grid(), *left], GRID)
+    assert more.text.count("8.50") == 3
+    assert more.figures == plain.figures
+    ranged = [trial({RATE: rate}, [tau]) for rate, tau in ((0.01, 1.5), (0.5, 8.5))]
+    page = page_of(ranged, {RATE: RANGED[RATE]})
+    assert "8.50" in page.text
+    assert "8.50" not in page.figures["parallel"]
+
+
 @pytest.mark.parametrize("objective", ["speedup", "tau", "tokens_per_second"])
 def test_every_objective_has_its_curves(objective):
     trials = a_grid()
@@ -208,12 +223,11 @@ def test_survivors_are_named_where_trials_were_stopped():
 
 
 def test_an_output_that_was_not_the_target_s_is_a_defect_and_not_on_the_front():
-    trials = [trial({LAYERS: 0}, [1, 2.0, 3.0]), trial({LAYERS: 1}, [1, 2.0, 9.0], lossless=False)]
+    trials = [trial({LAYERS: 0}, [1, 2.0, 3.0]), trial({LAYERS: 1}, [1, 2.0, 9.0], cost=0.2, lossless=False)]
     page = page_of(trials, {LAYERS: [0, 1]})
     assert "NO" in page.text
     assert "2  target_layers 1" not in page.figures["pareto"]
     trials[1].rows[-1]["lossless"] = True
-    trials[1].rows[-1]["draft_cost"] = 0.2
     assert "2  target_layers 1" in page_of(trials, {LAYERS: [0, 1]}).figures["pareto"]
 
 
@@ -234,6 +248,15 @@ def test_the_page_says_when_it_is_not_sure():
     many = [finalist(name, *([speed, speed + 0.1] for _ in range(5))) for name, speed in (("a", 2.0), ("b", 1.0))]
     assert "trainings" not in sentences(*many)
     assert "none to compare it with" in sentences(finalist("only", [1.0]))
+
+
+def test_rounds_of_a_batch_are_called_so():
+    trials, config = a_grid(), {"space": GRID, "decoding": {"batch_size": 4}}
+    page, single = page_of(trials, GRID, config=config), page_of(trials, GRID)
+    assert "resamples of rounds and seeds" in page.text
+    assert "middle half of rounds" in page.text
+    assert "resamples of prompts and seeds" in single.text
+    assert "rounds" not in single.text
 
 
 def test_all_is_written_and_the_summary_last(tmp_path: Path, monkeypatch):
