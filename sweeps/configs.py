@@ -73,6 +73,8 @@ class DecodingConfig(Config):
     """As for pipelines.evaluate."""
     num_questions: int | None = Field(default=None, ge=1)
     max_new_tokens: int = Field(default=64, ge=2)
+    rounds: int = Field(default=3, ge=1)
+    """How often each prompt is decoded by each; the fastest counts, for other trials can only make it slower."""
     batch_size: int = Field(default=1, ge=1)
     """Sequences that are decoded together. What a drafter is worth falls as it grows: passes over many sequences have
     less to spare. Give several times as many questions."""

@@ -117,7 +117,7 @@ def asking(config: str, combinations: Sequence[Combination], folder: Path, most:
             num_asked = count
             if not runner.measurement.asked:
                 raise nothing_fits(evaluation.questions, runner.capacity)
-            return figures(runner, evaluation)
+            return figures(runner.measurement, evaluation)
 
         yield ask
 

@@ -1,11 +1,11 @@
 """What a trained drafter is worth, measured in a Ray task: plain decoding and speculation in turn."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moray.bench.configs import EvaluateConfig
-from moray.bench.runner import Runner
+from moray.bench.runner import Measurement, Method, Runner
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape
@@ -25,8 +25,6 @@ FIGURES = {
     "num_tokens": "num_tokens",
 }
 """Ours, and what an evaluation's report calls them."""
-_ROUNDS = 3
-"""In which a batch is decoded plainly and drafted."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,11 @@ class Answer:
         return [self.tokens, self.seconds, self.plain_seconds, self.cycles, self.emitted]
 
 
-def measure(evaluation: str, gpus: float, batch_size: int = 1) -> dict[str, dict[str, Any]]:
+def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> dict[str, dict[str, Any]]:
     """Figures of every drafter of an evaluation (as JSON), by name, with its answers. Runs in a task of its own.
 
-    With more than one sequence at a time, speeds are those of the whole batch, and what counts as an answer is a round
+    Every prompt is decoded `rounds` times by every method, greedily and so to the same answer, and the fastest time of
+    each counts: what else the machine does, other trials above all, can only make it slower. With more than one sequence at a time, speeds are those of the whole batch, and what counts as an answer is a round
     over all prompts.
 
     Raises:
@@ -61,20 +60,21 @@ def measure(evaluation: str, gpus: float, batch_size: int = 1) -> dict[str, dict
     questions, tokenizer, target = load_target(config)
     drafters: dict[str, Drafter] = load_drafters(config.drafters, target, tokenizer)
     runner = Runner(target, drafters, tokenizer, config)
-    for _ in runner.ask(questions):
-        pass
+    for _ in range(rounds):
+        for _ in runner.ask(questions):
+            pass
     if not runner.measurement.asked:
         raise nothing_fits(config.questions, runner.capacity)
     drafted = runner.measurement.methods[1:]
     found = {
         _name(method.name, method.tree, config): row
-        for method, row in zip(drafted, figures(runner, config), strict=True)
+        for method, row in zip(drafted, figures(fastest(runner.measurement, rounds), config), strict=True)
     }
     if batch_size > 1:
         prompts = [tokenizer.encode_prompt([{"role": "user", "content": one.turns[0]}]) for one in questions]
         eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
         for name, drafter in drafters.items():
-            found[name] |= _batch_figures(target, drafter, prompts, eos_ids, config, batch_size)
+            found[name] |= _batch_figures(target, drafter, prompts, eos_ids, config, rounds, batch_size)
     return found
 
 
@@ -84,6 +84,7 @@ def _batch_figures(
     prompts: list[list[int]],
     eos_ids: frozenset[int],
     config: EvaluateConfig,
+    rounds: int,
     batch_size: int,
 ) -> dict[str, Any]:
     """What takes the place of a single sequence's figures. Whether it is lossless is not among them: sums depend on a
@@ -94,7 +95,7 @@ def _batch_figures(
     assert not isinstance(shape, AdaptiveShape), "refused by DecodingConfig"
     fitting = [prompt for prompt in prompts if len(prompt) + config.max_new_tokens <= config.max_context]
     row = measure_batch_speedup(
-        target, drafter, shape, fitting, config.max_new_tokens, batch_size, eos_ids, config.sampling, rounds=_ROUNDS
+        target, drafter, shape, fitting, config.max_new_tokens, batch_size, eos_ids, config.sampling, rounds=rounds
     )
     emitted, tokens = row["tau"] or 0.0, row["num_tokens"]
     return {
@@ -110,13 +111,29 @@ def _batch_figures(
     }
 
 
-def figures(runner: Runner, config: EvaluateConfig) -> list[dict[str, Any]]:
+def fastest(measurement: Measurement, rounds: int) -> Measurement:
+    """Of each method's answers to each prompt, asked `rounds` times over, the fastest."""
+    count = len(measurement.asked) // rounds
+
+    def best_of(method: Method) -> Method:
+        def seconds(index: int) -> float:
+            return method.generations[index].seconds + method.generations[index].prefill_seconds
+
+        chosen = [min(range(first, len(method.generations), count), key=seconds) for first in range(count)]
+        lossless = [all(method.lossless[first::count]) for first in range(count)]
+        return replace(method.only(chosen), lossless=lossless)
+
+    methods = [best_of(method) for method in measurement.methods]
+    return Measurement(methods, measurement.asked[:count], measurement.num_skipped // rounds, measurement.notes)
+
+
+def figures(measurement: Measurement, config: EvaluateConfig) -> list[dict[str, Any]]:
     """Figures of every drafter and tree over what was asked so far, with their answers; `config` asked at one
     temperature."""
     from moray.bench.summary import summarise
 
-    rows = summarise(runner.measurement, config.samplings, config.target.dtype)["rows"]
-    plain, *drafted = runner.measurement.methods
+    rows = summarise(measurement, config.samplings, config.target.dtype)["rows"]
+    plain, *drafted = measurement.methods
     found = []
     for row, method in zip(rows, drafted, strict=True):
         answers = [

@@ -117,5 +117,5 @@ def measure_on_ray(sweep: SweepConfig, config: DistilConfig, folders: tuple[str,
     task: Any = ray.remote(measure).options(num_cpus=decoding.cpus, num_gpus=decoding.gpus, scheduling_strategy=_DRIVER)
     evaluation = decoding.evaluation(config.target, folders).model_dump_json()
     with own_errors():
-        found: Any = ray.get(task.remote(evaluation, decoding.gpus, decoding.batch_size))
+        found: Any = ray.get(task.remote(evaluation, decoding.gpus, decoding.rounds, decoding.batch_size))
     return found
