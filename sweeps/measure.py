@@ -46,8 +46,8 @@ def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> d
     """Figures of every drafter of an evaluation (as JSON), by name, with its answers. Runs in a task of its own.
 
     Every prompt is decoded `rounds` times by every method, greedily and so to the same answer, and the fastest time of
-    each counts: what else the machine does, other trials above all, can only make it slower. With more than one sequence at a time, speeds are those of the whole batch, and what counts as an answer is a round
-    over all prompts.
+    each counts: what else the machine does, other trials above all, can only make it slower. With more than
+    one sequence at a time, speeds are those of the whole batch, and what counts as an answer is a round over all prompts.
 
     Raises:
         DataError: not one prompt fits into the context, or fewer than `batch_size`.
