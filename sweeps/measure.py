@@ -47,7 +47,7 @@ def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> d
 
     Every prompt is decoded `rounds` times by every method, greedily and so to the same answer, and the fastest time of
     each counts: what else the machine does, other trials above all, can only make it slower. With more than
-    one sequence at a time, speeds are those of the whole batch, and what counts as an answer is a round over all prompts.
+    one sequence at a time, speeds are those of the whole batch, and a round over all prompts counts as an answer.
 
     Raises:
         DataError: not one prompt fits into the context, or fewer than `batch_size`.
