@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from moray.decoding.acceptance import FORGET, PRIOR_WEIGHT, Acceptance
 from moray.decoding.costs import Costs
-from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
+from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape
 
 _COST_WEIGHT = 8.0
 """Cycles that what was measured at the start counts for, against cycles since."""
@@ -46,15 +46,14 @@ class _Correction:
 class DraftPlanner:
     """Chooses the draft of each cycle of one decoder."""
 
-    def __init__(self, shape: AnyShape, costs: Mapping[int, Costs]) -> None:
+    def __init__(self, shape: AdaptiveShape, costs: Mapping[int, Costs]) -> None:
         """
         Args:
-            shape: an adaptive one leaves the depth open; of any other the effort alone is chosen.
+            shape: what may be chosen.
             costs: of each of the drafter's efforts, cheapest first.
         """
         self._costs = costs
-        self._is_adaptive = isinstance(shape, AdaptiveShape)
-        self._shapes = drafted_shapes(shape)
+        self._shapes = {depth: shape.at(depth) for depth in range(1, shape.depth + 1)}
         self._verify, self._draft = _Correction(), _Correction()
         self._draft_of = {effort: _Correction() for effort in costs}
         self._rest = 0.0
@@ -66,17 +65,22 @@ class DraftPlanner:
         self.effort = next(iter(costs))
         """That the shape given last is to be drafted with."""
 
-    def next_shape(self) -> GrowableShape | None:
+    def next_shape(self) -> ChainShape | DynamicShape | None:
         """The shape to draft now, with `effort`; None for no draft."""
-        hopes = {effort: max(self._promises(effort, in_doubt=True).values()) for effort in self._costs}
-        self.effort = max(hopes, key=lambda effort: hopes[effort])  # of equals the first, which is the cheapest
         self._num_levels, self._num_nodes = 0, 0
         self._sum_of_probabilities = 0.0
-        if self._is_adaptive and hopes[self.effort] <= 1.0 / self._seconds(0, 0, self.effort):
-            return None
+        without = 1.0 / self._seconds(0, 0, self.effort)
+        if len(self._costs) > 1:
+            hopes = {effort: max(self._promises(effort, in_doubt=True).values()) for effort in self._costs}
+            self.effort = max(hopes, key=lambda effort: hopes[effort])  # of equals the first, which is the cheapest
+            if hopes[self.effort] <= without:
+                return None
         promises = self._promises(self.effort)
-        self._num_levels = max(promises, key=lambda depth: promises[depth])
-        return self._shapes[self._num_levels]
+        best = max(promises, key=lambda depth: promises[depth])
+        if len(self._costs) == 1 and promises[best] <= without:
+            return None
+        self._num_levels = best
+        return self._shapes[best]
 
     def _promises(self, effort: int, *, in_doubt: bool = False) -> dict[int, float]:
         """Tokens per second of every draft, by depth."""
@@ -84,8 +88,7 @@ class DraftPlanner:
         for depth, rate in enumerate(self._acceptance.rates(effort, in_doubt=in_doubt), start=1):
             survival *= rate
             expected += survival
-            if depth in self._shapes:
-                promises[depth] = expected / self._seconds(self._expected_nodes(depth), depth, effort)
+            promises[depth] = expected / self._seconds(self._expected_nodes(depth), depth, effort)
         return promises
 
     def _seconds(self, num_nodes: int, num_levels: int, effort: int) -> float:
@@ -142,7 +145,7 @@ class DraftPlanner:
     def _expected_nodes(self, depth: int) -> int:
         """That a draft of so many levels will have verified."""
         most = self._shapes[depth].num_nodes
-        return min(most, math.ceil(depth * self._nodes_per_level())) if self._is_adaptive else most
+        return min(most, math.ceil(depth * self._nodes_per_level()))
 
     def _nodes_per_level(self) -> float:
         """Nodes that the budget lately kept, by level that holds any: what acceptance was measured with.
@@ -151,10 +154,3 @@ class DraftPlanner:
         verified.
         """
         return (self._nodes + PRIOR_WEIGHT) / (self._levels + PRIOR_WEIGHT)
-
-
-def drafted_shapes(shape: AnyShape) -> dict[int, GrowableShape]:
-    """What may be drafted, by depth: an adaptive shape at each of its depths, any other as it is."""
-    if isinstance(shape, AdaptiveShape):
-        return {depth: shape.at(depth) for depth in range(1, shape.depth + 1)}
-    return {shape.depth: shape}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moray.batch import TapNeeds, Taps
 from moray.decoding.accept import Accepted, accept
-from moray.decoding.adapt import DraftPlanner, drafted_shapes
+from moray.decoding.adapt import DraftPlanner
 from moray.decoding.costs import Costs, growing_sizes, measure_costs
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
@@ -100,8 +100,8 @@ class SpeculativeDecoder:
         Args:
             target: may be shared.
             drafter: may be shared; each decoder has a drafting state of its own.
-            shape: of the trees; an adaptive one, or a drafter of several efforts, has costs measured in the first
-                generation.
+            shape: of the trees; an adaptive one measures costs in the first generation, and chooses between the
+                drafter's efforts, if it has several, where any other keeps to the first.
             capacity: most tokens of prompt and answer together.
             session: one to share with other decoders that take turns with this one, in place of one of its own.
             rule: which path is accepted, in place of what the sampling parameters ask for.
@@ -123,7 +123,6 @@ class SpeculativeDecoder:
         self._accept: Accept = rule or accept
         self._session = session or TargetSession(target, capacity, shape.num_nodes + 1)
         self._state = drafter.new_state(capacity, shape.num_expanded)
-        self._has_choice = isinstance(shape, AdaptiveShape) or len(drafter.efforts) > 1
         self._planner: DraftPlanner | None = None
 
     @torch.inference_mode()
@@ -152,9 +151,9 @@ class SpeculativeDecoder:
         self._session.begin(self.drafter.observed)
         logits = self._session.prefill(prompt, self._observe)
         root = sampler.choose(logits, len(prompt))
-        if self._has_choice and self._planner is None:
+        if isinstance(self.shape, AdaptiveShape) and self._planner is None:
             paused = time.perf_counter()
-            self._planner = DraftPlanner(self.shape, self._measure_costs(root))
+            self._planner = DraftPlanner(self.shape, self._measure_costs(root, self.shape))
             begin += time.perf_counter() - paused
         generation = Generation(ending.cut([int(root)]))
         if on_tokens is not None:
@@ -214,7 +213,7 @@ class SpeculativeDecoder:
             if shape is None:
                 return root_alone(root)
             self.drafter.set_effort(self._state, self._planner.effort)
-            budget = self._planner.budget if isinstance(self.shape, AdaptiveShape) else None
+            budget = self._planner.budget
         assert not isinstance(shape, AdaptiveShape), "a planner has chosen"
         return self._grow(root, shape, root_position, sampler, budget)
 
@@ -229,30 +228,29 @@ class SpeculativeDecoder:
         select = sampler.selector(root_position, shape.depth, isinstance(shape, ChainShape))
         return self.drafter.propose(self._state, root, shape, select, budget)
 
-    def _measure_costs(self, root: Int[Tensor, " 1"]) -> dict[int, Costs]:
+    def _measure_costs(self, root: Int[Tensor, " 1"], shape: AdaptiveShape) -> dict[int, Costs]:
         """Time passes and drafts behind the prompt; nothing of them is kept."""
         sampler = Sampler(SamplingParams(), self.target.spec.vocab_size, self.target.device)
         trees: dict[int, TokenTree] = {}  # made in the run that warms up, for making them is not what is measured
-        shapes = drafted_shapes(self.shape)
 
         def verify(num_tokens: int) -> None:
             if num_tokens not in trees:
                 chain = chain_of(root.expand(num_tokens))
                 # No deeper than a real tree, which must not leave the table of rotations.
-                trees[num_tokens] = replace(chain, depths=chain.depths.clamp(max=self.shape.depth))
+                trees[num_tokens] = replace(chain, depths=chain.depths.clamp(max=shape.depth))
             self._session.verify(trees[num_tokens])
 
         def draft(effort: int, num_levels: int) -> None:
             self.drafter.set_effort(self._state, effort)
-            self._grow(root, shapes[num_levels], 0, sampler)
+            self._grow(root, shape.at(num_levels), 0, sampler)
 
         def clock() -> float:
             synchronise(self.target.device)
             return time.perf_counter()
 
-        levels = [size for size in growing_sizes(self.shape.depth) if size in shapes]
         drafts = {effort: partial(draft, effort) for effort in self.drafter.efforts}
-        return measure_costs(verify, drafts, (growing_sizes(self.shape.num_nodes + 1), levels), clock)
+        sizes = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
+        return measure_costs(verify, drafts, sizes, clock)
 
     def _observe(self, tokens: Int[Tensor, " new"], taps: Taps, num_kept: int = 0) -> None:
         self.drafter.extend(self._state, tokens, self.drafter.observe(taps), num_kept)

@@ -406,7 +406,7 @@ def share_of(effort: int, planner: DraftPlanner, refusals: list[float], cycles: 
     return used / cycles
 
 
-CHAINS = [CHAIN, ChainShape(type="chain", depth=5)]
+CHAINS = [CHAIN, AdaptiveShape(type="adaptive", depth=5)]
 
 
 @pytest.mark.parametrize("shape", CHAINS, ids=lambda shape: shape.name)
@@ -424,15 +424,6 @@ def test_an_effort_that_has_become_better_is_found_again(shape):
     assert share_of(0, planner, [0.1, 0.4]) > 0.8
     share_of(1, planner, [0.5, 0.1], cycles=150, seed=1)
     assert share_of(1, planner, [0.5, 0.1], cycles=100, seed=2) > 0.5
-
-
-def test_a_fixed_shape_is_always_drafted():
-    tree = DynamicShape(type="dynamic", depth=3, breadth=2, nodes=6)
-    planner = DraftPlanner(tree, efforts_at(0.9, 5.0))
-    for _ in range(50):
-        assert planner.next_shape() is tree
-        planner.record(3, 0)
-    assert planner.effort == 0
 
 
 def test_of_several_efforts_none_is_drafted_with_where_all_are_a_loss():
@@ -458,10 +449,10 @@ def test_the_same_past_gives_the_same_choice():
 
 def test_an_effort_that_takes_longer_than_was_measured_is_corrected_alone():
     """Effort 1 really takes thrice as long; effort 0 is believed to take what it takes."""
-    planner, depth = DraftPlanner(ChainShape(type="chain", depth=5), efforts_at(0.1, 0.1)), 5
+    planner, depth = DraftPlanner(AdaptiveShape(type="adaptive", depth=5), efforts_at(0.1, 0.1)), 5
     for cycle in range(120):
         planner.next_shape()
-        planner.effort = cycle % 2  # both in turn
+        planner.effort, planner._num_levels = cycle % 2, depth  # both in turn
         planner.record_seconds(depth, 1.02, (0.5, 1.5)[planner.effort])
     taken = [planner._seconds(depth, depth, effort) - planner._seconds(depth, 0, effort) for effort in (0, 1)]
     assert taken == pytest.approx([0.5, 1.5], rel=0.3)
