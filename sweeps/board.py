@@ -49,7 +49,7 @@ def follow_sweep(board: Any, output: str, total: int, objective: str) -> Iterato
                     running: Any = ray.get(board.trials.remote(), timeout=5)
                     _show_trials(bar, lines, running)
                 except ray.exceptions.RayError:
-                    continue  # a board has gone with its trial
+                    return  # the cluster is going down: the sweep itself reports why
                 ended, best = _standing(output, objective)
                 bar.update(whole, completed=ended, note=best)
 
@@ -75,7 +75,11 @@ def _show_trials(bar: Progress, lines: dict[str, Any], running: dict[str, tuple[
         if board is None:
             bar.update(lines[name], note=f"rung {rung}: measuring")
             continue
-        latest: Any = ray.get(board.latest.remote(), timeout=5)
+        try:
+            latest: Any = ray.get(board.latest.remote(), timeout=5)
+        except ray.exceptions.RayError:
+            bar.update(lines[name], note=f"rung {rung}: its process has died")
+            continue
         metrics = latest["metrics"]
         note = f"rung {rung}: loss {metrics['loss']:.3f}" if metrics else f"rung {rung}: starting"
         bar.update(lines[name], total=latest["total"] or 1, completed=latest["step"], note=note)

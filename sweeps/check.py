@@ -21,6 +21,11 @@ from moray.trees.shapes import AdaptiveShape
 from sweeps.configs import SweepConfig
 from sweeps.ladder import Rung, rungs_of, steps_at, tokens_per_step
 from sweeps.spaces import corners_of, label
+from sweeps.trial import decoding_gpus
+from sweeps.tuner import WAITING_CPUS
+
+_READING_CPUS = 0.5
+"""Of the tasks that read for trials: what must be free beside the workers, or all wait for ever."""
 
 
 def check_sweep(sweep: SweepConfig) -> list[Rung]:
@@ -82,7 +87,14 @@ def concurrency(sweep: SweepConfig, config: DistilConfig) -> int:
     num_workers(config)
     workers = config.workers
     present = ray.cluster_resources()
-    rooms = [present.get("CPU", 1.0) / (workers.most * workers.cpus_per_worker)]
+    gpus = decoding_gpus(sweep, config)
+    for name, field, asked in (("CPU", "cpus", sweep.decoding.cpus), ("GPU", "gpus", gpus)):
+        if asked > present.get(name, 0.0):
+            raise ConfigError(
+                f"decoding.{field} is {asked:g}; there are {present.get(name, 0.0):g} {name}s, and a measurement "
+                "would wait for ever: give less"
+            )
+    rooms = [(present.get("CPU", 1.0) - _READING_CPUS) / (workers.most * workers.cpus_per_worker + WAITING_CPUS)]
     if workers.use_gpu:
         rooms.append(present.get("GPU", 0.0) / (workers.most * workers.gpus_per_worker))
     elif not (config.ray.address or sweep.ray.address or os.environ.get("RAY_ADDRESS")):

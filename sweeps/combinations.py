@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moray.explain import one_line
 from moray.trees.shapes import AdaptiveShape, AnyShape, DynamicShape, Shape, SparseShape
-from sweeps.spaces import Choices, Range, Space, grid
+from sweeps.spaces import Choices, Space, draw, grid
 
 KEYS = ("tree", "tree.type", "tree.depth", "tree.breadth", "tree.nodes", "draft_vocab_size")
 """What may be searched."""
@@ -155,7 +155,7 @@ def drawn(space: Space, limits: Limits, count: int, seed: int) -> Listing:
 def draw_another(space: Space, limits: Limits, known: Listing, rng: random.Random) -> dict[str, Any] | None:
     """Draw until something comes that is not known, and add it; None if nothing does."""
     for _ in range(_MOST_DRAWS):
-        choices = {key: _draw(dimension, rng) for key, dimension in space.items()}
+        choices = draw(space, rng)
         if known.add(choices, limits) == "new":
             return choices
     return None
@@ -173,13 +173,6 @@ def _listing(points: Iterable[Choices], limits: Limits) -> Listing:
     for choices in points:
         found.add(choices, limits)
     return found
-
-
-def _draw(dimension: list[Any] | Range, rng: random.Random) -> Any:
-    if isinstance(dimension, list):
-        return rng.choice(dimension)
-    low, high = dimension.bounds
-    return rng.randint(int(low), int(high))
 
 
 def _tree(choices: Choices) -> AnyShape:

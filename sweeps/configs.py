@@ -22,6 +22,7 @@ _OWN_KEYS = {
     "train.max_steps": "training_tokens and the ladder decide how long a trial trains",
     "ray": "it belongs to the sweep",
     "target": "all trials train for one target",
+    "workers": "they say how much room a trial takes, which is the same for all",
     "validation": "the sweep measures every trial itself",
     "trackers": "they are the same for all trials: name them in distil",
 }
@@ -82,10 +83,10 @@ class DecodingConfig(Config):
     """Most tokens of prompt and answer together, if the target takes more."""
     threads: int | None = Field(default=1, ge=1)
     """torch threads; None for torch's own choice."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
     cpus: float = Field(default=1.0, gt=0)
     """Logical CPUs of the task that measures."""
-    gpus: float = Field(default=0.0, ge=0)
+    gpus: float | None = Field(default=None, ge=0)
+    """Its GPUs; None for as many as a worker has."""
 
     @model_validator(mode="after")
     def _check(self) -> "DecodingConfig":
@@ -99,7 +100,7 @@ class DecodingConfig(Config):
     def evaluation(self, target: TargetConfig, folders: tuple[str, ...]) -> EvaluateConfig:
         """The evaluation that measures the drafters in these folders."""
         return EvaluateConfig(
-            target=target.model_copy(update={"device": self.device}),
+            target=target,
             drafters=folders,
             trees=(self.tree,),
             questions=self.questions,
@@ -172,7 +173,7 @@ class SweepConfig(Config):
             ConfigError: a key or a value of the space is not one of pipelines.distill.
         """
         folder = output or str(Path(self.output) / "trials" / "any")
-        words = [*self.distil, *overrides(choices), f"output={folder}", "ray={}", "validation=null"]
+        words = [*self.distil, *overrides(choices), f"output={folder}", "validation=null"]
         try:
             return load_config(DistilConfig, words)
         except ConfigError as error:

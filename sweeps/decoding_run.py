@@ -27,7 +27,7 @@ from sweeps.distinct import DistinctSearcher
 from sweeps.folders import trial_folders
 from sweeps.report import write_tables
 from sweeps.results import Trial
-from sweeps.spaces import Choices, from_text
+from sweeps.spaces import Choices, from_text, lies_in
 from sweeps.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
 _MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
@@ -116,7 +116,7 @@ def _search(sweep: TuneDecodingConfig, limits: Limits, listing: Listing, plan: P
     if isinstance(sweep.search, OptunaSearch):
         records = [folder.record for folder in trial_folders(sweep.output)]
         begun = [record["drawn"] for record in records if record["choices"]["drafter"] == limits.name]
-        begun = [choices for choices in begun if choices.keys() == sweep.space.keys()]  # others are of another space
+        begun = [choices for choices in begun if lies_in(choices, sweep.space)]  # others are of another space
         inner = optuna_searcher(sweep.search, sweep.space, begun)
 
         rng = random.Random(sweep.search.seed)

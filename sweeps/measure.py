@@ -55,8 +55,8 @@ def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> d
     from moray.bench.loading import load_drafters, load_target, nothing_fits
 
     config = EvaluateConfig.model_validate_json(evaluation)
-    if not gpus:  # those of the machine are for the workers
-        config = config.model_copy(update={"target": config.target.model_copy(update={"device": "cpu"})})
+    device = "cuda" if gpus else "cpu"  # whatever the target's own setting: other GPUs are for the workers
+    config = config.model_copy(update={"target": config.target.model_copy(update={"device": device})})
     questions, tokenizer, target = load_target(config)
     drafters: dict[str, Drafter] = load_drafters(config.drafters, target, tokenizer)
     runner = Runner(target, drafters, tokenizer, config)

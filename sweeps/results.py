@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moray.distill.metrics import read_metrics
 from sweeps.folders import TrialFolder, trial_folders
 from sweeps.spaces import label
 
@@ -46,8 +47,9 @@ class Trial:
 
     @property
     def training_tokens(self) -> int:
-        """Tokens that it was trained on."""
-        return int(self.last.get("training_tokens", 0))
+        """Tokens that it was trained on, measured or not."""
+        reports = read_metrics(self.folder)
+        return int(max(self.last.get("training_tokens", 0), reports[-1]["tokens"] if reports else 0))
 
     def summary(self) -> dict[str, Any]:
         """As it stands in summary.json."""

@@ -7,15 +7,25 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 
 from moray.cluster.claim import run_fingerprints
+from moray.cluster.configs import RayConfig
 from moray.errors import DataError
-from moray.provenance import RUN_FILE, machine, read_json, sha256_of_files, versions, write_json_atomically
+from moray.provenance import (
+    RUN_FILE,
+    machine,
+    read_json,
+    sha256_of_files,
+    versions,
+    write_json_atomically,
+    write_text_atomically,
+)
 from sweeps.board import SweepBoard, follow_sweep
 from sweeps.check import check_sweep, concurrency
 from sweeps.claim import SUMMARY_FILE, claim_sweep, is_done, running_clock, seconds_run
-from sweeps.configs import GridSearch, SweepConfig
+from sweeps.configs import DecodingConfig, GridSearch, SweepConfig
 from sweeps.folders import trial_folder, trial_folders
 from sweeps.ladder import Rung
 from sweeps.measure import folder_key
@@ -26,6 +36,8 @@ from sweeps.spaces import size
 from sweeps.trial import measure_on_ray
 
 _FINAL_FILE = "final.json"
+_DISTIL_FILE = "distil.yaml"
+"""What all trials share, with nothing left open."""
 _SEED = "train.seed"
 _MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
 """Keys, and groups of keys, of a sweep that may differ when it goes on: other trials stand beside those it has."""
@@ -42,6 +54,7 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
     rungs = check_sweep(sweep)
     concurrent = concurrency(sweep, sweep.trial({}))
     claim_sweep(output, _identity(sweep), _fingerprints(sweep))
+    shipped = _shipped(sweep, output)
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     total = size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials
     with running_clock(output):
@@ -51,12 +64,12 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
             highlight=False,
         )
         with follow_sweep(board, sweep.output, total or 0, sweep.objective):
-            search(sweep, rungs, board, concurrent)
+            search(shipped, rungs, board, concurrent)
         trials = read_trials(sweep.output)
         finalists = best_trials(_searched(sweep, trials), sweep.confirm.finalists)
         if not finalists:
             raise DataError(_why_none(trials, output))
-        confirmed = _confirm(sweep, finalists, rungs[-1], board, concurrent, console)
+        confirmed = _confirm(shipped, finalists, rungs[-1], board, concurrent, console)
         _crown(sweep, confirmed, output)
     return _write(sweep, read_trials(sweep.output), confirmed, output)
 
@@ -68,9 +81,11 @@ def is_complete(sweep: SweepConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: it holds an unfinished one, and `resume` is not given.
     """
-    return is_done(
+    is_all_done = is_done(
         Path(sweep.output), _identity(sweep), lambda: _fingerprints(sweep), sweep.resume, may_differ=_MAY_DIFFER
     )
+    has_failed = any(folder.state == "failed" for folder in trial_folders(sweep.output))
+    return is_all_done and not (sweep.resume and has_failed)
 
 
 def summary_path(sweep: SweepConfig) -> Path:
@@ -136,6 +151,7 @@ def _crown(sweep: SweepConfig, finalists: list[Finalist], output: Path) -> None:
     seeds = dict(zip(finalist.seeds, finalist.objectives(sweep.objective), strict=True))
     source, best = Path(finalist.folders[max(seeds, key=lambda seed: seeds[seed])]), output / "best"
     best.mkdir(exist_ok=True)
+    (best / "drafter.json").unlink(missing_ok=True)  # it comes last: a folder without it holds no drafter
     for name in ("drafter.safetensors", "metrics.jsonl", RUN_FILE, "drafter.json"):
         shutil.copyfile(source / name, best / f".{name}.tmp")
         (best / f".{name}.tmp").replace(best / name)
@@ -170,7 +186,24 @@ def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], o
 
 def _identity(sweep: SweepConfig) -> SweepConfig:
     """A sweep without what decides how, and not what, it does."""
-    return sweep.model_copy(update={"resume": False, "max_concurrent": None, "max_failures": 0})
+    located = {"output": str(Path(sweep.output).absolute()), "decoding": _located(sweep.decoding)}
+    return sweep.model_copy(
+        update={"resume": False, "max_concurrent": None, "max_failures": 0, "ray": RayConfig(), **located}
+    )
+
+
+def _shipped(sweep: SweepConfig, output: Path) -> SweepConfig:
+    """The sweep as its trials get it: they may have another working directory, and files that it names may be edited
+    while it runs."""
+    path = output / _DISTIL_FILE
+    write_text_atomically(path, yaml.safe_dump(sweep.trial({}).model_dump(mode="json"), sort_keys=False))
+    return sweep.model_copy(
+        update={"output": str(output), "decoding": _located(sweep.decoding), "distil": (str(path),)}
+    )
+
+
+def _located(decoding: DecodingConfig) -> DecodingConfig:
+    return decoding.model_copy(update={"questions": str(Path(decoding.questions).absolute())})
 
 
 def _fingerprints(sweep: SweepConfig) -> dict[str, str]:
@@ -178,6 +211,7 @@ def _fingerprints(sweep: SweepConfig) -> dict[str, str]:
     resolved = base.model_dump(mode="json", exclude={"ray", "workers", "output", "trackers"})
     return {
         **run_fingerprints(base),
+        "lanes": str(base.workers.most * base.train.accumulate),
         "distil": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:32],
         "questions": sha256_of_files([Path(sweep.decoding.questions)]),
     }

@@ -5,27 +5,66 @@ from collections.abc import Sequence
 from typing import Any
 
 from moray.cluster.distil import free_workers
-from sweeps.configs import RandomSearch, SweepConfig
+from sweeps.combinations import Verdict
+from sweeps.configs import OptunaSearch, RandomSearch, SweepConfig
+from sweeps.distinct import DistinctSearcher
 from sweeps.folders import trial_folders
 from sweeps.ladder import Rung
-from sweeps.spaces import Choices, grid
+from sweeps.spaces import Choices, Space, draw, folder_name, from_text, grid, lies_in
 from sweeps.trial import run_trial
-from sweeps.tuner import Plan, optuna_searcher, tune_listed, tune_proposed, tune_random
+from sweeps.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
+
+_MOST_DRAWS = 50
+"""Per trial, before it is believed that there is nothing new."""
 
 
 def search(sweep: SweepConfig, rungs: Sequence[Rung], board: Any, concurrent: int) -> None:
     """Run all trials of the search; their folders tell how each of them ended. Needs a Ray session."""
     plan = _plan(sweep, rungs, board, concurrent, sweep.ladder.reduction if sweep.ladder.stop else None)
-    if sweep.search.type == "grid":
+    if isinstance(sweep.search, OptunaSearch):
+        tune_proposed(plan, sweep.space, sweep.search.num_trials, _distinct(sweep, sweep.search))
+        return
+    if isinstance(sweep.search, RandomSearch):
+        points = _at_random(sweep.space, sweep.search.num_trials, random.Random(sweep.search.seed))
+    else:
         points = list(grid(sweep.space))
         random.Random(0).shuffle(points)  # else a scheduler would meet one key's values one after the other
-        tune_listed(plan, points)
-    elif isinstance(sweep.search, RandomSearch):
-        tune_random(plan, sweep.space, sweep.search.num_trials, sweep.search.seed)
-    else:
-        begun = [folder.record["choices"] for folder in trial_folders(sweep.output)]
-        begun = [choices for choices in begun if choices.keys() == sweep.space.keys()]  # others confirm a winner
-        tune_proposed(plan, sweep.space, sweep.search.num_trials, optuna_searcher(sweep.search, sweep.space, begun))
+    tune_listed(plan, points)
+
+
+def _at_random(space: Space, count: int, rng: random.Random) -> list[Choices]:
+    """So many different combinations, or fewer if there are no more: two trials of one folder would meet there."""
+    found: dict[str, Choices] = {}
+    for _ in range(count * _MOST_DRAWS):
+        choices = draw(space, rng)
+        found.setdefault(folder_name(choices), choices)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def _distinct(sweep: SweepConfig, search: OptunaSearch) -> DistinctSearcher:
+    """Optuna, told what has begun; whatever it proposes a second time is drawn at random instead."""
+    begun = [folder.record["choices"] for folder in trial_folders(sweep.output)]
+    begun = [choices for choices in begun if lies_in(choices, sweep.space)]
+    known: set[str] = set()
+    rng = random.Random(search.seed)
+
+    def judge(proposal: dict[str, Any]) -> Verdict:
+        name = folder_name(from_text(proposal))
+        if name in known:
+            return "again"
+        known.add(name)
+        return "new"
+
+    def spare() -> dict[str, Any] | None:
+        for _ in range(_MOST_DRAWS):
+            drawn = as_drawn(draw(sweep.space, rng), sweep.space)
+            if judge(drawn) == "new":
+                return drawn
+        return None
+
+    return DistinctSearcher(optuna_searcher(search, sweep.space, begun), judge, spare)
 
 
 def train_all(sweep: SweepConfig, points: Sequence[Choices], last: Rung, board: Any, concurrent: int) -> None:

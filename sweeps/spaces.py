@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -70,6 +71,10 @@ def _dotted(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         elif isinstance(value, Mapping):
             found |= _dotted(value, f"{key}.")
         elif isinstance(value, list | tuple) and value:
+            texts = [json.dumps(item) for item in value]
+            twice = next((text for text in texts if texts.count(text) > 1), None)
+            if twice is not None:
+                raise ValueError(f"'{key}' lists {twice} twice: name each value once")
             found[key] = list(value)
         else:
             raise ValueError(
@@ -106,6 +111,30 @@ def corners_of(space: Space) -> list[dict[str, Any]]:
     base = {key: options[0] for key, options in values.items()}
     single = [{**base, key: value} for key, options in values.items() for value in options]
     return [*single, *itertools.islice(grid(space), _MOST_CORNERS)]
+
+
+def draw(space: Space, rng: random.Random) -> dict[str, Any]:
+    """A combination at random; a loguniform range is drawn by its logarithm."""
+    return {key: _draw(dimension, rng) for key, dimension in space.items()}
+
+
+def _draw(dimension: list[Any] | Range, rng: random.Random) -> Any:
+    if isinstance(dimension, list):
+        return rng.choice(dimension)
+    low, high = dimension.bounds
+    if dimension.type == "integers":
+        return rng.randint(int(low), int(high))
+    if dimension.type == "loguniform":
+        return math.exp(rng.uniform(math.log(low), math.log(high)))
+    return rng.uniform(low, high)
+
+
+def lies_in(choices: Choices, space: Space) -> bool:
+    """Whether a search of the space could have chosen that."""
+    return choices.keys() == space.keys() and all(
+        dimension.low <= choices[key] <= dimension.high if isinstance(dimension, Range) else choices[key] in dimension
+        for key, dimension in space.items()
+    )
 
 
 def to_text(choices: Choices) -> dict[str, str]:

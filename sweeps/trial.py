@@ -19,7 +19,7 @@ from moray.cluster.distil import hand_out, train_until
 from moray.cluster.errors import own_errors
 from moray.cluster.training import checkpoint_step, open_run_trackers
 from moray.distill.metrics import read_metrics
-from moray.errors import MorayError, UnreachableError
+from moray.errors import DataError, MorayError, UnreachableError
 from sweeps.configs import SweepConfig
 from sweeps.folders import ENDED, TrialFolder, trial_folder
 from sweeps.ladder import Rung, steps_at
@@ -59,7 +59,6 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], board: Any) 
             except MorayError as error:
                 folder.end("diverged", str(error))
                 return
-            folder.add(row)
         if rung == rungs[-1]:
             folder.end("finished")
         tune.report({key: value for key, value in row.items() if key != "answers"})
@@ -94,6 +93,9 @@ def _climb(
             "objective": figures[sweep.objective],
             "seconds": time.time() - begin,
         }
+        if row["objective"] is None:
+            raise DataError(f"{sweep.objective} is not known, for all answers are one token long: give other questions")
+        folder.add(row)
         _track(config, folder, board, row)
     finally:
         ray.kill(board)
@@ -111,11 +113,18 @@ def _track(config: DistilConfig, folder: TrialFolder, board: Any, row: Mapping[s
         sink.close()
 
 
+def decoding_gpus(sweep: SweepConfig, config: DistilConfig) -> float:
+    """What a measurement takes of them."""
+    given = sweep.decoding.gpus
+    return config.workers.resources.get("GPU", 0.0) if given is None else given
+
+
 def measure_on_ray(sweep: SweepConfig, config: DistilConfig, folders: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Figures of the drafters in some folders by the folders' names, from a task that waits for its own resources."""
     decoding = sweep.decoding
-    task: Any = ray.remote(measure).options(num_cpus=decoding.cpus, num_gpus=decoding.gpus, scheduling_strategy=_DRIVER)
+    gpus = decoding_gpus(sweep, config)
+    task: Any = ray.remote(measure).options(num_cpus=decoding.cpus, num_gpus=gpus, scheduling_strategy=_DRIVER)
     evaluation = decoding.evaluation(config.target, folders).model_dump_json()
     with own_errors():
-        found: Any = ray.get(task.remote(evaluation, decoding.gpus, decoding.rounds, decoding.batch_size))
+        found: Any = ray.get(task.remote(evaluation, gpus, decoding.rounds, decoding.batch_size))
     return found

@@ -23,7 +23,7 @@ from sweeps.folders import TrialFolder, trial_folder
 from sweeps.spaces import Choices, Range, Space, from_text, to_text
 
 METRIC = "objective"
-_WAITING_CPUS = 0.01
+WAITING_CPUS = 0.01
 """Of an actor that only waits: Ray refuses 0."""
 _TIDY_SECONDS = 10.0
 _LISTED = "choices"
@@ -45,7 +45,7 @@ class Plan:
     """The best 1 / reduction of a rung go on; None: all do."""
     concurrent: int
     max_failures: int
-    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": _WAITING_CPUS})
+    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": WAITING_CPUS})
     """Of a trial's own process; by default it waits for others."""
     reuse: bool = False
     """A process that has ended its trial takes the next one."""
@@ -60,12 +60,6 @@ def tune_listed(plan: Plan, points: Sequence[Choices]) -> None:
     """Try these, one after the other. Needs a Ray session, as all here."""
     texts = [json.dumps(to_text(choices)) for choices in points]
     _tune(plan, {_LISTED: tune.grid_search(texts)}, BasicVariantGenerator(max_concurrent=plan.concurrent), 1)
-
-
-def tune_random(plan: Plan, space: Space, num_trials: int, seed: int) -> None:
-    """Try so many at random."""
-    generator = BasicVariantGenerator(max_concurrent=plan.concurrent, random_state=seed)
-    _tune(plan, _sampled(space), generator, num_trials)
 
 
 def tune_proposed(plan: Plan, space: Space, num_trials: int, searcher: Searcher) -> None:

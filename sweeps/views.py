@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from moray.bench.drawing import shorten
 from sweeps.results import Trial
-from sweeps.spaces import Range, Space, label, short, show
+from sweeps.spaces import Range, Space, label, lies_in, short, show
 
 WORDS = {"speedup": "speed-up", "tau": "tau", "tokens_per_second": "tokens per second"}
 """Objectives, as people call them."""
@@ -91,14 +91,7 @@ class Searched:
 
 def searched(trials: Iterable[Trial], space: Space, objective: str) -> Searched:
     """The search's own of all trials of a sweep."""
-    return Searched([trial for trial in trials if _lies_in(trial.choices, space)], space, objective)
-
-
-def _lies_in(choices: Mapping[str, Any], space: Space) -> bool:
-    return choices.keys() == space.keys() and all(
-        dimension.low <= choices[key] <= dimension.high if isinstance(dimension, Range) else choices[key] in dimension
-        for key, dimension in space.items()
-    )
+    return Searched([trial for trial in trials if lies_in(trial.choices, space)], space, objective)
 
 
 def _merit(trial: Trial) -> tuple[float, float]:

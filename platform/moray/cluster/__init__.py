@@ -15,6 +15,8 @@ ENVIRONMENT = {
     # Sweeps show their own progress, and keep their own files and figures for TensorBoard.
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    # Tune would end quietly on Ctrl-C, as if all trials had been run.
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "RAY_DATA_USE_DATASOURCE_V2": "0",
     # Say nothing of a task that failed and will be tried again.
     "RAY_enable_output_error_log_if_still_retry": "0",
