@@ -201,6 +201,7 @@ def test_plan_says_what_adding_columns_takes_and_writes_nothing(
     assert _times(cache) == times
 
 
+@pytest.mark.slow
 def test_a_compacted_cache_grows_and_a_grown_one_is_compacted(
     cache: Path, many_columns: Path, make: Callable[..., Manifest], tiny_target: Path
 ) -> None:

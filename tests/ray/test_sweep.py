@@ -96,6 +96,7 @@ def test_a_sweep_of_two_trials_writes_its_answer(swept: tuple[SweepConfig, dict[
         assert (output / "best" / name).read_bytes() == (Path(best["folder"]) / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(
     swept: tuple[SweepConfig, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_winner_s_file_is_for_the_evaluate_command(tuned: tuple[TuneDecodingCo
     assert (row["drafter"], row["tree"], row["lossless"]) == ("medusa", "dynamic-2x2-4", True)
 
 
+@pytest.mark.slow
 def test_resumption_asks_nothing_again(tuned: tuple[TuneDecodingConfig, dict[str, Any], str], tmp_path: Path) -> None:
     from sweeps.decoding_run import is_complete
 
@@ -165,6 +166,7 @@ def test_resumption_asks_nothing_again(tuned: tuple[TuneDecodingConfig, dict[str
 
 
 @pytest.mark.usefixtures("ray_session")
+@pytest.mark.slow
 def test_optuna_proposes_each_shape_once_until_there_are_no_more(values: dict[str, Any], tmp_path: Path) -> None:
     own = {"space": {"tree.type": ["chain"], "tree.depth": [1, 2, 9], "tree.breadth": [1, 2]}, "objective": "tau"}
     search = {"type": "optuna", "num_trials": 9, "num_random": 2}
