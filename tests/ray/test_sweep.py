@@ -12,6 +12,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from moray.cluster.configs import RayConfig
 from moray.config import validate
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.provenance import read_json
@@ -71,14 +72,25 @@ def run(sweep: SweepConfig) -> dict[str, Any]:
     return run_sweep(sweep, Console(file=StringIO()))
 
 
+Swept = tuple[SweepConfig, dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def swept(make_sweep: MakeSweep, tmp_path_factory: pytest.TempPathFactory) -> tuple[SweepConfig, dict[str, Any]]:
-    """Two trials to the end."""
-    sweep = make_sweep(output=str(tmp_path_factory.mktemp("swept") / "two"))
+def swept(make_sweep: MakeSweep, tmp_path_factory: pytest.TempPathFactory) -> Swept:
+    """Two trials to the end, on one rung."""
+    ladder = {"rungs": 1, "reduction": 2}
+    sweep = make_sweep(output=str(tmp_path_factory.mktemp("swept") / "two"), ladder=ladder)
     return sweep, run(sweep)
 
 
-def test_a_sweep_of_two_trials_writes_its_answer(swept: tuple[SweepConfig, dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def climbed(make_sweep: MakeSweep, tmp_path_factory: pytest.TempPathFactory) -> Swept:
+    """Two trials to the end, on two rungs."""
+    sweep = make_sweep(output=str(tmp_path_factory.mktemp("climbed") / "two"))
+    return sweep, run(sweep)
+
+
+def test_a_sweep_of_two_trials_writes_its_answer(swept: Swept) -> None:
     sweep, summary = swept
     output = Path(sweep.output)
     assert read_json(output / "summary.json") == json.loads(json.dumps(summary))
@@ -88,7 +100,7 @@ def test_a_sweep_of_two_trials_writes_its_answer(swept: tuple[SweepConfig, dict[
     assert summary["winner"]["choices"] == best["choices"]
     assert summary["training_tokens"] == sum(trial["training_tokens"] for trial in summary["trials"])
     rows = pd.read_parquet(output / "sweep.parquet")
-    assert sorted(rows["step"]) == [LAST_STEP // 2, LAST_STEP // 2, LAST_STEP, LAST_STEP]
+    assert sorted(rows["step"]) == [LAST_STEP, LAST_STEP]
     assert (rows["tau"] >= 1).all()
     assert rows["lossless"].all()
     assert (rows["objective"] == rows["speedup"]).all()
@@ -97,13 +109,12 @@ def test_a_sweep_of_two_trials_writes_its_answer(swept: tuple[SweepConfig, dict[
 
 
 @pytest.mark.slow
-def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(
-    swept: tuple[SweepConfig, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(climbed: Swept, tmp_path: Path) -> None:
     from moray.cluster.distil import distil
 
-    sweep, summary = swept
+    sweep, summary = climbed
     trial = summary["trials"][0]
+    assert [row["step"] for row in read_json(Path(trial["folder"]) / "rungs.json")] == [LAST_STEP // 2, LAST_STEP]
     config = sweep.trial(trial["choices"], str(tmp_path / "unbroken"))
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": LAST_STEP})})
     whole = load_file(distil(config) / "drafter.safetensors")
@@ -112,22 +123,21 @@ def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(
     assert all(bool((whole[name] == parts[name]).all()) for name in whole)
 
 
-def test_a_complete_sweep_is_not_run_again(swept: tuple[SweepConfig, dict[str, Any]]) -> None:
+def test_a_complete_sweep_is_not_run_again(swept: Swept) -> None:
     from sweeps.run import is_complete
 
     sweep, _ = swept
     assert is_complete(sweep)
+    assert is_complete(sweep.model_copy(update={"max_concurrent": 1, "ray": RayConfig(num_cpus=7)}))
     with pytest.raises(MismatchError, match="training_tokens"):
         is_complete(sweep.model_copy(update={"training_tokens": 100}))
 
 
 @pytest.mark.slow
-def test_resumption_measures_nothing_again_and_trains_what_is_missing(
-    swept: tuple[SweepConfig, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_resumption_measures_nothing_again_and_trains_what_is_missing(climbed: Swept, tmp_path: Path) -> None:
     from sweeps.run import is_complete
 
-    sweep, before = swept
+    sweep, before = climbed
     again = sweep.model_copy(update={"output": str(tmp_path / "two")})
     shutil.copytree(sweep.output, again.output)
     lost, kept = (Path(again.output) / "trials" / Path(trial["folder"]).name for trial in before["trials"])
