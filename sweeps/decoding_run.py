@@ -162,7 +162,7 @@ def _write(
         "drafters": answers,
         "objective": sweep.objective,
         "between": between_drafters(sweep, answers, finalists, figures),
-        "trials": [{**trial.summary(), "folder": str(trial.folder)} for trial in trials],
+        "trials": [trial.summary() for trial in trials],
         "left_out": {name: dict(counts) for name, counts in left_out.items()},
         "wall_seconds": seconds_run(output),
         "machine": machine(),

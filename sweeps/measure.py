@@ -43,7 +43,7 @@ class Answer:
 
 
 def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> dict[str, dict[str, Any]]:
-    """Figures of every drafter of an evaluation (as JSON), by name, with its answers. Runs in a task of its own.
+    """Figures of every drafter of an evaluation of one tree (JSON), with its answers, by name. Runs in a Ray task.
 
     Every prompt is decoded `rounds` times by every method, greedily and so to the same answer, and the fastest time of
     each counts: what else the machine does, other trials above all, can only make it slower. With more than
@@ -67,7 +67,7 @@ def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> d
         raise nothing_fits(config.questions, runner.capacity)
     drafted = runner.measurement.methods[1:]
     found = {
-        _name(method.name, method.tree, config): row
+        method.name: row
         for method, row in zip(drafted, figures(fastest(runner.measurement, rounds), config), strict=True)
     }
     if batch_size > 1:
@@ -148,10 +148,6 @@ def figures(measurement: Measurement, config: EvaluateConfig) -> list[dict[str, 
         ]
         found.append({ours: row[theirs] for ours, theirs in FIGURES.items()} | {"answers": answers})
     return found
-
-
-def _name(drafter: str, tree: str, config: EvaluateConfig) -> str:
-    return drafter if len(config.trees) == 1 else f"{drafter}, {tree}"
 
 
 def folder_key(folder: str) -> str:
