@@ -30,7 +30,7 @@ def main(config: SummarizeConfig) -> None:
     from rich.console import Console
 
     from moray.provenance import write_json_atomically
-    from sweeps.overview import overview, print_overviews
+    from sweeps.reports.overview import overview, print_overviews
 
     overviews = [overview(folder) for folder in config.sweeps]
     print_overviews(overviews, Console())

@@ -9,8 +9,8 @@ the same command with --resume goes on; what was measured is not measured again.
 import sys
 
 from moray.config import run_entry_point
-from sweeps.configs import SweepConfig
-from sweeps.spaces import corners_of
+from sweeps.trainings.configs import SweepConfig
+from sweeps.tuning.spaces import corners_of
 
 
 def main(config: SweepConfig) -> None:
@@ -19,13 +19,13 @@ def main(config: SweepConfig) -> None:
 
     from moray.cluster.session import ray_session
     from moray.provenance import read_json
-    from sweeps.console import print_summary
+    from sweeps.trainings.console import print_summary
 
     for choices in corners_of(config.space):  # what is misspelt is said before Ray starts
         config.trial(choices)
     console = Console()
     with ray_session(config.ray):
-        from sweeps.run import is_complete, run_sweep, summary_path
+        from sweeps.trainings.run import is_complete, run_sweep, summary_path
 
         summary = read_json(summary_path(config)) if is_complete(config) else run_sweep(config, console)
     print_summary(summary, console)

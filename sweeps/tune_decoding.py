@@ -13,7 +13,7 @@ off it, too.
 import sys
 
 from moray.config import run_entry_point
-from sweeps.decoding_configs import TuneDecodingConfig
+from sweeps.decoding.configs import TuneDecodingConfig
 
 
 def main(config: TuneDecodingConfig) -> None:
@@ -24,12 +24,12 @@ def main(config: TuneDecodingConfig) -> None:
 
     from moray.cluster.session import ray_session
     from moray.provenance import read_json
-    from sweeps.claim import SUMMARY_FILE
-    from sweeps.decoding_console import print_decoding
+    from sweeps.decoding.console import print_decoding
+    from sweeps.tuning.claim import SUMMARY_FILE
 
     console = Console()
     with ray_session(config.ray):
-        from sweeps.decoding_run import is_complete, run_decoding
+        from sweeps.decoding.run import is_complete, run_decoding
 
         done = is_complete(config)
         summary = read_json(Path(config.output) / SUMMARY_FILE) if done else run_decoding(config, console)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from moray.provenance import write_json_atomically
-from sweeps.folders import State
-from sweeps.results import Finalist, Trial, how_sure, rank_agreement
-from sweeps.spaces import folder_name, label
-from sweeps.views import read_space, searched
+from sweeps.reports.results import Finalist, Trial, how_sure, rank_agreement
+from sweeps.reports.views import read_space, searched
+from sweeps.tuning.folders import State
+from sweeps.tuning.spaces import folder_name, label
 
 RUNGS = (10_000, 30_000, 90_000)
 LAYERS, WIDTH, RATE = "drafter.target_layers", "drafter.mask_width", "optim.lr"

@@ -126,6 +126,10 @@ class Pipeline:
         self._process.wait()
         self.wait_until_gone(60, but=("DashboardAgent", "RuntimeEnvAgent"))
 
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        os.kill(self._process.pid, signal.SIGINT)
+
     def wait_until_gone(self, seconds: float, but: tuple[str, ...] = ()) -> None:
         """Wait until nothing that it has started lives any more."""
         deadline = time.monotonic() + seconds

@@ -1,16 +1,14 @@
 """kill -9 of a sweep's driver and of its trials' processes: what was measured stays, and the sweep comes to its end."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tiny_sweeps import write_distil, write_questions
 
 from moray.provenance import read_json
-
-BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -19,25 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def config(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of three trials on three rungs; only the output is missing."""
     folder = tmp_path_factory.mktemp("config")
-    distil = {
-        "target": {"model": str(tiny_target)},
-        "activations": str(tiny_cache),
-        "drafter": {
-            "type": "moa",
-            "target_layers": 0,
-            "layer_self_attention": BLOCK,
-            "self_attention": BLOCK,
-            "cross_attention": BLOCK,
-        },
-        "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
-        "schedule": {"type": "linear", "warmup_steps": 5},
-        "train": {"epochs": 8, "batch_tokens": 512, "checkpoint_steps": 10, "log_steps": 5},
-    }
-    (folder / "distil.yaml").write_text(yaml.safe_dump(distil))
-    (folder / "questions.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two six")))
-    decoding = {"tree": {"type": "chain", "depth": 3}, "questions": str(folder / "questions.jsonl")}
+    distil = write_distil(folder, tiny_target, tiny_cache, epochs=8, checkpoint_steps=10, log_steps=5)
+    questions = write_questions(folder, "one", "two six")
+    decoding = {"tree": {"type": "chain", "depth": 3}, "questions": str(questions)}
     sweep = {
-        "distil": [str(folder / "distil.yaml")],
+        "distil": [str(distil)],
         "space": {"drafter.target_layers": [0, 1, 2]},
         "ladder": {"rungs": 3, "reduction": 2},
         "training_tokens": 40 * 512,
@@ -92,8 +76,10 @@ def test_a_trial_whose_processes_die_is_tried_again(
     output = tmp_path / "sweep"
     run = start_pipeline("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4")
     run.wait_until(lambda: _count(output) >= 1 and run.processes("ray::ImplicitFunc"))
-    for pid in run.processes("ray::ImplicitFunc"):
+    living = run.processes("ray::ImplicitFunc")
+    for pid in living:
         kill(pid)
+    assert living
     rows = _measured(output)
     assert run.finish() == 0, run.output
     after = _measured(output)
@@ -101,3 +87,20 @@ def test_a_trial_whose_processes_die_is_tried_again(
     summary = read_json(output / "summary.json")
     assert {trial["state"] for trial in summary["trials"]} <= {"finished", "stopped"}
     assert len(summary["trials"]) == 4
+
+
+def test_ctrl_c_ends_a_sweep_at_once_and_it_goes_on(
+    config: Path, start_pipeline: Callable[..., Any], tmp_path: Path
+) -> None:
+    output = tmp_path / "sweep"
+    words = ("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4", "confirm.seeds=1")
+    run = start_pipeline(*words)
+    run.wait_until(lambda: _count(output) >= 1)
+    run.interrupt()
+    assert run.finish() == 130, run.output
+    assert "interrupted" in run.output
+    assert not (output / "summary.json").exists()
+    before = _measured(output)
+    again = start_pipeline(*words, "--resume")
+    assert again.finish() == 0, again.output
+    assert all(_measured(output)[name][: len(rows)] == rows for name, rows in before.items())

@@ -9,17 +9,17 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import yaml
 from safetensors.torch import load_file
+from tiny_sweeps import BLOCK, STEP_TOKENS, write_distil, write_questions
 
 from moray.cluster.configs import RayConfig
 from moray.config import validate
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.provenance import read_json
-from sweeps.configs import SweepConfig
+from sweeps.trainings.configs import SweepConfig
+from sweeps.tuning.configs import GridSearch
+from sweeps.tuning.folders import trial_folder
 
-BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
-STEP_TOKENS = 512
 LAST_STEP = 12
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -31,28 +31,12 @@ MakeSweep = Callable[..., SweepConfig]
 def make_sweep(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeSweep:
     """A sweep of few updates over the tiny target; what is given replaces its own keys."""
     folder = tmp_path_factory.mktemp("sweep")
-    base = {
-        "target": {"model": str(tiny_target)},
-        "activations": str(tiny_cache),
-        "drafter": {
-            "type": "moa",
-            "target_layers": 0,
-            "layer_self_attention": BLOCK,
-            "self_attention": BLOCK,
-            "cross_attention": BLOCK,
-        },
-        "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
-        "schedule": {"type": "linear", "warmup_steps": 3},
-        "train": {"epochs": 2, "batch_tokens": STEP_TOKENS, "checkpoint_steps": 100, "log_steps": 2},
-    }
-    (folder / "distil.yaml").write_text(yaml.safe_dump(base))
-    questions = folder / "questions.jsonl"
-    prompts = ["one two three", "four five", "six", "seven eight nine ten"]
-    questions.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    distil = write_distil(folder, tiny_target, tiny_cache)
+    questions = write_questions(folder, "one two three", "four five", "six", "seven eight nine ten")
 
     def make(**values: Any) -> SweepConfig:
         defaults = {
-            "distil": [str(folder / "distil.yaml")],
+            "distil": [str(distil)],
             "space": {"drafter.target_layers": [0, 1]},
             "ladder": {"rungs": 2, "reduction": 2, "stop": False},
             "training_tokens": LAST_STEP * STEP_TOKENS,
@@ -67,7 +51,7 @@ def make_sweep(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.Tem
 def run(sweep: SweepConfig) -> dict[str, Any]:
     from rich.console import Console
 
-    from sweeps.run import run_sweep
+    from sweeps.trainings.run import run_sweep
 
     return run_sweep(sweep, Console(file=StringIO()))
 
@@ -124,7 +108,7 @@ def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(climbed: S
 
 
 def test_a_complete_sweep_is_not_run_again(swept: Swept) -> None:
-    from sweeps.run import is_complete
+    from sweeps.trainings.run import is_complete
 
     sweep, _ = swept
     assert is_complete(sweep)
@@ -135,7 +119,7 @@ def test_a_complete_sweep_is_not_run_again(swept: Swept) -> None:
 
 @pytest.mark.slow
 def test_resumption_measures_nothing_again_and_trains_what_is_missing(climbed: Swept, tmp_path: Path) -> None:
-    from sweeps.run import is_complete
+    from sweeps.trainings.run import is_complete
 
     sweep, before = climbed
     again = sweep.model_copy(update={"output": str(tmp_path / "two")})
@@ -166,6 +150,69 @@ def test_a_trial_that_diverges_is_reported_and_the_others_go_on(make_sweep: Make
     assert "lower optim.lr" in states[1e30]["message"]
     assert states[0.02]["state"] == "finished"
     assert summary["winner"]["choices"] == {"optim.lr": 0.02}
+
+
+@pytest.mark.slow
+def test_a_disk_that_was_full_is_no_divergence(make_sweep: MakeSweep, tmp_path: Path) -> None:
+    """What spoke against a trial may be mended: with --resume it is tried again."""
+    sweep = make_sweep(output=str(tmp_path / "sweep"), ladder={"rungs": 1, "reduction": 2})
+    blocked = trial_folder(sweep.output, {"drafter.target_layers": 0})
+    blocked.path.mkdir(parents=True)
+    (blocked.path / "run.yaml").write_text("config: {drafter: {type: eagle}}\nfingerprints: {}\n")
+    summary = run(sweep)
+    states = {trial["choices"]["drafter.target_layers"]: trial for trial in summary["trials"]}
+    assert {layers: trial["state"] for layers, trial in states.items()} == {0: "failed", 1: "finished"}
+    assert "another output" in states[0]["message"]
+    (blocked.path / "run.yaml").unlink()
+    summary = run(sweep.model_copy(update={"resume": True}))
+    assert {trial["state"] for trial in summary["trials"]} == {"finished"}
+
+
+@pytest.mark.slow
+def test_a_search_at_random_goes_on_with_a_wider_space_and_tells_mlflow(make_sweep: MakeSweep, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    output, store = str(tmp_path / "sweep"), tmp_path / "store"
+    sweep = make_sweep(
+        output=output,
+        space={"optim.lr": {"type": "loguniform", "low": 0.01, "high": 0.05}},
+        search={"type": "random", "num_trials": 2},
+        ladder={"rungs": 1, "reduction": 2},
+    )
+    trackers = json.dumps([{"type": "mlflow", "uri": str(store)}])
+    sweep = sweep.model_copy(update={"distil": (*sweep.distil, f"trackers={trackers}")})
+    first = run(sweep)
+    assert len(first["trials"]) == 2
+    assert all(0.01 <= trial["choices"]["optim.lr"] <= 0.05 for trial in first["trials"])
+    client = MlflowClient(tracking_uri=store.as_uri())
+    told = []
+    for trial in first["trials"]:
+        (run_id,) = read_json(Path(trial["folder"]) / "trackers.json").values()
+        told += [metric.value for metric in client.get_metric_history(run_id, "sweep/objective")]
+    assert sorted(told) == sorted(pytest.approx(trial["figures"]["objective"]) for trial in first["trials"])
+    wider = sweep.model_copy(update={"space": {"optim.lr": [0.03, 0.04]}, "search": GridSearch(type="grid")})
+    second = run(wider.model_copy(update={"resume": True}))
+    before = {trial["name"]: trial["figures"] for trial in first["trials"]}
+    after = {trial["name"]: trial["figures"] for trial in second["trials"]}
+    assert len(after) == 4
+    assert before.items() <= after.items()
+
+
+@pytest.mark.slow
+def test_optuna_searches_by_the_speed_of_a_batch(make_sweep: MakeSweep, tmp_path: Path) -> None:
+    sweep = make_sweep(
+        output=str(tmp_path / "sweep"),
+        space={"drafter.target_layers": [0, 1, 2], "losses.kl": {"type": "uniform", "low": 0.5, "high": 1.5}},
+        search={"type": "optuna", "num_trials": 2, "num_random": 1},
+        ladder={"rungs": 1, "reduction": 2},
+    )
+    decoding = sweep.decoding.model_copy(update={"batch_size": 2, "rounds": 2})
+    summary = run(sweep.model_copy(update={"decoding": decoding}))
+    assert len(summary["trials"]) == 2
+    for trial in summary["trials"]:
+        assert trial["state"] == "finished"
+        assert trial["figures"]["equal_share"] == 1
+        assert trial["figures"]["objective"] == trial["figures"]["speedup"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -209,4 +256,11 @@ def test_what_cannot_work_is_refused_before_anything_starts(make_sweep: MakeSwee
     long = make_sweep(training_tokens=10**9, output=str(output))
     with pytest.raises(DataError, match=r"raise train\.epochs"):
         run(long)
+    short = make_sweep(training_tokens=STEP_TOKENS, output=str(output))
+    with pytest.raises(ConfigError, match=r"ladder\.rungs is 2, but with .* they are at updates 1, 1"):
+        run(short)
+    few = make_sweep(output=str(output))
+    few = few.model_copy(update={"decoding": few.decoding.model_copy(update={"batch_size": 5})})
+    with pytest.raises(ConfigError, match=r"batch_size is 5, but .* 4 questions"):
+        run(few)
     assert not output.exists()

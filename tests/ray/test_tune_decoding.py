@@ -15,7 +15,7 @@ import yaml
 from moray.config import load_config, validate
 from moray.errors import ConfigError, DataError
 from moray.provenance import read_json
-from sweeps.decoding_configs import TuneDecodingConfig
+from sweeps.decoding.configs import TuneDecodingConfig
 
 BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 MOA = {"type": "moa", "layer_self_attention": BLOCK, "self_attention": BLOCK, "cross_attention": BLOCK}
@@ -56,8 +56,8 @@ def values(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def run(sweep: TuneDecodingConfig) -> tuple[dict[str, Any], str]:
     from rich.console import Console
 
-    from sweeps.decoding_console import print_decoding
-    from sweeps.decoding_run import run_decoding
+    from sweeps.decoding.console import print_decoding
+    from sweeps.decoding.run import run_decoding
 
     console = Console(file=StringIO(), width=200)
     summary = run_decoding(sweep, console)
@@ -113,8 +113,8 @@ def test_a_winner_s_file_is_for_the_evaluate_command(tuned: tuple[TuneDecodingCo
     from moray.bench.configs import EvaluateConfig
     from moray.bench.evaluation import evaluate
     from moray.distill.checkpoint import read_contract
-    from sweeps.combinations import Combination
-    from sweeps.decoding_results import write_best
+    from sweeps.decoding.combinations import Combination
+    from sweeps.decoding.results import write_best
 
     sweep, summary, _ = tuned
     for name, answer in summary["drafters"].items():
@@ -134,7 +134,7 @@ def test_a_winner_s_file_is_for_the_evaluate_command(tuned: tuple[TuneDecodingCo
 
 @pytest.mark.slow
 def test_resumption_asks_nothing_again(tuned: tuple[TuneDecodingConfig, dict[str, Any], str], tmp_path: Path) -> None:
-    from sweeps.decoding_run import is_complete
+    from sweeps.decoding.run import is_complete
 
     sweep, before, _ = tuned
     assert is_complete(sweep)

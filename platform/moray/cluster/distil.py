@@ -69,6 +69,7 @@ def train_until(config: DistilConfig, stop_step: int, board: Any) -> ray.train.C
     Raises:
         As `distil`.
     """
+    is_complete(config)  # raises what speaks against it
     output = Path(config.output).absolute()
     newest = newest_checkpoint(output)
     if newest is not None and checkpoint_step(newest) >= stop_step:

@@ -8,10 +8,10 @@ import pytest
 from moray.config import load_config, validate
 from moray.errors import ConfigError
 from moray.trees.shapes import SparseShape
-from sweeps.combinations import Combination, Limits, UnfitError, combine, drawn, listed
-from sweeps.configs import LadderConfig
-from sweeps.decoding_check import sizes_of
-from sweeps.decoding_configs import TuneDecodingConfig
+from sweeps.decoding.check import sizes_of
+from sweeps.decoding.combinations import Combination, Limits, UnfitError, combine, drawn, listed
+from sweeps.decoding.configs import TuneDecodingConfig
+from sweeps.tuning.configs import LadderConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FREE = Limits("moa", None, 1024)

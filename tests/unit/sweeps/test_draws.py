@@ -5,8 +5,8 @@ import random
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from sweeps.search import _at_random
-from sweeps.spaces import Space, draw, folder_name, lies_in
+from sweeps.trainings.search import _at_random
+from sweeps.tuning.spaces import Space, draw, folder_name, lies_in
 
 SPACE = TypeAdapter(Space).validate_python(
     {

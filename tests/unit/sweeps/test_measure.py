@@ -2,7 +2,7 @@
 
 from moray.bench.runner import Asked, Measurement, Method
 from moray.decoding.stats import Generation
-from sweeps.measure import fastest
+from sweeps.trainings.measure import fastest
 
 
 def method(name: str, seconds: list[float], lossless: list[bool]) -> Method:

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 from sweep_trials import LAYERS, RUNGS, a_grid, finalist, trial, write_trials
 
-from sweeps.results import best_trials, how_sure, objective_of, pareto, rank_agreement, read_trials, spearman
+from sweeps.reports.results import best_trials, how_sure, objective_of, pareto, rank_agreement, read_trials, spearman
 
 ANSWERS = [[10, 2.0, 4.0, 5, 9], [30, 2.0, 4.0, 5, 27]]
 

@@ -7,7 +7,7 @@ import pytest
 
 from moray.config import Config, load_config
 from moray.errors import ConfigError
-from sweeps.spaces import Space, folder_name, from_text, grid, label, overrides, short, show, size, to_text
+from sweeps.tuning.spaces import Space, folder_name, from_text, grid, label, overrides, short, show, size, to_text
 
 
 class Searching(Config):

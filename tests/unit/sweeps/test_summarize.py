@@ -14,10 +14,10 @@ from sweep_trials import GRID, LAYERS, RATE, RUNGS, WIDTH, a_grid, finalist, sum
 
 from moray.errors import DataError
 from moray.provenance import write_json_atomically
-from sweeps.overview import overview, print_overviews
-from sweeps.spaces import Range
+from sweeps.reports.overview import overview, print_overviews
+from sweeps.reports.views import Searched, common_rung, height, read_space, searched, worths
 from sweeps.summarize import COMMAND, main
-from sweeps.views import Searched, common_rung, height, read_space, searched, worths
+from sweeps.tuning.spaces import Range
 
 RANGE = {"type": "loguniform", "low": 1e-4, "high": 1.0}
 

@@ -6,7 +6,7 @@ import pytest
 
 from moray.config import load_config, read_yaml
 from moray.errors import ConfigError
-from sweeps.configs import SweepConfig
+from sweeps.trainings.configs import SweepConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PRESETS = [path for path in sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml")) if "distil" in read_yaml(path)]

@@ -11,8 +11,8 @@ import pytest
 from sweep_trials import GRID, LAYERS, RATE, RUNGS, WIDTH, a_grid, finalist, summary, trial
 
 from moray.provenance import read_json
-from sweeps.report import how_sure_in_words, render_html, write_sweep
-from sweeps.results import Trial
+from sweeps.reports.report import how_sure_in_words, render_html, write_sweep
+from sweeps.reports.results import Trial
 
 HOSTILE = '<script>alert("x")</script> & [red]$\\frac$ ]]> -->'
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -275,7 +275,7 @@ def test_all_is_written_and_the_summary_last(tmp_path: Path, monkeypatch):
     def fail(*_: Any) -> str:
         raise RuntimeError("no page")
 
-    monkeypatch.setattr("sweeps.report.render_html", fail)
+    monkeypatch.setattr("sweeps.reports.report.render_html", fail)
     with pytest.raises(RuntimeError, match="no page"):
         write_sweep(given, trials, tmp_path)
     assert not (tmp_path / "summary.json").exists(), "it says that the sweep is complete"

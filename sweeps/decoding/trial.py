@@ -26,11 +26,11 @@ from moray.errors import MorayError, UnreachableError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 from moray.trees.shapes import ChainShape
-from sweeps.combinations import Combination, Limits, combine
-from sweeps.decoding_configs import TuneDecodingConfig
-from sweeps.folders import ENDED, trial_folder
-from sweeps.measure import figures
-from sweeps.spaces import Choices
+from sweeps.decoding.combinations import Combination, Limits, combine
+from sweeps.decoding.configs import TuneDecodingConfig
+from sweeps.trainings.measure import figures
+from sweeps.tuning.folders import ENDED, trial_folder
+from sweeps.tuning.spaces import Choices
 
 Ask = Callable[[int], list[dict[str, Any]]]
 """ask(count): figures of all combinations over the first so many questions."""
@@ -68,7 +68,7 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
                 except UnreachableError:  # may answer again
                     raise
                 except MorayError as error:
-                    folder.end("diverged", str(error))
+                    folder.end("failed", str(error))
                     return
                 finally:
                     board.forget.remote(folder.path.name)

@@ -9,7 +9,7 @@ import ray
 import ray.exceptions
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sweeps.folders import ENDED, trial_folders
+from sweeps.tuning.folders import ENDED, trial_folders
 
 _POLL_SECONDS = 1.0
 

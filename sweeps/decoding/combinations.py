@@ -13,13 +13,14 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from moray.explain import one_line
 from moray.trees.shapes import AdaptiveShape, AnyShape, DynamicShape, Shape, SparseShape
-from sweeps.spaces import Choices, Space, draw, grid
+from sweeps.tuning.distinct import Verdict
+from sweeps.tuning.spaces import Choices, Space, draw, grid
 
 KEYS = ("tree", "tree.type", "tree.depth", "tree.breadth", "tree.nodes", "draft_vocab_size")
 """What may be searched."""
@@ -29,9 +30,6 @@ BUILT = {"chain": ("depth",), "dynamic": ("depth", "breadth", "nodes"), "adaptiv
 
 _SHAPE: TypeAdapter[AnyShape] = TypeAdapter(Shape)
 _MOST_DRAWS = 500
-
-
-Verdict = Literal["new", "again", "unfit"]
 
 
 class UnfitError(Exception):

@@ -5,6 +5,7 @@ search meets the same results in the same order of choices. This module refuses 
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,9 @@ from ray.tune.search import ConcurrencyLimiter, Searcher
 from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch as RayOptunaSearch
 
-from sweeps.configs import OptunaSearch
-from sweeps.folders import TrialFolder, trial_folder
-from sweeps.spaces import Choices, Range, Space, from_text, to_text
+from sweeps.tuning.configs import OptunaSearch
+from sweeps.tuning.folders import TrialFolder, trial_folder
+from sweeps.tuning.spaces import Choices, Range, Space, from_text, to_text
 
 METRIC = "objective"
 WAITING_CPUS = 0.01
@@ -75,6 +76,7 @@ def _tune(plan: Plan, space: dict[str, Any], searcher: Any, num_trials: int) -> 
     def trial(params: dict[str, Any]) -> None:
         run(_chosen(params))
 
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune would take Ctrl-C for the end of the search
     tune.Tuner(
         tune.with_resources(trial, dict(plan.resources)),
         param_space=space,

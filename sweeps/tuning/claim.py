@@ -1,5 +1,6 @@
 """Whose folder a sweep's output is, whether it is done there, and how long it has run. Without Ray."""
 
+import fcntl
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -11,7 +12,7 @@ from moray.distill.runs import check_run
 from moray.errors import ConfigError
 from moray.provenance import RUN_FILE, read_json, write_json_atomically, write_run_yaml
 
-SUMMARY_FILE, _CLOCK_FILE = "summary.json", "clock.json"
+SUMMARY_FILE, _CLOCK_FILE, _LOCK_FILE = "summary.json", "clock.json", ".lock"
 
 
 def is_done(
@@ -61,8 +62,31 @@ def seconds_run(output: Path) -> float:
 
 
 @contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Keep other processes out; the lock dies with its process."""
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / _LOCK_FILE).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process works on the sweep in '{output}': wait for it, or give another output"
+            ) from None
+        yield
+
+
+@contextmanager
 def running_clock(output: Path) -> Iterator[None]:
-    """Count the seconds of the block."""
+    """Count the seconds of the block, in which no other process may work on the sweep.
+
+    Raises:
+        ConfigError: another one does.
+    """
+    with _alone(output):
+        yield from _count(output)
+
+
+def _count(output: Path) -> Iterator[None]:
     before, begin, stop = seconds_run(output), time.monotonic(), threading.Event()
 
     def note() -> None:

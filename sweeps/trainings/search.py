@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from moray.cluster.distil import free_workers
-from sweeps.combinations import Verdict
-from sweeps.configs import OptunaSearch, RandomSearch, SweepConfig
-from sweeps.distinct import DistinctSearcher
-from sweeps.folders import trial_folders
-from sweeps.ladder import Rung
-from sweeps.spaces import Choices, Space, draw, folder_name, from_text, grid, lies_in
-from sweeps.trial import run_trial
-from sweeps.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
+from sweeps.trainings.configs import SweepConfig
+from sweeps.trainings.ladder import Rung
+from sweeps.trainings.trial import run_trial
+from sweeps.tuning.configs import OptunaSearch, RandomSearch
+from sweeps.tuning.distinct import DistinctSearcher, Verdict
+from sweeps.tuning.folders import trial_folders
+from sweeps.tuning.spaces import Choices, Space, draw, folder_name, from_text, grid, lies_in
+from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
 _MOST_DRAWS = 50
 """Per trial, before it is believed that there is nothing new."""

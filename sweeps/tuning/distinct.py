@@ -1,11 +1,12 @@
 """A searcher that proposes only what can be tried, and nothing twice."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from ray.tune.search import Searcher
 
-from sweeps.combinations import Verdict
+Verdict = Literal["new", "again", "unfit"]
+"""What a proposal is: to be tried, known already, or nothing that can be tried."""
 
 _MOST_ASKED = 50
 

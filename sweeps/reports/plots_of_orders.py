@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from moray.bench.drawing import Plot, shorten
 from moray.bench.svg import INK, render_svg
 from moray.bench.wording import number
-from sweeps.results import Trial
-from sweeps.spaces import Range, short, show
-from sweeps.views import WORDS, Searched, at_height, figure, height
+from sweeps.reports.results import Trial
+from sweeps.reports.views import WORDS, Searched, at_height, figure, height
+from sweeps.tuning.spaces import Range, short, show
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from moray.cluster.configs import DistilConfig
-from sweeps.configs import LadderConfig
+from sweeps.tuning.configs import LadderConfig
 
 
 @dataclass(frozen=True)

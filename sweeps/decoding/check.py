@@ -19,9 +19,9 @@ from moray.provenance import sha256_of_files
 from moray.targets.head import TargetHead
 from moray.targets.spec import read_spec
 from moray.text import ChatTokenizer
-from sweeps.combinations import Limits
-from sweeps.configs import LadderConfig
-from sweeps.decoding_configs import TuneDecodingConfig
+from sweeps.decoding.combinations import Limits
+from sweeps.decoding.configs import TuneDecodingConfig
+from sweeps.tuning.configs import LadderConfig
 
 
 def num_questions(sweep: TuneDecodingConfig, limit: int | None) -> int:

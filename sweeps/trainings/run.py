@@ -22,18 +22,19 @@ from moray.provenance import (
     write_json_atomically,
     write_text_atomically,
 )
-from sweeps.board import SweepBoard, follow_sweep
-from sweeps.check import check_sweep, concurrency
-from sweeps.claim import SUMMARY_FILE, claim_sweep, is_done, running_clock, seconds_run
-from sweeps.configs import DecodingConfig, GridSearch, SweepConfig
-from sweeps.folders import trial_folder, trial_folders
-from sweeps.ladder import Rung
-from sweeps.measure import folder_key
-from sweeps.report import write_sweep
-from sweeps.results import Finalist, Trial, best_trials, how_sure, rank_agreement, read_trials
-from sweeps.search import search, train_all
-from sweeps.spaces import size
-from sweeps.trial import measure_on_ray
+from sweeps.reports.report import write_sweep
+from sweeps.reports.results import Finalist, Trial, best_trials, first_message, how_sure, rank_agreement, read_trials
+from sweeps.trainings.check import check_sweep, concurrency
+from sweeps.trainings.configs import DecodingConfig, SweepConfig
+from sweeps.trainings.ladder import Rung
+from sweeps.trainings.measure import folder_key
+from sweeps.trainings.search import search, train_all
+from sweeps.trainings.trial import measure_on_ray
+from sweeps.tuning.board import SweepBoard, follow_sweep
+from sweeps.tuning.claim import SUMMARY_FILE, claim_sweep, is_done, running_clock, seconds_run
+from sweeps.tuning.configs import GridSearch
+from sweeps.tuning.folders import trial_folder, trial_folders
+from sweeps.tuning.spaces import size
 
 _FINAL_FILE = "final.json"
 _DISTIL_FILE = "distil.yaml"
@@ -53,11 +54,11 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
     output = Path(sweep.output).absolute()
     rungs = check_sweep(sweep)
     concurrent = concurrency(sweep, sweep.trial({}))
-    claim_sweep(output, _identity(sweep), _fingerprints(sweep))
-    shipped = _shipped(sweep, output)
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     total = size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials
     with running_clock(output):
+        claim_sweep(output, _identity(sweep), _fingerprints(sweep))
+        shipped = _shipped(sweep, output)
         console.print(
             f"{total} trials, {concurrent} at a time; measured at "
             f"{', '.join(f'{rung.tokens:,.0f}' for rung in rungs)} training tokens",
@@ -68,7 +69,7 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
         trials = read_trials(sweep.output)
         finalists = best_trials(_searched(sweep, trials), sweep.confirm.finalists)
         if not finalists:
-            raise DataError(_why_none(trials, output))
+            raise DataError(f"not one trial of '{output}' was trained to the end{first_message(trials)}")
         confirmed = _confirm(shipped, finalists, rungs[-1], board, concurrent, console)
         _crown(sweep, confirmed, output)
     return _write(sweep, read_trials(sweep.output), confirmed, output)
@@ -215,9 +216,3 @@ def _fingerprints(sweep: SweepConfig) -> dict[str, str]:
         "distil": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:32],
         "questions": sha256_of_files([Path(sweep.decoding.questions)]),
     }
-
-
-def _why_none(trials: list[Trial], output: Path) -> str:
-    bad = [trial for trial in trials if trial.message]
-    first = f"; the first of {len(bad)}: {bad[0].name}: {bad[0].message}" if bad else ""
-    return f"not one trial of '{output}' was trained to the end{first}"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from moray.distill.metrics import read_metrics
-from sweeps.folders import TrialFolder, trial_folders
-from sweeps.spaces import label
+from sweeps.tuning.folders import TrialFolder, trial_folders
+from sweeps.tuning.spaces import label
 
 _NUM_RESAMPLES = 2000
 
@@ -80,6 +80,12 @@ def best_trials(trials: Sequence[Trial], count: int) -> list[Trial]:
     """The best of those that were trained to the end; one whose text was not the target's own is none of them."""
     finished = [trial for trial in trials if trial.state == "finished" and trial.last["lossless"] is not False]
     return sorted(finished, key=lambda trial: -trial.last["objective"])[:count]
+
+
+def first_message(trials: Sequence[Trial]) -> str:
+    """What went wrong first, to stand behind what follows from it; empty if nothing did."""
+    bad = [trial for trial in trials if trial.message]
+    return f"; the first of {len(bad)} that went wrong: {bad[0].name}: {bad[0].message}" if bad else ""
 
 
 @dataclass(frozen=True)

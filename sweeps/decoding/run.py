@@ -15,20 +15,20 @@ from moray.cluster.configs import RayConfig
 from moray.cluster.errors import own_errors
 from moray.errors import ConfigError, DataError
 from moray.provenance import machine, versions
-from sweeps.board import SweepBoard, follow_sweep
-from sweeps.claim import claim_sweep, is_done, running_clock, seconds_run
-from sweeps.combinations import Combination, Limits, Listing, combine, draw_another, drawn, listed
-from sweeps.configs import OptunaSearch, RandomSearch
-from sweeps.decoding_check import concurrency, fingerprints, limits_of, num_questions, sizes_of
-from sweeps.decoding_configs import TuneDecodingConfig
-from sweeps.decoding_results import answers_by_drafter, between_drafters, finalists_of, read_shapes, write_best
-from sweeps.decoding_trial import measure_together, run_shape
-from sweeps.distinct import DistinctSearcher
-from sweeps.folders import trial_folders
-from sweeps.report import write_tables
-from sweeps.results import Trial
-from sweeps.spaces import Choices, from_text, lies_in
-from sweeps.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
+from sweeps.decoding.check import concurrency, fingerprints, limits_of, num_questions, sizes_of
+from sweeps.decoding.combinations import Combination, Limits, Listing, combine, draw_another, drawn, listed
+from sweeps.decoding.configs import TuneDecodingConfig
+from sweeps.decoding.results import answers_by_drafter, between_drafters, finalists_of, read_shapes, write_best
+from sweeps.decoding.trial import measure_together, run_shape
+from sweeps.reports.report import write_tables
+from sweeps.reports.results import Trial, first_message
+from sweeps.tuning.board import SweepBoard, follow_sweep
+from sweeps.tuning.claim import claim_sweep, is_done, running_clock, seconds_run
+from sweeps.tuning.configs import OptunaSearch, RandomSearch
+from sweeps.tuning.distinct import DistinctSearcher
+from sweeps.tuning.folders import trial_folders
+from sweeps.tuning.spaces import Choices, from_text, lies_in
+from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
 _MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
 """Keys, and groups of keys, of a sweep that may differ when it goes on: other trials stand beside those it has."""
@@ -49,9 +49,9 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
         reasons = "; ".join(f"{name}: {one.why()}" for name, one in listings.items())
         raise ConfigError(f"nothing is left of the space: {reasons}")
     concurrent = concurrency(sweep)
-    claim_sweep(output, _identity(sweep), fingerprints(sweep))
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with running_clock(output):
+        claim_sweep(output, _identity(sweep), fingerprints(sweep))
         total = sum(_total(sweep, one) for one in listings.values())
         console.print(
             f"{total} ways to decode, {concurrent} measured at a time, with {', '.join(map(str, sizes))} questions",
@@ -66,7 +66,8 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
                 console.print(text, markup=False, highlight=False)
         finalists = finalists_of(sweep, read_shapes(sweep.output))
         if not finalists:
-            raise DataError(_why_none(read_shapes(sweep.output), output))
+            why = first_message(read_shapes(sweep.output))
+            raise DataError(f"not one trial of '{output}' came to its end with the target's own text{why}")
         figures = _confirm(sweep, finalists, console)
     return _write(sweep, listings, finalists, figures, output)
 
@@ -176,9 +177,3 @@ def _write(
 def _identity(sweep: TuneDecodingConfig) -> TuneDecodingConfig:
     """A sweep without what decides how, and not what, it does."""
     return sweep.model_copy(update={"resume": False, "max_concurrent": None, "max_failures": 0, "ray": RayConfig()})
-
-
-def _why_none(trials: list[Trial], output: Path) -> str:
-    bad = [trial for trial in trials if trial.message]
-    first = f"; the first of {len(bad)}: {bad[0].name}: {bad[0].message}" if bad else ""
-    return f"not one trial of '{output}' came to its end with the target's own text{first}"

@@ -8,8 +8,8 @@ from moray.bench.page import render_page
 from moray.bench.wording import number, percent
 from moray.config import flatten
 from moray.provenance import write_json_atomically, write_text_atomically
-from sweeps.results import Trial
-from sweeps.views import WORDS, common_rung, read_space, searched, tokens_at, worths
+from sweeps.reports.results import Trial
+from sweeps.reports.views import WORDS, common_rung, read_space, searched, tokens_at, worths
 
 _FEW_SEEDS = 5
 _COLUMNS = (
@@ -46,7 +46,7 @@ def write_tables(summary: dict[str, Any], trials: list[Trial], output: Path) -> 
 
 def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
     """The page: one file that needs no network, no script and no other file."""
-    from sweeps.plots import draw_plots
+    from sweeps.reports.plots import draw_plots
 
     search = searched(trials, read_space(summary["config"]["space"]), summary["objective"])
     rung = common_rung(search)

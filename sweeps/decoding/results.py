@@ -19,9 +19,9 @@ from moray.distill.checkpoint import load_drafter, read_contract, save_drafter
 from moray.provenance import RUN_FILE, write_text_atomically
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
-from sweeps.combinations import Combination
-from sweeps.decoding_configs import TuneDecodingConfig
-from sweeps.results import Finalist, Trial, how_sure, read_trials
+from sweeps.decoding.combinations import Combination
+from sweeps.decoding.configs import TuneDecodingConfig
+from sweeps.reports.results import Finalist, Trial, how_sure, read_trials
 
 _COMMAND = "python -m pipelines.evaluate TARGET.yaml EVALUATION.yaml {path}"
 

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moray.bench.drawing import shorten
-from sweeps.results import Trial
-from sweeps.spaces import Range, Space, label, lies_in, short, show
+from sweeps.reports.results import Trial
+from sweeps.tuning.spaces import Range, Space, label, lies_in, short, show
 
 WORDS = {"speedup": "speed-up", "tau": "tau", "tokens_per_second": "tokens per second"}
 """Objectives, as people call them."""

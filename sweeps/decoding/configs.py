@@ -12,9 +12,9 @@ from moray.errors import ConfigError
 from moray.explain import did_you_mean
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import AnyShape, Shape
-from sweeps.combinations import BUILT, KEYS
-from sweeps.configs import GridSearch, LadderConfig, Objective, Search
-from sweeps.spaces import Space
+from sweeps.decoding.combinations import BUILT, KEYS
+from sweeps.tuning.configs import GridSearch, LadderConfig, Objective, Search
+from sweeps.tuning.spaces import Space
 
 
 class _Trees(Config):

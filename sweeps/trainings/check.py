@@ -18,11 +18,11 @@ from moray.distill.tracking import check_trackers
 from moray.errors import ConfigError, DataError
 from moray.targets.spec import read_spec
 from moray.trees.shapes import AdaptiveShape
-from sweeps.configs import SweepConfig
-from sweeps.ladder import Rung, rungs_of, steps_at, tokens_per_step
-from sweeps.spaces import corners_of, label
-from sweeps.trial import decoding_gpus
-from sweeps.tuner import WAITING_CPUS
+from sweeps.trainings.configs import SweepConfig
+from sweeps.trainings.ladder import Rung, rungs_of, steps_at, tokens_per_step
+from sweeps.trainings.trial import decoding_gpus
+from sweeps.tuning.spaces import corners_of, label
+from sweeps.tuning.tuner import WAITING_CPUS
 
 _READING_CPUS = 0.5
 """Of the tasks that read for trials: what must be free beside the workers, or all wait for ever."""
@@ -41,7 +41,12 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
     if first.source.type != "disk":
         raise ConfigError(f"source.type is {first.source.type}; all trials of a sweep read one cache: cache it first")
     check_trackers(first.trackers)
-    read_questions(sweep.decoding.questions, sweep.decoding.num_questions)
+    asked = len(read_questions(sweep.decoding.questions, sweep.decoding.num_questions))
+    if asked < sweep.decoding.batch_size:
+        raise ConfigError(
+            f"decoding.batch_size is {sweep.decoding.batch_size}, but '{sweep.decoding.questions}' and "
+            f"decoding.num_questions give {asked} questions: give several times as many, or a smaller batch"
+        )
     store = CacheStore(first.activations)
     manifest = read_manifest(store)
     check_same_target(manifest, read_spec(first.target.model), first.activations, first.target)
@@ -65,10 +70,21 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
             )
     tokens = sweep.training_tokens or run_length(first, manifest, drafters[id(first)]) * tokens_per_step(first)
     rungs = rungs_of(sweep.ladder, tokens)
+    lengths: dict[str, int] = {}
     for choices, config in corners:
-        wanted = steps_at(tokens, config)
+        steps = [steps_at(rung.tokens, config) for rung in rungs]
+        if len(set(steps)) < len(steps):
+            raise ConfigError(
+                f"ladder.rungs is {len(rungs)}, but with {label(choices)} they are at updates "
+                f"{', '.join(map(str, steps))} of {tokens_per_step(config):,} tokens each: give fewer rungs, a smaller "
+                "ladder.reduction or more training_tokens"
+            )
+        wanted = steps[-1]
         whole = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": None})})
-        there = run_length(whole, manifest, drafters[id(config)])
+        same = f"{whole.train!r} {drafters[id(config)].needs!r}"  # all that the length hangs on and trials differ in
+        if same not in lengths:
+            lengths[same] = run_length(whole, manifest, drafters[id(config)])
+        there = lengths[same]
         if there < wanted:
             raise DataError(
                 f"training_tokens of {tokens:,.0f} are {wanted} updates with {label(choices)}, but train.epochs="

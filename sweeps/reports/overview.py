@@ -16,11 +16,11 @@ from moray.bench.wording import count, duration, interval, number, percent
 from moray.errors import DataError
 from moray.explain import nearest_path
 from moray.provenance import RUN_FILE, read_json, read_run_yaml
-from sweeps.claim import SUMMARY_FILE, seconds_run
-from sweeps.folders import ENDED
-from sweeps.results import Trial, read_trials
-from sweeps.spaces import Space, size
-from sweeps.views import Searched, common_rung, read_space, searched, tokens_at, worths
+from sweeps.reports.results import Trial, read_trials
+from sweeps.reports.views import Searched, common_rung, read_space, searched, tokens_at, worths
+from sweeps.tuning.claim import SUMMARY_FILE, seconds_run
+from sweeps.tuning.folders import ENDED
+from sweeps.tuning.spaces import Space, size
 
 
 def overview(folder: str) -> dict[str, Any]:

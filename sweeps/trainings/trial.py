@@ -3,7 +3,7 @@
 Each rung is a Ray Train run of its own that goes on from the checkpoint of the one before. Between two of them, while
 the scheduler decides, a trial holds no resources: no worker group can be left behind by a trial that is stopped there,
 and trials cannot wait for each other's CPUs for ever. What has been measured lies in the trial's folder and is told
-again after a kill, whoever died (see `sweeps.folders`).
+again after a kill, whoever died (see `sweeps.tuning.folders`).
 """
 
 import time
@@ -18,13 +18,14 @@ from moray.cluster.configs import DistilConfig
 from moray.cluster.distil import hand_out, train_until
 from moray.cluster.errors import own_errors
 from moray.cluster.training import checkpoint_step, open_run_trackers
+from moray.distill.finite import NONFINITE_FILE
 from moray.distill.metrics import read_metrics
 from moray.errors import DataError, MorayError, UnreachableError
-from sweeps.configs import SweepConfig
-from sweeps.folders import ENDED, TrialFolder, trial_folder
-from sweeps.ladder import Rung, steps_at
-from sweeps.measure import measure
-from sweeps.spaces import Choices
+from sweeps.trainings.configs import SweepConfig
+from sweeps.trainings.ladder import Rung, steps_at
+from sweeps.trainings.measure import measure
+from sweeps.tuning.folders import ENDED, TrialFolder, trial_folder
+from sweeps.tuning.spaces import Choices
 
 _DRIVER = "DEFAULT"
 """Scheduling strategy that leaves the placement group of Tune's actor, which has room for nothing else."""
@@ -57,7 +58,7 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], board: Any) 
             except UnreachableError:  # may answer again
                 raise
             except MorayError as error:
-                folder.end("diverged", str(error))
+                folder.end("diverged" if (folder.path / NONFINITE_FILE).is_file() else "failed", str(error))
                 return
         if rung == rungs[-1]:
             folder.end("finished")

@@ -1,7 +1,6 @@
 """Configuration of sweeps. Torch-free."""
 
 from pathlib import Path
-from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,9 +10,8 @@ from moray.config import Config, load_config
 from moray.errors import ConfigError
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import Shape
-from sweeps.spaces import Choices, Space, overrides
-
-Objective = Literal["speedup", "tau", "tokens_per_second"]
+from sweeps.tuning.configs import GridSearch, LadderConfig, Objective, Search
+from sweeps.tuning.spaces import Choices, Space, overrides
 
 _OWN_KEYS = {
     "output": "every trial has a folder of its own below the sweep's output",
@@ -26,44 +24,6 @@ _OWN_KEYS = {
     "validation": "the sweep measures every trial itself",
     "trackers": "they are the same for all trials: name them in distil",
 }
-
-
-class GridSearch(Config):
-    """Every combination once."""
-
-    type: Literal["grid"]
-
-
-class RandomSearch(Config):
-    """Combinations drawn at random."""
-
-    type: Literal["random"]
-    num_trials: int = Field(ge=1)
-    seed: int = 0
-
-
-class OptunaSearch(Config):
-    """Bayesian: Optuna's tree-structured Parzen estimator looks at the objective of earlier trials."""
-
-    type: Literal["optuna"]
-    num_trials: int = Field(ge=1)
-    num_random: int = Field(default=8, ge=1)
-    """Trials drawn at random before the first that is proposed."""
-    seed: int = 0
-
-
-Search = Annotated[GridSearch | RandomSearch | OptunaSearch, Field(discriminator="type")]
-
-
-class LadderConfig(Config):
-    """The rungs at which every trial is measured: training tokens grow by `reduction` from one to the next.
-
-    With `stop`, ASHA (arXiv 1810.05934) lets the best 1 / reduction of a rung go on, and the others stop there.
-    """
-
-    rungs: int = Field(default=3, ge=1)
-    reduction: int = Field(default=3, ge=2)
-    stop: bool = True
 
 
 class DecodingConfig(Config):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from moray.bench.drawing import COLOURS, Plot, legend_below, legend_height, line, shorten
 from moray.bench.svg import INK, render_svg
 from moray.bench.wording import number, percent
-from sweeps.plots_of_orders import parallel_plot, rank_plot
-from sweeps.results import Trial, pareto
-from sweeps.spaces import short, show
-from sweeps.views import WORDS, Searched, cells, figure
+from sweeps.reports.plots_of_orders import parallel_plot, rank_plot
+from sweeps.reports.results import Trial, pareto
+from sweeps.reports.views import WORDS, Searched, cells, figure
+from sweeps.tuning.spaces import short, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moray.provenance import read_json, write_json_atomically
-from sweeps.spaces import folder_name
+from sweeps.tuning.spaces import folder_name
 
 TRIAL_FILE, RUNGS_FILE = "trial.json", "rungs.json"
 
 State = Literal["running", "stopped", "finished", "diverged", "failed"]
-"""`stopped` by the scheduler; `finished` on the last rung; `diverged` if it cannot go on as it is; `failed` if its
-processes died too often, and then tried again on resumption."""
+"""`stopped` by the scheduler; `finished` on the last rung; `diverged` if a loss or gradient is not finite; `failed` if
+its processes died too often or something spoke against it, and then tried again on resumption."""
 
 ENDED = ("stopped", "finished", "diverged")
 
@@ -56,11 +56,11 @@ class TrialFolder:
         write_json_atomically(self.path / RUNGS_FILE, [*rows, dict(row)])
 
     def end(self, state: State, message: str | None = None) -> None:
-        """Note how it ended. What has finished or diverged stays so, whatever a scheduler says later.
+        """Note how it ended. What has ended already stays as it did, whatever a scheduler says later.
 
         What only further training would need is removed: optimiser states are larger than drafters.
         """
-        if self.state not in ("finished", "diverged"):
+        if self.state == "running":
             write_json_atomically(self.path / TRIAL_FILE, {**self.record, "state": state, "message": message})
         if state in ENDED:
             shutil.rmtree(self.path / "ray", ignore_errors=True)
