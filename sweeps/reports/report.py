@@ -51,7 +51,7 @@ def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
     search = searched(trials, read_space(summary["config"]["space"]), summary["objective"])
     rung = common_rung(search)
     return render_page(
-        "sweeps",
+        "sweeps.reports",
         "report.html.jinja",
         summary=summary,
         objective=WORDS[summary["objective"]],
