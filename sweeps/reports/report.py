@@ -85,8 +85,9 @@ def how_sure_in_words(summary: dict[str, Any]) -> list[str]:
     if not others or sure["ahead_interval"] is None:
         return ["Only one combination was trained to the end and measured again: there is none to compare it with."]
     low, high = sure["ahead_interval"]
+    span = "resamples of so few rounds span" if is_batched(summary) else "95 % interval"
     gap = (
-        f"{first['name']} is ahead of {others[0]['name']} by {number(sure['ahead_by'])} in {word} (95 % interval "
+        f"{first['name']} is ahead of {others[0]['name']} by {number(sure['ahead_by'])} in {word} ({span} "
         f"{number(low)} to {number(high)}), and stays ahead in {percent(sure['stays_ahead'])} of resamples of "
         f"{drawn} and seeds."
     )

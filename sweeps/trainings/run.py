@@ -24,6 +24,7 @@ from moray.provenance import (
 )
 from sweeps.reports.report import write_sweep
 from sweeps.reports.results import Finalist, Trial, best_trials, first_message, how_sure, rank_agreement, read_trials
+from sweeps.reports.views import searched
 from sweeps.trainings.check import check_sweep, concurrency
 from sweeps.trainings.configs import DecodingConfig, SweepConfig
 from sweeps.trainings.ladder import Rung
@@ -67,7 +68,8 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
         with follow_sweep(board, sweep.output, total or 0, sweep.objective):
             search(shipped, rungs, board, concurrent)
         trials = read_trials(sweep.output)
-        finalists = best_trials(_searched(sweep, trials), sweep.confirm.finalists)
+        found = searched(trials, sweep.space, sweep.objective).trials
+        finalists = best_trials(found, sweep.confirm.finalists)
         if not finalists:
             raise DataError(f"not one trial of '{output}' was trained to the end{first_message(trials)}")
         confirmed = _confirm(shipped, finalists, rungs[-1], board, concurrent, console)
@@ -130,11 +132,6 @@ def _confirm(
     ]
 
 
-def _searched(sweep: SweepConfig, trials: list[Trial]) -> list[Trial]:
-    """All but those that were trained from another seed to make sure of a winner."""
-    return [trial for trial in trials if _SEED in sweep.space or _SEED not in trial.choices]
-
-
 def _measure_together(sweep: SweepConfig, folders: tuple[str, ...], console: Console) -> dict[str, dict[str, Any]]:
     path = Path(sweep.output).absolute() / _FINAL_FILE
     names = sorted(map(folder_key, folders))
@@ -161,7 +158,7 @@ def _crown(sweep: SweepConfig, finalists: list[Finalist], output: Path) -> None:
 def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], output: Path) -> dict[str, Any]:
     sure = how_sure(finalists, sweep.objective)
     first = sure["finalists"][0]
-    searched = _searched(sweep, trials)
+    found = searched(trials, sweep.space, sweep.objective).trials
     summary = {
         "winner": {
             "name": first["name"],
@@ -172,10 +169,10 @@ def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], o
         },
         "objective": sweep.objective,
         "sure": sure,
-        "ranks": rank_agreement(searched),
+        "ranks": rank_agreement(found),
         "trials": [trial.summary() for trial in trials],
         "training_tokens": sum(trial.training_tokens for trial in trials),
-        "search_tokens": sum(trial.training_tokens for trial in searched),
+        "search_tokens": sum(trial.training_tokens for trial in found),
         "wall_seconds": seconds_run(output),
         "machine": machine(),
         "versions": versions(),
