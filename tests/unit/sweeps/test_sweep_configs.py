@@ -32,7 +32,7 @@ def test_a_trial_is_its_choices_laid_over_what_all_share():
     trial = sweep.trial({"drafter.mask_width": [7, 9], "optim.lr": 0.125}, "runs/t")
     assert (trial.drafter.mask_width, trial.optim.lr, trial.output) == ((7, 9), 0.125, "runs/t")
     assert trial.validation is None
-    assert trial.train.accumulate == 2, "from the words of distil"
+    assert trial.train.max_steps == 680, "from the words of distil"
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,31 @@ def test_a_batch_needs_a_tree_whose_depth_is_known():
     words = [PRESET, "decoding.batch_size=4", "decoding.tree={type: adaptive, depth: 5}"]
     with pytest.raises(ConfigError, match=r"tree\.type adaptive"):
         load_config(SweepConfig, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (["workers.use_gpu=true"], 4),
+        (["workers.use_gpu=true", "workers.gpus_per_worker=0.5"], 8),
+        (["workers.use_gpu=true", "workers.gpus_per_worker=0.25"], 9),  # CPUs run out first
+        (["workers.use_gpu=true", "workers.num_workers=2"], 2),
+        (["workers.use_gpu=true", "train.accumulate=1", "workers.num_workers=3"], 1),
+    ],
+)
+def test_as_many_trials_run_at_a_time_as_there_is_room_for(monkeypatch, words, most):
+    """On a cluster that nobody here has: 4 GPUs and 10 CPUs, of which some are left to what reads for trials."""
+    import ray
+
+    from sweeps.trainings.check import concurrency
+
+    monkeypatch.setenv("RAY_ADDRESS", "a cluster")
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 10.0, "GPU": 4.0})
+    sweep = load_config(SweepConfig, [PRESET])
+    sweep = sweep.model_copy(update={"distil": (*sweep.distil, *words)})
+    assert concurrency(sweep, sweep.trial({})) == most
+    limited = sweep.model_copy(update={"max_concurrent": 1})
+    assert concurrency(limited, limited.trial({})) == 1
+    greedy = sweep.model_copy(update={"decoding": sweep.decoding.model_copy(update={"gpus": 5.0})})
+    with pytest.raises(ConfigError, match=r"decoding\.gpus is 5; there are 4 GPUs"):
+        concurrency(greedy, greedy.trial({}))
