@@ -1,9 +1,10 @@
 """Say what one or many sweeps have found, finished or not: winners, how sure, and what each value was worth.
 
-    python -m sweeps.summarize runs/sweeps/target-layer-and-mask-width
+    python -m sweeps.summarize runs/sweeps/target-layer-and-mask-width runs/sweeps/decoding-demo
 
-Takes any number of folders of `python -m sweeps.tune`; reads them, changes nothing, and may run beside a sweep. With
-`--json out.json` the figures are written as well.
+Takes any number of folders of `sweeps.tune` and `sweeps.tune_decoding`; reads them, changes nothing, and may run beside
+a sweep. With `--json out.json` the figures are written as well: those of the first kind as `sweeps`, of the other as
+`decoding`.
 """
 
 import sys
@@ -24,18 +25,25 @@ class SummarizeConfig(Config):
 
 
 def main(config: SummarizeConfig) -> None:
-    """Print the sweeps side by side, then the worth of every value, sweep by sweep."""
+    """Print the sweeps side by side, those of trainings with the worth of every value."""
     from pathlib import Path
 
     from rich.console import Console
 
     from moray.provenance import write_json_atomically
+    from sweeps.decoding.overview import decoding_overview, is_decoding, print_decoding_overviews
     from sweeps.reports.overview import overview, print_overviews
 
-    overviews = [overview(folder) for folder in config.sweeps]
-    print_overviews(overviews, Console())
+    console = Console()
+    decoding = [folder for folder in config.sweeps if is_decoding(folder)]
+    trained = [overview(folder) for folder in config.sweeps if folder not in decoding]
+    decoded = [decoding_overview(folder) for folder in decoding]
+    if trained:
+        print_overviews(trained, console)
+    if decoded:
+        print_decoding_overviews(decoded, console)
     if config.report:
-        write_json_atomically(Path(config.report), {"sweeps": overviews})
+        write_json_atomically(Path(config.report), {"sweeps": trained, "decoding": decoded})
 
 
 COMMAND = Command(SummarizeConfig, main, folders="sweeps")

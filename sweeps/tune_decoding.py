@@ -2,9 +2,9 @@
 
     python -m sweeps.tune_decoding configs/sweeps/decoding-demo.yaml
 
-Nothing is trained. Writes summary.json, sweep.parquet and, for every drafter, best-<drafter>.yaml into `output`: behind
-its own files, pipelines.evaluate takes it as it is. Killed at any instant, the same command with --resume goes on; what
-was asked is not asked again.
+Nothing is trained. Writes summary.json, sweep.parquet, report.html and, for every drafter, best-<drafter>.yaml into
+`output`: behind its own files, pipelines.evaluate takes it as it is. Killed at any instant, the same command with
+--resume goes on; what was asked is not asked again.
 
 On a machine without GPUs one measurement runs at a time (max_concurrent), for timings disturb each other; keep others
 off it, too.

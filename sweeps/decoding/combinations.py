@@ -19,8 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moray.explain import one_line
 from moray.trees.shapes import AdaptiveShape, AnyShape, DynamicShape, Shape, SparseShape
-from sweeps.tuning.distinct import Verdict
-from sweeps.tuning.spaces import Choices, Space, draw, grid
+from sweeps.tuning.spaces import Choices, Space, Verdict, draw, grid
 
 KEYS = ("tree", "tree.type", "tree.depth", "tree.breadth", "tree.nodes", "draft_vocab_size")
 """What may be searched."""

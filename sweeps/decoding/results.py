@@ -1,6 +1,6 @@
 """From what trials and the confirmation left on disk to the answer of a sweep over decoding choices, and its files.
 
-Whoever draws a report reads summary.json and sweep.parquet.
+This module refuses to know how it is shown.
 """
 
 import shutil
@@ -23,12 +23,24 @@ from sweeps.decoding.combinations import Combination
 from sweeps.decoding.configs import TuneDecodingConfig
 from sweeps.reports.results import Finalist, Trial, how_sure, read_trials
 
+PLAN_FILE = "plan.json"
+"""How many trials of each drafter there are to be (`trials`), and how many questions each rung asks (`questions`)."""
+
 _COMMAND = "python -m pipelines.evaluate TARGET.yaml EVALUATION.yaml {path}"
 
 
 def read_shapes(output: str) -> list[Trial]:
     """All trials that have begun, first come first, by the names of their combinations."""
     return [replace(trial, name=Combination.of(trial.choices).name) for trial in read_trials(output)]
+
+
+def ranked(trials: Sequence[Trial]) -> list[Trial]:
+    """First those that came furthest, of these the best first; those without figures come last."""
+
+    def merit(trial: Trial) -> tuple[int, float]:
+        return trial.last.get("rung", -1), trial.last.get("objective") or 0.0
+
+    return sorted(trials, key=merit, reverse=True)
 
 
 def finalists_of(sweep: TuneDecodingConfig, trials: Sequence[Trial]) -> list[Trial]:
@@ -44,8 +56,7 @@ def finalists_of(sweep: TuneDecodingConfig, trials: Sequence[Trial]) -> list[Tri
             and one.rows
             and one.last["lossless"] is not False
         ]
-        able.sort(key=lambda one: (-one.last["rung"], -one.last["objective"]))
-        found += sorted(able[: sweep.confirm.finalists], key=lambda one: one.name)  # the same, whoever is ahead
+        found += sorted(ranked(able)[: sweep.confirm.finalists], key=lambda one: one.name)  # the same, whoever is ahead
     return found
 
 
@@ -109,11 +120,11 @@ def between_drafters(
 
 
 def spread_of(objective: str, figures: Mapping[str, Any]) -> list[float] | None:
-    """95 % interval of the objective, by bootstrap over the prompts."""
+    """95 % interval of the objective, by bootstrap over the prompts; None if it is not known."""
     if objective == "tokens_per_second":
-        found = ratio_interval([(tokens, seconds) for tokens, seconds, *_ in figures["answers"]])
+        found = ratio_interval([(tokens, seconds) for tokens, seconds, *_ in figures.get("answers", ())])
     else:
-        found = figures[f"{objective}_spread"]
+        found = figures.get(f"{objective}_spread")
     return None if found is None else list(found)
 
 

@@ -14,13 +14,20 @@ from rich.console import Console
 from moray.cluster.configs import RayConfig
 from moray.cluster.errors import own_errors
 from moray.errors import ConfigError, DataError
-from moray.provenance import machine, versions
+from moray.provenance import machine, versions, write_json_atomically
 from sweeps.decoding.check import concurrency, fingerprints, limits_of, num_questions, sizes_of
 from sweeps.decoding.combinations import Combination, Limits, Listing, combine, draw_another, drawn, listed
 from sweeps.decoding.configs import TuneDecodingConfig
-from sweeps.decoding.results import answers_by_drafter, between_drafters, finalists_of, read_shapes, write_best
+from sweeps.decoding.report import write_decoding
+from sweeps.decoding.results import (
+    PLAN_FILE,
+    answers_by_drafter,
+    between_drafters,
+    finalists_of,
+    read_shapes,
+    write_best,
+)
 from sweeps.decoding.trial import measure_together, run_shape
-from sweeps.reports.report import write_tables
 from sweeps.reports.results import Trial, first_message
 from sweeps.tuning.board import SweepBoard, follow_sweep
 from sweeps.tuning.claim import claim_sweep, is_done, running_clock, seconds_run
@@ -52,6 +59,8 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with running_clock(output):
         claim_sweep(output, _identity(sweep), fingerprints(sweep))
+        planned = {name: num_planned(sweep, one, name) for name, one in listings.items()}
+        write_json_atomically(output / PLAN_FILE, {"trials": planned, "questions": sizes})
         total = sum(_total(sweep, one) for one in listings.values())
         console.print(
             f"{total} ways to decode, {concurrent} measured at a time, with {', '.join(map(str, sizes))} questions",
@@ -90,6 +99,20 @@ def _listing(sweep: TuneDecodingConfig, limits: Limits) -> Listing:
 
 def _total(sweep: TuneDecodingConfig, listing: Listing) -> int:
     return sweep.search.num_trials if isinstance(sweep.search, OptunaSearch) else len(listing.combinations)
+
+
+def num_planned(sweep: TuneDecodingConfig, listing: Listing, drafter: str) -> int:
+    """How many trials of a drafter there will be, or at most if they are proposed: those that it had begun before the
+    sweep went on with another space are among them."""
+    own = [one.choices for one in listing.combinations]
+
+    def is_left(record: dict[str, Any]) -> bool:
+        if isinstance(sweep.search, OptunaSearch):
+            return not lies_in(record["drawn"], sweep.space)
+        return record["choices"] not in own
+
+    records = [folder.record for folder in trial_folders(sweep.output)]
+    return _total(sweep, listing) + sum(one["choices"]["drafter"] == drafter and is_left(one) for one in records)
 
 
 def _plan(sweep: TuneDecodingConfig, limits: Limits, sizes: Sequence[int], board: Any, concurrent: int) -> Plan:
@@ -170,7 +193,7 @@ def _write(
         "versions": versions(),
         "config": _identity(sweep).model_dump(mode="json"),
     }
-    write_tables(summary, trials, output)
+    write_decoding(summary, trials, output)
     return summary
 
 

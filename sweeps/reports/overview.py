@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,9 @@ def _config(path: Path) -> dict[str, Any]:
         config = read_run_yaml(path).get("config")
         if isinstance(config, dict) and {"distil", "space", "objective", "ladder"} <= config.keys():
             return config
-    raise DataError(f"'{path}' holds no sweep of trainings: give the output of a `python -m sweeps.tune`")
+    raise DataError(
+        f"'{path}' holds no sweep: give the output of a `python -m sweeps.tune` or `python -m sweeps.tune_decoding`"
+    )
 
 
 def _runner_up(sure: dict[str, Any]) -> dict[str, Any] | None:
@@ -99,7 +101,8 @@ def print_overviews(overviews: Sequence[dict[str, Any]], console: Console) -> No
     console.print(_side_by_side(overviews))
     for found in overviews:
         if not found["complete"]:
-            console.print(_how_far(found), markup=False, highlight=False)
+            text = how_far(found["sweep"], found["objective"], found["progress"])
+            console.print(text, markup=False, highlight=False)
     for found in overviews:
         if found["worths"]:
             title = f"{found['sweep']}: {found['objective']} by value, at {found['worth_tokens']:,.0f} training tokens"
@@ -116,36 +119,37 @@ def _side_by_side(overviews: Sequence[dict[str, Any]]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for found in overviews:
         winner, second = found["winner"], found["runner_up"]
-        names = [_named(winner, winner["objective"])] if winner else ["not finished"]
-        names += [_named(second, second["mean"])] if second else []
+        names = [named(winner["name"], winner["objective"], winner["spread"])] if winner else ["not finished"]
+        names += [named(second["name"], second["mean"], second["spread"])] if second else []
         table.add_row(
-            Text(found["sweep"]), Text("\n".join(names)), found["objective"], _sure(found["sure"]),
+            Text(found["sweep"]), Text("\n".join(names)), found["objective"], sure_cell(found["sure"]),
             str(found["num_trials"]), count(found["training_tokens"]), duration(found["wall_seconds"]),
         )  # fmt: skip
     return table
 
 
-def _named(one: dict[str, Any], value: float) -> str:
-    return f"{one['name']}: {number(value)} ({interval(one['spread'])})"
+def named(name: str, value: float, spread: Sequence[float] | None) -> str:
+    """One of the best, what it has reached, and between which bounds if they are known."""
+    return f"{name}: {number(value)}" + (f" ({interval(spread)})" if spread else "")
 
 
-def _sure(sure: dict[str, Any]) -> str:
+def sure_cell(sure: dict[str, Any]) -> str:
     """In how many resamples the winner stays ahead; `?` where the 95 % interval of its lead holds 0."""
     if sure["stays_ahead"] is None:
         return "-"
     return f"{percent(sure['stays_ahead'])}{'' if sure['ahead_interval'][0] > 0 else ' ?'}"
 
 
-def _how_far(found: dict[str, Any]) -> str:
-    progress = found["progress"]
+def how_far(name: str, objective: str, progress: Mapping[str, Any]) -> str:
+    """How far a sweep, or a part of one, has come that is not finished."""
     states = ", ".join(f"{number_of} {state}" for state, number_of in progress["states"].items()) or "none has begun"
     planned = progress["planned"] or "?"
-    text = f"{found['sweep']}: not finished: {progress['ended']} of {planned} trials have ended ({states})"
+    text = f"{name}: not finished: {progress['ended']} of {planned} trials have ended ({states})"
     leader = progress["leader"]
     if leader is None:
         return text
     return (
-        f"{text}; ahead on rung {leader['rung'] + 1} of {progress['rungs']}: {leader['name']}: {found['objective']} "
+        f"{text}; ahead on rung {leader['rung'] + 1} of {progress['rungs']}: {leader['name']}: {objective} "
         f"{number(leader['objective'])}"
     )
 

@@ -4,7 +4,7 @@ A trial that was stopped early is drawn as such wherever it stands beside finish
 left out with the reason. This module refuses to know the page.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moray.bench.drawing import COLOURS, Plot, legend_below, legend_height, line, shorten
@@ -23,6 +23,7 @@ _NUM_NAMED = 6  # lines of a plot that have a colour and a name
 _NUM_NUMBERED = 10  # points of a front
 _NUM_COLOURS = 24  # few enough for a bar of shapes, not of pixels
 _FADED = 0.3
+_FRONT = "What is gained, and what drafting costs"
 
 
 def draw_plots(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> list[Plot]:
@@ -30,7 +31,7 @@ def draw_plots(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> list[Plo
     return [
         *(_map(search, key) for key in ("tau", "speedup")),
         _curves(search),
-        _front(search),
+        front_plot("pareto", _FRONT, search.ranked, search.is_whole, lambda one: search.brief(one, 46), search.naming),
         parallel_plot(search),
         rank_plot(search, ranks),
     ]
@@ -157,15 +158,30 @@ def _points(trial: Trial, key: str) -> tuple[list[float], list[float]]:
     return [tokens for tokens, _ in pairs], [value for _, value in pairs]
 
 
-def _front(search: Searched) -> Plot:
-    """Tau against what drafting costs; the front over the trials that were trained to the end."""
-    title = "What is gained, and what drafting costs"
-    known = [trial for trial in search.ranked if _cost(trial.last) is not None and figure(trial.last, "tau")]
+def front_plot(
+    name: str,
+    title: str,
+    trials: Sequence[Trial],
+    is_whole: Callable[[Trial], bool],
+    brief: Callable[[Trial], str],
+    naming: str,
+) -> Plot:
+    """Tau against what drafting costs, and the front.
+
+    Args:
+        name: of the plot, its own on the page.
+        title: for people.
+        trials: all that may be drawn.
+        is_whole: whether a trial came to the last rung; only such ones make the front.
+        brief: what tells a trial from the others, in at most 46 letters.
+        naming: what a brief name is made of.
+    """
+    known = [trial for trial in trials if _cost(trial.last) is not None and figure(trial.last, "tau")]
     if not known:
-        return Plot("pareto", title, "", missing="no trial has both its tau and its draft cost")
-    whole = [trial for trial in known if search.is_whole(trial) and trial.last.get("lossless") is not False]
+        return Plot(name, title, "", missing="no trial has both its tau and its draft cost")
+    whole = [trial for trial in known if is_whole(trial) and trial.last.get("lossless") is not False]
     front = pareto(whole, gain=lambda row: figure(row, "tau") or 0.0, cost=lambda row: _cost(row) or 0.0)
-    names = [f"{index + 1}  {search.brief(one, 46)}" for index, one in enumerate(front[:_NUM_NUMBERED])]
+    names = [f"{index + 1}  {brief(one)}" for index, one in enumerate(front[:_NUM_NUMBERED])]
 
     def draw(canvas: "Figure") -> None:
         axes = canvas.subplots()
@@ -183,20 +199,20 @@ def _front(search: Searched) -> Plot:
         axes.grid(axis="y", visible=True)
         axes.set_xlabel("draft cost per cycle, in plain steps of the target")
         axes.set_ylabel("tau")
-        for index, name in enumerate(names):
-            axes.annotate(name, (0, 0), xycoords="axes fraction", xytext=(0, -46 - 14 * index),
+        for index, text in enumerate(names):
+            axes.annotate(text, (0, 0), xycoords="axes fraction", xytext=(0, -46 - 14 * index),
                           textcoords="offset points", fontsize=9.5, annotation_clip=False)  # fmt: skip
         marks.set_label("front")
 
     description = (
         "Tau against draft steps times draft cost. Line: the front, trials of which none other has a higher tau for "
         "less cost; its points are numbered from the cheapest on, and named by "
-        f"{search.naming}. Dotted: equal ideal speed-up, "
+        f"{naming}. Dotted: equal ideal speed-up, "
         "tau / (1 + draft cost per cycle), if verifying cost one plain step and all else nothing."
     )
     if len(whole) < len(known):
         description += " Hollow: stopped early, or not lossless; these are not part of the front."
-    return Plot("pareto", title, description, render_svg("pareto", draw, 3.1 + 0.2 * len(names)))
+    return Plot(name, title, description, render_svg(name, draw, 3.1 + 0.2 * len(names)))
 
 
 def _draw_speedups(axes: "Axes") -> None:

@@ -1,6 +1,7 @@
 """What a sweep leaves behind: summary.json and sweep.parquet for programs, report.html for people."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,9 @@ def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
         trials=[*search.ranked, *(trial for trial in trials if trial not in search.trials or not trial.rows)],
         shares={trial.folder: search.share(trial) for trial in trials},
         columns=_COLUMNS,
-        machine=_table(summary["machine"]),
-        versions=_table(summary["versions"]),
-        config=_table(summary["config"]),
+        machine=setting_rows(summary["machine"]),
+        versions=setting_rows(summary["versions"]),
+        config=setting_rows(summary["config"]),
     )
 
 
@@ -84,14 +85,8 @@ def how_sure_in_words(summary: dict[str, Any]) -> list[str]:
     first, *others = sure["finalists"]
     if not others or sure["ahead_interval"] is None:
         return ["Only one combination was trained to the end and measured again: there is none to compare it with."]
-    low, high = sure["ahead_interval"]
     span = "resamples of so few rounds span" if is_batched(summary) else "95 % interval"
-    gap = (
-        f"{first['name']} is ahead of {others[0]['name']} by {number(sure['ahead_by'])} in {word} ({span} "
-        f"{number(low)} to {number(high)}), and stays ahead in {percent(sure['stays_ahead'])} of resamples of "
-        f"{drawn} and seeds."
-    )
-    found = [gap] if low > 0 else ["The two best cannot be told apart by these measurements.", gap]
+    found = lead_in_words(first["name"], others[0]["name"], sure, word, f"{drawn} and seeds", span)
     seeds = min(len(finalist["seeds"]) for finalist in (first, others[0]))
     if seeds == 1:
         found.append("With one training of each, the interval knows nothing of how trainings from other seeds differ.")
@@ -100,11 +95,32 @@ def how_sure_in_words(summary: dict[str, Any]) -> list[str]:
     return found
 
 
+def lead_in_words(
+    first: str, second: str, sure: Mapping[str, Any], word: str, drawn: str, span: str = "95 % interval"
+) -> list[str]:
+    """By how much one is ahead of another, and whether that may be chance.
+
+    Args:
+        first: who is ahead.
+        second: of whom.
+        sure: what `how_sure` found of the two.
+        word: the objective, as people call it.
+        drawn: what was drawn again.
+        span: what the ends of `ahead_interval` are.
+    """
+    low, high = sure["ahead_interval"]
+    gap = (
+        f"{first} is ahead of {second} by {number(sure['ahead_by'])} in {word} ({span} {number(low)} to "
+        f"{number(high)}), and stays ahead in {percent(sure['stays_ahead'])} of resamples of {drawn}."
+    )
+    return [gap] if low > 0 else ["The two best cannot be told apart by these measurements.", gap]
+
+
 def _cells(values: dict[str, Any]) -> dict[str, Any]:
     return {key: str(v) if isinstance(v, list | dict) else v for key, v in values.items() if key != "answers"}
 
 
-def _table(values: dict[str, Any]) -> list[tuple[str, str]]:
+def setting_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Nested settings as (dotted key, text)."""
     return [
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

@@ -9,9 +9,9 @@ from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung
 from sweeps.trainings.trial import run_trial
 from sweeps.tuning.configs import OptunaSearch, RandomSearch
-from sweeps.tuning.distinct import DistinctSearcher, Verdict
+from sweeps.tuning.distinct import DistinctSearcher
 from sweeps.tuning.folders import trial_folders
-from sweeps.tuning.spaces import Choices, Space, draw, folder_name, from_text, grid, lies_in
+from sweeps.tuning.spaces import Choices, Space, Verdict, draw, folder_name, from_text, grid, lies_in
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
 _MOST_DRAWS = 50

@@ -1,12 +1,11 @@
 """A searcher that proposes only what can be tried, and nothing twice."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from ray.tune.search import Searcher
 
-Verdict = Literal["new", "again", "unfit"]
-"""What a proposal is: to be tried, known already, or nothing that can be tried."""
+from sweeps.tuning.spaces import Verdict
 
 _MOST_ASKED = 50
 

@@ -27,6 +27,9 @@ _MOST_CORNERS = 512
 Choices = Mapping[str, Any]
 """One value for every key of a space: what makes a trial."""
 
+Verdict = Literal["new", "again", "unfit"]
+"""What a proposal is: to be tried, known already, or nothing that can be tried."""
+
 
 class Range(Config):
     """Numbers between two bounds, both included."""

@@ -93,6 +93,9 @@ def test_every_drafter_gets_a_winner_measured_beside_the_others(
     assert summary["left_out"]["medusa"] == {"depth 3: this drafter drafts at most 2 levels": 2}
     assert "medusa: left out 2 combinations: 2 x depth 3: this drafter drafts at most 2 levels" in text
     assert {trial["state"] for trial in summary["trials"]} == {"finished"}
+    assert read_json(Path(sweep.output) / "plan.json") == {"trials": {"moa": 4, "medusa": 2}, "questions": [2, 4]}
+    page = (Path(sweep.output) / "report.html").read_text()
+    assert all(f"Winner: {answer['name']}" in page for answer in summary["drafters"].values())
     rows = pd.read_parquet(Path(sweep.output) / "sweep.parquet")
     assert sorted(rows["rung_questions"]) == [2] * 6 + [4] * 6
     assert rows["lossless"].all()

@@ -3,7 +3,7 @@
 This module refuses to know what is plotted.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,22 @@ def shorten(name: str, length: int = LABEL_LENGTH) -> str:
     if name.startswith("_"):
         name = " " + name  # matplotlib would hide it from legends
     return name if len(name) <= length else name[: length - 1] + "…"
+
+
+def labelled_bars(figure: "Figure", names: Sequence[str]) -> "Axes":
+    """Axes for horizontal bars, first on top, each under its own name: long names need no margin."""
+    axes = figure.subplots()
+    axes.set_yticks([])
+    axes.set_ylim(len(names) - 0.6, -0.7)
+    for index, name in enumerate(names):
+        place = axes.get_yaxis_transform()
+        axes.text(0.0, index - 0.24, " " + name, transform=place, va="bottom", fontsize=9.5)
+    return axes
+
+
+def bar_height(num_bars: int) -> float:
+    """Inches that they take."""
+    return 0.6 + 0.48 * num_bars
 
 
 def annotate(axes: "Axes", text: str, end: float, index: float) -> None:

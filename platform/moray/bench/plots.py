@@ -12,6 +12,8 @@ from moray.bench.drawing import (
     LABEL_LENGTH,
     Plot,
     annotate,
+    bar_height,
+    labelled_bars,
     legend_below,
     legend_height,
     line,
@@ -22,7 +24,6 @@ from moray.bench.svg import INK, render_svg
 from moray.bench.wording import temperature
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MAX_POINTS = 300  # of a curve; longer ones are averaged in buckets
@@ -42,7 +43,7 @@ def _speedups(report: Report) -> Plot:
         return Plot("speedup", title, "", missing="no row has a speed-up over plain decoding")
 
     def draw(figure: "Figure") -> None:
-        axes = _labelled_bars(figure, [_row_name(row, report) for row in rows])
+        axes = labelled_bars(figure, [_row_name(row, report) for row in rows])
         for index, row in enumerate(rows):
             speedup, ideal = row.speedup_vs_plain or 0.0, row.ideal_speedup
             axes.barh(index, speedup, height=0.36, color=COLOURS[0])
@@ -63,7 +64,7 @@ def _speedups(report: Report) -> Plot:
         f"would allow; the gap is the engine's. Thin line: 95 % interval by bootstrap over the prompts. "
         f"Best: {_row_name(best, report)} with {best.speedup_vs_plain:.2f}x."
     )
-    return Plot("speedup", title, description, render_svg("speedup", draw, _bar_height(len(rows)) + 0.15))
+    return Plot("speedup", title, description, render_svg("speedup", draw, bar_height(len(rows)) + 0.15))
 
 
 def _acceptance(report: Report) -> Plot:
@@ -107,7 +108,7 @@ def _phases(report: Report) -> Plot:
         return Plot("phases", title, "", missing="no row has the times of its phases")
 
     def draw(figure: "Figure") -> None:
-        axes = _labelled_bars(figure, [_row_name(row, report) for row in rows])
+        axes = labelled_bars(figure, [_row_name(row, report) for row in rows])
         starts = [0.0] * len(rows)
         for phase, name in enumerate(_PHASES):
             times = [_phase_times(row)[phase] for row in rows]
@@ -122,7 +123,7 @@ def _phases(report: Report) -> Plot:
     description = (
         "Milliseconds of an average cycle by phase, first phase on the left. The table of costs holds the figures."
     )
-    return Plot("phases", title, description, render_svg("phases", draw, _bar_height(len(rows)) + 0.5))
+    return Plot("phases", title, description, render_svg("phases", draw, bar_height(len(rows)) + 0.5))
 
 
 def _categories(report: Report) -> Plot:
@@ -199,21 +200,6 @@ def _training_painter(
         all_axes[-1].set_xlabel("optimiser step")
 
     return draw
-
-
-def _labelled_bars(figure: "Figure", names: Sequence[str]) -> "Axes":
-    """Axes for horizontal bars, first on top, each under its own name: long names need no margin."""
-    axes = figure.subplots()
-    axes.set_yticks([])
-    axes.set_ylim(len(names) - 0.6, -0.7)
-    for index, name in enumerate(names):
-        place = axes.get_yaxis_transform()
-        axes.text(0.0, index - 0.24, " " + name, transform=place, va="bottom", fontsize=9.5)
-    return axes
-
-
-def _bar_height(num_bars: int) -> float:
-    return 0.6 + 0.48 * num_bars
 
 
 def _row_name(row: Row | CategoryRow, report: Report, with_drafter: bool = True) -> str:

@@ -155,7 +155,7 @@ def test_a_folder_that_is_no_sweep_is_named(tmp_path, kind):
 def test_what_was_found_is_written_where_it_was_asked_for(finished, tmp_path, capsys):
     main(COMMAND.load([str(finished), str(finished), "--json", str(tmp_path / "out.json")]))
     written = json.loads((tmp_path / "out.json").read_text())
-    assert written == {"sweeps": [overview(str(finished))] * 2}
+    assert written == {"sweeps": [overview(str(finished))] * 2, "decoding": []}
     assert "first" in capsys.readouterr().out
 
 
@@ -163,7 +163,7 @@ def test_a_folder_that_is_no_sweep_is_one_line_and_an_exit_code(tmp_path):
     command = [sys.executable, "-m", "sweeps.summarize", str(tmp_path)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (outcome.returncode, outcome.stdout) == (1, "")
-    assert (
-        outcome.stderr
-        == f"error: '{tmp_path}' holds no sweep of trainings: give the output of a `python -m sweeps.tune`\n"
+    assert outcome.stderr == (
+        f"error: '{tmp_path}' holds no sweep: give the output of a `python -m sweeps.tune` or "
+        "`python -m sweeps.tune_decoding`\n"
     )

@@ -1,67 +1,22 @@
 """The page of a sweep is whole, self-contained and safe for any number of trials, and says how sure the winner is."""
 
 import re
-from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from report_page import HOSTILE, Page
 from sweep_trials import GRID, LAYERS, RATE, RUNGS, WIDTH, a_grid, finalist, summary, trial
 
 from moray.provenance import read_json
 from sweeps.reports.report import how_sure_in_words, render_html, write_sweep
 from sweeps.reports.results import Trial
 
-HOSTILE = '<script>alert("x")</script> & [red]$\\frac$ ]]> -->'
-VOID = {"meta", "br", "hr", "img", "link", "input"}
 PLOTS = ("map-tau", "map-speedup", "curves", "pareto", "parallel", "ranks")
 RANGED = {LAYERS: [0, 1], "drafter.kind": ["a", "b"], WIDTH: [[1, 2], [3, 4]], RATE: {
     "type": "loguniform", "low": 1e-3, "high": 1e-1,
 }}  # fmt: skip
-
-
-class Page(HTMLParser):
-    """Checks the nesting of elements while it reads, and collects what the tests ask about."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.source, self.text = text, ""
-        self.open: list[str] = []
-        self.tags: Counter[str] = Counter()
-        self.attributes: list[tuple[str, str]] = []
-        self.figures: dict[str, str] = {}
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "figure":
-            self._figure = dict(attrs)["id"] or ""
-            self.figures[self._figure.removeprefix("plot-")] = ""
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if "figure" in self.open:
-            self.figures[self._figure.removeprefix("plot-")] += data
-
-    @property
-    def ids(self) -> Counter[str]:
-        return Counter(value for name, value in self.attributes if name == "id")
-
-    def has(self, plot: str) -> bool:
-        return "Left out:" not in self.figures[plot]
 
 
 def page_of(trials: list[Trial], space: dict[str, Any], objective: str = "speedup", **changes: Any) -> Page:

@@ -1,0 +1,143 @@
+"""One or many sweeps over decoding choices at a glance, from what lies in their folders.
+
+The neighbour of `sweeps.reports.overview`, which knows sweeps of trainings. Knows neither Ray nor pictures.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moray.bench.wording import duration
+from moray.errors import DataError
+from moray.provenance import RUN_FILE, read_json, read_run_yaml
+from sweeps.decoding.results import PLAN_FILE, ranked, read_shapes
+from sweeps.reports.overview import how_far, named, sure_cell
+from sweeps.reports.results import Trial
+from sweeps.tuning.claim import SUMMARY_FILE, seconds_run
+from sweeps.tuning.folders import ENDED
+
+_KEYS = {"drafters", "space", "search", "objective", "ladder"}
+_OF_FINALIST = ("name", "choices", "objective", "spread")
+
+
+def is_decoding(folder: str) -> bool:
+    """Whether a folder holds a sweep over decoding choices, finished or not.
+
+    Raises:
+        DataError: its record of what was begun there is damaged.
+    """
+    path = Path(folder)
+    return (path / RUN_FILE).is_file() and _is_decoding(read_run_yaml(path).get("config"))
+
+
+def _is_decoding(config: Any) -> bool:
+    return isinstance(config, dict) and config.keys() >= _KEYS and "distil" not in config
+
+
+def decoding_overview(folder: str) -> dict[str, Any]:
+    """What a sweep over decoding choices has found for every drafter, or how far it is; see `is_decoding`.
+
+    Raises:
+        DataError: the folder is damaged.
+    """
+    path = Path(folder)
+    config = read_run_yaml(path)["config"]
+    summary = read_json(path / SUMMARY_FILE) if (path / SUMMARY_FILE).is_file() else {}
+    plan = read_json(path / PLAN_FILE) if (path / PLAN_FILE).is_file() else {}
+    trials = _trials(folder)
+    names = [Path(drafter).name for drafter in config["drafters"]]
+    rungs = len(plan.get("questions", ())) or config["ladder"]["rungs"]
+    planned = plan.get("trials", {})
+    return {
+        "sweep": folder,
+        "objective": config["objective"],
+        "complete": bool(summary),
+        "drafters": {
+            name: _of_drafter(summary.get("drafters", {}).get(name))
+            | {
+                "progress": _progress(
+                    [trial for trial in trials if trial.choices["drafter"] == name],
+                    planned.get(name, config["search"].get("num_trials")),
+                    rungs,
+                )
+            }
+            for name in names
+        },
+        "between": summary.get("between"),
+        "left_out": summary.get("left_out"),
+        "num_trials": len(trials),
+        "wall_seconds": seconds_run(path) or None,
+    }
+
+
+def _trials(folder: str) -> list[Trial]:
+    try:
+        return read_shapes(folder)
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"'{folder}' holds a trial that no sweep over decoding choices has left there") from None
+
+
+def _of_drafter(answer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The winner of a drafter, whom it left behind, and how sure that is; all None where there is no answer yet."""
+    if answer is None:
+        return {"winner": None, "runner_up": None, "evaluate": None, "sure": _sure({})}
+    first, *others = ({key: row[key] for key in _OF_FINALIST} for row in answer["finalists"])
+    return {
+        "winner": first,
+        "runner_up": others[0] if others else None,
+        "evaluate": answer["evaluate"],
+        "sure": _sure(answer),
+    }
+
+
+def _sure(answer: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: answer.get(key) for key in ("ahead_by", "ahead_interval", "stays_ahead")}
+
+
+def _progress(trials: Sequence[Trial], planned: int | None, rungs: int) -> dict[str, Any]:
+    """How many trials of a drafter there are to be, in which states those are that have begun, and which leads."""
+    best = next((trial for trial in ranked(trials) if trial.rows), None)
+    return {
+        "planned": planned,
+        "begun": len(trials),
+        "ended": sum(trial.state in ENDED for trial in trials),
+        "states": dict(Counter(trial.state for trial in trials)),
+        "rungs": rungs,
+        "leader": best and {"name": best.name, "rung": best.last["rung"], "objective": best.last["objective"]},
+    }
+
+
+def print_decoding_overviews(overviews: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the drafters of all sweeps one below the other, then how far those sweeps are that are not finished."""
+    table = Table(title="Sweeps over decoding", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    for column in ("sweep", "winner, runner-up (95 % interval)"):
+        table.add_column(column, overflow="fold")
+    table.add_column("objective", no_wrap=True)
+    for column in ("sure", "trials", "h:mm:ss"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for found in overviews:
+        for index, (name, one) in enumerate(found["drafters"].items()):
+            table.add_row(
+                Text("" if index else found["sweep"]), Text(_best_two(name, one, found["complete"])),
+                found["objective"], sure_cell(one["sure"]), str(one["progress"]["begun"]),
+                "" if index else duration(found["wall_seconds"]),
+            )  # fmt: skip
+    console.print(table)
+    for found in overviews:
+        if not found["complete"]:
+            for name, one in found["drafters"].items():
+                title = f"{found['sweep']}, {name}"
+                console.print(how_far(title, found["objective"], one["progress"]), markup=False, highlight=False)
+
+
+def _best_two(name: str, one: Mapping[str, Any], is_complete: bool) -> str:
+    rows = [row for row in (one["winner"], one["runner_up"]) if row]
+    if not rows:
+        return f"{name}: {'no trial came to its end' if is_complete else 'not finished'}"
+    return "\n".join(named(row["name"], row["objective"], row["spread"]) for row in rows)
