@@ -36,7 +36,7 @@ _COLUMNS = (
         "speed-up (without prefill) over tau / (1 + draft steps times draft cost), which tau would allow",
     ),
     ("lossless", "whether the output was the one of plain decoding, token by token; NO means a defect"),
-    ("state", "finished on the last rung; stopped early for others were better; diverged or failed: see below"),
+    ("state", "finished on the last rung; stopped early for others were better; failed: what went wrong is listed"),
 )
 
 
@@ -58,6 +58,7 @@ def render_html(summary: dict[str, Any], trials: Sequence[Trial]) -> str:
         "report.html.jinja",
         summary=summary,
         objective=word,
+        is_rate=summary["objective"] == "tokens_per_second",
         answers=[
             {
                 "drafter": name,

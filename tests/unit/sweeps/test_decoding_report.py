@@ -204,6 +204,9 @@ def test_every_objective_has_its_word(objective):
     assert page.figures["objective-0"].strip().startswith(f"moa: {word} by way to decode")
     assert f"in {word} (95 % interval" in page.text
     assert ("no gain" in page.text) == (objective == "speedup")
+    finalists = page.source.partition('id="table-finalists"')[2].partition("</table>")[0]
+    assert finalists.count('<th scope="col">95 %') == (3 if objective == "tokens_per_second" else 2)
+    assert len({line.count("<t") for line in finalists.splitlines() if 'scope="row"' in line}) == 1
 
 
 def test_the_page_says_when_it_is_not_sure():
