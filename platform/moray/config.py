@@ -203,16 +203,18 @@ def run_entry_point(
     description: str,
     main: Callable[[AnyConfig], None],
     argv: Sequence[str] | None = None,
+    again: str = "run the same command again to go on",
 ) -> None:
-    """Parse the command line, run `main`, and turn our own errors into one line and an exit code.
+    """Parse the command line, run `main`, and turn our own errors into one line and an exit code; `again` is what to do
+    after Ctrl-C.
 
     `main` imports torch and ray inside: nothing heavy is loaded before parsing has succeeded.
     """
     parser = CommandLine(config_class, description, program())
-    run_command(lambda: main(load_config(config_class, parser.parse_args(argv).arguments)))
+    run_command(lambda: main(load_config(config_class, parser.parse_args(argv).arguments)), again)
 
 
-def run_command(command: Callable[[], None]) -> None:
+def run_command(command: Callable[[], None], again: str = "run the same command again to go on") -> None:
     """Run a command and turn our own errors into one line and an exit code."""
     try:
         command()
@@ -220,7 +222,7 @@ def run_command(command: Callable[[], None]) -> None:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("\ninterrupted: run the same command again to go on", file=sys.stderr)
+        print(f"\ninterrupted: {again}", file=sys.stderr)
         sys.exit(130)
 
 

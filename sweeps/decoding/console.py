@@ -34,7 +34,9 @@ def _print_trials(title: str, trials: list[dict[str, Any]], console: Console) ->
     table.add_column("way to decode", overflow="fold")
     for column in ("state", "questions", *_COLUMNS):
         table.add_column(column, justify="right")
-    by_rung = sorted(trials, key=lambda one: (-one["figures"].get("rung", -1), -one["figures"].get("objective", 0)))
+    by_rung = sorted(
+        trials, key=lambda one: (-one["figures"].get("rung", -1), -(one["figures"].get("objective") or 0.0))
+    )
     for trial in by_rung:
         figures = trial["figures"]
         table.add_row(

@@ -4,7 +4,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ from sweeps.decoding.results import (
 from sweeps.decoding.trial import measure_together, run_shape
 from sweeps.reports.results import Trial, first_message
 from sweeps.tuning.board import SweepBoard, follow_sweep
-from sweeps.tuning.claim import claim_sweep, is_done, running_clock, seconds_run
+from sweeps.tuning.claim import alone, claim_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.configs import OptunaSearch, RandomSearch
 from sweeps.tuning.distinct import DistinctSearcher
-from sweeps.tuning.folders import trial_folders
+from sweeps.tuning.folders import TrialFolder, trial_folders
 from sweeps.tuning.spaces import Choices, from_text, lies_in
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
@@ -57,28 +57,30 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
         raise ConfigError(f"nothing is left of the space: {reasons}")
     concurrent = concurrency(sweep)
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    with running_clock(output):
-        claim_sweep(output, _identity(sweep), fingerprints(sweep))
-        planned = {name: num_planned(sweep, one, name) for name, one in listings.items()}
-        write_json_atomically(output / PLAN_FILE, {"trials": planned, "questions": sizes})
-        total = sum(_total(sweep, one) for one in listings.values())
-        console.print(
-            f"{total} ways to decode, {concurrent} measured at a time, with {', '.join(map(str, sizes))} questions",
-            highlight=False,
-        )
-        with follow_sweep(board, sweep.output, total, sweep.objective):
+    with alone(output):
+        claim_sweep(output, _identity(sweep), fingerprints(sweep), _MAY_DIFFER)
+        with running_clock(output):
+            planned = {name: num_planned(sweep, one, name) for name, one in listings.items()}
+            write_json_atomically(output / PLAN_FILE, {"trials": planned, "questions": sizes})
+            total = sum(_total(sweep, one) for one in listings.values())
+            console.print(
+                f"{total} ways to decode, {concurrent} measured at a time, with {', '.join(map(str, sizes))} questions",
+                highlight=False,
+            )
+            with follow_sweep(board, sweep.output, sum(planned.values()), sweep.objective):
+                for name, listing in listings.items():
+                    _search(sweep, limits[name], listing, _plan(sweep, limits[name], sizes, board, concurrent))
             for name, listing in listings.items():
-                _search(sweep, limits[name], listing, _plan(sweep, limits[name], sizes, board, concurrent))
-        for name, listing in listings.items():
-            if listing.left_out:
-                text = f"{name}: left out {listing.left_out.total()} combinations: {listing.why()}"
-                console.print(text, markup=False, highlight=False)
-        finalists = finalists_of(sweep, read_shapes(sweep.output))
-        if not finalists:
-            why = first_message(read_shapes(sweep.output))
-            raise DataError(f"not one trial of '{output}' came to its end with the target's own text{why}")
-        figures = _confirm(sweep, finalists, console)
-    return _write(sweep, listings, finalists, figures, output)
+                if listing.left_out:
+                    text = f"{name}: left out {listing.left_out.total()} combinations: {listing.why()}"
+                    console.print(text, markup=False, highlight=False)
+            trials = read_shapes(sweep.output)
+            finalists = finalists_of(sweep, [one for one in trials if not _is_left(sweep, listings, one)])
+            if not finalists:
+                why = first_message(trials)
+                raise DataError(f"not one trial of '{output}' came to its end with the target's own text{why}")
+            figures = _confirm(sweep, finalists, console)
+        return _write(sweep, listings, finalists, figures, output)
 
 
 def is_complete(sweep: TuneDecodingConfig) -> bool:
@@ -104,15 +106,16 @@ def _total(sweep: TuneDecodingConfig, listing: Listing) -> int:
 def num_planned(sweep: TuneDecodingConfig, listing: Listing, drafter: str) -> int:
     """How many trials of a drafter there will be, or at most if they are proposed: those that it had begun before the
     sweep went on with another space are among them."""
-    own = [one.choices for one in listing.combinations]
+    own = [one for one in read_shapes(sweep.output) if one.choices["drafter"] == drafter]
+    return _total(sweep, listing) + sum(_is_left(sweep, {drafter: listing}, one) for one in own)
 
-    def is_left(record: dict[str, Any]) -> bool:
-        if isinstance(sweep.search, OptunaSearch):
-            return not lies_in(record["drawn"], sweep.space)
-        return record["choices"] not in own
 
-    records = [folder.record for folder in trial_folders(sweep.output)]
-    return _total(sweep, listing) + sum(one["choices"]["drafter"] == drafter and is_left(one) for one in records)
+def _is_left(sweep: TuneDecodingConfig, listings: Mapping[str, Listing], trial: Trial) -> bool:
+    """Whether it was begun before the sweep went on with another space, which has no place for it."""
+    if isinstance(sweep.search, OptunaSearch):
+        return not lies_in(TrialFolder(trial.folder).record["drawn"], sweep.space)
+    listing = listings.get(trial.choices["drafter"], Listing())
+    return trial.choices not in [one.choices for one in listing.combinations]
 
 
 def _plan(sweep: TuneDecodingConfig, limits: Limits, sizes: Sequence[int], board: Any, concurrent: int) -> Plan:

@@ -22,7 +22,7 @@ from moray.bench.loading import load_drafters, load_target, nothing_fits
 from moray.bench.runner import Runner
 from moray.bench.specbench import Question
 from moray.drafters.base import Drafter
-from moray.errors import MorayError, UnreachableError
+from moray.errors import DataError, MorayError, UnreachableError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 from moray.trees.shapes import ChainShape
@@ -65,6 +65,11 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
                 try:
                     ask = ask or stack.enter_context(asking(config, [combination], folder.path, sizes[-1]))
                     (found,) = ask(size)
+                    if found[sweep.objective] is None:
+                        raise DataError(
+                            f"{sweep.objective} is not known of {size} questions, whose answers are one token long: "
+                            "give other questions, or fewer rungs"
+                        )
                 except UnreachableError:  # may answer again
                     raise
                 except MorayError as error:

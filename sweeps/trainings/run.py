@@ -32,10 +32,10 @@ from sweeps.trainings.measure import folder_key
 from sweeps.trainings.search import search, train_all
 from sweeps.trainings.trial import measure_on_ray
 from sweeps.tuning.board import SweepBoard, follow_sweep
-from sweeps.tuning.claim import SUMMARY_FILE, claim_sweep, is_done, running_clock, seconds_run
+from sweeps.tuning.claim import SUMMARY_FILE, alone, claim_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.configs import GridSearch
 from sweeps.tuning.folders import trial_folder, trial_folders
-from sweeps.tuning.spaces import size
+from sweeps.tuning.spaces import lies_in, size
 
 _FINAL_FILE = "final.json"
 _DISTIL_FILE = "distil.yaml"
@@ -56,25 +56,27 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
     rungs = check_sweep(sweep)
     concurrent = concurrency(sweep, sweep.trial({}))
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    total = size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials
-    with running_clock(output):
-        claim_sweep(output, _identity(sweep), _fingerprints(sweep))
-        shipped = _shipped(sweep, output)
-        console.print(
-            f"{total} trials, {concurrent} at a time; measured at "
-            f"{', '.join(f'{rung.tokens:,.0f}' for rung in rungs)} training tokens",
-            highlight=False,
-        )
-        with follow_sweep(board, sweep.output, total or 0, sweep.objective):
-            search(shipped, rungs, board, concurrent)
-        trials = read_trials(sweep.output)
-        found = searched(trials, sweep.space, sweep.objective).trials
-        finalists = best_trials(found, sweep.confirm.finalists)
-        if not finalists:
-            raise DataError(f"not one trial of '{output}' was trained to the end{first_message(trials)}")
-        confirmed = _confirm(shipped, finalists, rungs[-1], board, concurrent, console)
-        _crown(sweep, confirmed, output)
-    return _write(sweep, read_trials(sweep.output), confirmed, output)
+    total = (size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials) or 0
+    with alone(output):
+        claim_sweep(output, _identity(sweep), _fingerprints(sweep), _MAY_DIFFER)
+        with running_clock(output):
+            shipped = _shipped(sweep, output)
+            console.print(
+                f"{total} trials, {concurrent} at a time; measured at "
+                f"{', '.join(f'{rung.tokens:,.0f}' for rung in rungs)} training tokens",
+                highlight=False,
+            )
+            others = sum(not lies_in(one.record["choices"], sweep.space) for one in trial_folders(sweep.output))
+            with follow_sweep(board, sweep.output, total + others, sweep.objective):
+                search(shipped, rungs, board, concurrent)
+            trials = read_trials(sweep.output)
+            found = searched(trials, sweep.space, sweep.objective).trials
+            finalists = best_trials(found, sweep.confirm.finalists)
+            if not finalists:
+                raise DataError(f"not one trial of '{output}' was trained to the end{first_message(trials)}")
+            confirmed = _confirm(shipped, finalists, rungs[-1], board, concurrent, console)
+            _crown(sweep, confirmed, output)
+        return _write(sweep, read_trials(sweep.output), confirmed, output)
 
 
 def is_complete(sweep: SweepConfig) -> bool:
@@ -84,11 +86,7 @@ def is_complete(sweep: SweepConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: it holds an unfinished one, and `resume` is not given.
     """
-    is_all_done = is_done(
-        Path(sweep.output), _identity(sweep), lambda: _fingerprints(sweep), sweep.resume, may_differ=_MAY_DIFFER
-    )
-    has_failed = any(folder.state == "failed" for folder in trial_folders(sweep.output))
-    return is_all_done and not (sweep.resume and has_failed)
+    return is_done(Path(sweep.output), _identity(sweep), lambda: _fingerprints(sweep), sweep.resume, _MAY_DIFFER)
 
 
 def summary_path(sweep: SweepConfig) -> Path:

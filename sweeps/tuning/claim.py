@@ -11,6 +11,7 @@ from moray.config import Config
 from moray.distill.runs import check_run
 from moray.errors import ConfigError
 from moray.provenance import RUN_FILE, read_json, write_json_atomically, write_run_yaml
+from sweeps.tuning.folders import trial_folders
 
 SUMMARY_FILE, _CLOCK_FILE, _LOCK_FILE = "summary.json", "clock.json", ".lock"
 
@@ -22,7 +23,8 @@ def is_done(
     resume: bool,
     may_differ: Collection[str],
 ) -> bool:
-    """Whether the sweep is done; refuses one that is not, unless it is to go on.
+    """Whether the sweep is done; refuses one that is not, unless it is to go on. With `resume` one whose trials have
+    failed is not.
 
     Args:
         output: of the sweep.
@@ -33,7 +35,7 @@ def is_done(
 
     Raises:
         MismatchError: the folder holds another sweep.
-        ConfigError: it holds an unfinished one, and `resume` is not given.
+        ConfigError: it holds an unfinished one, and `resume` is not given; or another process works on it.
     """
     output = output.absolute()
     if not (output / RUN_FILE).is_file():
@@ -41,7 +43,9 @@ def is_done(
     check_run(output, identity, fingerprints(), irrelevant=may_differ)
     summary = output / SUMMARY_FILE
     if summary.is_file() and read_json(summary)["config"] == identity.model_dump(mode="json"):
-        return True
+        return not (resume and any(folder.state == "failed" for folder in trial_folders(str(output))))
+    with alone(output):  # what still runs is not to be resumed
+        pass
     if not resume:
         raise ConfigError(
             f"'{output}' holds a sweep that is not finished: add --resume to go on with it, or give another output"
@@ -49,8 +53,13 @@ def is_done(
     return False
 
 
-def claim_sweep(output: Path, identity: Config, fingerprints: Mapping[str, str]) -> None:
-    """Note whose folder it is; call it after `is_done`, when nothing speaks against the sweep."""
+def claim_sweep(output: Path, identity: Config, fingerprints: Mapping[str, str], may_differ: Collection[str]) -> None:
+    """Note whose folder it is; call it `alone` there, after `is_done`, when nothing speaks against the sweep.
+
+    Raises:
+        MismatchError: another sweep was quicker.
+    """
+    check_run(output, identity, fingerprints, irrelevant=may_differ)
     (output / SUMMARY_FILE).unlink(missing_ok=True)
     write_run_yaml(output, identity, None, fingerprints)  # what may differ is noted as it is now
 
@@ -62,8 +71,12 @@ def seconds_run(output: Path) -> float:
 
 
 @contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """Keep other processes out; the lock dies with its process."""
+def alone(output: Path) -> Iterator[None]:
+    """Keep other processes out of a sweep's folder for the block; the lock dies with its process.
+
+    Raises:
+        ConfigError: another one works there.
+    """
     output.mkdir(parents=True, exist_ok=True)
     with (output / _LOCK_FILE).open("a+") as file:
         try:
@@ -72,21 +85,16 @@ def _alone(output: Path) -> Iterator[None]:
             raise ConfigError(
                 f"another process works on the sweep in '{output}': wait for it, or give another output"
             ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"'{file.name}' cannot be locked: {error.strerror}; give an output on another file system"
+            ) from None
         yield
 
 
 @contextmanager
 def running_clock(output: Path) -> Iterator[None]:
-    """Count the seconds of the block, in which no other process may work on the sweep.
-
-    Raises:
-        ConfigError: another one does.
-    """
-    with _alone(output):
-        yield from _count(output)
-
-
-def _count(output: Path) -> Iterator[None]:
+    """Count the seconds of the block."""
     before, begin, stop = seconds_run(output), time.monotonic(), threading.Event()
 
     def note() -> None:

@@ -37,7 +37,7 @@ Search = Annotated[GridSearch | RandomSearch | OptunaSearch, Field(discriminator
 
 
 class LadderConfig(Config):
-    """The rungs at which every trial is measured: training tokens grow by `reduction` from one to the next.
+    """The rungs at which trials are measured: training tokens, or questions, grow by `reduction` from one to the next.
 
     With `stop`, ASHA (arXiv 1810.05934) lets the best 1 / reduction of a rung go on, and the others stop there.
     """

@@ -62,7 +62,7 @@ class TrialFolder:
         """
         if self.state == "running":
             write_json_atomically(self.path / TRIAL_FILE, {**self.record, "state": state, "message": message})
-        if state in ENDED:
+        if self.state in ENDED:
             shutil.rmtree(self.path / "ray", ignore_errors=True)
 
 

@@ -5,7 +5,6 @@ search meets the same results in the same order of choices. This module refuses 
 """
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +75,6 @@ def _tune(plan: Plan, space: dict[str, Any], searcher: Any, num_trials: int) -> 
     def trial(params: dict[str, Any]) -> None:
         run(_chosen(params))
 
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune would take Ctrl-C for the end of the search
     tune.Tuner(
         tune.with_resources(trial, dict(plan.resources)),
         param_space=space,

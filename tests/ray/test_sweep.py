@@ -153,8 +153,8 @@ def test_a_trial_that_diverges_is_reported_and_the_others_go_on(make_sweep: Make
 
 
 @pytest.mark.slow
-def test_a_disk_that_was_full_is_no_divergence(make_sweep: MakeSweep, tmp_path: Path) -> None:
-    """What spoke against a trial may be mended: with --resume it is tried again."""
+def test_what_speaks_against_a_trial_is_no_divergence(make_sweep: MakeSweep, tmp_path: Path) -> None:
+    """It may be mended: with --resume the trial is tried again."""
     sweep = make_sweep(output=str(tmp_path / "sweep"), ladder={"rungs": 1, "reduction": 2})
     blocked = trial_folder(sweep.output, {"drafter.target_layers": 0})
     blocked.path.mkdir(parents=True)
@@ -169,7 +169,7 @@ def test_a_disk_that_was_full_is_no_divergence(make_sweep: MakeSweep, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_search_at_random_goes_on_with_a_wider_space_and_tells_mlflow(make_sweep: MakeSweep, tmp_path: Path) -> None:
+def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(make_sweep: MakeSweep, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     output, store = str(tmp_path / "sweep"), tmp_path / "store"
@@ -190,8 +190,8 @@ def test_a_search_at_random_goes_on_with_a_wider_space_and_tells_mlflow(make_swe
         (run_id,) = read_json(Path(trial["folder"]) / "trackers.json").values()
         told += [metric.value for metric in client.get_metric_history(run_id, "sweep/objective")]
     assert sorted(told) == sorted(pytest.approx(trial["figures"]["objective"]) for trial in first["trials"])
-    wider = sweep.model_copy(update={"space": {"optim.lr": [0.03, 0.04]}, "search": GridSearch(type="grid")})
-    second = run(wider.model_copy(update={"resume": True}))
+    other = sweep.model_copy(update={"space": {"optim.lr": [0.03, 0.04]}, "search": GridSearch(type="grid")})
+    second = run(other.model_copy(update={"resume": True}))
     before = {trial["name"]: trial["figures"] for trial in first["trials"]}
     after = {trial["name"]: trial["figures"] for trial in second["trials"]}
     assert len(after) == 4
