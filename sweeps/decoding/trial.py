@@ -28,7 +28,7 @@ from moray.text import ChatTokenizer
 from moray.trees.shapes import ChainShape
 from sweeps.decoding.combinations import Combination, Limits, combine
 from sweeps.decoding.configs import TuneDecodingConfig
-from sweeps.trainings.measure import figures
+from sweeps.tuning.figures import figures
 from sweeps.tuning.folders import ENDED, trial_folder
 from sweeps.tuning.spaces import Choices
 

@@ -15,7 +15,7 @@ from sweeps.tuning.spaces import label
 _NUM_RESAMPLES = 2000
 
 Answers = Sequence[Sequence[float]]
-"""Per prompt: tokens, seconds, seconds of plain decoding, cycles, tokens emitted by cycles (see `measure.Answer`)."""
+"""Per prompt: tokens, seconds, seconds of plain decoding, cycles, tokens emitted by cycles (see `figures.Answer`)."""
 
 
 def objective_of(name: str, answers: Answers) -> float:

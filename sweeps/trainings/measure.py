@@ -1,6 +1,6 @@
 """What a trained drafter is worth, measured in a Ray task: plain decoding and speculation in turn."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +9,7 @@ from moray.bench.runner import Measurement, Method, Runner
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape
-
-FIGURES = {
-    "tau": "tau",
-    "tau_spread": "tau_spread",
-    "speedup": "speedup_vs_plain",
-    "speedup_spread": "speedup_spread",
-    "tokens_per_second": "tokens_per_second",
-    "draft_steps": "draft_steps",
-    "draft_cost": "draft_cost",
-    "verify_cost": "verify_cost",
-    "efficiency": "efficiency",
-    "lossless": "lossless",
-    "num_prompts": "num_prompts",
-    "num_tokens": "num_tokens",
-}
-"""Ours, and what an evaluation's report calls them."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one prompt took, for comparisons of trials prompt by prompt."""
-
-    tokens: int
-    seconds: float
-    plain_seconds: float
-    cycles: int
-    emitted: float
-
-    def row(self) -> list[float]:
-        """As it is kept."""
-        return [self.tokens, self.seconds, self.plain_seconds, self.cycles, self.emitted]
+from sweeps.tuning.figures import Answer, figures
 
 
 def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> dict[str, dict[str, Any]]:
@@ -125,29 +95,6 @@ def fastest(measurement: Measurement, rounds: int) -> Measurement:
 
     methods = [best_of(method) for method in measurement.methods]
     return Measurement(methods, measurement.asked[:count], measurement.num_skipped // rounds, measurement.notes)
-
-
-def figures(measurement: Measurement, config: EvaluateConfig) -> list[dict[str, Any]]:
-    """Figures of every drafter and tree over what was asked so far, with their answers; `config` asked at one
-    temperature."""
-    from moray.bench.summary import summarise
-
-    rows = summarise(measurement, config.samplings, config.target.dtype)["rows"]
-    plain, *drafted = measurement.methods
-    found = []
-    for row, method in zip(rows, drafted, strict=True):
-        answers = [
-            Answer(
-                len(own.tokens),
-                own.seconds + own.prefill_seconds,
-                other.seconds + other.prefill_seconds,
-                own.num_cycles,
-                sum(own.emitted),
-            ).row()
-            for own, other in zip(method.generations, plain.generations, strict=True)
-        ]
-        found.append({ours: row[theirs] for ours, theirs in FIGURES.items()} | {"answers": answers})
-    return found
 
 
 def folder_key(folder: str) -> str:

@@ -1,0 +1,61 @@
+"""What a measurement tells of every drafter and tree, as trials keep it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moray.bench.configs import EvaluateConfig
+from moray.bench.runner import Measurement
+
+FIGURES = {
+    "tau": "tau",
+    "tau_spread": "tau_spread",
+    "speedup": "speedup_vs_plain",
+    "speedup_spread": "speedup_spread",
+    "tokens_per_second": "tokens_per_second",
+    "draft_steps": "draft_steps",
+    "draft_cost": "draft_cost",
+    "verify_cost": "verify_cost",
+    "efficiency": "efficiency",
+    "lossless": "lossless",
+    "num_prompts": "num_prompts",
+    "num_tokens": "num_tokens",
+}
+"""Ours, and what an evaluation's report calls them."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one prompt took, for comparisons of trials prompt by prompt."""
+
+    tokens: int
+    seconds: float
+    plain_seconds: float
+    cycles: int
+    emitted: float
+
+    def row(self) -> list[float]:
+        """As it is kept."""
+        return [self.tokens, self.seconds, self.plain_seconds, self.cycles, self.emitted]
+
+
+def figures(measurement: Measurement, config: EvaluateConfig) -> list[dict[str, Any]]:
+    """Figures of every drafter and tree over what was asked so far, with their answers; `config` asked at one
+    temperature."""
+    from moray.bench.summary import summarise
+
+    rows = summarise(measurement, config.samplings, config.target.dtype)["rows"]
+    plain, *drafted = measurement.methods
+    found = []
+    for row, method in zip(rows, drafted, strict=True):
+        answers = [
+            Answer(
+                len(own.tokens),
+                own.seconds + own.prefill_seconds,
+                other.seconds + other.prefill_seconds,
+                own.num_cycles,
+                sum(own.emitted),
+            ).row()
+            for own, other in zip(method.generations, plain.generations, strict=True)
+        ]
+        found.append({ours: row[theirs] for ours, theirs in FIGURES.items()} | {"answers": answers})
+    return found
