@@ -27,7 +27,10 @@ def main(config: SweepConfig) -> None:
     with ray_session(config.ray):
         from sweeps.trainings.run import is_complete, run_sweep, summary_path
 
-        summary = read_json(summary_path(config)) if is_complete(config) else run_sweep(config, console)
+        done = is_complete(config)
+        if done:
+            console.print("this sweep is finished: its answer as it was", highlight=False)
+        summary = read_json(summary_path(config)) if done else run_sweep(config, console)
     print_summary(summary, console)
 
 

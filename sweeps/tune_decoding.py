@@ -32,6 +32,8 @@ def main(config: TuneDecodingConfig) -> None:
         from sweeps.decoding.run import is_complete, run_decoding
 
         done = is_complete(config)
+        if done:
+            console.print("this sweep is finished: its answer as it was", highlight=False)
         summary = read_json(Path(config.output) / SUMMARY_FILE) if done else run_decoding(config, console)
     print_decoding(summary, console)
 

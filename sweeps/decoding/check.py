@@ -50,7 +50,10 @@ def limits_of(sweep: TuneDecodingConfig) -> dict[str, Limits]:
     found = {}
     for name, folder in sweep.folders.items():
         if not Path(folder).is_dir():
-            raise DataError(f"drafters names '{folder}', which is no folder: train a drafter there first")
+            raise DataError(
+                f"drafters names '{folder}', which is no folder: train a drafter there "
+                "with python -m pipelines.distill, or name another"
+            )
         contract = read_contract(Path(folder))
         contract.check_target(Path(folder), spec, text)
         head = TargetHead.outline(sweep.target, contract.drafter.num_target_layers)

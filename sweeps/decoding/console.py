@@ -22,9 +22,10 @@ def print_decoding(summary: dict[str, Any], console: Console) -> None:
             _print_answer(drafter, answer, summary, console)
     between = summary["between"]
     if between is not None:
+        chance = "" if between["ahead_interval"][0] > 0 else ": they cannot be told apart by these measurements"
         console.print(
             f"{between['best']} is ahead of {between['second']}, each at its best, in {between['stays_ahead']:.0%} of "
-            "resamples of prompts", markup=False, highlight=False,
+            f"resamples of prompts{chance}", markup=False, highlight=False,
         )  # fmt: skip
     console.print(f"{summary['wall_seconds']:.0f} s", highlight=False)
 
@@ -60,6 +61,8 @@ def _print_answer(drafter: str, answer: dict[str, Any], summary: dict[str, Any],
         )  # fmt: skip
     console.print(table)
     sure = "" if answer["stays_ahead"] is None else f", ahead in {answer['stays_ahead']:.0%} of resamples of prompts"
+    if answer["ahead_interval"] and answer["ahead_interval"][0] <= 0:
+        sure += " (cannot be told from the next by these measurements)"
     console.print(
         f"winner: {answer['name']}: {summary['objective']} {answer['objective']:.2f}{sure}; {answer['evaluate']}",
         markup=False, highlight=False,

@@ -17,9 +17,9 @@ from moray.bench.wording import duration
 from moray.errors import DataError
 from moray.provenance import RUN_FILE, read_json, read_run_yaml
 from sweeps.decoding.results import PLAN_FILE, ranked, read_shapes
-from sweeps.reports.overview import how_far, named, sure_cell
+from sweeps.reports.overview import LEGEND, how_far, named, sure_cell
 from sweeps.reports.results import Trial
-from sweeps.tuning.claim import SUMMARY_FILE, seconds_run
+from sweeps.tuning.claim import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.folders import ENDED
 
 _KEYS = {"drafters", "space", "search", "objective", "ladder"}
@@ -53,7 +53,7 @@ def decoding_overview(folder: str) -> dict[str, Any]:
     trials = _trials(folder)
     names = [Path(drafter).name for drafter in config["drafters"]]
     rungs = len(plan.get("questions", ())) or config["ladder"]["rungs"]
-    planned = plan.get("trials", {})
+    planned, worked_on = plan.get("trials", {}), is_worked_on(path)
     return {
         "sweep": folder,
         "objective": config["objective"],
@@ -65,6 +65,7 @@ def decoding_overview(folder: str) -> dict[str, Any]:
                     [trial for trial in trials if trial.choices["drafter"] == name],
                     planned.get(name, config["search"].get("num_trials")),
                     rungs,
+                    worked_on,
                 )
             }
             for name in names
@@ -100,7 +101,7 @@ def _sure(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {key: answer.get(key) for key in ("ahead_by", "ahead_interval", "stays_ahead")}
 
 
-def _progress(trials: Sequence[Trial], planned: int | None, rungs: int) -> dict[str, Any]:
+def _progress(trials: Sequence[Trial], planned: int | None, rungs: int, worked_on: bool) -> dict[str, Any]:
     """How many trials of a drafter there are to be, in which states those are that have begun, and which leads."""
     best = next((trial for trial in ranked(trials) if trial.rows), None)
     return {
@@ -109,6 +110,7 @@ def _progress(trials: Sequence[Trial], planned: int | None, rungs: int) -> dict[
         "ended": sum(trial.state in ENDED for trial in trials),
         "states": dict(Counter(trial.state for trial in trials)),
         "rungs": rungs,
+        "worked_on": worked_on,
         "leader": best and {"name": best.name, "rung": best.last["rung"], "objective": best.last["objective"]},
     }
 
@@ -116,6 +118,7 @@ def _progress(trials: Sequence[Trial], planned: int | None, rungs: int) -> dict[
 def print_decoding_overviews(overviews: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the drafters of all sweeps one below the other, then how far those sweeps are that are not finished."""
     table = Table(title="Sweeps over decoding", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.caption, table.caption_justify = LEGEND, "left"
     for column in ("sweep", "winner, runner-up (95 % interval)"):
         table.add_column(column, overflow="fold")
     table.add_column("objective", no_wrap=True)

@@ -119,6 +119,8 @@ def evaluate_command(config: Mapping[str, Any], path: str) -> str:
     """
     asked = config["confirm"]["num_questions"] or config["num_questions"]
     given = {key: config[key] for key in _SHARED} | {"num_questions": asked}
+    drafter = Path(path).stem.removeprefix("best-")
+    given["output"] = str(Path(path).parent / "evaluations" / f"{drafter}-as-in-the-sweep")  # apart from the file's own
     if not config["gpus"]:
         given["target"] = given["target"] | {"device": "cpu"}
     defaults = flatten({"target": _defaults(TargetConfig), "sampling": SamplingParams().model_dump()})

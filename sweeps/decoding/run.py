@@ -11,7 +11,6 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from moray.cluster.configs import RayConfig
 from moray.cluster.errors import own_errors
 from moray.errors import ConfigError, DataError
 from moray.provenance import machine, versions, write_json_atomically
@@ -37,9 +36,6 @@ from sweeps.tuning.folders import TrialFolder, trial_folders
 from sweeps.tuning.spaces import Choices, from_text, lies_in
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
-_MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
-"""Keys, and groups of keys, of a sweep that may differ when it goes on: other trials stand beside those it has."""
-
 
 def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
     """Run a sweep, or go on with it; returns what summary.json holds.
@@ -58,7 +54,7 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
     concurrent = concurrency(sweep)
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with alone(output):
-        claim_sweep(output, _identity(sweep), fingerprints(sweep), _MAY_DIFFER)
+        claim_sweep(output, _recorded(sweep), fingerprints(sweep))
         with running_clock(output):
             planned = {name: num_planned(sweep, one, name) for name, one in listings.items()}
             write_json_atomically(output / PLAN_FILE, {"trials": planned, "questions": sizes})
@@ -90,7 +86,7 @@ def is_complete(sweep: TuneDecodingConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: it holds an unfinished one, and `resume` is not given.
     """
-    return is_done(Path(sweep.output), _identity(sweep), lambda: fingerprints(sweep), sweep.resume, _MAY_DIFFER)
+    return is_done(Path(sweep.output), _recorded(sweep), lambda: fingerprints(sweep), sweep.resume)
 
 
 def _listing(sweep: TuneDecodingConfig, limits: Limits) -> Listing:
@@ -194,12 +190,12 @@ def _write(
         "wall_seconds": seconds_run(output),
         "machine": machine(),
         "versions": versions(),
-        "config": _identity(sweep).model_dump(mode="json"),
+        "config": _recorded(sweep).model_dump(mode="json"),
     }
     write_decoding(summary, trials, output)
     return summary
 
 
-def _identity(sweep: TuneDecodingConfig) -> TuneDecodingConfig:
-    """A sweep without what decides how, and not what, it does."""
-    return sweep.model_copy(update={"resume": False, "max_concurrent": None, "max_failures": 0, "ray": RayConfig()})
+def _recorded(sweep: TuneDecodingConfig) -> TuneDecodingConfig:
+    """A sweep as it is noted."""
+    return sweep.model_copy(update={"resume": False})

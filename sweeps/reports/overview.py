@@ -18,9 +18,12 @@ from moray.explain import nearest_path
 from moray.provenance import RUN_FILE, read_json, read_run_yaml
 from sweeps.reports.results import Trial, read_trials
 from sweeps.reports.views import Searched, common_rung, read_space, searched, tokens_at, worths
-from sweeps.tuning.claim import SUMMARY_FILE, seconds_run
+from sweeps.tuning.claim import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.folders import ENDED
 from sweeps.tuning.spaces import Space, size
+
+LEGEND = "sure: how often the winner stays ahead of the next when prompts and seeds are drawn again; ?: may be chance"
+"""What the columns of the tables mean that need a word."""
 
 
 def overview(folder: str) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def overview(folder: str) -> dict[str, Any]:
         "winner": summary["winner"] if summary else None,
         "runner_up": _runner_up(sure),
         "sure": {key: sure.get(key) for key in ("ahead_by", "ahead_interval", "stays_ahead")},
-        "progress": _progress(search, config),
+        "progress": _progress(search, config, is_worked_on(path)),
         "num_trials": len(trials),
         "training_tokens": sum(trial.training_tokens for trial in trials),
         "wall_seconds": seconds_run(path) or None,
@@ -75,7 +78,7 @@ def _runner_up(sure: dict[str, Any]) -> dict[str, Any] | None:
     return {key: finalists[1][key] for key in ("name", "choices", "mean", "spread")} if len(finalists) > 1 else None
 
 
-def _progress(search: Searched, config: dict[str, Any]) -> dict[str, Any]:
+def _progress(search: Searched, config: dict[str, Any], worked_on: bool) -> dict[str, Any]:
     """How many trials there are to be, in which states those are that have begun, and who leads."""
     best = search.ranked[:1]
     return {
@@ -84,6 +87,7 @@ def _progress(search: Searched, config: dict[str, Any]) -> dict[str, Any]:
         "ended": sum(trial.state in ENDED for trial in search.trials),
         "states": dict(Counter(trial.state for trial in search.trials)),
         "rungs": config["ladder"]["rungs"],
+        "worked_on": worked_on,
         "leader": _leader(best[0]) if best else None,
     }
 
@@ -112,6 +116,7 @@ def print_overviews(overviews: Sequence[dict[str, Any]], console: Console) -> No
 
 def _side_by_side(overviews: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="Sweeps", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.caption, table.caption_justify = LEGEND, "left"
     table.add_column("sweep", overflow="fold")
     table.add_column("winner, runner-up", overflow="fold")
     table.add_column("objective", no_wrap=True)
@@ -142,9 +147,12 @@ def sure_cell(sure: dict[str, Any]) -> str:
 
 def how_far(name: str, objective: str, progress: Mapping[str, Any]) -> str:
     """How far a sweep, or a part of one, has come that is not finished."""
-    states = ", ".join(f"{number_of} {state}" for state, number_of in progress["states"].items()) or "none has begun"
-    planned = progress["planned"] or "?"
-    text = f"{name}: not finished: {progress['ended']} of {planned} trials have ended ({states})"
+    words = {} if progress["worked_on"] else {"running": "interrupted"}
+    ended, others = [], []
+    for state, count_of in progress["states"].items():
+        (ended if state in ENDED else others).append(f"{count_of} {words.get(state, state)}")
+    text = f"{name}: not finished: {progress['ended']} of {progress['planned'] or '?'} trials have ended"
+    text += (f" ({', '.join(ended)})" if ended else "") + "".join(f", {other}" for other in others)
     leader = progress["leader"]
     if leader is None:
         return text

@@ -11,7 +11,12 @@ from moray.bench.wording import number
 
 def print_summary(summary: dict[str, Any], console: Console) -> None:
     """Print the trials, best first, and the winner."""
-    table = Table(title="Trials", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table = Table(
+        title="Trials, as measured in the search beside others",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("trial", overflow="fold")
     for column in ("state", "tokens", "tau", "speed-up", "tok/s", "draft cost", "loss"):
         table.add_column(column, justify="right")
@@ -21,7 +26,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     )
     for trial in trials:
         figures = trial["figures"]
-        cells = [number(figures.get(key), 2) for key in ("tau", "speedup")]
+        cells = [number(figures.get(key), 3) for key in ("tau", "speedup")]
         table.add_row(
             trial["name"], trial["state"], f"{trial['training_tokens']:,}", *cells,
             number(figures.get("tokens_per_second"), 0), number(figures.get("draft_cost"), 3),
@@ -44,7 +49,10 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
             f"ahead of {second['name']} ({second['mean']:.2f}) in {sure['stays_ahead']:.0%} of resamples of prompts "
             "and seeds", markup=False, highlight=False,
         )  # fmt: skip
+        if sure["ahead_interval"][0] <= 0:
+            console.print("these two cannot be told apart by these measurements", highlight=False)
     console.print(
-        f"{summary['training_tokens']:,} training tokens, {summary['wall_seconds']:.0f} s; {winner['folder']}",
+        f"{summary['training_tokens']:,} training tokens, {summary['wall_seconds']:.0f} s; the best drafter, for "
+        f"pipelines.evaluate's drafters=[...]: {winner['folder']}",
         markup=False, highlight=False,
     )  # fmt: skip

@@ -11,7 +11,6 @@ import yaml
 from rich.console import Console
 
 from moray.cluster.claim import run_fingerprints
-from moray.cluster.configs import RayConfig
 from moray.errors import DataError
 from moray.provenance import (
     RUN_FILE,
@@ -41,8 +40,6 @@ _FINAL_FILE = "final.json"
 _DISTIL_FILE = "distil.yaml"
 """What all trials share, with nothing left open."""
 _SEED = "train.seed"
-_MAY_DIFFER = ("ray", "output", "space", "search", "confirm")
-"""Keys, and groups of keys, of a sweep that may differ when it goes on: other trials stand beside those it has."""
 
 
 def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
@@ -58,7 +55,7 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     total = (size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials) or 0
     with alone(output):
-        claim_sweep(output, _identity(sweep), _fingerprints(sweep), _MAY_DIFFER)
+        claim_sweep(output, _recorded(sweep), _fingerprints(sweep))
         with running_clock(output):
             shipped = _shipped(sweep, output)
             console.print(
@@ -86,7 +83,7 @@ def is_complete(sweep: SweepConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: it holds an unfinished one, and `resume` is not given.
     """
-    return is_done(Path(sweep.output), _identity(sweep), lambda: _fingerprints(sweep), sweep.resume, _MAY_DIFFER)
+    return is_done(Path(sweep.output), _recorded(sweep), lambda: _fingerprints(sweep), sweep.resume)
 
 
 def summary_path(sweep: SweepConfig) -> Path:
@@ -174,18 +171,16 @@ def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], o
         "wall_seconds": seconds_run(output),
         "machine": machine(),
         "versions": versions(),
-        "config": _identity(sweep).model_dump(mode="json"),
+        "config": _recorded(sweep).model_dump(mode="json"),
     }
     write_sweep(summary, trials, output)
     return summary
 
 
-def _identity(sweep: SweepConfig) -> SweepConfig:
-    """A sweep without what decides how, and not what, it does."""
-    located = {"output": str(Path(sweep.output).absolute()), "decoding": _located(sweep.decoding)}
-    return sweep.model_copy(
-        update={"resume": False, "max_concurrent": None, "max_failures": 0, "ray": RayConfig(), **located}
-    )
+def _recorded(sweep: SweepConfig) -> SweepConfig:
+    """A sweep as it is noted: with the places of what it reads and writes."""
+    output = str(Path(sweep.output).absolute())
+    return sweep.model_copy(update={"resume": False, "output": output, "decoding": _located(sweep.decoding)})
 
 
 def _shipped(sweep: SweepConfig, output: Path) -> SweepConfig:

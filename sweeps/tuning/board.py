@@ -8,8 +8,10 @@ from typing import Any
 import ray
 import ray.exceptions
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from sweeps.tuning.folders import ENDED, trial_folders
+from sweeps.tuning.spaces import label
 
 _POLL_SECONDS = 1.0
 
@@ -38,8 +40,10 @@ class SweepBoard:
 def follow_sweep(board: Any, output: str, total: int, objective: str) -> Iterator[None]:
     """Show how far the sweep and each running trial are while the block runs."""
     stop = threading.Event()
-    columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
-    with Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[note]}")) as bar:
+    how_far = TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True, min_width=5))
+    notes = TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(12), how_far, TimeElapsedColumn(), notes)
+    with Progress(*columns) as bar:
         whole = bar.add_task("trials", total=total, note="")
         lines: dict[str, Any] = {}
 
@@ -89,8 +93,8 @@ def _standing(output: str, objective: str) -> tuple[int, str]:
     """How many trials have ended, and which is the best of the highest rung."""
     folders = trial_folders(output)
     ended = sum(folder.state in ENDED for folder in folders)
-    rows = [(row["rung"], row["objective"], folder.path.name) for folder in folders for row in folder.rows[-1:]]
+    rows = [(row["rung"], row["objective"], index) for index, one in enumerate(folders) for row in one.rows[-1:]]
     if not rows:
         return ended, ""
-    _, value, name = max(rows)
-    return ended, f"best {objective} {value:.2f}: {name.rpartition('-')[0]}"
+    _, value, index = max(rows)
+    return ended, f"best {objective} {value:.2f}: {label(folders[index].record['choices'])}"

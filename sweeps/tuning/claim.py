@@ -3,9 +3,10 @@
 import fcntl
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from moray.config import Config
 from moray.distill.runs import check_run
@@ -15,53 +16,58 @@ from sweeps.tuning.folders import trial_folders
 
 SUMMARY_FILE, _CLOCK_FILE, _LOCK_FILE = "summary.json", "clock.json", ".lock"
 
+_HOW = ("ray", "output", "resume", "max_concurrent", "max_failures")
+"""Keys of a sweep that decide how, and not what, it does."""
+_MAY_DIFFER = (*_HOW, "space", "search", "confirm")
+"""Keys, and groups of keys, that may differ when a sweep goes on: other trials stand beside those it has."""
 
-def is_done(
-    output: Path,
-    identity: Config,
-    fingerprints: Callable[[], Mapping[str, str]],
-    resume: bool,
-    may_differ: Collection[str],
-) -> bool:
+
+def is_done(output: Path, sweep: Config, fingerprints: Callable[[], Mapping[str, str]], resume: bool) -> bool:
     """Whether the sweep is done; refuses one that is not, unless it is to go on. With `resume` one whose trials have
     failed is not.
 
     Args:
         output: of the sweep.
-        identity: its configuration, without what decides how, and not what, it does.
+        sweep: its configuration.
         fingerprints: of what it reads.
         resume: go on.
-        may_differ: keys, and groups of keys, that may be others when it goes on.
 
     Raises:
         MismatchError: the folder holds another sweep.
-        ConfigError: it holds an unfinished one, and `resume` is not given; or another process works on it.
+        ConfigError: it holds an unfinished one, or a finished one of another space, and `resume` is not given; or
+            another process works on it.
     """
     output = output.absolute()
     if not (output / RUN_FILE).is_file():
         return False
-    check_run(output, identity, fingerprints(), irrelevant=may_differ)
-    summary = output / SUMMARY_FILE
-    if summary.is_file() and read_json(summary)["config"] == identity.model_dump(mode="json"):
-        return not (resume and any(folder.state == "failed" for folder in trial_folders(str(output))))
+    check_run(output, sweep, fingerprints(), irrelevant=_MAY_DIFFER)
+    summary, why = output / SUMMARY_FILE, "a sweep that is not finished: add --resume to go on with it"
+    if summary.is_file():
+        others = _others(read_json(summary)["config"], sweep.model_dump(mode="json"))
+        if not others:
+            return not (resume and any(folder.state == "failed" for folder in trial_folders(str(output))))
+        why = f"a finished sweep with another {', '.join(others)}: add --resume to try what is new"
     with alone(output):  # what still runs is not to be resumed
         pass
     if not resume:
-        raise ConfigError(
-            f"'{output}' holds a sweep that is not finished: add --resume to go on with it, or give another output"
-        )
+        raise ConfigError(f"'{output}' holds {why}, or give another output")
     return False
 
 
-def claim_sweep(output: Path, identity: Config, fingerprints: Mapping[str, str], may_differ: Collection[str]) -> None:
+def _others(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys that decide what is done and whose values are others."""
+    return [key for key in now if key not in _HOW and before.get(key) != now[key]]
+
+
+def claim_sweep(output: Path, sweep: Config, fingerprints: Mapping[str, str]) -> None:
     """Note whose folder it is; call it `alone` there, after `is_done`, when nothing speaks against the sweep.
 
     Raises:
         MismatchError: another sweep was quicker.
     """
-    check_run(output, identity, fingerprints, irrelevant=may_differ)
+    check_run(output, sweep, fingerprints, irrelevant=_MAY_DIFFER)
     (output / SUMMARY_FILE).unlink(missing_ok=True)
-    write_run_yaml(output, identity, None, fingerprints)  # what may differ is noted as it is now
+    write_run_yaml(output, sweep, None, fingerprints)  # what may differ is noted as it is now
 
 
 def seconds_run(output: Path) -> float:
@@ -90,6 +96,17 @@ def alone(output: Path) -> Iterator[None]:
                 f"'{file.name}' cannot be locked: {error.strerror}; give an output on another file system"
             ) from None
         yield
+
+
+def is_worked_on(output: Path) -> bool:
+    """Whether a process works on a sweep now; a folder without one is left as it is."""
+    if not (output / _LOCK_FILE).is_file():
+        return False
+    try:
+        with alone(output):
+            return False
+    except ConfigError:
+        return True
 
 
 @contextmanager

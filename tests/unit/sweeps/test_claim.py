@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from moray.errors import ConfigError
-from sweeps.tuning.claim import alone, running_clock, seconds_run
+from moray.config import Config
+from moray.errors import ConfigError, MismatchError
+from moray.provenance import write_json_atomically
+from sweeps.tuning.claim import SUMMARY_FILE, alone, claim_sweep, is_done, is_worked_on, running_clock, seconds_run
 from sweeps.tuning.folders import trial_folder
 
 
@@ -37,3 +39,55 @@ def test_the_clock_goes_on_from_where_it_was(tmp_path: Path) -> None:
     with running_clock(tmp_path):
         pass
     assert seconds_run(tmp_path) > first > 0
+
+
+class Sweep(Config):
+    """As much of a sweep as its folder must tell from others."""
+
+    objective: str = "tau"
+    space: list[int]
+    output: str
+    max_failures: int = 2
+
+
+def _finish(sweep: Sweep) -> None:
+    folder = Path(sweep.output)
+    with alone(folder):
+        claim_sweep(folder, sweep, {})
+        write_json_atomically(folder / SUMMARY_FILE, {"config": sweep.model_dump(mode="json")})
+
+
+def test_what_is_done_stays_done_wherever_and_however(tmp_path: Path) -> None:
+    sweep = Sweep(space=[1, 2], output=str(tmp_path / "a"))
+    assert not is_done(tmp_path / "a", sweep, dict, resume=False)
+    _finish(sweep)
+    assert is_done(tmp_path / "a", sweep, dict, resume=False)
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = sweep.model_copy(update={"output": str(tmp_path / "b"), "max_failures": 5})
+    assert is_done(tmp_path / "b", moved, dict, resume=False)
+    trial_folder(moved.output, {"x": 1}).begin({"x": 1})
+    trial_folder(moved.output, {"x": 1}).end("failed")
+    assert is_done(tmp_path / "b", moved, dict, resume=False)
+    assert not is_done(tmp_path / "b", moved, dict, resume=True), "what failed is tried again"
+
+
+def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
+    sweep = Sweep(space=[1, 2], output=str(tmp_path))
+    with alone(tmp_path):
+        claim_sweep(tmp_path, sweep, {})
+        assert is_worked_on(tmp_path)
+        with pytest.raises(ConfigError, match="another process works on the sweep"):
+            is_done(tmp_path, sweep, dict, resume=True)
+    assert not is_worked_on(tmp_path)
+    with pytest.raises(ConfigError, match="a sweep that is not finished: add --resume to go on with it"):
+        is_done(tmp_path, sweep, dict, resume=False)
+    assert not is_done(tmp_path, sweep, dict, resume=True)
+    _finish(sweep)
+    wider = sweep.model_copy(update={"space": [1, 2, 3]})
+    with pytest.raises(ConfigError, match="a finished sweep with another space: add --resume to try what is new"):
+        is_done(tmp_path, wider, dict, resume=False)
+    assert not is_done(tmp_path, wider, dict, resume=True)
+    with pytest.raises(MismatchError, match="objective"):
+        is_done(tmp_path, sweep.model_copy(update={"objective": "speedup"}), dict, resume=True)
+    with pytest.raises(MismatchError, match="objective"):
+        claim_sweep(tmp_path, sweep.model_copy(update={"objective": "speedup"}), {})

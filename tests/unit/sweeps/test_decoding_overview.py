@@ -17,6 +17,7 @@ from sweeps.decoding.overview import decoding_overview, is_decoding, print_decod
 from sweeps.decoding.run import num_planned
 from sweeps.reports.overview import overview
 from sweeps.summarize import COMMAND, main
+from sweeps.tuning.claim import alone
 from sweeps.tuning.configs import OptunaSearch
 
 
@@ -78,14 +79,17 @@ def test_an_unfinished_sweep_says_how_far_each_drafter_is(tmp_path):
     assert found["drafters"]["moa"]["winner"] is None
     assert found["drafters"]["moa"]["progress"] == {
         "planned": 6, "begun": 3, "ended": 2, "states": {"finished": 2, "running": 1}, "rungs": 3,
+        "worked_on": False,
         "leader": {"name": "moa, chain-5", "rung": 2, "objective": pytest.approx(1.6)},
     }  # fmt: skip
     text = " ".join(printed(tmp_path).split())
     assert (
-        f"{tmp_path}, moa: not finished: 2 of 6 trials have ended (2 finished, 1 running); ahead on rung 3 of 3: "
+        f"{tmp_path}, moa: not finished: 2 of 6 trials have ended (2 finished), 1 interrupted; ahead on rung 3 of 3: "
         "moa, chain-5: speedup 1.60"
     ) in text
-    assert f"{tmp_path}, eagle: not finished: 0 of 5 trials have ended (none has begun)" in text
+    assert f"{tmp_path}, eagle: not finished: 0 of 5 trials have ended" in text
+    with alone(tmp_path):
+        assert "have ended (2 finished), 1 running; ahead" in " ".join(printed(tmp_path).split())
 
 
 def test_a_sweep_without_a_plan_knows_what_its_search_says(tmp_path):

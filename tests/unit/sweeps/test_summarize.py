@@ -87,7 +87,7 @@ def test_an_unfinished_sweep_says_how_far_it_is(tmp_path, finished):
     assert found["progress"]["planned"] == 9
     text = " ".join(printed(half, finished).split())
     assert (
-        "half: not finished: 1 of 9 trials have ended (1 running, 1 stopped, 1 failed); ahead on rung 2 of 3: "
+        "half: not finished: 1 of 9 trials have ended (1 stopped), 1 interrupted, 1 failed; ahead on rung 2 of 3: "
         "target_layers 0, mask_width 3-4: speedup 0.933"
     ) in text
     assert "first [1]: 2.17" in text
@@ -95,7 +95,7 @@ def test_an_unfinished_sweep_says_how_far_it_is(tmp_path, finished):
 
 def test_a_sweep_that_has_just_begun_and_one_without_end(tmp_path):
     write_run(tmp_path, {RATE: RANGE}, {"type": "random", "num_trials": 7})
-    assert "0 of 7 trials have ended (none has begun)" in printed(tmp_path)
+    assert "0 of 7 trials have ended" in printed(tmp_path)
     assert overview(str(tmp_path))["worths"] == []
 
 
