@@ -189,7 +189,7 @@ def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(make_swe
     for trial in first["trials"]:
         (run_id,) = read_json(Path(trial["folder"]) / "trackers.json").values()
         told += [metric.value for metric in client.get_metric_history(run_id, "sweep/objective")]
-    assert sorted(told) == sorted(pytest.approx(trial["figures"]["objective"]) for trial in first["trials"])
+    assert sorted(told) == pytest.approx(sorted(trial["figures"]["objective"] for trial in first["trials"]))
     other = sweep.model_copy(update={"space": {"optim.lr": [0.03, 0.04]}, "search": GridSearch(type="grid")})
     second = run(other.model_copy(update={"resume": True}))
     before = {trial["name"]: trial["figures"] for trial in first["trials"]}
