@@ -15,15 +15,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def config(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep of three trials on three rungs; only the output is missing."""
+    """A sweep of two trials on two rungs; only the output is missing."""
     folder = tmp_path_factory.mktemp("config")
     distil = write_distil(folder, tiny_target, tiny_cache, epochs=8, checkpoint_steps=10, log_steps=5)
     questions = write_questions(folder, "one", "two six")
     decoding = {"tree": {"type": "chain", "depth": 3}, "questions": str(questions)}
     sweep = {
         "distil": [str(distil)],
-        "space": {"drafter.target_layers": [0, 1, 2]},
-        "ladder": {"rungs": 3, "reduction": 2},
+        "space": {"drafter.target_layers": [0, 1]},
+        "ladder": {"rungs": 2, "reduction": 2},
         "training_tokens": 40 * 512,
         "objective": "tau",
         "decoding": decoding | {"max_new_tokens": 12},
@@ -47,7 +47,7 @@ def test_a_sweep_outlives_its_driver(config: Path, start_pipeline: Callable[...,
     output = tmp_path / "sweep"
     words = ("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4")
     first = start_pipeline(*words)
-    first.kill_when(lambda: _count(output) >= 2)
+    first.kill_when(lambda: _count(output) >= 1)
     before = _measured(output)
     refused = start_pipeline(*words)
     assert refused.finish() == 2
@@ -63,7 +63,7 @@ def test_a_sweep_outlives_its_driver(config: Path, start_pipeline: Callable[...,
             assert after[name][: len(rows)] == rows
     summary = read_json(output / "summary.json")
     assert {trial["state"] for trial in summary["trials"]} <= {"finished", "stopped"}
-    assert len({trial["choices"]["drafter.target_layers"] for trial in summary["trials"]}) == 3
+    assert len({trial["choices"]["drafter.target_layers"] for trial in summary["trials"]}) == 2
     assert len(summary["sure"]["finalists"][0]["seeds"]) == 2
     again = start_pipeline(*words)
     assert again.finish() == 0, again.output
@@ -86,7 +86,7 @@ def test_a_trial_whose_processes_die_is_tried_again(
     assert all(after[name][: len(known)] == known for name, known in rows.items())
     summary = read_json(output / "summary.json")
     assert {trial["state"] for trial in summary["trials"]} <= {"finished", "stopped"}
-    assert len(summary["trials"]) == 4
+    assert len(summary["trials"]) == 3
 
 
 def test_ctrl_c_ends_a_sweep_at_once_without_an_answer(
