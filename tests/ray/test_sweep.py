@@ -169,7 +169,9 @@ def test_what_speaks_against_a_trial_is_no_divergence(make_sweep: MakeSweep, tmp
 
 
 @pytest.mark.slow
-def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(make_sweep: MakeSweep, tmp_path: Path) -> None:
+def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(
+    make_sweep: MakeSweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow import MlflowClient
 
     output, store = str(tmp_path / "sweep"), tmp_path / "store"
@@ -184,6 +186,7 @@ def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(make_swe
     first = run(sweep)
     assert len(first["trials"]) == 2
     assert all(0.01 <= trial["choices"]["optim.lr"] <= 0.05 for trial in first["trials"])
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = MlflowClient(tracking_uri=store.as_uri())
     told = []
     for trial in first["trials"]:
