@@ -20,6 +20,10 @@ RUN_MARK = "MORAY_TEST_RUN"
 # Ray's processes inherit the environment of their driver: so they are told from those of other sessions.
 os.environ[RUN_MARK] = uuid.uuid4().hex
 
+# What a shell runs in the background is deaf to Ctrl-C, and so would be all that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def _write_chats(path: Path, num_chats: int, seed: int = 0) -> Path:
     """Chats of one to three turns and very different lengths, in UltraChat's schema."""
