@@ -54,7 +54,7 @@ def accept_rows(
     samplers: Sequence[Sampler],
     root_positions: Sequence[int],
 ) -> list[Accepted]:
-    """`accept` for the trees of several sequences, all sampled with the same parameters.
+    """`accept` for the trees of several sequences.
 
     By choice it waits for the device once for all of them, by another rule as often as each alone would.
 
@@ -65,11 +65,10 @@ def accept_rows(
         root_positions: where each root is.
     """
     rows = list(zip(trees, logits, samplers, root_positions, strict=True))
-    params = samplers[0].params
-    if not is_by_choice(params):
+    if not all(is_by_choice(sampler.params) for sampler in samplers):
         return [accept(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows]
     most = logits.shape[1]
-    if params.is_greedy:
+    if all(sampler.params.is_greedy for sampler in samplers):
         choices = logits.argmax(dim=-1)
     else:
         choices = stack_padded(

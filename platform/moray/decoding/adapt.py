@@ -19,7 +19,7 @@ _HICCUP = 2.0
 """What took longer than so many times what was expected counts for no more: the machine did something else."""
 
 
-class _Correction:
+class Correction:
     """How much longer something really takes than was measured; it changes with the context and the machine's load."""
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class DraftPlanner:
         """
         self._costs = costs
         self._shapes = {depth: shape.at(depth) for depth in range(1, shape.depth + 1)}
-        self._verify, self._draft = _Correction(), _Correction()
-        self._draft_of = {effort: _Correction() for effort in costs}
+        self._verify, self._draft = Correction(), Correction()
+        self._draft_of = {effort: Correction() for effort in costs}
         self._rest = 0.0
         self._acceptance = Acceptance(shape.depth, list(costs))
         self._promised = self._kept = 0.0

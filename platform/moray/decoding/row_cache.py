@@ -6,7 +6,7 @@ as many rows of as many slots as its sequences need at the moment. How much of a
 whoever aims the passes.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -47,7 +47,7 @@ class RowCache(Cache):
         self._data = self._cut(0, 0)
         self._rows: Int[Tensor, "rows 1"] = torch.zeros(0, 1, dtype=torch.long)
         self._slots: Int[Tensor, "rows new"] = self._rows
-        self._seen = 0
+        self._first_row = self._seen = 0
 
     def _cut(self, num_rows: int, width: int) -> Tensor:
         """The memory as [layers, 2, rows, kv_heads, width, head_dim]."""
@@ -94,6 +94,18 @@ class RowCache(Cache):
             order[hole] = mover
         return order
 
+    def reorder(self, moves: Mapping[int, int], num_slots: int) -> None:
+        """Copy the first slots of whole rows to other rows, given which goes where; all are read before any is written.
+
+        One layer at a time, so that the copy needs little memory.
+        """
+        if not moves:
+            return
+        device = self._memory.device
+        sources, destinations = torch.tensor([*moves], device=device), torch.tensor([*moves.values()], device=device)
+        for layer in self._data:
+            layer[:, destinations, :, :num_slots] = layer[:, sources, :, :num_slots]
+
     def move(
         self, rows: Int[Tensor, " some"], sources: Int[Tensor, "some slots"], destinations: Int[Tensor, "some slots"]
     ) -> None:
@@ -112,9 +124,10 @@ class RowCache(Cache):
         window = self._data[index, :, rows[:, None], :, slots]  # [layers, some, new, 2, kv_heads, head_dim]
         return window.permute(1, 2, 0, 4, 3, 5).flatten(3)
 
-    def aim(self, slots: Int[Tensor, "rows new"], num_seen: int) -> None:
-        """Say where the next pass writes, row by row, and how many slots it looks at."""
-        self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+    def aim(self, slots: Int[Tensor, "rows new"], num_seen: int, first_row: int = 0) -> None:
+        """Say where the next pass writes, row by row from `first_row` on, and how many slots it looks at."""
+        self._first_row = first_row
+        self._rows = torch.arange(first_row, first_row + slots.shape[0], device=slots.device)[:, None]
         self._slots, self._seen = slots, num_seen
 
     def update(
@@ -124,8 +137,8 @@ class RowCache(Cache):
         key, value = self._data[layer_idx]
         key[self._rows, :, self._slots] = key_states.transpose(1, 2)
         value[self._rows, :, self._slots] = value_states.transpose(1, 2)
-        batch = key_states.shape[0]
-        return key[:batch, :, : self._seen], value[:batch, :, : self._seen]
+        rows = slice(self._first_row, self._first_row + key_states.shape[0])
+        return key[rows, :, : self._seen], value[rows, :, : self._seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many slots the next pass looks at."""

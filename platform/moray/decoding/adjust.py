@@ -1,0 +1,53 @@
+"""Penalties and biases on one sequence's logits, at every node of a tree, before anything is chosen.
+
+At a node the answer so far is what was emitted and the path down to the node, so a penalty there is what it would be
+if the path had been emitted: that makes it lossless.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from moray.decoding.request import Request
+from moray.trees.tree import TokenTree
+
+
+class Adjustment:
+    """What a request asks to be added to the target's logits."""
+
+    def __init__(self, request: Request, vocab_size: int, device: torch.device) -> None:
+        self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
+        self._counts = torch.zeros(vocab_size, device=device) if self._presence or self._frequency else None
+        bias = torch.zeros(vocab_size, device=device) if request.logit_bias else None
+        if bias is not None:
+            ids = list(request.logit_bias)
+            bias[torch.tensor(ids, device=device)] = torch.tensor(
+                [float(request.logit_bias[token]) for token in ids], device=device
+            )
+        self._bias = bias
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether logits are changed at all."""
+        return self._counts is not None or self._bias is not None
+
+    def emit(self, tokens: Sequence[int]) -> None:
+        """Tokens have been added to the answer."""
+        if self._counts is not None and tokens:
+            index = torch.tensor(tokens, device=self._counts.device)
+            self._counts.index_add_(0, index, torch.ones_like(index, dtype=self._counts.dtype))
+
+    def apply(self, logits: Float[Tensor, "nodes vocab"], tree: TokenTree | None) -> Float[Tensor, "nodes vocab"]:
+        """Logits as they count; the root of `tree` (None: a lone node) is the last token that was emitted."""
+        logits = logits.float()
+        if self._bias is not None:
+            logits = logits + self._bias
+        if self._counts is None:
+            return logits
+        counts = self._counts.expand_as(logits)
+        if tree is not None and tree.num_nodes > 1:
+            below = tree.ancestors[:, 1:].to(counts.dtype)  # the root is counted already
+            counts = counts.index_add(1, tree.tokens[1:], below)
+        return logits - self._frequency * counts - self._presence * (counts > 0)

@@ -1,0 +1,82 @@
+"""How deep to draft for a whole batch: the depth that promises most tokens per second, down to none.
+
+    tokens of a cycle    rows + drafted rows * (a_1 + a_1 a_2 + ...)        a_k: acceptance at level k, lately
+    seconds of a cycle   pass over rows * (1 + depth) tokens + draft of so many levels for the drafted rows
+
+Costs are measured at the start and corrected by the cycles since (see `decoding.adapt`, for one sequence).
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+
+from moray.decoding.acceptance import Acceptance
+from moray.decoding.adapt import Correction
+from moray.decoding.costs import Costs
+from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
+
+
+class BatchPlanner:
+    """Chooses the shape of the next drafts of one engine."""
+
+    def __init__(self, shape: AnyShape, costs: Mapping[int, Costs]) -> None:
+        """
+        Args:
+            shape: one that is not adaptive is always drafted.
+            costs: by rows of a pass, ascending; `draft` is what drafts for all of them take. Empty: nothing is known.
+        """
+        self._shape = shape
+        self._costs = costs
+        self._sizes = list(costs)
+        depth = shape.depth
+        self._shapes = {d: shape.at(d) for d in range(1, depth + 1)} if isinstance(shape, AdaptiveShape) else {}
+        self._acceptance = Acceptance(depth, [0])
+        self._verify, self._draft = Correction(), Correction()
+        self._planned = 0
+
+    def next_shape(self, num_rows: int, num_drafted: int) -> GrowableShape | None:
+        """What to draft for `num_drafted` of the rows of the next pass; None for no draft at all."""
+        if not num_drafted:
+            return None
+        if not isinstance(self._shape, AdaptiveShape):
+            return self._shape
+        if not self._costs:
+            return self._shapes[len(self._shapes)]
+        best, most = 0, num_rows / self._seconds(num_rows, 0, 0)
+        survival, expected = 1.0, float(num_rows)
+        for depth, rate in enumerate(self._acceptance.rates(0), start=1):
+            survival *= rate
+            expected += num_drafted * survival
+            promise = expected / self._seconds(num_rows, num_drafted, depth)
+            if promise > most:
+                best, most = depth, promise
+        return self._shapes.get(best)
+
+    def record(self, num_levels: int, num_accepted: int) -> None:
+        """What became of one sequence's draft."""
+        self._acceptance.record(0, num_levels, num_accepted)
+
+    def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
+        """What a pass over rows of at most `num_nodes` tokens took."""
+        if self._costs:
+            self._verify.record(self._at(num_rows, lambda costs: costs.verify_seconds(num_nodes)), seconds)
+
+    def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
+        """How long drafts for so many rows had to be waited for."""
+        if self._costs:
+            self._draft.record(self._at(num_drafted, lambda costs: costs.draft_seconds(depth)), seconds)
+
+    def _seconds(self, num_rows: int, num_drafted: int, depth: int) -> float:
+        nodes = self._shapes[depth].num_nodes if depth else 0
+        seconds = self._at(num_rows, lambda costs: costs.verify_seconds(nodes + 1)) * self._verify.factor
+        if depth:
+            seconds += self._at(num_drafted, lambda costs: costs.draft_seconds(depth)) * self._draft.factor
+        return seconds
+
+    def _at(self, num_rows: int, seconds_of: Callable[[Costs], float]) -> float:
+        """Between the measured numbers of rows lines are drawn."""
+        index = bisect_left(self._sizes, num_rows)
+        if index == len(self._sizes) or self._sizes[index] == num_rows or index == 0:
+            return seconds_of(self._costs[self._sizes[min(index, len(self._sizes) - 1)]])
+        low, high = self._sizes[index - 1], self._sizes[index]
+        before, after = seconds_of(self._costs[low]), seconds_of(self._costs[high])
+        return before + (after - before) * (num_rows - low) / (high - low)

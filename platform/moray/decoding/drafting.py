@@ -1,0 +1,95 @@
+"""The engine's dealings with one draft source: how deep to draft, what the source has still to be told, and asking it.
+
+Tokens are told late, just before a draft is wanted: what the planner does not want drafted costs nothing at all. Keys
+and values are still in the cache then; hidden states, which are not kept there, each sequence keeps itself.
+"""
+
+import time
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from moray.batch import Taps
+from moray.decoding.batch_planner import BatchPlanner
+from moray.decoding.drafts import Ask, DraftSource
+from moray.decoding.engine_stats import EngineStats
+from moray.decoding.row_cache import RowCache
+from moray.decoding.sequence import EngineSequence
+from moray.targets.model import Target
+from moray.trees.shapes import AdaptiveShape, AnyShape
+from moray.trees.tree import TokenTree
+
+_AT_ONCE = 64
+"""Tokens of one sequence that are told at once, where the source has to catch up."""
+_FEW = 16
+"""So many are told together with those of other sequences."""
+
+
+class Drafting:
+    """One draft source and the sequences that use it."""
+
+    def __init__(
+        self, source: DraftSource, shape: AnyShape, target: Target, cache: RowCache, stats: EngineStats
+    ) -> None:
+        self.source = source
+        self.observed = source.observed
+        self.shape = shape.limited(source.max_depth) if isinstance(shape, AdaptiveShape) else shape
+        self.planner = BatchPlanner(self.shape, {})
+        self._target = target
+        self._cache = cache
+        self._stats = stats
+
+    def propose(self, running: list[EngineSequence], rows: list[int]) -> dict[int, TokenTree]:
+        """Drafts for the sequences in some rows, by row; those that did not come in time are missing."""
+        if not self.source.is_available:
+            return {}
+        shape = self.planner.next_shape(len(running), len(rows))
+        if shape is None:
+            return {}
+        self._tell(running, rows)
+        begin = time.perf_counter()
+        sequences = [running[row] for row in rows]
+        self.source.ask([Ask(s.number, s.tokens[-1], s.length, shape, s.sampler) for s in sequences])
+        found = self.source.collect([sequence.number for sequence in sequences])
+        self.planner.record_draft(len(rows), shape.depth, time.perf_counter() - begin)
+        self._stats.num_missed += len(rows) - len(found)
+        return {row: found[running[row].number] for row in rows if running[row].number in found}
+
+    def _tell(self, running: list[EngineSequence], rows: list[int]) -> None:
+        """Hand over, of every sequence, the tokens in the cache that the source does not know yet."""
+        with self._stats.timed("observe"):
+            unknown = {row: running[row].length - self.source.num_known(running[row].number) for row in rows}
+            few = [row for row, count in unknown.items() if 0 < count <= _FEW]
+            if few:
+                self._observe(running, {row: unknown[row] for row in few})
+            for row, count in unknown.items():
+                for begin in range(0, count if count > _FEW else 0, _AT_ONCE):
+                    self._observe(running, {row: min(_AT_ONCE, count - begin)})
+
+    def _observe(self, running: list[EngineSequence], counts: dict[int, int]) -> None:
+        """Hand over the next so many tokens of the sequences in some rows, which are padded to equally many."""
+        source, needs, device = self.source, self.observed, self._target.device
+        sequences = {row: running[row] for row in counts}
+        begins = {row: source.num_known(sequence.number) for row, sequence in sequences.items()}
+        kv = None
+        if needs.kv_layers:  # behind a shorter one's tokens stands what nobody reads
+            first = torch.tensor([*begins.values()], device=device)[:, None]
+            places = first + torch.arange(max(counts.values()), device=device)
+            kv = self._cache.flat(torch.tensor([*counts], device=device), places, needs.kv_layers)
+        hidden = {depth: _hidden(sequences, counts, depth) for depth in needs.hidden_depths}
+        memory = source.observe(Taps(kv, hidden))
+        for index, (row, sequence) in enumerate(sequences.items()):
+            begin, count = begins[row], counts[row]
+            tokens = torch.tensor(sequence.tokens[begin : begin + count], device=device)
+            own = {name: tensor[index : index + 1, :count] for name, tensor in memory.items()}
+            source.extend(sequence.number, tokens, own, min(sequence.num_kept, count))
+            sequence.num_kept = 0
+
+
+def _hidden(
+    sequences: dict[int, EngineSequence], counts: dict[int, int], depth: int
+) -> Float[Tensor, "rows most hidden"]:
+    kept = [sequence.take_hidden(depth, counts[row]) for row, sequence in sequences.items()]
+    return pad_sequence(kept, batch_first=True)

@@ -1,0 +1,133 @@
+"""Where the engine's drafts come from: an interface, and drafting in the engine's own process.
+
+The engine asks for the drafts of many sequences at once and collects them when it needs them; what has not come by
+then is done without, for one cycle. A source may be away altogether: nothing but speed is lost.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from moray.batch import TapNeeds, Taps
+from moray.decoding.sampling import Sampler
+from moray.drafters.base import Drafter, Memory
+from moray.trees.shapes import ChainShape, GrowableShape
+from moray.trees.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A draft that is wanted."""
+
+    number: int
+    """Of the sequence."""
+    root: int
+    position: int
+    """Of the root, and so the number of tokens before it, which the source must know by then."""
+    shape: GrowableShape
+    sampler: Sampler
+    """Of the sequence: drafted is what the target is likely to draw with the same noise."""
+
+
+class DraftSource(ABC):
+    """Drafting states of many sequences, by number."""
+
+    @property
+    @abstractmethod
+    def observed(self) -> TapNeeds:
+        """Taps that `observe` reads."""
+
+    @property
+    @abstractmethod
+    def max_depth(self) -> int | None:
+        """Most levels that can be drafted; None for any number."""
+
+    @property
+    def is_available(self) -> bool:
+        """Whether asking makes sense at the moment."""
+        return True
+
+    @abstractmethod
+    def observe(self, taps: Taps) -> Memory:
+        """Turn taps of verified tokens into memory, beside the target."""
+
+    @abstractmethod
+    def num_known(self, number: int) -> int:
+        """How many verified tokens of a sequence the source has been given; 0 if it knows nothing of it."""
+
+    @abstractmethod
+    def extend(self, number: int, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int) -> None:
+        """Hand over the next verified tokens of a sequence and their memory (see `Drafter.extend`)."""
+
+    @abstractmethod
+    def ask(self, asks: Sequence[Ask]) -> None:
+        """Begin to draft."""
+
+    @abstractmethod
+    def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
+        """The drafts asked for, by sequence; those that have not come in time are missing, and never come."""
+
+    @abstractmethod
+    def close(self, number: int) -> None:
+        """Forget a sequence."""
+
+
+class LocalDrafts(DraftSource):
+    """A drafter in the same process as the target."""
+
+    def __init__(self, drafter: Drafter, capacity: int, max_expanded: int) -> None:
+        """
+        Args:
+            drafter: may be shared.
+            capacity: most tokens of a sequence.
+            max_expanded: most nodes of a tree that are expanded.
+        """
+        self.drafter = drafter
+        self._sizes = capacity, max_expanded
+        self._states: dict[int, object] = {}
+        self._known: dict[int, int] = {}
+        self._free: list[object] = []
+        self._asks: dict[int, Ask] = {}
+
+    @property
+    def observed(self) -> TapNeeds:
+        return self.drafter.observed
+
+    @property
+    def max_depth(self) -> int | None:
+        return self.drafter.max_depth
+
+    def observe(self, taps: Taps) -> Memory:
+        return self.drafter.observe(taps)
+
+    def num_known(self, number: int) -> int:
+        return self._known.get(number, 0)
+
+    def extend(self, number: int, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int) -> None:
+        if number not in self._states:
+            state = self._free.pop() if self._free else self.drafter.new_state(*self._sizes)
+            self.drafter.reset(state)
+            self._states[number] = state
+        self.drafter.extend(self._states[number], tokens, memory, num_kept)
+        self._known[number] = self.num_known(number) + tokens.shape[0]
+
+    def ask(self, asks: Sequence[Ask]) -> None:
+        self._asks.update({ask.number: ask for ask in asks})
+
+    def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
+        return {number: self._draft(self._asks.pop(number)) for number in numbers if number in self._asks}
+
+    def _draft(self, ask: Ask) -> TokenTree:
+        select = ask.sampler.selector(ask.position, ask.shape.depth, isinstance(ask.shape, ChainShape))
+        root = torch.tensor([ask.root], device=self.drafter.head.weight.device)
+        return self.drafter.propose(self._states[ask.number], root, ask.shape, select)
+
+    def close(self, number: int) -> None:
+        self._known.pop(number, None)
+        self._asks.pop(number, None)
+        if number in self._states:
+            self._free.append(self._states.pop(number))

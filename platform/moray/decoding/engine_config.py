@@ -1,0 +1,22 @@
+"""How many sequences an engine takes, and how it drafts. Torch-free."""
+
+from pydantic import Field
+
+from moray.config import Config
+from moray.trees.shapes import AdaptiveShape, Shape
+
+
+class EngineConfig(Config):
+    """Limits of one engine."""
+
+    max_sequences: int = Field(default=32, ge=1, le=1024)
+    """Most sequences that run at the same time."""
+    kv_tokens: int = Field(default=16_384, ge=64)
+    """Tokens whose keys and values are held, over all sequences; allocated at the start. A sequence is admitted once
+    all that it may come to fits."""
+    capacity: int | None = Field(default=None, ge=16)
+    """Most tokens of prompt and answer together; None: the target's context, or all of `kv_tokens`."""
+    prefill_tokens: int = Field(default=512, ge=16)
+    """Tokens of prompts that are read between two cycles: more of them sooner end a prompt, and delay the others."""
+    tree: Shape = AdaptiveShape(type="adaptive", depth=8)
+    """Of the drafts. An adaptive one follows batch size and acceptance, down to no draft at all."""

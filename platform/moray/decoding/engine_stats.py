@@ -1,0 +1,53 @@
+"""What an engine has done so far: counters that only grow, for whoever publishes them."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from moray.decoding.stats import Timer
+
+PHASES = ("admit", "prefill", "propose", "verify", "accept", "commit", "observe")
+
+
+@dataclass
+class EngineStats:
+    """Counts and seconds since the engine was made."""
+
+    num_steps: int = 0
+    num_passes: int = 0
+    """Target passes over running sequences."""
+    num_rows: int = 0
+    """Sequences in those passes."""
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    """Emitted."""
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    """By depth of the draft token, how many were accepted."""
+    num_missed: int = 0
+    """Drafts that were asked for and had not come in time."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """By phase."""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[Timer]:
+        """Add the time spent inside to a phase."""
+        timer, begin = Timer(), time.perf_counter()
+        yield timer
+        timer.seconds = time.perf_counter() - begin
+        self.seconds[phase] += timer.seconds
+
+    def record(self, num_nodes: int, num_accepted: int, num_emitted: int) -> None:
+        """One sequence's cycle: nodes drafted below the root, how many were accepted, tokens emitted."""
+        self.num_rows += 1
+        self.num_tokens += num_emitted
+        if num_nodes:
+            self.num_drafts += 1
+            self.num_draft_tokens += num_nodes
+            self.num_accepted_tokens += num_accepted
+            self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
+            for level in range(num_accepted):
+                self.accepted_at[level] += 1

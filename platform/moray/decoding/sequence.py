@@ -1,0 +1,71 @@
+"""One sequence in the engine: what it has come to, and what is known of it elsewhere."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from moray.decoding.adjust import Adjustment
+from moray.decoding.request import Request
+from moray.decoding.sampling import Sampler
+from moray.decoding.stop import Decode, Ending, StopStrings
+from moray.errors import DataError
+
+if TYPE_CHECKING:
+    from moray.decoding.drafting import Drafting
+
+
+class EngineSequence:
+    """Prompt and answer of one request while the engine holds it."""
+
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        vocab_size: int,
+        device: torch.device,
+        eos_ids: Collection[int],
+        decode: Decode | None,
+    ) -> None:
+        """
+        Raises:
+            DataError: stop strings without a tokenizer, or that cannot be looked for.
+        """
+        if request.stop and decode is None:
+            raise DataError("stop holds strings, but this engine was given no tokenizer: leave them out")
+        self.number = number
+        self.request = request
+        self.sampler = Sampler(request.params, vocab_size, device, request.sequence)
+        stop = StopStrings(request.stop, decode) if decode is not None and request.stop else None
+        self.ending = Ending(request.max_new_tokens, () if request.ignore_eos else eos_ids, stop)
+        self.adjustment = Adjustment(request, vocab_size, device)
+        self.tokens = [*request.prompt, *request.generated]
+        """Prompt and answer."""
+        self.num_read = 0
+        """Tokens of the prompt that are in the cache. Once it has been read, all but the last token are."""
+        self.hidden: dict[int, list[Float[Tensor, "new hidden"]]] = {}
+        """By depth, hidden states of tokens that no draft source has been given yet."""
+        self.num_kept = 0
+        """See `Drafter.extend`; of the first tokens that it has not been given yet."""
+        self.drafting: Drafting | None = None
+        """Who drafts for it."""
+        self.ending.cut([*request.generated])
+        self.adjustment.emit(request.generated)
+
+    @property
+    def length(self) -> int:
+        """Of a running sequence, tokens in the cache: all but the last one, the next root, whose position it is."""
+        return len(self.tokens) - 1
+
+    @property
+    def need(self) -> int:
+        """Tokens that it may come to."""
+        return len(self.request.prompt) + self.request.max_new_tokens
+
+    def take_hidden(self, depth: int, count: int) -> Float[Tensor, "count hidden"]:
+        """The first `count` of the hidden states kept at a depth, which are not kept any longer."""
+        kept = torch.cat(self.hidden[depth])
+        self.hidden[depth] = [kept[count:]]
+        return kept[:count]
