@@ -96,6 +96,13 @@ class ChatTokenizer:
         mask = _mask_tokens(text, offsets, spans)
         return TokenisedChat(np.asarray(ids[:max_length], dtype=np.int32), mask[:max_length])
 
+    def encode_text(self, text: str) -> list[int]:
+        """Tokenise plain text as the tokenizer does by itself: with the special tokens that it adds."""
+        try:
+            return list(self.tokenizer(text, verbose=False)["input_ids"])
+        except (TypeError, UnicodeError) as error:
+            raise DataError(f"tokenizer '{self.name}' cannot read a text: {error} (a lone surrogate?)") from None
+
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokenise a chat up to where the target begins its answer."""
         return self._tokenise(self._template.render(messages, add_generation_prompt=True))[0]

@@ -18,6 +18,8 @@ class SamplingParams(Config):
     top_k: int = Field(default=0, ge=0)
     """0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Tokens less probable than this share of the likeliest one's probability are dropped (arXiv 2407.01082)."""
     seed: int = 0
     rule: Literal["coupled", "rejection", "typical"] = "coupled"
     """How drafts are tested when sampling. "coupled": the token is the Gumbel-max sample of the target with

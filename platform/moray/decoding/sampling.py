@@ -61,7 +61,7 @@ class Sampler:
         self._sequence = sequence
 
     def log_probs(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        """Log-probabilities after temperature, top-k and top-p; filtered tokens at -inf."""
+        """Log-probabilities after temperature, top-k, min-p and top-p; filtered tokens at -inf."""
         scores = logits.float()
         params = self.params
         if params.is_greedy:
@@ -69,6 +69,9 @@ class Sampler:
         scores = scores / params.temperature
         if 0 < params.top_k < self._vocab_size:
             least = scores.topk(params.top_k, dim=-1).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -math.inf)
+        if params.min_p > 0:
+            least = scores.max(dim=-1, keepdim=True).values + math.log(params.min_p)
             scores = scores.masked_fill(scores < least, -math.inf)
         if params.top_p < 1:
             ordered, index = scores.sort(dim=-1, descending=True)

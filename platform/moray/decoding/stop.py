@@ -85,46 +85,66 @@ def longest_answer(max_new_tokens: int, room: int) -> int:
     return min(max_new_tokens, room)
 
 
-class _Scan:
-    """Looks for stop strings in one answer, token by token.
+class SettledText:
+    """The text of one answer as it becomes certain, token by token, at the same cost however long the answer is.
 
         tokens          ...  | ▁wor  ld | <0xE6> <0xBC>
         held               | settled    | unsettled: the rest of the character is to come
         text       " hello"  |  " world"|
 
-    Held are the tokens of the last settled piece, for the text of a token depends on the one before it, the
-    unsettled ones, and of the settled text as much as a stop string may begin with.
+    Held are the tokens of the last settled piece, for the text of a token depends on the one before it, and the
+    unsettled ones.
     """
 
-    def __init__(self, stop: StopStrings) -> None:
-        self._stop = stop
-        self._longest = max(map(len, stop.strings))
-        self._text = ""
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
         self._tokens: list[int] = []
         self._num_settled = 0
         self._settled_length = 0
+        self.unsettled = ""
+        """What the tokens behind the settled text would be, were they the last."""
+
+    def push(self, token: int) -> str:
+        """One more token; returns the text that it settles."""
+        decode = self._decode
+        self._tokens.append(token)
+        held = decode(self._tokens)
+        self.unsettled = held[self._settled_length :]
+        if len(held) > self._settled_length and not held.endswith("\ufffd"):
+            return self._settle(self._tokens[self._num_settled :])
+        if len(held) <= self._settled_length and not decode([token, token]):
+            self._tokens.pop()  # a token without text; a lone space in front is dropped as well, but not from two
+        elif len(self._tokens) - self._num_settled >= _MAX_UNSETTLED:
+            return self._settle([])
+        return ""
+
+    def _settle(self, last_piece: list[int]) -> str:
+        piece, self.unsettled = self.unsettled, ""
+        self._tokens = last_piece
+        self._num_settled = len(last_piece)
+        self._settled_length = len(self._decode(last_piece))
+        return piece
+
+
+class _Scan:
+    """Looks for stop strings in one answer, token by token; keeps as much text as a stop string may begin with."""
+
+    def __init__(self, stop: StopStrings) -> None:
+        self._strings = stop.strings
+        self._longest = max(map(len, stop.strings))
+        self._settled = SettledText(stop.decode)
+        self._tail = ""
 
     def completes(self, token: int) -> bool:
         """Whether the answer's text contains a stop string now that `token` has come."""
-        decode = self._stop.decode
-        self._tokens.append(token)
-        held = decode(self._tokens)
-        text = self._text + held[self._settled_length :]
-        if any(string in text for string in self._stop.strings):
+        piece = self._settled.push(token)
+        text = self._tail + piece + self._settled.unsettled
+        if any(string in text for string in self._strings):
             return True
-        if len(held) > self._settled_length and not held.endswith("\ufffd"):
-            self._settle(text, self._tokens[self._num_settled :])
-        elif len(held) <= self._settled_length and not decode([token, token]):
-            self._tokens.pop()  # a token without text; a lone space in front is dropped as well, but not from two
-        elif len(self._tokens) - self._num_settled >= _MAX_UNSETTLED:
-            self._settle(text, [])
+        if piece:
+            settled = self._tail + piece
+            self._tail = settled[max(0, len(settled) - self._longest + 1) :]
         return False
-
-    def _settle(self, text: str, last_piece: list[int]) -> None:
-        self._text = text[max(0, len(text) - self._longest + 1) :]
-        self._tokens = last_piece
-        self._num_settled = len(last_piece)
-        self._settled_length = len(self._stop.decode(last_piece))
 
 
 def _check(strings: Sequence[str]) -> None:

@@ -1,0 +1,196 @@
+"""From a checked HTTP request to the engine's requests, and from its updates to OpenAI's choices.
+
+Knows tokens and text, not HTTP: `serve.api` moves the bytes.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moray.decoding.params import SamplingParams
+from moray.decoding.request import Request, TokenLogprobs, Update
+from moray.decoding.stop import StopStrings
+from moray.decoding.text_stream import Piece, TextStream
+from moray.errors import DataError
+from moray.text import ChatTokenizer, Message
+from serve.config import ServeConfig
+from serve.errors import ApiError
+from serve.schemas import ChatRequest, CompletionRequest
+
+
+@dataclass
+class Usage:
+    """Tokens of a whole response."""
+
+    num_prompt: int = 0
+    num_answer: int = 0
+    num_accepted: int = 0
+    """Tokens of answers that were drafted."""
+    num_rejected: int = 0
+    """Drafted tokens that are in no answer, and that nobody pays for."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI words it."""
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_answer,
+            "total_tokens": self.num_prompt + self.num_answer,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.num_accepted,
+                "rejected_prediction_tokens": self.num_rejected,
+            },
+        }
+
+
+@dataclass
+class Choice:
+    """One answer in the making."""
+
+    index: int
+    request: Request
+    stream: TextStream
+    tokenizer: ChatTokenizer
+    usage: Usage
+    finish_reason: str | None = None
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, update: Update) -> tuple[list[Piece], list[dict[str, Any]]]:
+        """Take in an update; returns the text that it has made certain, and its tokens' log-probabilities."""
+        pieces = self.stream.push(update.tokens, update.num_accepted)
+        self.usage.num_answer += len(update.tokens)
+        self.usage.num_accepted += update.num_accepted
+        self.usage.num_rejected += len(update.rejected)
+        if update.finish_reason is not None:
+            self.finish_reason = update.finish_reason
+            pieces += self.stream.finish()
+        named = zip(update.tokens, update.logprobs or [], strict=update.logprobs is not None)
+        logprobs = [self._logprob(token, value) for token, value in named]
+        self.text += [piece.text for piece in pieces]
+        self.logprobs += logprobs
+        return pieces, logprobs
+
+    def _logprob(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+        top = [self._named(other, value) for other, value in logprobs.top]
+        return {**self._named(token, logprobs.token), "top_logprobs": top}
+
+    def _named(self, token: int, value: float) -> dict[str, Any]:
+        text = self.tokenizer.decode([token], skip_special_tokens=False)
+        return {"token": text, "logprob": max(value, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def choices_for(
+    body: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer, config: ServeConfig, capacity: int
+) -> list[Choice]:
+    """The answers that a request asks for.
+
+    Raises:
+        ApiError: it asks for what cannot be had.
+    """
+    _check_names(body, config)
+    prompts = _prompts(body, tokenizer)
+    if body.n * len(prompts) > config.api.max_choices:
+        raise ApiError(
+            400,
+            f"{body.n * len(prompts)} answers are asked for; at most {config.api.max_choices} are made at once",
+            "n",
+        )
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    top_k = max(body.top_k, 0)
+    params = SamplingParams(temperature=body.temperature, top_k=top_k, top_p=body.top_p, min_p=body.min_p, seed=seed)
+    try:
+        stop = StopStrings(body.stop_strings, tokenizer.decode)
+    except DataError as error:
+        raise ApiError(400, str(error), "stop") from None
+    vocab_size = tokenizer.vocab_size
+    bias = {int(token): value for token, value in body.logit_bias.items()}
+    if any(token >= vocab_size for token in bias):
+        raise ApiError(400, f"logit_bias names token {max(bias)}; the vocabulary has {vocab_size} tokens", "logit_bias")
+    usage = Usage(sum(map(len, prompts)))
+    choices: list[Choice] = []
+    for prompt in prompts:
+        most = _most_tokens(body, len(prompt), config, capacity)
+        for number in range(body.n):
+            request = Request(
+                prompt=tuple(prompt),
+                params=params,
+                max_new_tokens=most,
+                stop=body.stop_strings,
+                ignore_eos=body.ignore_eos,
+                sequence=number,
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                logit_bias=bias,
+                logprobs=_num_logprobs(body),
+                drafter=(body.speculation.drafter or "") if body.speculation.enabled else None,
+            )
+            choices.append(Choice(len(choices), request, TextStream(stop), tokenizer, usage))
+    return choices
+
+
+def _check_names(body: ChatRequest | CompletionRequest, config: ServeConfig) -> None:
+    if body.model != config.model_name:
+        raise ApiError(
+            404, f"model '{body.model}' is not served here; '{config.model_name}' is", "model", "model_not_found"
+        )
+    drafter = body.speculation.drafter
+    if drafter is not None and drafter not in config.drafters:
+        known = ", ".join(config.drafters) or "none at all"
+        raise ApiError(400, f"speculation.drafter is '{drafter}'; there are: {known}", "speculation")
+
+
+def _prompts(body: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer) -> list[list[int]]:
+    try:
+        if isinstance(body, ChatRequest):
+            messages: list[Message] = [
+                {"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in body.messages
+            ]
+            return [tokenizer.encode_prompt(messages)]
+        return [_tokens(prompt, tokenizer) for prompt in _separate(body.prompt)]
+    except DataError as error:
+        raise ApiError(400, str(error), "messages" if isinstance(body, ChatRequest) else "prompt") from None
+
+
+def _separate(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "prompt is an empty list; give at least one prompt", "prompt")
+    if isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    return [each for each in prompt if not isinstance(each, int)]
+
+
+def _tokens(prompt: str | list[int], tokenizer: ChatTokenizer) -> list[int]:
+    tokens = tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt
+    if not tokens:
+        raise ApiError(400, "prompt holds no token; give some text", "prompt")
+    if max(tokens) >= tokenizer.vocab_size:
+        raise ApiError(
+            400, f"prompt names token {max(tokens)}; the vocabulary has {tokenizer.vocab_size} tokens", "prompt"
+        )
+    return tokens
+
+
+def _most_tokens(body: ChatRequest | CompletionRequest, num_prompt: int, config: ServeConfig, capacity: int) -> int:
+    asked = body.max_tokens
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+        asked = body.max_completion_tokens
+    room = capacity - num_prompt
+    if room < 1 or (asked is not None and asked > room):
+        wanted = "" if asked is None else f" and {asked} of the answer"
+        raise ApiError(
+            400,
+            f"the context holds {capacity} tokens; {num_prompt} of the prompt{wanted} were asked for: shorten them",
+            "messages" if isinstance(body, ChatRequest) else "prompt",
+            "context_length_exceeded",
+        )
+    return min(room, config.api.default_max_tokens) if asked is None else asked
+
+
+def _num_logprobs(body: ChatRequest | CompletionRequest) -> int | None:
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    return (body.top_logprobs or 0) if body.logprobs else None

@@ -1,0 +1,26 @@
+"""The Serve application: three deployments and who talks to whom. Wiring only.
+
+serve run serve.app:build_app config=configs/serve/local.yaml
+serve deploy configs/serve/local.yaml
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from moray.config import validate
+from serve.config import ServeConfig
+from serve.gateway import Gateway
+from serve.target import TargetReplica
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """Target and gateway, and a pool of drafters between them if there are any."""
+    config = validate(ServeConfig, args)
+    most = config.engine.max_sequences + config.max_waiting
+    target = serve.deployment(
+        name="Target", max_ongoing_requests=most, max_queued_requests=most, graceful_shutdown_timeout_s=10
+    )(TargetReplica)
+    gateway = serve.deployment(name="Gateway", max_ongoing_requests=1000)(serve.ingress()(Gateway))
+    return gateway.bind(config, target.bind(config))

@@ -1,0 +1,60 @@
+"""Configuration of the Serve application: what `args` of configs/serve/*.yaml holds. Torch-free."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moray.config import Config
+from moray.decoding.engine_config import EngineConfig
+from moray.drafters.configs import UsableConfig
+from moray.targets.spec import TargetConfig
+
+
+class ApiConfig(Config):
+    """Limits and rules of the HTTP interface."""
+
+    model_name: str | None = None
+    """What clients call the model; None: the last part of the target's name."""
+    api_keys_file: str | None = None
+    """File with one bearer key per line; None: everybody may ask."""
+    max_body_bytes: int = Field(default=1 << 20, ge=1024)
+    """Of one request."""
+    max_choices: int = Field(default=8, ge=1)
+    """Answers that one request may ask for: `n` times its prompts."""
+    default_max_tokens: int = Field(default=512, ge=1)
+    """Most tokens of an answer whose request does not say, as far as the context has room."""
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Of one key, or of one address where there are no keys; None: any number."""
+    num_retries: int = Field(default=5, ge=0)
+    """How often an answer is taken up again after the replica that made it has died."""
+    log_prompts: bool = False
+    """Write prompts and answers into the replicas' logs."""
+
+
+class ServeConfig(Config):
+    """Target, drafters and interface of one application."""
+
+    target: TargetConfig
+    drafters: Mapping[str, str | UsableConfig] = Field(default_factory=dict)
+    """By the names that requests choose by: folders of trained drafters, or ready-made ones; the first is the default.
+    None at all: plain decoding."""
+    placement: Literal["pool", "in_process"] = "pool"
+    """Drafters as a deployment of their own, or inside each target replica."""
+    engine: EngineConfig = EngineConfig()
+    threads: int | None = Field(default=None, ge=1)
+    """torch's threads in every replica; None leaves them to torch."""
+    max_waiting: int = Field(default=64, ge=0)
+    """Sequences that may wait for a place in one target replica; more are refused with 429."""
+    api: ApiConfig = ApiConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "ServeConfig":
+        if any(not name or name.strip() != name for name in self.drafters):
+            raise ValueError("drafters holds a name that is empty or begins or ends with a space; rename it")
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.api.model_name or self.target.model.rstrip("/").rsplit("/", 1)[-1]

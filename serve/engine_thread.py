@@ -1,0 +1,136 @@
+"""The engine in a thread of its own, with answers as asynchronous streams. Knows neither Ray nor HTTP.
+
+The engine is only ever touched by its thread: requests and cancellations are put into an inbox, and each step's
+updates go to the event loop in one call.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from moray.decoding.engine import Engine
+from moray.decoding.request import Request, Update
+from moray.errors import MorayError
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class OverloadedError(MorayError):
+    """No more sequences may wait at the moment."""
+
+
+@dataclass
+class _Answer:
+    """What the event loop keeps of one request."""
+
+    request: Request
+    updates: "asyncio.Queue[Update | Exception]" = field(default_factory=asyncio.Queue)
+    number: int | None = None
+    """The engine's, known to its thread alone."""
+
+
+class EngineThread:
+    """Runs an engine for as long as it has something to do, and sleeps otherwise."""
+
+    def __init__(self, engine: Engine, max_waiting: int) -> None:
+        """Must be made where an event loop runs; its streams belong to it."""
+        self.engine = engine
+        self._most = engine.config.max_sequences + max_waiting
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answers: dict[int, _Answer] = {}
+        self._num_open = 0
+        self.failure: BaseException | None = None
+        """What ended the thread, if anything has."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Update]:
+        """Answer a request; whoever stops listening frees its place at once.
+
+        Raises:
+            OverloadedError: too many wait already.
+            DataError: the request cannot be served.
+        """
+        if self._num_open >= self._most:
+            raise OverloadedError(f"{self._num_open} sequences run or wait here, and no more may: try again later")
+        answer = _Answer(request)
+        self._num_open += 1
+        self._inbox.put(lambda: self._submit(answer))
+        try:
+            while True:
+                update = await answer.updates.get()
+                if isinstance(update, Exception):
+                    raise update
+                yield update
+                if update.finish_reason is not None:
+                    return
+        finally:
+            self._num_open -= 1
+            self._inbox.put(lambda: self._cancel(answer))
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that run or wait."""
+        return self._num_open
+
+    def close(self) -> None:
+        """End the thread after its present step."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    # --- In the engine's thread ---
+
+    def _run(self) -> None:
+        try:
+            while self._handle_inbox():
+                self._deliver(self.engine.step())
+        except BaseException as error:
+            _LOGGER.exception("the engine has failed")
+            self.failure = error
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _handle_inbox(self) -> bool:
+        """Do what was asked for, waiting for it if there is nothing else to do; False once it is time to end."""
+        while True:
+            try:
+                task = self._inbox.get(block=not self.engine.is_busy)
+            except queue.Empty:
+                return True
+            if task is None:
+                return False
+            task()
+
+    def _submit(self, answer: _Answer) -> None:
+        try:
+            answer.number = self.engine.submit(answer.request)
+        except MorayError as error:
+            self._loop.call_soon_threadsafe(answer.updates.put_nowait, error)
+            return
+        self._answers[answer.number] = answer
+
+    def _cancel(self, answer: _Answer) -> None:
+        if answer.number is not None and self._answers.pop(answer.number, None) is not None:
+            self.engine.cancel(answer.number)
+
+    def _deliver(self, updates: list[Update]) -> None:
+        if not updates:
+            return
+        pairs = [(self._answers[update.number], update) for update in updates if update.number in self._answers]
+        for update in updates:
+            if update.finish_reason is not None:
+                self._answers.pop(update.number, None)
+        self._loop.call_soon_threadsafe(_put, pairs)
+
+    def _fail(self, error: BaseException) -> None:
+        failure = RuntimeError(f"the engine has failed: {type(error).__name__}: {error}")
+        for answer in self._answers.values():
+            answer.updates.put_nowait(failure)
+
+
+def _put(pairs: list[tuple[_Answer, Update]]) -> None:
+    for answer, update in pairs:
+        answer.updates.put_nowait(update)

@@ -1,0 +1,91 @@
+"""The gateway: text and HTTP in front of the target replicas, and what is done when one of them dies.
+
+Tokens are what crosses to the targets, so an answer that a replica did not finish is taken up by another from its
+prompt and the tokens so far: the same text goes on, for randomness is a function of seed and position.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from moray.decoding.request import Request, Update
+from moray.text import ChatTokenizer
+from serve.config import ServeConfig
+from serve.engine_thread import OverloadedError
+from serve.errors import ApiError
+
+_LOGGER = logging.getLogger("ray.serve")
+_RETRY_AFTER = 1
+"""Seconds that a client is asked to wait when all places are taken."""
+
+
+class Gateway:
+    """One replica of the HTTP interface."""
+
+    def __init__(self, config: ServeConfig, targets: Any) -> None:
+        """`targets` is the handle of the target deployment."""
+        self.config = config
+        self.tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
+        self._targets = targets
+        self._description: dict[str, Any] | None = None
+
+    def __serve_build_asgi_app__(self) -> Any:
+        from serve.api import build_api
+
+        return build_api(self)
+
+    async def describe(self) -> dict[str, Any]:
+        """What the targets can do.
+
+        Raises:
+            ApiError: 503 while there is none.
+        """
+        if self._description is None:
+            try:
+                self._description = await asyncio.wait_for(self._targets.describe.remote(), timeout=30)
+            except Exception as error:
+                raise ApiError(503, "no target replica is ready yet: try again", retry_after=_RETRY_AFTER) from error
+            assert self._description is not None
+        return self._description
+
+    async def generate(self, request: Request) -> AsyncGenerator[Update]:
+        """Answer one sequence, on as many replicas as it takes.
+
+        Raises:
+            ApiError: 429 where all places are taken, 503 where replicas keep dying.
+        """
+        from ray.exceptions import RayError, RayTaskError
+        from ray.serve.exceptions import BackPressureError, RayServeException
+
+        tokens: list[int] = []
+        failures = 0
+        while True:
+            rest = request.model_copy(update={"generated": tuple(tokens)})
+            session = uuid.uuid4().hex
+            stream = self._targets.options(stream=True, session_id=session).generate.remote(rest)
+            try:
+                async for update in stream:
+                    tokens += update.tokens
+                    yield update
+                    if update.finish_reason is not None:
+                        return
+            except BackPressureError:
+                raise _overloaded() from None
+            except RayTaskError as error:
+                if isinstance(error, OverloadedError):
+                    raise _overloaded() from None
+                raise
+            except (RayError, RayServeException) as error:
+                failures += 1
+                if failures > self.config.api.num_retries:
+                    raise ApiError(503, "target replicas keep failing: try again later", retry_after=5) from error
+                _LOGGER.warning("a target replica was lost after %d tokens; another goes on", len(tokens))
+                await asyncio.sleep(min(0.1 * 2**failures, 2.0))
+            finally:
+                stream.cancel()
+
+
+def _overloaded() -> ApiError:
+    return ApiError(429, "all places are taken: try again", code="queue_full", retry_after=_RETRY_AFTER)

@@ -1,0 +1,149 @@
+"""Requests of the HTTP interface, as OpenAI's clients send them.
+
+What would change the result and is not done is refused by name; what does not change it is taken and left alone.
+Fields that are null count as left out.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from moray.decoding.request import MAX_TOP_LOGPROBS
+from moray.decoding.stop import MAX_STRINGS
+
+_IGNORED = frozenset(
+    ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
+)
+"""Fields that change no token of an answer."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+}
+"""Fields that are not supported but for values that ask for nothing."""
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class _Strict(BaseModel):
+    """Numbers are numbers and texts are texts: nothing is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """How an answer is streamed."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Speculation(_Strict):
+    """Moray's own: how to draft, and whether to say what became of the drafts."""
+
+    enabled: bool = True
+    drafter: str | None = Field(default=None, max_length=100)
+    """One of those in `/v1/models`; the first if left out."""
+    trace: bool = False
+    """Say of every chunk which text was drafted, and which drafts were refused."""
+
+
+class _Sampled(_Strict):
+    """What both kinds of requests have in common."""
+
+    model: str = Field(max_length=200)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    n: int = Field(default=1, ge=1, le=1024)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    stop: str | list[str] = Field(default_factory=list, max_length=1 << 20)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=1 << 31)
+    """0 or -1 keeps every token."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    ignore_eos: bool = False
+    speculation: Speculation = Speculation()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        left = {key: value for key, value in values.items() if value is not None and key not in _IGNORED}
+        return {key: value for key, value in left.items() if not _is_neutral(key, value)}
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, value: dict[str, float]) -> dict[str, float]:
+        if any(not key.isascii() or not key.isdigit() or len(key) > 10 for key in value):
+            raise ValueError('keys must be token ids, such as "42"')
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str]) -> str | list[str]:
+        if len(value) > MAX_STRINGS and isinstance(value, list):
+            raise ValueError(f"at most {MAX_STRINGS} strings are accepted")
+        return value
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Always several."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class TextPart(_Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(_Sampled):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is set but logprobs is not; set logprobs to true")
+        return self
+
+
+class CompletionRequest(_Sampled):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(key, ()))
