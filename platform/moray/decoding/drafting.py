@@ -43,8 +43,7 @@ class Drafting:
 
     def propose(self, running: list[EngineSequence], rows: list[int]) -> dict[int, TokenTree]:
         """Drafts for the sequences in some rows, by row; those that did not come in time are missing."""
-        if not self.source.is_available:
-            return {}
+        rows = [row for row in rows if self.source.can_draft(running[row].number)]
         shape = self.planner.next_shape(len(running), len(rows))
         if shape is None:
             return {}

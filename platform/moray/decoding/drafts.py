@@ -46,14 +46,17 @@ class DraftSource(ABC):
     def max_depth(self) -> int | None:
         """Most levels that can be drafted; None for any number."""
 
-    @property
-    def is_available(self) -> bool:
-        """Whether asking makes sense at the moment."""
-        return True
-
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
         """Turn taps of verified tokens into memory, beside the target."""
+
+    @abstractmethod
+    def open(self, number: int) -> None:
+        """A sequence begins, of which drafts may be wanted."""
+
+    @abstractmethod
+    def can_draft(self, number: int) -> bool:
+        """Whether asking for a draft makes sense at the moment."""
 
     @abstractmethod
     def num_known(self, number: int) -> int:
@@ -103,6 +106,12 @@ class LocalDrafts(DraftSource):
 
     def observe(self, taps: Taps) -> Memory:
         return self.drafter.observe(taps)
+
+    def open(self, number: int) -> None:
+        pass  # a state is made when it is needed
+
+    def can_draft(self, number: int) -> bool:
+        return True
 
     def num_known(self, number: int) -> int:
         return self._known.get(number, 0)

@@ -172,6 +172,8 @@ class Engine:
                 break
             width = wider
             chosen.append(self._waiting.popleft())
+            if chosen[-1].drafting is not None:
+                chosen[-1].drafting.source.open(chosen[-1].number)
         if not chosen:
             return
         if width > self._cache.width or self.num_running + len(chosen) > self._cache.num_rows:

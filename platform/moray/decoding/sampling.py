@@ -58,7 +58,7 @@ class Sampler:
         self.params = params
         self._vocab_size = vocab_size
         self._device = device
-        self._sequence = sequence
+        self.sequence = sequence
 
     def log_probs(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
         """Log-probabilities after temperature, top-k, min-p and top-p; filtered tokens at -inf."""
@@ -85,13 +85,13 @@ class Sampler:
     def noise(self, first_position: int, count: int) -> Float[Tensor, "count vocab"]:
         """Gumbel noise of `count` consecutive positions: what makes a sample a function of its place."""
         positions = torch.arange(first_position, first_position + count, device=self._device)
-        uniform = counter_uniform(self.params.seed, STREAM_TOKEN, positions, self._vocab_size, self._sequence)
+        uniform = counter_uniform(self.params.seed, STREAM_TOKEN, positions, self._vocab_size, self.sequence)
         return gumbel(uniform)
 
     def uniform(self, stream: int, position: int, size: int) -> Float[Tensor, " size"]:
         """Uniform numbers of one position."""
         positions = torch.tensor([position], device=self._device)
-        return counter_uniform(self.params.seed, stream, positions, size, self._sequence)[0]
+        return counter_uniform(self.params.seed, stream, positions, size, self.sequence)[0]
 
     def choose(self, logits: Float[Tensor, "1 vocab"], position: int) -> Int[Tensor, " 1"]:
         """The token at `position`: the likeliest, or the Gumbel-max sample."""

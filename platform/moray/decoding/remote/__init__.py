@@ -1,0 +1,1 @@
+"""Drafts that are made in another process: what crosses, who answers, and how it gets there. No Ray."""

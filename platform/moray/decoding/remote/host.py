@@ -1,0 +1,145 @@
+"""A drafter's side: drafting states of many sequences, whoever their target is.
+
+Every message says how far the sequence was known before it. Where that is not so (this process is new, or the
+sequence was idle for too long) the answer is a miss: nothing is guessed.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest, Entry, described
+from moray.decoding.sampling import Sampler
+from moray.drafters.base import Drafter
+from moray.errors import DataError
+from moray.trees.shapes import ChainShape
+
+
+@dataclass
+class HostStats:
+    """What a host has done so far."""
+
+    num_requests: int = 0
+    num_drafts: int = 0
+    num_misses: int = 0
+    num_expired: int = 0
+    seconds: float = 0.0
+    batch_sizes: list[int] = field(default_factory=list)
+    """Drafts per message, of the last messages."""
+
+
+@dataclass
+class _Session:
+    drafter: str
+    state: object
+    known: int
+    used: float
+
+
+class DraftHost:
+    """Answers messages of any number of targets, one after the other."""
+
+    def __init__(
+        self, drafters: Mapping[str, Drafter], capacity: int, max_expanded: int, idle_seconds: float = 60.0
+    ) -> None:
+        """
+        Args:
+            drafters: by the names that messages use.
+            capacity: most tokens of a sequence.
+            max_expanded: most nodes of a tree that are expanded.
+            idle_seconds: a session that nobody has asked for so long is forgotten.
+        """
+        self.stats = HostStats()
+        self._drafters = drafters
+        self._sizes = capacity, max_expanded
+        self._idle_seconds = idle_seconds
+        self._sessions: dict[str, _Session] = {}
+        self._free: dict[str, list[object]] = {name: [] for name in drafters}
+        self._swept = time.monotonic()
+        self._lock = threading.Lock()
+
+    @property
+    def num_sessions(self) -> int:
+        """Sequences that hold a drafting state."""
+        return len(self._sessions)
+
+    @torch.inference_mode()
+    def handle(self, request: DraftRequest, tensors: Mapping[str, Tensor]) -> DraftReply:
+        """Take in what is told, and draft what is asked for."""
+        with self._lock:
+            begin = time.perf_counter()
+            for session in request.closed:
+                self._close(session)
+            self._sweep()
+            trees, at = [], 0
+            for entry in request.entries:
+                end = at + len(entry.tokens)
+                trees.append(self._answer(request, entry, {name: rows[None, at:end] for name, rows in tensors.items()}))
+                at = end
+            seconds = time.perf_counter() - begin
+            self._count(trees, seconds)
+            return DraftReply(number=request.number, trees=tuple(trees), seconds=seconds)
+
+    def close(self, session: str) -> None:
+        """Forget a sequence; one that is not known is forgotten already."""
+        with self._lock:
+            self._close(session)
+
+    def _close(self, name: str) -> None:
+        session = self._sessions.pop(name, None)
+        if session is not None:
+            self._free[session.drafter].append(session.state)
+
+    def _answer(self, request: DraftRequest, entry: Entry, memory: dict[str, Tensor]) -> DraftedTree:
+        drafter = self._drafters.get(entry.drafter)
+        if drafter is None:
+            raise DataError(f"drafter '{entry.drafter}' is not here; there are {', '.join(self._drafters)}")
+        session = self._sessions.get(entry.session)
+        if entry.known == 0:
+            session = self._begin(entry.session, entry.drafter, drafter)
+        if session is None or session.known != entry.known or session.drafter != entry.drafter:
+            self.stats.num_misses += 1
+            return DraftedTree(session=entry.session, known=0)
+        device, session.used = drafter.head.weight.device, time.monotonic()
+        if session.known + len(entry.tokens) > self._sizes[0]:
+            raise DataError(f"a sequence has more than {self._sizes[0]} tokens")
+        if entry.tokens:
+            tokens = torch.tensor(entry.tokens, device=device)
+            known = {name: rows.to(device) for name, rows in memory.items()}
+            drafter.extend(session.state, tokens, known, entry.num_kept)
+            session.known += len(entry.tokens)
+        if entry.root is None:
+            return DraftedTree(session=entry.session, known=session.known)
+        shape = request.shapes[entry.shape]
+        sampler = Sampler(request.params[entry.params], drafter.spec.vocab_size, device, entry.sequence)
+        select = sampler.selector(session.known, shape.depth, isinstance(shape, ChainShape))
+        tree = drafter.propose(session.state, torch.tensor([entry.root], device=device), shape, select)
+        return DraftedTree(session=entry.session, known=session.known, **described(tree))
+
+    def _begin(self, name: str, drafter_name: str, drafter: Drafter) -> _Session:
+        self._close(name)
+        free = self._free[drafter_name]
+        state = free.pop() if free else drafter.new_state(*self._sizes)
+        drafter.reset(state)
+        self._sessions[name] = _Session(drafter_name, state, 0, time.monotonic())
+        return self._sessions[name]
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        if now - self._swept < self._idle_seconds / 4:
+            return
+        self._swept = now
+        for name in [name for name, session in self._sessions.items() if now - session.used > self._idle_seconds]:
+            self._close(name)
+            self.stats.num_expired += 1
+
+    def _count(self, trees: list[DraftedTree], seconds: float) -> None:
+        stats, num_drafts = self.stats, sum(bool(tree.tokens) for tree in trees)
+        stats.num_requests += 1
+        stats.num_drafts += num_drafts
+        stats.seconds += seconds
+        stats.batch_sizes = [*stats.batch_sizes[-99:], num_drafts]

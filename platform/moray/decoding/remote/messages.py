@@ -1,0 +1,177 @@
+"""What crosses between a target and a drafter, as bytes: JSON for numbers and names, raw memory for tensors. No pickle.
+
+    frame    | lengths of the next two, 4 bytes each | message, JSON | tensors' names and sizes, JSON | tensors |
+
+To the drafter go, per sequence, newly verified tokens and their memory, and what to draft; all tensors of one name are
+one tensor, cut up by the number of tokens. Back come token ids and parents, or the word that the sequence is not known
+as far as was thought (a miss), upon which it is told from the beginning.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moray.config import AnyConfig, Config
+from moray.decoding.params import SamplingParams
+from moray.errors import DataError
+from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, GrowableShape, SparseShape
+from moray.trees.tree import TokenTree, chain_of, structure_of
+
+MAX_FRAME = 1 << 30
+"""Bytes; a prompt of 100,000 tokens with 8 KiB of memory each fits."""
+_LENGTHS = struct.Struct(">II")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+class Entry(Config):
+    """One sequence in a request."""
+
+    session: str
+    drafter: str
+    known: int = Field(ge=0)
+    """Verified tokens that the drafter should have been told before."""
+    tokens: tuple[int, ...]
+    """Those that follow; their memory is in the tensors."""
+    num_kept: int = Field(ge=0)
+    """See `Drafter.extend`."""
+    root: int | None = None
+    """None: nothing is to be drafted."""
+    shape: int = 0
+    """Index into the request's shapes."""
+    params: int = 0
+    """Index into the request's sampling parameters."""
+    sequence: int = 0
+
+
+class DraftRequest(Config):
+    """One message to a drafter."""
+
+    number: int
+    entries: tuple[Entry, ...]
+    shapes: tuple[ChainShape | FixedShape | DynamicShape | SparseShape, ...] = ()
+    params: tuple[SamplingParams, ...] = ()
+    closed: tuple[str, ...] = ()
+    """Sessions that have ended."""
+
+
+class DraftedTree(Config):
+    """One sequence in a reply."""
+
+    session: str
+    known: int
+    """Verified tokens that the drafter has been told by now; other than asked for, it is a miss."""
+    tokens: tuple[int, ...] = ()
+    """Of the nodes, the root first; empty where nothing was drafted."""
+    parents: tuple[int, ...] = ()
+    max_depth: int = 0
+    num_empty_levels: int = 0
+    is_chain: bool = False
+
+
+class DraftReply(Config):
+    """One message from a drafter."""
+
+    number: int
+    """Of the request."""
+    trees: tuple[DraftedTree, ...]
+    seconds: float = 0.0
+    """That drafting took."""
+
+
+def pack(message: DraftRequest | DraftReply, tensors: Mapping[str, Sequence[Tensor]] | None = None) -> bytes:
+    """One frame; each of `tensors` is rows [tokens, width] of all entries in order, on any device."""
+    joined = {name: torch.cat(list(rows)).cpu().contiguous() for name, rows in (tensors or {}).items() if rows}
+    sizes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in joined.items()]
+    words, table = message.model_dump_json(exclude_defaults=True).encode(), json.dumps(sizes).encode()
+    bodies = [bytes(tensor.view(torch.uint8).numpy().data) for tensor in joined.values() if tensor.numel()]
+    return b"".join([_LENGTHS.pack(len(words), len(table)), words, table, *bodies])
+
+
+def unpack_request(frame: bytes | bytearray) -> tuple[DraftRequest, dict[str, Tensor]]:
+    """What `pack` packed.
+
+    Raises:
+        DataError: it is something else.
+    """
+    words, tensors = _unpack(frame)
+    return _validated(DraftRequest, words), tensors
+
+
+def unpack_reply(frame: bytes | bytearray) -> DraftReply:
+    """What `pack` packed.
+
+    Raises:
+        DataError: it is something else.
+    """
+    return _validated(DraftReply, _unpack(frame)[0])
+
+
+def described(tree: TokenTree) -> dict[str, Any]:
+    """A tree as fields of `DraftedTree`."""
+    return {
+        "tokens": tuple(tree.tokens.tolist()),
+        "parents": () if tree.is_chain else tuple(tree.parents.tolist()),
+        "max_depth": tree.max_depth,
+        "num_empty_levels": tree.num_empty_levels,
+        "is_chain": tree.is_chain,
+    }
+
+
+def restored(drafted: DraftedTree, device: torch.device, shape: GrowableShape, vocab_size: int) -> TokenTree:
+    """The tree that `described` described.
+
+    Raises:
+        DataError: it is no tree, or none of that shape and vocabulary.
+    """
+    tokens, parents = drafted.tokens, drafted.parents
+    if not 0 < len(tokens) <= shape.num_nodes + 1 or not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise DataError(f"a draft of {len(tokens)} nodes or with strange tokens came for a tree '{shape.name}'")
+    ids = torch.tensor(tokens, device=device)
+    if drafted.is_chain:
+        return chain_of(ids)
+    if len(parents) != len(tokens) or parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
+        raise DataError("a draft came whose nodes make no tree")
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    structure = structure_of(list(parents), depths, device)
+    return TokenTree(
+        ids,
+        structure.parents,
+        structure.depths,
+        structure.ancestors,
+        max(depths),
+        num_empty_levels=max(0, drafted.num_empty_levels),
+    )
+
+
+def _unpack(frame: bytes | bytearray) -> tuple[bytes, dict[str, Tensor]]:
+    try:
+        num_words, num_table = _LENGTHS.unpack_from(frame)
+        table = _LENGTHS.size + num_words
+        at = table + num_table
+        tensors = {}
+        for name, dtype, shape in json.loads(bytes(frame[table:at])):
+            count = math.prod(shape) * _DTYPES[dtype].itemsize
+            if at + count > len(frame) or min(shape) < 0:
+                raise ValueError("cut short")
+            body = bytearray(memoryview(frame)[at : at + count])
+            at += count
+            flat = torch.frombuffer(body, dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+            tensors[str(name)] = flat.view(_DTYPES[dtype]).view(shape)
+        return bytes(frame[_LENGTHS.size : table]), tensors
+    except (ValueError, KeyError, TypeError, struct.error, RecursionError, RuntimeError) as error:
+        raise DataError(f"a message between target and drafter is damaged: {error}") from None
+
+
+def _validated(kind: type[AnyConfig], words: bytes) -> AnyConfig:
+    try:
+        return kind.model_validate_json(words)
+    except ValueError as error:
+        raise DataError(f"a message between target and drafter is damaged: {str(error)[:200]}") from None

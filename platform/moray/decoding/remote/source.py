@@ -1,0 +1,293 @@
+"""Drafts from other processes: the engine's draft source in front of a pool of drafters.
+
+A sequence has a place in one of them for as long as that lives. All that was told of a sequence is kept here (2 KiB
+per token for Llama-3-8B's MoA), so that another process can take its place at any time. Whoever has not answered is
+not asked again before it has: nothing piles up.
+"""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from moray.batch import TapNeeds, Taps
+from moray.decoding.drafts import Ask, DraftSource
+from moray.decoding.params import SamplingParams
+from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel
+from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, pack, restored, unpack_reply
+from moray.drafters.base import Drafter, Memory
+from moray.errors import DataError, UnreachableError
+from moray.trees.shapes import GrowableShape
+from moray.trees.tree import TokenTree
+
+_STALL_SECONDS = 5.0
+"""A drafter that has not answered for so long is given up."""
+
+
+class Places(ABC):
+    """Who says which drafter process has a place for a sequence; called from the engine's thread, never waits."""
+
+    @abstractmethod
+    def open(self, session: str) -> None:
+        """Look for a place."""
+
+    @abstractmethod
+    def find(self, session: str) -> Endpoint | None:
+        """The place, once there is one."""
+
+    @abstractmethod
+    def lose(self, session: str) -> None:
+        """The place that was found does not answer: look for another."""
+
+    @abstractmethod
+    def close(self, session: str) -> None:
+        """The place is not needed any longer."""
+
+
+@dataclass
+class RemoteStats:
+    """What the channels have carried so far."""
+
+    num_cycles: int = 0
+    num_bytes_sent: int = 0
+    num_bytes_received: int = 0
+    num_misses: int = 0
+    num_late: int = 0
+    num_lost: int = 0
+    """Drafter processes that were given up."""
+    waiting_seconds: float = 0.0
+    drafting_seconds: float = 0.0
+    """What the drafters say that they needed, of the waiting."""
+
+
+@dataclass
+class _Told:
+    """A sequence as its drafter knows it, or will."""
+
+    session: str
+    tokens: list[int] = field(default_factory=list)
+    memory: dict[str, list[Tensor]] = field(default_factory=dict)
+    num_sent: int = 0
+    """Tokens that its present place has been sent."""
+    num_kept: int = 0
+    """See `Drafter.extend`; of the first tokens that have not been sent."""
+    place: Endpoint | None = None
+
+
+@dataclass
+class _Line:
+    """The channel to one drafter process, and what it owes."""
+
+    channel: Channel
+    owed: dict[str, tuple[int, GrowableShape]] = field(default_factory=dict)
+    """By session, number of the sequence and the shape asked for."""
+    number: int = -1
+    """Of the request that is not answered yet; -1 for none."""
+    since: float = 0.0
+
+
+class RemoteDrafts(DraftSource):
+    """One drafter, of which `observe` runs here and `propose` elsewhere."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        name: str,
+        places: Places,
+        *,
+        timeout: float = 0.1,
+        connect: Callable[[Endpoint], Channel] = SocketChannel,
+    ) -> None:
+        """
+        Args:
+            drafter: beside the target.
+            name: that the drafter processes know it by.
+            places: where sequences are drafted.
+            timeout: seconds that a cycle waits for drafts; what comes later is not used.
+            connect: opens a channel.
+        """
+        self.stats = RemoteStats()
+        self._drafter, self._name = drafter, name
+        self._places, self._timeout, self._connect = places, timeout, connect
+        self._told: dict[int, _Told] = {}
+        self._lines: dict[Endpoint, _Line] = {}
+        self._closed: dict[Endpoint, list[str]] = {}
+        self._device = drafter.head.weight.device
+        self._num_requests = 0
+        self._asked: list[Endpoint] = []
+        """Whom the present cycle waits for."""
+
+    @property
+    def observed(self) -> TapNeeds:
+        return self._drafter.observed
+
+    @property
+    def max_depth(self) -> int | None:
+        return self._drafter.max_depth
+
+    def observe(self, taps: Taps) -> Memory:
+        return self._drafter.observe(taps)
+
+    def open(self, number: int) -> None:
+        if number not in self._told:
+            self._told[number] = _Told(uuid.uuid4().hex)
+            self._places.open(self._told[number].session)
+
+    def num_known(self, number: int) -> int:
+        return len(self._told[number].tokens) if number in self._told else 0
+
+    def can_draft(self, number: int) -> bool:
+        told = self._told.get(number)
+        if told is None:
+            return False
+        if told.place is None:
+            told.place, told.num_sent = self._places.find(told.session), 0
+        if told.place is None:
+            return False
+        line = self._lines.get(told.place)
+        if line is not None and line.number >= 0:
+            self._receive(told.place, line, 0.0)  # it may have answered since
+        return told.place is not None and (line is None or line.number < 0)
+
+    def extend(self, number: int, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int) -> None:
+        told = self._told[number]
+        if told.num_sent == len(told.tokens):
+            told.num_kept = num_kept
+        told.tokens += tokens.tolist()
+        for name, rows in memory.items():
+            told.memory.setdefault(name, []).append(rows[0].cpu())
+
+    def ask(self, asks: Sequence[Ask]) -> None:
+        by_place: dict[Endpoint, list[Ask]] = {}
+        for ask in asks:
+            place = self._told[ask.number].place
+            if place is not None:
+                by_place.setdefault(place, []).append(ask)
+        self._asked = list(by_place)
+        for place, group in by_place.items():
+            self._send(place, group)
+
+    def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
+        begin, found = time.monotonic(), dict[int, TokenTree]()
+        for place in self._asked:
+            line = self._lines.get(place)
+            if line is not None and line.number >= 0:
+                found |= self._receive(place, line, max(0.0, begin + self._timeout - time.monotonic()))
+        self.stats.waiting_seconds += time.monotonic() - begin
+        self.stats.num_late += sum(place in self._lines and self._lines[place].number >= 0 for place in self._asked)
+        self._asked = []
+        return {number: tree for number, tree in found.items() if number in numbers}
+
+    def close(self, number: int) -> None:
+        told = self._told.pop(number, None)
+        if told is not None:
+            self._places.close(told.session)
+            if told.place is not None:
+                self._closed.setdefault(told.place, []).append(told.session)
+
+    # --- One drafter process ---
+
+    def _send(self, place: Endpoint, asks: list[Ask]) -> None:
+        """One message for all sequences that have their place there."""
+        shapes: dict[GrowableShape, int] = {}
+        params: dict[SamplingParams, int] = {}
+        entries: list[Entry] = []
+        tensors: dict[str, list[Tensor]] = {}
+        for ask in asks:
+            told = self._told[ask.number]
+            for name, rows in told.memory.items():
+                tensors.setdefault(name, []).append(_last(rows, len(told.tokens) - told.num_sent))
+            entries.append(
+                Entry(
+                    session=told.session,
+                    drafter=self._name,
+                    known=told.num_sent,
+                    tokens=tuple(told.tokens[told.num_sent :]),
+                    num_kept=told.num_kept,
+                    root=ask.root,
+                    shape=shapes.setdefault(ask.shape, len(shapes)),
+                    params=params.setdefault(ask.sampler.params, len(params)),
+                    sequence=ask.sampler.sequence,
+                )
+            )
+            told.num_sent, told.num_kept = len(told.tokens), 0
+        self._num_requests += 1
+        request = DraftRequest(
+            number=self._num_requests,
+            entries=tuple(entries),
+            shapes=tuple(shapes),
+            params=tuple(params),
+            closed=tuple(self._closed.pop(place, ())),
+        )
+        frame = pack(request, tensors)
+        try:
+            if place not in self._lines:
+                self._lines[place] = _Line(self._connect(place))
+            line = self._lines[place]
+            line.channel.send(frame)
+        except UnreachableError:
+            self._give_up(place)
+            return
+        line.number, line.since = request.number, time.monotonic()
+        line.owed = {self._told[ask.number].session: (ask.number, ask.shape) for ask in asks}
+        self.stats.num_cycles += 1
+        self.stats.num_bytes_sent += len(frame)
+
+    def _receive(self, place: Endpoint, line: _Line, seconds: float) -> dict[int, TokenTree]:
+        """What a drafter owes, if it comes in time."""
+        try:
+            frame = line.channel.receive(seconds)
+            if frame is None:
+                if time.monotonic() - line.since > _STALL_SECONDS:
+                    raise UnreachableError("the drafter does not answer")
+                return {}
+            reply = unpack_reply(frame)
+            self.stats.num_bytes_received += len(frame)
+            self.stats.drafting_seconds += reply.seconds
+            return self._trees(line, reply)
+        except (UnreachableError, DataError):
+            self._give_up(place)
+            return {}
+
+    def _trees(self, line: _Line, reply: DraftReply) -> dict[int, TokenTree]:
+        owed, line.number, line.owed = line.owed, -1, {}
+        found: dict[int, TokenTree] = {}
+        for drafted in reply.trees:
+            number, shape = owed.get(drafted.session, (None, None))
+            told = self._told.get(number) if number is not None else None
+            if number is None or shape is None or told is None or told.session != drafted.session:
+                continue
+            if drafted.known != told.num_sent:
+                self.stats.num_misses += 1
+                told.num_sent = 0  # to be told again, from the beginning
+            elif drafted.tokens and told.num_sent == len(told.tokens):
+                found[number] = restored(drafted, self._device, shape, self._drafter.spec.vocab_size)
+        return found
+
+    def _give_up(self, place: Endpoint) -> None:
+        """A process is gone: its sequences look for another."""
+        line = self._lines.pop(place, None)
+        if line is not None:
+            line.channel.close()
+        self._closed.pop(place, None)
+        self.stats.num_lost += 1
+        for told in self._told.values():
+            if told.place == place:
+                told.place, told.num_sent = None, 0
+                self._places.lose(told.session)
+
+
+def _last(pieces: list[Tensor], count: int) -> Tensor:
+    """The last `count` rows, out of pieces one behind the other."""
+    taken: list[Tensor] = []
+    for piece in reversed(pieces):
+        if count <= 0:
+            break
+        taken.append(piece[max(0, piece.shape[0] - count) :])
+        count -= piece.shape[0]
+    return torch.cat(taken[::-1]) if taken else pieces[0][:0]
