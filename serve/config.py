@@ -42,6 +42,10 @@ class ServeConfig(Config):
     placement: Literal["pool", "in_process"] = "pool"
     """Drafters as a deployment of their own, or inside each target replica."""
     engine: EngineConfig = EngineConfig()
+    draft_timeout_ms: float = Field(default=100.0, gt=0)
+    """A cycle goes on without drafts from the pool that have not come by then."""
+    session_idle_seconds: float = Field(default=60.0, gt=0)
+    """A drafter replica forgets a sequence that nobody has asked for so long."""
     threads: int | None = Field(default=None, ge=1)
     """torch's threads in every replica; None leaves them to torch."""
     max_waiting: int = Field(default=64, ge=0)

@@ -1,7 +1,6 @@
 """A target replica: the engine, and who drafts for it. Plain Python; `serve.app` makes it a deployment."""
 
-import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import torch
@@ -9,13 +8,13 @@ import torch
 from moray.bench.loading import load_drafters
 from moray.decoding.drafts import DraftSource, LocalDrafts
 from moray.decoding.engine import Engine
+from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request, Update
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig
 from serve.engine_thread import EngineThread
-
-_LOGGER = logging.getLogger("ray.serve")
+from serve.leases import LeasedPlaces
 
 
 class TargetReplica:
@@ -30,43 +29,43 @@ class TargetReplica:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._config = config
-        self._drafters = drafters
+        self._pool = drafters
         self._target = Target.load(config.target)
         self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-        self._engine = Engine(
-            self._target,
-            config.engine,
-            {*self._target.eos_ids, *self._tokenizer.eos_ids},
-            drafts=self._sources(),
-            decode=self._tokenizer.decode,
-        )
+        loaded = load_drafters(tuple(config.drafters.values()), self._target, self._tokenizer)
+        self._drafters = dict(zip(config.drafters, loaded.values(), strict=True))
         self._thread: EngineThread | None = None
 
-    def _sources(self) -> dict[str, DraftSource]:
-        loaded = load_drafters(tuple(self._config.drafters.values()), self._target, self._tokenizer)
-        shape = self._config.engine.tree
-        return {
-            name: LocalDrafts(drafter, self._target.spec.max_positions, shape.num_expanded)
-            for name, drafter in zip(self._config.drafters, loaded.values(), strict=True)
-        }
-
     @property
-    def _running(self) -> EngineThread:
-        if self._thread is None:  # the constructor may run outside of the event loop
-            self._thread = EngineThread(self._engine, self._config.max_waiting)
+    def running(self) -> EngineThread:
+        """The engine in its thread, started by the first call: constructors run where no event loop does."""
+        if self._thread is None:
+            self._thread = EngineThread(self._engine(), self._config.max_waiting)
         return self._thread
+
+    def _engine(self) -> Engine:
+        eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
+        return Engine(self._target, self._config.engine, eos_ids, drafts=self._sources(), decode=self._tokenizer.decode)
+
+    def _sources(self) -> Mapping[str, DraftSource]:
+        if self._pool is None:
+            sizes = self._target.spec.max_positions, self._config.engine.tree.num_expanded
+            return {name: LocalDrafts(drafter, *sizes) for name, drafter in self._drafters.items()}
+        places, timeout = LeasedPlaces(self._pool), self._config.draft_timeout_ms / 1000
+        return {name: RemoteDrafts(drafter, name, places, timeout=timeout) for name, drafter in self._drafters.items()}
 
     async def describe(self) -> dict[str, Any]:
         """What the gateway has to know."""
+        engine = self.running.engine
         return {
-            "capacity": self._engine.capacity,
+            "capacity": engine.capacity,
             "vocab_size": self._target.spec.vocab_size,
-            "drafters": list(self._engine.drafting),
+            "drafters": list(engine.drafting),
         }
 
     async def generate(self, request: Request) -> AsyncGenerator[Update]:
         """Answer one sequence (see `EngineThread.generate`)."""
-        async for update in self._running.generate(request):
+        async for update in self.running.generate(request):
             yield update
 
     def check_health(self) -> None:

@@ -1,5 +1,6 @@
 """From what a configuration names to a target, questions, and drafters that decode."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,6 +45,19 @@ def load_drafters(
         ConfigError: two have the same name, or one has not learnt the effort asked for.
         MismatchError: a drafter belongs to another target, tokenizer or template.
     """
+    return build_drafters(entries, lambda num_layers: TargetHead.of(target, num_layers), tokenizer)
+
+
+def num_head_layers(entries: tuple[str | UsableConfig, ...]) -> int:
+    """The target's last layers that drafters run themselves: as many as the one that runs most of them."""
+    folders = [folder_of(entry) for entry in entries if isinstance(entry, str | TrainedConfig)]
+    return max((read_contract(folder).drafter.num_target_layers for folder in folders), default=0)
+
+
+def build_drafters(
+    entries: tuple[str | UsableConfig, ...], head_of: Callable[[int], TargetHead], tokenizer: ChatTokenizer
+) -> dict[str, Drafter]:
+    """The same where the target itself need not be there: `head_of` gives its head with so many of its last layers."""
     drafters: dict[str, Drafter] = {}
     for entry in entries:
         name = _name(entry)
@@ -53,12 +67,15 @@ def load_drafters(
                 "that stands there as {type: ...}"
             )
         if isinstance(entry, str | TrainedConfig):
-            drafter = _from_folder(folder_of(entry), target, tokenizer)
+            folder = folder_of(entry)
+            head = head_of(read_contract(folder).drafter.num_target_layers)
+            drafter = load_drafter(folder, head, tokenizer.fingerprint)
         else:
-            drafter = _from_config(entry, target, tokenizer)
+            head = head_of(0)
+            drafter = _from_config(entry, head, tokenizer)
         if isinstance(entry, TrainedConfig) and entry.effort is not None:
             drafter.fix_effort(entry.effort)
-        drafter.cast(target.dtype)
+        drafter.cast(head.weight.dtype)
         drafters[name] = drafter
     return drafters
 
@@ -84,12 +101,7 @@ def _name(entry: str | UsableConfig) -> str:
     return given or (folder_of(entry).name if isinstance(entry, str | TrainedConfig) else entry.type)
 
 
-def _from_folder(folder: Path, target: Target, tokenizer: ChatTokenizer) -> Drafter:
-    num_layers = read_contract(folder).drafter.num_target_layers
-    return load_drafter(folder, TargetHead.of(target, num_layers), tokenizer.fingerprint)
-
-
-def _from_config(config: ReadyConfig, target: Target, tokenizer: ChatTokenizer) -> Drafter:
+def _from_config(config: ReadyConfig, head: TargetHead, tokenizer: ChatTokenizer) -> Drafter:
     if isinstance(config, PretrainedConfig):
         theirs, ours = _ordinary_tokens(ChatTokenizer.load(config.model, "plain")), _ordinary_tokens(tokenizer)
         if theirs != ours:
@@ -98,7 +110,7 @@ def _from_config(config: ReadyConfig, target: Target, tokenizer: ChatTokenizer) 
                 f"drafters holds model '{config.model}', whose vocabulary is not the target's, first at {strange}: a "
                 "model with the target's tokenizer is needed"
             )
-    return config.build(TargetHead.of(target)).eval()
+    return config.build(head).eval()
 
 
 def _ordinary_tokens(tokenizer: ChatTokenizer) -> set[tuple[str, int]]:

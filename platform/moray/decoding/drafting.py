@@ -41,11 +41,20 @@ class Drafting:
         self._cache = cache
         self._stats = stats
 
+    def expect(self, number: int, num_running: int) -> None:
+        """A sequence begins beside so many others; if drafts are likely to be wanted, the source may prepare."""
+        if self.planner.next_shape(num_running + 1, num_running + 1) is not None:
+            self.source.open(number)
+
     def propose(self, running: list[EngineSequence], rows: list[int]) -> dict[int, TokenTree]:
         """Drafts for the sequences in some rows, by row; those that did not come in time are missing."""
-        rows = [row for row in rows if self.source.can_draft(running[row].number)]
         shape = self.planner.next_shape(len(running), len(rows))
         if shape is None:
+            return {}
+        for row in rows:
+            self.source.open(running[row].number)
+        rows = [row for row in rows if self.source.can_draft(running[row].number)]
+        if not rows:
             return {}
         self._tell(running, rows)
         begin = time.perf_counter()

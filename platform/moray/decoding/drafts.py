@@ -52,7 +52,7 @@ class DraftSource(ABC):
 
     @abstractmethod
     def open(self, number: int) -> None:
-        """A sequence begins, of which drafts may be wanted."""
+        """Drafts of a sequence will be wanted; opened already, it stays as it is."""
 
     @abstractmethod
     def can_draft(self, number: int) -> bool:

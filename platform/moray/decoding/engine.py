@@ -173,7 +173,7 @@ class Engine:
             width = wider
             chosen.append(self._waiting.popleft())
             if chosen[-1].drafting is not None:
-                chosen[-1].drafting.source.open(chosen[-1].number)
+                chosen[-1].drafting.expect(chosen[-1].number, self.num_running)
         if not chosen:
             return
         if width > self._cache.width or self.num_running + len(chosen) > self._cache.num_rows:

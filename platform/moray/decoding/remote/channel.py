@@ -176,6 +176,11 @@ class SocketServer:
         self._thread = threading.Thread(target=self._run, name="drafts", daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether frames are answered."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """End the thread and all connections."""
         self._wake.send(b"x")

@@ -1,0 +1,70 @@
+"""A drafter replica: drafters without their target, and the socket at which target replicas find them.
+
+A target holds a lease for every sequence that is drafted here: a streamed call that lasts as long as the sequence. So
+Serve sees how busy the replica is (routing, autoscaling), and both sides learn at once when the other is gone. The
+token loop itself goes over the socket (see `decoding.remote.channel`).
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+
+import torch
+
+from moray.bench.loading import build_drafters, num_head_layers
+from moray.decoding.remote.channel import Endpoint, SocketServer
+from moray.decoding.remote.host import DraftHost
+from moray.decoding.remote.messages import pack, unpack_request
+from moray.targets.head import TargetHead
+from moray.text import ChatTokenizer
+from serve.config import ServeConfig
+
+
+class DrafterReplica:
+    """All drafters of the application; `serve.app` makes it a deployment."""
+
+    def __init__(self, config: ServeConfig, host: str | None = None, replica: str = "") -> None:
+        """
+        Args:
+            config: of the application.
+            host: address to listen at; None for the one by which Ray's nodes know this one.
+            replica: name of this process; None asks Serve for it.
+        """
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        entries = tuple(config.drafters.values())
+        head = TargetHead.load(config.target, num_head_layers(entries))
+        tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
+        drafters = dict(zip(config.drafters, build_drafters(entries, lambda _: head, tokenizer).values(), strict=True))
+        capacity = min(head.spec.max_positions, config.engine.capacity or head.spec.max_positions)
+        self.host = DraftHost(drafters, capacity, config.engine.tree.num_expanded, config.session_idle_seconds)
+        secret = secrets.token_hex(32)
+        host = host or _node_address()
+        self._server = SocketServer(self._answer, host, secret)
+        self.endpoint = Endpoint(host, self._server.port, secret, replica or f"{host}:{self._server.port}")
+
+    def _answer(self, frame: bytearray) -> bytes:
+        return pack(self.host.handle(*unpack_request(frame)))
+
+    async def lease(self, session: str) -> AsyncGenerator[Endpoint]:
+        """A place for a sequence, until whoever asked for it stops listening."""
+        try:
+            yield self.endpoint
+            await asyncio.Event().wait()
+        finally:
+            self.host.close(session)
+
+    async def describe(self) -> dict[str, int]:
+        """How busy this replica is."""
+        return {"num_sessions": self.host.num_sessions}
+
+    def check_health(self) -> None:
+        """Called by Serve; a replica that answers nobody is replaced."""
+        if not self._server.is_alive:
+            raise RuntimeError("the thread that answers target replicas has ended")
+
+
+def _node_address() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()

@@ -1,0 +1,77 @@
+"""Places for sequences in the drafter pool: one lease each, kept by the event loop for the engine's thread."""
+
+import asyncio
+import logging
+from typing import Any
+
+from moray.decoding.remote.channel import Endpoint
+from moray.decoding.remote.source import Places
+
+_LOGGER = logging.getLogger("ray.serve")
+_PAUSE_SECONDS = 0.2
+"""Before a lease that was lost is asked for anew."""
+
+
+class LeasedPlaces(Places):
+    """Serve's router chooses the replica: the less busy of two, and always the same for one session."""
+
+    def __init__(self, drafters: Any) -> None:
+        """`drafters` is the handle of the drafter deployment. Must be made where an event loop runs."""
+        self._drafters = drafters
+        self._loop = asyncio.get_running_loop()
+        self._found: dict[str, Endpoint] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    # --- In the engine's thread ---
+
+    def open(self, session: str) -> None:
+        self._loop.call_soon_threadsafe(self._begin, session, 0.0)
+
+    def find(self, session: str) -> Endpoint | None:
+        return self._found.get(session)
+
+    def lose(self, session: str) -> None:
+        self._found.pop(session, None)
+        self._loop.call_soon_threadsafe(self._again, session)
+
+    def close(self, session: str) -> None:
+        self._found.pop(session, None)
+        self._loop.call_soon_threadsafe(self._end, session)
+
+    # --- In the event loop ---
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are held or asked for."""
+        return len(self._tasks)
+
+    def _begin(self, session: str, pause: float) -> None:
+        task = self._loop.create_task(self._hold(session, pause))
+        self._tasks[session] = task
+
+    def _again(self, session: str) -> None:
+        if session in self._tasks:
+            self._tasks[session].cancel()
+            self._begin(session, _PAUSE_SECONDS)
+
+    def _end(self, session: str) -> None:
+        task = self._tasks.pop(session, None)
+        if task is not None:
+            task.cancel()
+        self._found.pop(session, None)
+
+    async def _hold(self, session: str, pause: float) -> None:
+        while True:
+            await asyncio.sleep(pause)
+            lease = self._drafters.options(stream=True, session_id=session).lease.remote(session)
+            try:
+                async for endpoint in lease:
+                    self._found[session] = endpoint
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever happened to the replica, another is asked for
+                _LOGGER.warning("a drafter replica was lost: %s", type(error).__name__)
+            finally:
+                self._found.pop(session, None)
+                lease.cancel()
+            pause = _PAUSE_SECONDS
