@@ -18,19 +18,21 @@ from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 class BatchPlanner:
     """Chooses the shape of the next drafts of one engine."""
 
-    def __init__(self, shape: AnyShape, costs: Mapping[int, Costs]) -> None:
-        """
-        Args:
-            shape: one that is not adaptive is always drafted.
-            costs: by rows of a pass, ascending; `draft` is what drafts for all of them take. Empty: nothing is known.
-        """
+    def __init__(self, shape: AnyShape) -> None:
+        """A shape that is not adaptive is always drafted; until costs are known, an adaptive one at its full depth."""
         self._shape = shape
-        self._costs = costs
-        self._sizes = list(costs)
+        self._costs: Mapping[int, Costs] = {}
+        self._sizes: list[int] = []
         depth = shape.depth
         self._shapes = {d: shape.at(d) for d in range(1, depth + 1)} if isinstance(shape, AdaptiveShape) else {}
         self._acceptance = Acceptance(depth, [0])
         self._verify, self._draft = Correction(), Correction()
+        self._rest = 0.0
+        """Seconds per row of what every cycle does besides."""
+
+    def know(self, costs: Mapping[int, Costs]) -> None:
+        """What was measured: by rows of a pass, ascending; `draft` is what drafts for all of them take."""
+        self._costs, self._sizes = costs, sorted(costs)
         self._planned = 0
 
     def next_shape(self, num_rows: int, num_drafted: int) -> GrowableShape | None:
@@ -60,6 +62,10 @@ class BatchPlanner:
         if self._costs:
             self._verify.record(self._at(num_rows, lambda costs: costs.verify_seconds(num_nodes)), seconds)
 
+    def record_rest(self, num_rows: int, seconds: float) -> None:
+        """What a cycle took besides its pass and its drafts."""
+        self._rest += (seconds / num_rows - self._rest) / 8.0
+
     def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
         """How long drafts for so many rows had to be waited for."""
         if self._costs:
@@ -68,6 +74,7 @@ class BatchPlanner:
     def _seconds(self, num_rows: int, num_drafted: int, depth: int) -> float:
         nodes = self._shapes[depth].num_nodes if depth else 0
         seconds = self._at(num_rows, lambda costs: costs.verify_seconds(nodes + 1)) * self._verify.factor
+        seconds += self._rest * num_rows
         if depth:
             seconds += self._at(num_drafted, lambda costs: costs.draft_seconds(depth)) * self._draft.factor
         return seconds

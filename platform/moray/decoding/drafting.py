@@ -36,7 +36,7 @@ class Drafting:
         self.source = source
         self.observed = source.observed
         self.shape = shape.limited(source.max_depth) if isinstance(shape, AdaptiveShape) else shape
-        self.planner = BatchPlanner(self.shape, {})
+        self.planner = BatchPlanner(self.shape)
         self._target = target
         self._cache = cache
         self._stats = stats

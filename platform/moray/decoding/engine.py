@@ -9,6 +9,7 @@ seed, sequence and position, as in `speculate.PlainDecoder`. In low precision ne
 The engine knows neither Ray nor HTTP, and of drafters only that somebody drafts (`decoding.drafts`).
 """
 
+import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
@@ -248,7 +249,8 @@ class Engine:
         Waits for the device once where acceptance is by choice (see `decoding.accept`), drafting apart.
         """
         running, stats = list(self._running), self.stats
-        with stats.timed("propose"):
+        began = time.perf_counter()
+        with stats.timed("propose") as propose:
             trees = self._propose(running)
         with stats.timed("verify") as verify:
             output = self._verify(running, trees)
@@ -263,8 +265,10 @@ class Engine:
                 self._emit(sequence, result, tree, logits[row])
         if self.target.device.type == "cpu":  # elsewhere nobody has waited for the pass
             most = max(tree.num_nodes for tree in trees)
+            rest = time.perf_counter() - began - propose.seconds - verify.seconds
             for drafting in self.drafting.values():
                 drafting.planner.record_pass(len(running), most, verify.seconds)
+                drafting.planner.record_rest(len(running), rest)
 
     def _propose(self, running: list[EngineSequence]) -> list[TokenTree]:
         """A tree for every running sequence, of its root alone where nothing was drafted."""

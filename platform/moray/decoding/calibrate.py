@@ -1,0 +1,113 @@
+"""What an engine's passes and drafts cost on this machine, by rows and tokens, measured once before it is used."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from moray.batch import TapNeeds, Taps
+from moray.decoding.costs import Costs, growing_sizes
+from moray.decoding.drafts import Ask, LocalDrafts
+from moray.decoding.params import SamplingParams
+from moray.decoding.row_cache import RowCache
+from moray.decoding.sampling import Sampler
+from moray.decoding.session import synchronise
+from moray.drafters.base import Drafter
+from moray.targets.model import Target
+from moray.trees.shapes import AdaptiveShape
+
+_LENGTH = 128
+"""Tokens that every row is taken to have."""
+_REPEATS = 3
+
+
+def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> dict[int, Costs]:
+    """Costs by number of rows, for `BatchPlanner`. Drafts are timed in this process, wherever they are made later.
+
+    The fastest of a few runs counts, sizes taking turns, for what else the machine does only ever adds.
+    """
+    rows = _powers(max_rows)
+    sizes = growing_sizes(shape.num_nodes + 1)
+    length = min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1)
+    cache = RowCache(target, max(rows) * (length + shape.num_nodes + 1))
+    cache.arrange(length + shape.num_nodes + 1, 0, 0)
+    local = LocalDrafts(drafter, length + 1, shape.num_expanded)
+    sampler = Sampler(SamplingParams(), target.spec.vocab_size, target.device)
+    _tell(local, drafter, max(rows), length)
+    levels = growing_sizes(shape.depth)
+    runs: list[Callable[[], None]] = [
+        partial(_verify, target, cache, count, length, size) for count in rows for size in sizes
+    ]
+    runs += [
+        partial(_draft, local, sampler, shape, count, length, depth) for count in (1, max(rows)) for depth in levels
+    ]
+    best = _fastest(runs, target.device)
+    verify, draft = best[: len(rows) * len(sizes)], best[len(rows) * len(sizes) :]
+    costs: dict[int, Costs] = {}
+    for index, count in enumerate(rows):
+        share = (count - 1) / max(1, max(rows) - 1)
+        drafted = [
+            one + (all_ - one) * share for one, all_ in zip(draft[: len(levels)], draft[len(levels) :], strict=True)
+        ]
+        passed = verify[index * len(sizes) : (index + 1) * len(sizes)]
+        costs[count] = Costs(_ascending(sizes, passed), _ascending(levels, drafted))
+    return costs
+
+
+def _verify(target: Target, cache: RowCache, num_rows: int, length: int, num_tokens: int) -> None:
+    """A pass like the engine's; nothing of it is kept."""
+    device = target.device
+    slots = (length + torch.arange(num_tokens, device=device)).expand(num_rows, -1)
+    mask = (torch.arange(length + num_tokens, device=device) <= slots[..., None])[:, None]
+    cache.aim(slots, length + num_tokens)
+    output = target.forward(torch.zeros_like(slots), slots, mask, cache)
+    target.logits(output.last).argmax(dim=-1)
+
+
+def _tell(local: LocalDrafts, drafter: Drafter, num_rows: int, length: int) -> None:
+    like, needs = drafter.head.weight, drafter.observed
+    tokens = torch.zeros(length, dtype=torch.long, device=like.device)
+    memory = drafter.observe(_taps(drafter, needs, length))
+    for number in range(num_rows):
+        local.extend(number, tokens, memory, 0)
+
+
+def _taps(drafter: Drafter, needs: TapNeeds, length: int) -> Taps:
+    like, spec = drafter.head.weight, drafter.spec
+    kv = like.new_zeros(1, length, len(needs.kv_layers), spec.kv_width) if needs.kv_layers else None
+    return Taps(kv, {depth: like.new_zeros(1, length, spec.hidden_size) for depth in needs.hidden_depths})
+
+
+def _draft(local: LocalDrafts, sampler: Sampler, shape: AdaptiveShape, num_rows: int, length: int, depth: int) -> None:
+    numbers = range(num_rows)
+    local.ask([Ask(number, 0, length, shape.at(depth), sampler) for number in numbers])
+    local.collect(list(numbers))
+
+
+@torch.inference_mode()
+def _fastest(runs: list[Callable[[], None]], device: torch.device) -> list[float]:
+    best = [float("inf")] * len(runs)
+    for turn in range(_REPEATS + 1):
+        for index, run in enumerate(runs):
+            synchronise(device)
+            begin = time.perf_counter()
+            run()
+            synchronise(device)
+            if turn:  # the first time of anything is slow
+                best[index] = min(best[index], time.perf_counter() - begin)
+    return best
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself."""
+    return sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
+
+
+def _ascending(sizes: list[int], seconds: list[float]) -> list[tuple[int, float]]:
+    """More work is never faster: what says so is noise."""
+    points, most = [], 0.0
+    for size, value in zip(sizes, seconds, strict=True):
+        most = max(most, value)
+        points.append((size, most))
+    return points
