@@ -46,23 +46,35 @@ class Drafting:
         if self.planner.next_shape(num_running + 1, num_running + 1) is not None:
             self.source.open(number)
 
-    def propose(self, running: list[EngineSequence], rows: list[int]) -> dict[int, TokenTree]:
-        """Drafts for the sequences in some rows, by row; those that did not come in time are missing."""
-        shape = self.planner.next_shape(len(running), len(rows))
+    def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
+        """Begin to draft for the sequences in some rows, for which no draft is under way; `num_rows` are in a pass."""
+        rows = [row for row in rows if running[row].asked is None]
+        shape = self.planner.next_shape(num_rows, len(rows)) if rows else None
         if shape is None:
-            return {}
+            return
         for row in rows:
             self.source.open(running[row].number)
         rows = [row for row in rows if self.source.can_draft(running[row].number)]
         if not rows:
-            return {}
+            return
         self._tell(running, rows)
-        begin = time.perf_counter()
         sequences = [running[row] for row in rows]
         self.source.ask([Ask(s.number, s.tokens[-1], s.length, shape, s.sampler) for s in sequences])
-        found = self.source.collect([sequence.number for sequence in sequences])
-        self.planner.record_draft(len(rows), shape.depth, time.perf_counter() - begin)
+        for sequence in sequences:
+            sequence.asked = shape.depth
+
+    def collect(self, running: list[EngineSequence], rows: list[int]) -> dict[int, TokenTree]:
+        """The drafts asked for, by row; those that did not come in time are missing."""
+        rows = [row for row in rows if running[row].asked is not None]
+        if not rows:
+            return {}
+        begin = time.perf_counter()
+        found = self.source.collect([running[row].number for row in rows])
+        depth = max(running[row].asked or 0 for row in rows)
+        self.planner.record_draft(len(rows), depth, time.perf_counter() - begin)
         self._stats.num_missed += len(rows) - len(found)
+        for row in rows:
+            running[row].asked = None
         return {row: found[running[row].number] for row in rows if running[row].number in found}
 
     def _tell(self, running: list[EngineSequence], rows: list[int]) -> None:

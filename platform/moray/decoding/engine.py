@@ -80,6 +80,7 @@ class Engine:
         self._running: list[EngineSequence] = []
         self._reading: list[EngineSequence] = []
         self._updates: list[Update] = []
+        self._is_second = True
 
     # --- What callers do ---
 
@@ -244,23 +245,24 @@ class Engine:
     # --- One cycle ---
 
     def _cycle(self) -> None:
-        """Propose, verify, accept and commit for all running sequences.
+        """Propose, verify, accept and commit for the running sequences whose turn it is.
 
         Waits for the device once where acceptance is by choice (see `decoding.accept`), drafting apart.
         """
-        running, stats = list(self._running), self.stats
+        rows, stats = self._next_group(), self.stats
+        running = self._running[rows.start : rows.stop]
         began = time.perf_counter()
         with stats.timed("propose") as propose:
-            trees = self._propose(running)
+            trees = self._propose(running, rows)
         with stats.timed("verify") as verify:
-            output = self._verify(running, trees)
+            output = self._verify(running, trees, rows.start)
             logits = self.target.logits(output.last)
             stats.num_passes += 1
         with stats.timed("accept"):
             begins = [sequence.length for sequence in running]
             results = self._accept(running, trees, logits, begins)
         with stats.timed("commit"):
-            self._commit(running, trees, results, begins, output)
+            self._commit(running, trees, results, rows.start, begins, output)
             for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
                 self._emit(sequence, result, tree, logits[row])
         if self.target.device.type == "cpu":  # elsewhere nobody has waited for the pass
@@ -269,18 +271,33 @@ class Engine:
             for drafting in self.drafting.values():
                 drafting.planner.record_pass(len(running), most, verify.seconds)
                 drafting.planner.record_rest(len(running), rest)
+        with stats.timed("propose"):
+            self._ask([row for row in rows if self._running[row].ending.finish_reason is None], len(rows))
 
-    def _propose(self, running: list[EngineSequence]) -> list[TokenTree]:
-        """A tree for every running sequence, of its root alone where nothing was drafted."""
+    def _next_group(self) -> range:
+        """Rows whose turn it is: all of them, or the first half and the second in turn."""
+        count = len(self._running)
+        if self.config.num_groups == 1 or count == 1:
+            return range(count)
+        half = (count + 1) // 2
+        self._is_second = not self._is_second
+        return range(half, count) if self._is_second else range(half)
+
+    def _ask(self, rows: list[int], num_rows: int) -> None:
+        """Let drafts begin that are not under way: those who draft elsewhere need not wait for the next pass."""
+        for drafting in self.drafting.values():
+            drafting.ask(self._running, [row for row in rows if self._running[row].drafting is drafting], num_rows)
+
+    def _propose(self, running: list[EngineSequence], rows: range) -> list[TokenTree]:
+        """A tree for every sequence in some rows, of its root alone where nothing was drafted."""
+        self._ask(list(rows), len(rows))
         found: dict[int, TokenTree] = {}
         for drafting in self.drafting.values():
-            rows = [row for row, sequence in enumerate(running) if sequence.drafting is drafting]
-            if rows:
-                found |= drafting.propose(running, rows)
+            found |= drafting.collect(self._running, [r for r in rows if self._running[r].drafting is drafting])
         roots = self._to_device([[sequence.tokens[-1]] for sequence in running])
-        return [found.get(row) or root_alone(root) for row, root in enumerate(roots)]
+        return [found.get(row) or root_alone(root) for row, root in zip(rows, roots, strict=True)]
 
-    def _verify(self, running: list[EngineSequence], trees: list[TokenTree]) -> TargetOutput:
+    def _verify(self, running: list[EngineSequence], trees: list[TokenTree], first_row: int) -> TargetOutput:
         """One pass over all trees, those with fewer nodes padded; a row's nodes go behind its committed slots.
 
         slots of row 0   a  b  c  d | root x  y  .          its nodes see a to d, and their ancestors
@@ -291,7 +308,7 @@ class Engine:
         lengths = self._to_device([[sequence.length] for sequence in running])
         slots = lengths + torch.arange(most, device=self.target.device)
         num_seen = self._num_seen(max(sequence.length for sequence in running) + most)
-        self._cache.aim(slots, num_seen)
+        self._cache.aim(slots, num_seen, first_row)
         columns = torch.arange(num_seen, device=self.target.device)
         if most == 1:
             mask = (columns <= lengths)[:, None, None]
@@ -321,6 +338,7 @@ class Engine:
         running: list[EngineSequence],
         trees: list[TokenTree],
         results: list[Accepted],
+        first_row: int,
         begins: list[int],
         output: TargetOutput,
     ) -> None:
@@ -331,7 +349,7 @@ class Engine:
             # Behind a path, slots keep what they hold: nobody looks there before it is written anew.
             nodes = [[0, *results[row].path] for row in moved]
             nodes = [path + list(range(len(path), most)) for path in nodes]
-            host = [[row, begins[row], *path] for row, path in zip(moved, nodes, strict=True)]
+            host = [[first_row + row, begins[row], *path] for row, path in zip(moved, nodes, strict=True)]
             row, begin, node = torch.tensor(host, device=self.target.device).split([1, 1, most], dim=1)
             self._cache.move(row[:, 0], begin + node, begin + torch.arange(most, device=self.target.device))
         for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):

@@ -18,5 +18,8 @@ class EngineConfig(Config):
     """Most tokens of prompt and answer together; None: the target's context, or all of `kv_tokens`."""
     prefill_tokens: int = Field(default=512, ge=16)
     """Tokens of prompts that are read between two cycles: more of them sooner end a prompt, and delay the others."""
+    num_groups: int = Field(default=1, ge=1, le=2)
+    """With two, half of the sequences are verified while the other half is drafted for elsewhere: for a drafter pool
+    that takes about as long as the target."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Of the drafts. An adaptive one follows batch size and acceptance, down to no draft at all."""

@@ -49,6 +49,8 @@ class EngineSequence:
         """By depth, hidden states of tokens that no draft source has been given yet."""
         self.num_kept = 0
         """See `Drafter.extend`; of the first tokens that it has not been given yet."""
+        self.asked: int | None = None
+        """Levels of the draft that was asked for and not collected yet."""
         self.drafting: Drafting | None = None
         """Who drafts for it."""
         self.ending.cut([*request.generated])

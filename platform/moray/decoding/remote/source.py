@@ -77,6 +77,17 @@ class _Told:
     num_kept: int = 0
     """See `Drafter.extend`; of the first tokens that have not been sent."""
     place: Endpoint | None = None
+    request: int | None = None
+    """Of the request that asked for its draft and is not answered yet."""
+
+
+@dataclass
+class _Debt:
+    """A request that is not answered yet."""
+
+    owed: dict[str, tuple[int, GrowableShape]]
+    """By session, number of the sequence and the shape asked for."""
+    since: float
 
 
 @dataclass
@@ -84,11 +95,8 @@ class _Line:
     """The channel to one drafter process, and what it owes."""
 
     channel: Channel
-    owed: dict[str, tuple[int, GrowableShape]] = field(default_factory=dict)
-    """By session, number of the sequence and the shape asked for."""
-    number: int = -1
-    """Of the request that is not answered yet; -1 for none."""
-    since: float = 0.0
+    debts: dict[int, _Debt] = field(default_factory=dict)
+    """By the request's number, in the order in which they are answered."""
 
 
 class RemoteDrafts(DraftSource):
@@ -101,6 +109,7 @@ class RemoteDrafts(DraftSource):
         places: Places,
         *,
         timeout: float = 0.1,
+        max_debts: int = 2,
         connect: Callable[[Endpoint], Channel] = SocketChannel,
     ) -> None:
         """
@@ -109,18 +118,21 @@ class RemoteDrafts(DraftSource):
             name: that the drafter processes know it by.
             places: where sequences are drafted.
             timeout: seconds that a cycle waits for drafts; what comes later is not used.
+            max_debts: requests that one drafter process may leave unanswered: one of each group of the engine, and one
+                of sequences that have just begun.
             connect: opens a channel.
         """
         self.stats = RemoteStats()
         self._drafter, self._name = drafter, name
         self._places, self._timeout, self._connect = places, timeout, connect
+        self._max_debts = max_debts
         self._told: dict[int, _Told] = {}
         self._lines: dict[Endpoint, _Line] = {}
         self._closed: dict[Endpoint, list[str]] = {}
         self._device = drafter.head.weight.device
         self._num_requests = 0
-        self._asked: list[Endpoint] = []
-        """Whom the present cycle waits for."""
+        self._ready: dict[int, TokenTree] = {}
+        """Drafts that have come and were not collected yet."""
 
     @property
     def observed(self) -> TapNeeds:
@@ -147,12 +159,12 @@ class RemoteDrafts(DraftSource):
             return False
         if told.place is None:
             told.place, told.num_sent = self._places.find(told.session), 0
-        if told.place is None:
-            return False
-        line = self._lines.get(told.place)
-        if line is not None and line.number >= 0:
+        line = None if told.place is None else self._lines.get(told.place)
+        if told.place is not None and line is not None and len(line.debts) >= self._max_debts:
             self._receive(told.place, line, 0.0)  # it may have answered since
-        return told.place is not None and (line is None or line.number < 0)
+            line = self._lines.get(told.place) if told.place is not None else None
+        is_free = line is None or len(line.debts) < self._max_debts
+        return told.place is not None and told.request is None and is_free
 
     def extend(self, number: int, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int) -> None:
         told = self._told[number]
@@ -168,23 +180,25 @@ class RemoteDrafts(DraftSource):
             place = self._told[ask.number].place
             if place is not None:
                 by_place.setdefault(place, []).append(ask)
-        self._asked = list(by_place)
         for place, group in by_place.items():
             self._send(place, group)
 
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
-        begin, found = time.monotonic(), dict[int, TokenTree]()
-        for place in self._asked:
-            line = self._lines.get(place)
-            if line is not None and line.number >= 0:
-                found |= self._receive(place, line, max(0.0, begin + self._timeout - time.monotonic()))
+        begin = time.monotonic()
+        waiting = [told for told in (self._told.get(number) for number in numbers) if told is not None]
+        for place in dict.fromkeys(told.place for told in waiting if told.place is not None):
+            while any(told.place == place and told.request is not None for told in waiting):
+                line = self._lines.get(place)
+                left = begin + self._timeout - time.monotonic()
+                if line is None or not self._receive(place, line, max(0.0, left)):
+                    break
         self.stats.waiting_seconds += time.monotonic() - begin
-        self.stats.num_late += sum(place in self._lines and self._lines[place].number >= 0 for place in self._asked)
-        self._asked = []
-        return {number: tree for number, tree in found.items() if number in numbers}
+        self.stats.num_late += sum(told.request is not None for told in waiting)
+        return {number: self._ready.pop(number) for number in numbers if number in self._ready}
 
     def close(self, number: int) -> None:
         told = self._told.pop(number, None)
+        self._ready.pop(number, None)
         if told is not None:
             self._places.close(told.session)
             if told.place is not None:
@@ -233,41 +247,45 @@ class RemoteDrafts(DraftSource):
         except UnreachableError:
             self._give_up(place)
             return
-        line.number, line.since = request.number, time.monotonic()
-        line.owed = {self._told[ask.number].session: (ask.number, ask.shape) for ask in asks}
+        line.debts[request.number] = _Debt(
+            {self._told[ask.number].session: (ask.number, ask.shape) for ask in asks}, time.monotonic()
+        )
+        for ask in asks:
+            self._told[ask.number].request = request.number
+            self._ready.pop(ask.number, None)  # one that came too late
         self.stats.num_cycles += 1
         self.stats.num_bytes_sent += len(frame)
 
-    def _receive(self, place: Endpoint, line: _Line, seconds: float) -> dict[int, TokenTree]:
-        """What a drafter owes, if it comes in time."""
+    def _receive(self, place: Endpoint, line: _Line, seconds: float) -> bool:
+        """Take in the next answer; False if none comes in time, or ever."""
         try:
             frame = line.channel.receive(seconds)
             if frame is None:
-                if time.monotonic() - line.since > _STALL_SECONDS:
+                if any(time.monotonic() - debt.since > _STALL_SECONDS for debt in line.debts.values()):
                     raise UnreachableError("the drafter does not answer")
-                return {}
+                return False
             reply = unpack_reply(frame)
             self.stats.num_bytes_received += len(frame)
             self.stats.drafting_seconds += reply.seconds
-            return self._trees(line, reply)
+            self._take_in(line, reply)
         except (UnreachableError, DataError):
             self._give_up(place)
-            return {}
+            return False
+        return True
 
-    def _trees(self, line: _Line, reply: DraftReply) -> dict[int, TokenTree]:
-        owed, line.number, line.owed = line.owed, -1, {}
-        found: dict[int, TokenTree] = {}
-        for drafted in reply.trees:
-            number, shape = owed.get(drafted.session, (None, None))
-            told = self._told.get(number) if number is not None else None
-            if number is None or shape is None or told is None or told.session != drafted.session:
+    def _take_in(self, line: _Line, reply: DraftReply) -> None:
+        debt = line.debts.pop(reply.number, None)
+        for drafted in reply.trees if debt is not None else ():
+            number, shape = debt.owed.get(drafted.session, (-1, None)) if debt is not None else (-1, None)
+            told = self._told.get(number)
+            if shape is None or told is None or told.session != drafted.session or told.request != reply.number:
                 continue
+            told.request = None
             if drafted.known != told.num_sent:
                 self.stats.num_misses += 1
                 told.num_sent = 0  # to be told again, from the beginning
-            elif drafted.tokens and told.num_sent == len(told.tokens):
-                found[number] = restored(drafted, self._device, shape, self._drafter.spec.vocab_size)
-        return found
+            elif drafted.tokens:
+                self._ready[number] = restored(drafted, self._device, shape, self._drafter.spec.vocab_size)
 
     def _give_up(self, place: Endpoint) -> None:
         """A process is gone: its sequences look for another."""
@@ -278,7 +296,7 @@ class RemoteDrafts(DraftSource):
         self.stats.num_lost += 1
         for told in self._told.values():
             if told.place == place:
-                told.place, told.num_sent = None, 0
+                told.place, told.num_sent, told.request = None, 0, None
                 self._places.lose(told.session)
 
 
