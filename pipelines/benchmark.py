@@ -57,7 +57,7 @@ def main_tree(config: TreeSearchConfig) -> None:
     """Measure a drafter's hit rates and search its best sparse tree; without a YAML file Medusa's on the demo."""
     from rich.console import Console
 
-    from moray.bench.decode_benchmark import check_writable
+    from moray.bench.recording import check_writable
     from moray.bench.tree_search import print_tree, print_yaml, search_tree, write_tree
 
     console = Console()
@@ -95,7 +95,7 @@ def main_train(config: TrainBenchmarkConfig) -> None:
 
 def _reported(report: str | None, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What is measured, written to `report` too: a path that cannot be written is refused before."""
-    from moray.bench.decode_benchmark import check_writable
+    from moray.bench.recording import check_writable
     from moray.provenance import write_json_atomically
 
     if report:
