@@ -4,6 +4,7 @@ It shares its machine with the server more often than not, so a chunk costs one 
 The key is never logged and never written.
 """
 
+import contextlib
 import json
 import os
 import time

@@ -1,6 +1,7 @@
 """What became of one request: its times, its tokens and what follows from both. Knows no HTTP."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 Outcome = Literal["ok", "rejected", "failed"]
@@ -53,7 +54,7 @@ class RequestRecord:
     @property
     def gaps(self) -> list[float]:
         """Times between chunks: the inter-token latency as vLLM takes it."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.times)]
 
     @property
     def token_gaps(self) -> list[tuple[float, float]]:
