@@ -106,7 +106,8 @@ def _spread_per_token(records: Iterable[RequestRecord]) -> dict[str, float | Non
     shares = {"median": 0.5} | {f"p{percentile}": percentile / 100 for percentile in _PERCENTILES}
     last = len(values) - 1
     points = {name: float(values[min(last, np.searchsorted(below, share))]) for name, share in shares.items()}
-    return {"mean": mean, "std": std} | points
+    figures: dict[str, float | None] = {"mean": mean, "std": std}
+    return figures | points
 
 
 def _mean(values: Sequence[float]) -> float | None:
