@@ -18,6 +18,11 @@ with the target beside it, and as the published recipe has it:
 
     python -m pipelines.benchmark cache --json runs/cache.json
     python -m pipelines.benchmark train --json runs/train.json
+
+`serve` loads an OpenAI-compatible endpoint, ours or another, and times its answers; without a YAML file with the demo's
+questions, speculation on and off:
+
+    python -m pipelines.benchmark serve --url http://127.0.0.1:8000 --json runs/serve.json
 """
 
 import sys
@@ -26,12 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from moray.bench.configs import DecodeBenchmarkConfig, ShapedBenchmarkConfig, TreeSearchConfig
+from moray.bench.load.config import ServeBenchmarkConfig
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 from moray.commands import Command, run_commands
 
 _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 _DEMO, _DEMO_TREE = _BENCHMARKS / "decode-demo.yaml", _BENCHMARKS / "tree-demo.yaml"
 _DEMO_CACHE, _DEMO_TRAIN = _BENCHMARKS / "cache-demo.yaml", _BENCHMARKS / "train-demo.yaml"
+_DEMO_SERVE = _BENCHMARKS / "serve-demo.yaml"
 
 
 def main(config: DecodeBenchmarkConfig) -> None:
@@ -57,7 +64,7 @@ def main_tree(config: TreeSearchConfig) -> None:
     """Measure a drafter's hit rates and search its best sparse tree; without a YAML file Medusa's on the demo."""
     from rich.console import Console
 
-    from moray.bench.decode_benchmark import check_writable
+    from moray.bench.recording import check_writable
     from moray.bench.tree_search import print_tree, print_yaml, search_tree, write_tree
 
     console = Console()
@@ -93,9 +100,29 @@ def main_train(config: TrainBenchmarkConfig) -> None:
     print_train_benchmark(_reported(config.report, lambda: benchmark_training(config, console)), console)
 
 
+def main_serve(config: ServeBenchmarkConfig) -> None:
+    """Load an OpenAI-compatible endpoint and time its answers; without a YAML file the demo's."""
+    from rich.console import Console
+
+    from moray.bench.load.benchmark import benchmark_endpoint
+    from moray.bench.load.console import print_load
+    from moray.bench.load.page import render_load
+    from moray.bench.recording import check_writable
+    from moray.provenance import write_text_atomically
+
+    console = Console()
+    if config.html:
+        check_writable(Path(config.html), "html")
+    result = _reported(config.report, lambda: benchmark_endpoint(config, console))
+    print_load(result, console)
+    if config.html:
+        write_text_atomically(Path(config.html), render_load(result))
+        console.print(f"page: {config.html}", markup=False, highlight=False)
+
+
 def _reported(report: str | None, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What is measured, written to `report` too: a path that cannot be written is refused before."""
-    from moray.bench.decode_benchmark import check_writable
+    from moray.bench.recording import check_writable
     from moray.provenance import write_json_atomically
 
     if report:
@@ -111,6 +138,7 @@ COMMANDS = {
     "": _DECODE,
     "cache": Command(CacheBenchmarkConfig, main_cache, default=_DEMO_CACHE),
     "decode": _DECODE,
+    "serve": Command(ServeBenchmarkConfig, main_serve, default=_DEMO_SERVE, flags=("url", "html")),
     "shaped": Command(ShapedBenchmarkConfig, main_shaped),
     "train": Command(TrainBenchmarkConfig, main_train, default=_DEMO_TRAIN),
     "tree": Command(TreeSearchConfig, main_tree, default=_DEMO_TREE),

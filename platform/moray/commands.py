@@ -42,13 +42,15 @@ class Command(Generic[AnyConfig]):
     merged left to right, and overrides."""
     folders: str = ""
     """Key that takes all words but overrides: any number of folders."""
+    flags: tuple[str, ...] = ()
+    """Keys of texts that may also be written `--key TEXT`."""
 
     @property
     def usage(self) -> str:
         """What stands behind the command's name."""
         files = ["folder [folder ...]"] if self.folders else [f"{key}.json" for key in self.files]
         words = files or ["[config.yaml ...]", "[key=value ...]"]
-        return " ".join([*words, *(["[--json FILE]"] if self._takes_json else [])])
+        return " ".join([*words, *(f"[--{flag} {_placeholder(flag)}]" for flag in self._keys_by_flag)])
 
     @property
     def summary(self) -> str:
@@ -64,8 +66,10 @@ class Command(Generic[AnyConfig]):
         prog = " ".join(part for part in (program(), name) if part)
         advice = f"write {name} {self.usage}".replace("  ", " ") if self.files or self.folders else None
         parser = _CommandLine(self.config_class, description or self.summary, prog or None, self.usage, advice)
-        if self._takes_json:
-            parser.add_argument("--json", metavar="FILE", help="write what was measured there as well: report=FILE")
+        for flag, key in self._keys_by_flag.items():
+            what = "write what was measured there as well" if flag == "json" else "the same as"
+            placeholder = _placeholder(flag)
+            parser.add_argument(f"--{flag}", metavar=placeholder, help=f"{what}: {key}={placeholder}")
         given = parser.parse_intermixed_args(words)
         if self.files:
             return self._load_files(given, parser)
@@ -74,8 +78,8 @@ class Command(Generic[AnyConfig]):
             settings = self._with_folders(settings, parser)
         if self.default is not None and not any(map(_is_yaml, settings)):
             settings.insert(0, str(self.default))
-        if self._takes_json and given.json is not None:
-            settings.append(f"report={json.dumps(given.json)}")  # a text, whatever YAML would make of it
+        # A text stays one, whatever YAML would make of it.
+        settings += [f"{key}={json.dumps(text)}" for key, text in self._flagged(given).items()]
         return load_config(self.config_class, settings)
 
     def _with_folders(self, words: Sequence[str], parser: CommandLine) -> list[str]:
@@ -86,14 +90,20 @@ class Command(Generic[AnyConfig]):
         return [*([f"{self.folders}={json.dumps(paths)}"] if paths else []), *settings]
 
     @property
-    def _takes_json(self) -> bool:
-        return "report" in self.config_class.model_fields
+    def _keys_by_flag(self) -> dict[str, str]:
+        takes_json = "report" in self.config_class.model_fields
+        return ({"json": "report"} if takes_json else {}) | {key: key for key in self.flags}
+
+    def _flagged(self, given: argparse.Namespace) -> dict[str, str]:
+        """The keys that were written as flags."""
+        texts = {key: getattr(given, flag) for flag, key in self._keys_by_flag.items()}
+        return {key: text for key, text in texts.items() if text is not None}
 
     def _load_files(self, given: argparse.Namespace, parser: CommandLine) -> AnyConfig:
         if len(given.arguments) != len(self.files):
             parser.error(f"files given: {len(given.arguments)}, needed: {len(self.files)}")
         values = dict(zip(self.files, given.arguments, strict=True))
-        return validate(self.config_class, values | ({"report": given.json} if self._takes_json else {}))
+        return validate(self.config_class, values | self._flagged(given))
 
 
 Commands = Mapping[str, Command[Any]]
@@ -141,6 +151,10 @@ def _listed(commands: Commands) -> str:
         is_default = commands[name] is commands[""]
         lines.append(f"  {name}: {commands[name].summary}{' Without a command, too.' if is_default else ''}")
     return "\n".join(lines)
+
+
+def _placeholder(flag: str) -> str:
+    return "FILE" if flag == "json" else flag.upper()
 
 
 def _is_yaml(word: str) -> bool:

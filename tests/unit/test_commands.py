@@ -37,6 +37,14 @@ class Folders(Config):
     report: str | None = None
 
 
+class Reached(Config):
+    """A key that is also a flag."""
+
+    url: str
+    steps: int = 1
+    report: str | None = None
+
+
 def walk(config: Steps) -> None:
     """Walk some steps.
 
@@ -51,6 +59,11 @@ def measure(config: Measured) -> None:
 
 def pair(config: Pair) -> None:
     """Take two files."""
+    received.append(config)
+
+
+def reach(config: Reached) -> None:
+    """Reach something."""
     received.append(config)
 
 
@@ -140,3 +153,33 @@ def test_a_command_takes_any_number_of_folders():
 def test_wrong_words_beside_folders_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         Command(Folders, visit, folders="places").load(words)
+
+
+def test_a_key_may_be_a_flag():
+    command = Command(Reached, reach, flags=("url",))
+    assert command.usage == "[config.yaml ...] [key=value ...] [--json FILE] [--url URL]"
+    for words, expected in (
+        (["--url", "http://a:1"], Reached(url="http://a:1")),
+        (["url=b"], Reached(url="b")),
+        (["steps=2", "--url=1", "--json", "f", "url=b"], Reached(url="1", steps=2, report="f")),
+    ):
+        assert command.load(words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "'url' is missing"),
+        (["--url"], "argument --url: expected one argument; write settings as key=value"),
+        (["--ur", "a"], "unrecognized arguments: --ur"),
+    ],
+)
+def test_a_flag_is_written_in_full_and_with_its_text(words, message):
+    with pytest.raises(ConfigError, match=message):
+        Command(Reached, reach, flags=("url",)).load(words)
+
+
+def test_flags_are_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        Command(Reached, reach, flags=("url",)).load(["--help"])
+    assert "--url URL" in capsys.readouterr().out

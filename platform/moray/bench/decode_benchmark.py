@@ -6,9 +6,7 @@ v is a target pass over the tree, c a draft step and o everything else in a cycl
 measured in one run, method after method on the same prompts. S leaves the prefill out on both sides.
 """
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -19,14 +17,12 @@ from rich.text import Text
 
 from moray.bench.configs import DecodeBenchmarkConfig
 from moray.bench.loading import load_drafters, load_target, nothing_fits
+from moray.bench.recording import record
 from moray.bench.report_schema import Phases
 from moray.bench.runner import Runner
 from moray.bench.summary import summarise
 from moray.bench.wording import number, percent, times
-from moray.config import Config
 from moray.decoding.compiling import compile_models
-from moray.errors import ConfigError
-from moray.provenance import git_state, machine, versions
 
 
 def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[str, Any]:
@@ -65,30 +61,6 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     """What concerns decoding; the speed-up here is that of the cycles."""
     kept = {name: row[name] for name in _KEPT}
     return kept | {"speedup_vs_plain": row["speedup_in_cycles"], "speedup_with_prefill": row["speedup_vs_plain"]}
-
-
-def record(config: Config) -> dict[str, Any]:
-    """Where a benchmark's figures come from."""
-    return {
-        "argv": list(sys.argv),
-        "git": git_state(Path(__file__)),
-        "machine": machine(),
-        "versions": versions(),
-        "settings": config.model_dump(mode="json"),
-    }
-
-
-def check_writable(path: Path, key: str = "report") -> None:
-    """Refuse a file that cannot be written before anything is measured; `key` names it. No file is left behind."""
-    was_there = path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{key} is '{path}', which cannot be written: {error.strerror}; name another file") from None
-    if not was_there:
-        path.resolve().unlink()  # an empty YAML file would pass for settings if the run fails
 
 
 def print_benchmark(result: dict[str, Any], console: Console) -> None:

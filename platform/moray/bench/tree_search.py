@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moray.bench.configs import TreeSearchConfig
-from moray.bench.decode_benchmark import record
 from moray.bench.hit_rates import HitCounter, count_questions
 from moray.bench.loading import load_drafters, load_target, nothing_fits
+from moray.bench.recording import record
 from moray.bench.wording import number
 from moray.errors import ConfigError, DataError
 from moray.explain import one_line

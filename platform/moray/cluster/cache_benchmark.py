@@ -28,8 +28,8 @@ from moray.activations.shards import ShardPlan, plan_shards, tap_columns
 from moray.activations.store import CacheStore
 from moray.activations.ultrachat import plan_chunks
 from moray.batch import TapNeeds
-from moray.bench.decode_benchmark import record
 from moray.bench.isolated import measure_alone
+from moray.bench.recording import record
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig
 from moray.cluster.tokenise import PartWriter
 from moray.errors import DataError

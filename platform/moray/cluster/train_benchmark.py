@@ -29,8 +29,8 @@ from rich.table import Table
 
 from moray.activations.manifest import read_manifest
 from moray.activations.store import CacheStore
-from moray.bench.decode_benchmark import record
 from moray.bench.isolated import forget_peak, measure_alone, resident_memory
+from moray.bench.recording import record
 from moray.cluster.benchmark_configs import TrainBenchmarkConfig
 from moray.cluster.configs import DistilConfig
 from moray.cluster.ways_to_train import WAYS, WaysToTrain, median_ratio

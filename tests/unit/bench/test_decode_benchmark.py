@@ -11,7 +11,8 @@ from tiny_drafters import build
 from tiny_targets import TinyTarget, save_chat_target
 
 from moray.bench.configs import DecodeBenchmarkConfig
-from moray.bench.decode_benchmark import benchmark_decoding, check_writable, print_benchmark
+from moray.bench.decode_benchmark import benchmark_decoding, print_benchmark
+from moray.bench.recording import check_writable
 from moray.config import validate
 from moray.decoding.stats import PHASES
 from moray.distill.checkpoint import save_drafter

@@ -1,0 +1,127 @@
+"""Loads an endpoint level by level, variant against variant, and gathers the figures."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from moray.bench.load.client import Client
+from moray.bench.load.config import LevelConfig, ServeBenchmarkConfig
+from moray.bench.load.metrics import measure
+from moray.bench.load.rounds import Round, order_of, run_round
+from moray.bench.load.variants import equal_texts, ratios
+from moray.bench.recording import record
+from moray.bench.specbench import Question, read_questions
+from moray.errors import DataError
+
+
+def benchmark_endpoint(config: ServeBenchmarkConfig, console: Console) -> dict[str, Any]:
+    """Measure every variant at every level.
+
+    Raises:
+        UnreachableError: nobody answers at the address.
+        DataError: a warm-up fails.
+    """
+    questions = read_questions(config.questions, config.num_questions)
+    return asyncio.run(_benchmark(config, questions, console))
+
+
+async def _benchmark(config: ServeBenchmarkConfig, questions: Sequence[Question], console: Console) -> dict[str, Any]:
+    per_level = len(config.variants) * (config.num_warmups + config.rounds * config.num_requests)
+    async with Client(config) as client:
+        await client.find_model()
+        with Progress(console=console, refresh_per_second=2, transient=True) as progress:
+            task = progress.add_task("serve", total=len(config.levels) * per_level)
+            levels = []
+            for level in config.levels:
+                progress.update(task, description=name_of(level))
+                levels.append(await _level(client, config, questions, level, lambda: progress.advance(task)))
+    return {"model": client.model, "levels": levels, "notes": _notes(levels)} | record(config)
+
+
+async def _level(
+    client: Client,
+    config: ServeBenchmarkConfig,
+    questions: Sequence[Question],
+    level: LevelConfig,
+    done: Callable[[], None],
+) -> dict[str, Any]:
+    if config.num_warmups:
+        for name in config.variants:
+            await _warm_up(client, config, questions, level, name, done)
+    rounds: dict[str, list[Round]] = {name: [] for name in config.variants}
+    for number in range(config.rounds):
+        for name in order_of(list(config.variants), number):
+            rounds[name].append(
+                await run_round(
+                    client,
+                    questions,
+                    level,
+                    fields=config.variants[name],
+                    count=config.num_requests,
+                    seed=config.seed + number,
+                    first=number * config.num_requests,
+                    done=done,
+                )
+            )
+    return level.model_dump(mode="json") | summarise(rounds, config)
+
+
+async def _warm_up(
+    client: Client,
+    config: ServeBenchmarkConfig,
+    questions: Sequence[Question],
+    level: LevelConfig,
+    name: str,
+    done: Callable[[], None],
+) -> None:
+    fields, count = config.variants[name], config.num_warmups
+    at_once = LevelConfig(max_concurrency=level.max_concurrency)
+    warm = await run_round(client, questions, at_once, fields=fields, count=count, seed=config.seed, done=done)
+    failed = [each for each in warm.records if each.outcome == "failed"]
+    if failed:
+        raise DataError(
+            f"the warm-up of variant '{name}' failed at '{config.url}' ({failed[0].error}); nothing was measured: mend "
+            "the request or the server, or measure all the same with num_warmups=0"
+        )
+
+
+def summarise(rounds: dict[str, list[Round]], config: ServeBenchmarkConfig) -> dict[str, Any]:
+    """The figures of one level."""
+    pooled = {name: measure(own, config.goodput) for name, own in rounds.items()}
+    single = {name: [measure([each], config.goodput) for each in own] for name, own in rounds.items()}
+    base = config.baseline_name
+    variants = {}
+    for name, figures in pooled.items():
+        variants[name] = figures | {"rounds": single[name]}
+        if config.save_requests:
+            variants[name]["requests"] = [[each.body for each in own.records] for own in rounds[name]]
+    found = {
+        f"{name}/{base}": ratios(pooled[name], pooled[base], list(zip(single[name], single[base], strict=True)))
+        for name in pooled
+        if name != base
+    }
+    can_compare = config.temperature == 0 and len(rounds) > 1
+    return {"variants": variants, "ratios": found, "equal_texts": equal_texts(rounds) if can_compare else None}
+
+
+def name_of(level: LevelConfig) -> str:
+    """A load in words."""
+    rate = "all at once" if level.request_rate is None else f"{level.request_rate:g} requests/s"
+    most = "" if level.max_concurrency is None else f", at most {level.max_concurrency} at a time"
+    return rate + most
+
+
+def _notes(levels: Sequence[dict[str, Any]]) -> list[str]:
+    notes = ["the machine named here is the one that sent the requests"]
+    figures = [figures for level in levels for figures in level["variants"].values()]
+    if any(each["num_uncounted"] for each in figures):
+        notes.append("the server does not count tokens: a chunk counts as one")
+    if any(each["itl_per_token_is_exact"] is False for each in figures):
+        notes.append(
+            "the server does not tell the tokens of a chunk: latencies per token share them out by characters, which "
+            "changes percentiles, not means"
+        )
+    return notes

@@ -1,0 +1,199 @@
+"""Sends one request after another over HTTP and times the stream of its answer.
+
+It shares its machine with the server more often than not, so a chunk costs one `json.loads`. Nothing is tried twice.
+The key is never logged and never written.
+"""
+
+import contextlib
+import json
+import os
+import time
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from moray.bench.load.config import ServeBenchmarkConfig
+from moray.bench.load.events import EventReader
+from moray.bench.load.request import RequestRecord
+from moray.bench.specbench import Question
+from moray.config import merge
+from moray.errors import ConfigError, DataError, UnreachableError
+from moray.explain import one_line
+
+_TOO_MANY = 429
+_MAX_ERROR = 300
+
+
+class Client:
+    """An endpoint, and the connections to it."""
+
+    def __init__(self, config: ServeBenchmarkConfig) -> None:
+        """Must be called inside an event loop.
+
+        Raises:
+            ConfigError: the environment holds no key of that name.
+        """
+        self.model = config.model or ""
+        self._config = config
+        self._path = "/v1/chat/completions" if config.api == "chat" else "/v1/completions"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=config.timeout_s),
+            headers=_headers(config.api_key_env),
+        )
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def find_model(self) -> None:
+        """Ask what is served, and take the first model if none is named.
+
+        Raises:
+            UnreachableError: nobody answers there.
+            ConfigError: what answers does not let us in, or names no model.
+        """
+        url = f"{self._config.url}/v1/models"
+        try:
+            async with self._session.get(url) as response:
+                status, text = response.status, await response.text()
+        except (aiohttp.ClientError, OSError) as error:
+            raise UnreachableError(
+                f"no answer from '{self._config.url}': {_worded(error)}; start the server (serve run "
+                "configs/serve/local.yaml) or name another address with --url"
+            ) from None
+        if status in (401, 403):
+            given = self._config.api_key_env
+            raise ConfigError(
+                f"'{self._config.url}' answers {status}; "
+                + (
+                    f"the key in {given} is not accepted there"
+                    if given
+                    else "name the variable of its key: api_key_env"
+                )
+            )
+        if self.model:
+            return
+        try:
+            self.model = json.loads(text)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(
+                f"'{url}' answers {status} and names no model; name one as model=..., or another address with --url"
+            ) from None
+
+    def body(self, question: Question, index: int, fields: dict[str, Any]) -> dict[str, Any]:
+        """What is sent."""
+        config, prompt = self._config, question.turns[0]
+        is_chat = config.api == "chat"
+        body: dict[str, Any] = {"model": self.model, "max_tokens": config.max_tokens, "temperature": config.temperature}
+        body |= {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if config.temperature > 0:
+            body["seed"] = config.seed + index
+        if config.stop:
+            body["stop"] = list(config.stop)
+        if config.ignore_eos:
+            body["ignore_eos"] = True
+        return merge(body, fields)
+
+    async def ask(self, record: RequestRecord, body: dict[str, Any], began: float) -> None:
+        """Send a request and write into its record what becomes of it; `began` is the clock at its round's start."""
+        record.start = record.end = time.perf_counter() - began
+        try:
+            async with self._session.post(self._config.url + self._path, json=body) as response:
+                if response.status != 200:
+                    text = _message(await response.text())
+                    record.outcome = "rejected" if response.status == _TOO_MANY else "failed"
+                    record.error = f"{response.status}: {text}"
+                else:
+                    await _follow(response, record, began)
+        except (TimeoutError, aiohttp.ClientError, OSError, DataError) as error:
+            record.outcome, record.error = "failed", _worded(error)
+        if record.outcome != "ok":
+            record.end = time.perf_counter() - began
+
+
+async def _follow(response: aiohttp.ClientResponse, record: RequestRecord, began: float) -> None:
+    reader, texts, is_over, seen = EventReader(), [], False, 0
+    async for piece in response.content.iter_any():
+        now = time.perf_counter() - began
+        for data in reader.feed(piece):
+            if data == b"[DONE]":
+                is_over = True
+                continue
+            seen = _take(_read(data), record, now, texts, seen)
+    record.text = "".join(texts)
+    if not is_over and record.finish_reason is None:
+        raise DataError("the stream ended before the answer did")
+    if not record.has_usage:
+        record.num_output = len(record.times)
+    record.outcome = "ok"
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    try:
+        chunk = json.loads(data)
+    except ValueError:
+        chunk = None
+    if not isinstance(chunk, dict):
+        raise DataError(f"a chunk is not a JSON object: {data[:80].decode(errors='replace')}")
+    if chunk.get("error"):
+        raise DataError(f"in the stream: {_message(data.decode(errors='replace'))}")
+    return chunk
+
+
+def _take(chunk: dict[str, Any], record: RequestRecord, now: float, texts: list[str], seen: int) -> int:
+    """Take in a chunk; returns how many tokens the server has counted so far."""
+    usage = chunk.get("usage")
+    if usage:
+        record.has_usage = True
+        record.num_input, record.num_output = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+        details = usage.get("completion_tokens_details") or {}
+        record.num_accepted = details.get("accepted_prediction_tokens")
+        record.num_rejected = details.get("rejected_prediction_tokens")
+    choices = chunk.get("choices")
+    if not choices:
+        return seen
+    choice = choices[0]
+    delta = choice.get("delta") or {}
+    text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+    record.end = now
+    record.finish_reason = choice.get("finish_reason") or record.finish_reason
+    counted = (chunk.get("speculation") or {}).get("num_tokens") or (record.num_output - seen if usage else None)
+    if text:
+        record.times.append(now)
+        texts.append(text)
+        # The first chunk decides: servers tell of every chunk or of none.
+        record.sizes_are_tokens = counted is not None if len(record.times) == 1 else record.sizes_are_tokens
+        record.sizes.append(counted or 0 if record.sizes_are_tokens else len(text))
+    elif record.sizes_are_tokens and counted and record.sizes:
+        record.sizes[-1] += counted  # tokens whose text is held back
+    return record.num_output if usage else seen
+
+
+def _headers(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        state = "not in the environment" if not key else "no printable ASCII text"
+        raise ConfigError(f"api_key_env is '{variable}', which is {state}; export the key under that name")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _message(text: str) -> str:
+    """The words of an error, in OpenAI's shape or any other."""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    return one_line(text)[:_MAX_ERROR]
+
+
+def _worded(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no end within timeout_s"
+    return one_line(str(error))[:_MAX_ERROR] or type(error).__name__

@@ -1,0 +1,108 @@
+"""What `pipelines.benchmark serve` sends to an endpoint, and how it is timed. Torch-free."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from moray.config import Config
+
+_OURS = ("messages", "n", "prompt", "stream", "stream_options")
+"""Fields of a body that the benchmark writes itself."""
+
+
+class LevelConfig(Config):
+    """How much is asked at once."""
+
+    request_rate: float | None = Field(default=None, gt=0)
+    """Requests per second; None: all at once, as far as `max_concurrency` lets them."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """Most requests under way; None: any number."""
+    burstiness: float = Field(default=1.0, gt=0)
+    """Shape of the gamma distribution of the intervals; 1: a Poisson process, below 1 in bursts, above 1 steadier."""
+
+
+class GoodputConfig(Config):
+    """What a request must keep to count as good, in milliseconds; None: anything."""
+
+    ttft_ms: float | None = Field(default=None, gt=0)
+    tpot_ms: float | None = Field(default=None, gt=0)
+    e2e_ms: float | None = Field(default=None, gt=0)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is anything to keep."""
+        return any(value is not None for value in (self.ttft_ms, self.tpot_ms, self.e2e_ms))
+
+
+class ServeBenchmarkConfig(Config):
+    """What `pipelines.benchmark serve` measures."""
+
+    url: str
+    """Where the endpoint is, such as http://127.0.0.1:8000, with or without /v1; the same as `--url URL`."""
+    model: str | None = None
+    """None: the first of `/v1/models`."""
+    api: Literal["chat", "completions"] = "chat"
+    """`/v1/chat/completions` or `/v1/completions`."""
+    api_key_env: str | None = None
+    """Environment variable that holds the bearer key; None: no key is sent."""
+    questions: str
+    """As for pipelines.evaluate: Spec-Bench JSON Lines, rows of {prompt}, or chats; the first turn is asked."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """How many different ones, spread evenly over categories; None for all."""
+    levels: tuple[LevelConfig, ...] = Field(default=(LevelConfig(),), min_length=1)
+    """Loads that are measured one after another."""
+    num_requests: int = Field(default=32, ge=1)
+    """Of every variant, at every level, in every round; questions come again where there are fewer."""
+    num_warmups: int = Field(default=2, ge=0)
+    """Requests of every variant before a level that are not counted."""
+    rounds: int = Field(default=2, ge=1)
+    """How often variants take turns; every other round goes backwards, so that drift cancels."""
+    variants: Mapping[str, dict[str, Any]] = Field(default_factory=lambda: {"default": {}}, min_length=1)
+    """By name, fields that are laid over the body of a request."""
+    baseline: str | None = None
+    """Variant that ratios are taken over; None: the last one."""
+    max_tokens: int = Field(default=128, ge=1)
+    """Most tokens of an answer."""
+    temperature: float = Field(default=0.0, ge=0)
+    """At 0 the answers of all variants are compared."""
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    """Go on to `max_tokens`; sent only if true, for not every server knows it."""
+    seed: int = 0
+    """Of the arrivals; above temperature 0 also of the answers, one after another."""
+    goodput: GoodputConfig = GoodputConfig()
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Most seconds of one request."""
+    save_requests: bool = False
+    """Write every request with its times and text into the report."""
+    html: str | None = None
+    """Page of tables and plots to write; the same as `--html HTML`."""
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("an address such as http://127.0.0.1:8000 is needed")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError("only host, port and path are accepted; name the variable of a key as api_key_env")
+        return value.rstrip("/").removesuffix("/v1")
+
+    @model_validator(mode="after")
+    def _check(self) -> "ServeBenchmarkConfig":
+        for name, fields in self.variants.items():
+            taken = sorted(set(fields) & set(_OURS))
+            if taken:
+                raise ValueError(f"variants.{name} sets {taken[0]}, which the benchmark writes itself; leave it out")
+        if self.baseline is not None and self.baseline not in self.variants:
+            raise ValueError(f"baseline is '{self.baseline}'; the variants are {', '.join(self.variants)}")
+        return self
+
+    @property
+    def baseline_name(self) -> str:
+        """Variant that ratios are taken over."""
+        return self.baseline or list(self.variants)[-1]

@@ -1,0 +1,92 @@
+"""The figures in the terminal: the block that users of `vllm bench serve` know, then ours, then ratios."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moray.bench.load.benchmark import name_of
+from moray.bench.load.config import LevelConfig
+from moray.bench.load.variants import RATIOS
+from moray.bench.wording import number, percent, times
+
+_WIDTH = 50
+_LATENCIES = (
+    ("Time to First Token", "TTFT", "ttft_ms"),
+    ("Time per Output Token (excl. 1st token)", "TPOT", "tpot_ms"),
+    ("Inter-token Latency", "ITL", "itl_ms"),
+    ("Inter-token Latency, per token", "ITL", "itl_per_token_ms"),
+    ("End-to-end Latency", "E2EL", "e2e_ms"),
+)
+
+
+def print_load(result: dict[str, Any], console: Console) -> None:
+    """Print every level and variant, ratios, and notes."""
+    for level in result["levels"]:
+        load = _level(level)
+        for name, figures in level["variants"].items():
+            console.print(Text(f"{result['model']}, {name}: {name_of(load)}"))
+            console.print(Text("\n".join(block(load, figures))))
+        for pair, ratios in level["ratios"].items():
+            console.print(_ratio_table(f"{pair}: {name_of(load)}", ratios))
+        equal = level["equal_texts"]
+        if equal is not None:
+            console.print(Text(f"equal texts: {equal['equal']} of {equal['compared']} ({percent(equal['share'])})"))
+    for note in result["notes"]:
+        console.print(Text(f"note: {note}"))
+
+
+def block(level: LevelConfig, figures: dict[str, Any]) -> list[str]:
+    """The lines of one variant at one level."""
+    goodput = figures["request_goodput"]
+    rows: list[tuple[str, Any]] = [
+        ("Successful requests:", figures["completed"]),
+        ("Failed requests:", figures["failed"]),
+        ("Rejected (429):", figures["rejected"]),
+        *([("Maximum request concurrency:", level.max_concurrency)] if level.max_concurrency else []),
+        *([("Request rate configured (RPS):", level.request_rate)] if level.request_rate else []),
+        ("Benchmark duration (s):", figures["duration"]),
+        ("Total input tokens:", figures["total_input_tokens"]),
+        ("Total generated tokens:", figures["total_output_tokens"]),
+        ("Request throughput (req/s):", figures["request_throughput"]),
+        *([("Request goodput (req/s):", goodput)] if goodput is not None else []),
+        ("Output token throughput (tok/s):", figures["output_throughput"]),
+        ("Peak concurrent requests:", figures["max_concurrent_requests"]),
+        ("Total token throughput (tok/s):", figures["total_token_throughput"]),
+    ]
+    lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}", *(_line(*row) for row in rows)]
+    for title, short, key in _LATENCIES:
+        lines.append(f"{title:-^{_WIDTH}}")
+        for what in ("mean", "median", "p99"):
+            name = f"{what.capitalize()} {short} (ms):"
+            lines.append(_line(name, figures[key][what]))
+    lines.append(f"{'Speculation':-^{_WIDTH}}")
+    lines.append(_line("Tau (tokens per target pass):", figures["tau"]))
+    rate = figures["acceptance_rate"]
+    lines.append(_line("Acceptance rate (%):", None if rate is None else 100 * rate))
+    lines.append(_line("Tokens/s per user (1 / TPOT):", figures["tokens_per_second_per_user"]))
+    lines.append(_line("Tokens/s per user incl. TTFT:", figures["tokens_per_second_per_user_with_ttft"]))
+    lines.append("=" * _WIDTH)
+    return [*lines, *(f"{count} x {error}" for error, count in figures["errors"].items())]
+
+
+def _line(name: str, value: float | None) -> str:
+    shown = "-" if value is None else f"{value:<10.2f}" if isinstance(value, float) else f"{value:<10}"
+    return f"{name:<40}{shown}".rstrip()
+
+
+def _level(level: dict[str, Any]) -> LevelConfig:
+    return LevelConfig(**{key: level[key] for key in LevelConfig.model_fields})
+
+
+def _ratio_table(title: str, ratios: dict[str, Any]) -> Table:
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    table.add_column("ratio of")
+    for name in ("all rounds", "lowest", "highest"):
+        table.add_column(name, justify="right")
+    for name in RATIOS:
+        row = ratios[name]
+        table.add_row(name, times(row["ratio"]), number(row["low"]), number(row["high"]))
+    return table

@@ -1,0 +1,65 @@
+"""Variants side by side: ratios round by round, and whether their answers are the same."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moray.bench.load.rounds import Round
+
+RATIOS = {
+    "output_throughput": ("output_throughput",),
+    "tokens_per_second_per_user": ("tokens_per_second_per_user",),
+    "mean_ttft": ("ttft_ms", "mean"),
+    "mean_tpot": ("tpot_ms", "mean"),
+    "mean_itl": ("itl_ms", "mean"),
+    "mean_e2e": ("e2e_ms", "mean"),
+    "p99_e2e": ("e2e_ms", "p99"),
+}
+"""Where the figures stand that ratios are taken of."""
+_MAX_SHOWN = 3
+
+
+def ratios(
+    above: dict[str, Any], below: dict[str, Any], rounds: Sequence[tuple[dict[str, Any], dict[str, Any]]]
+) -> dict[str, Any]:
+    """Ratios of two variants' figures: of all rounds together, and the lowest and highest of single rounds."""
+    found = {}
+    for name, keys in RATIOS.items():
+        single = [_ratio(_at(a, keys), _at(b, keys)) for a, b in rounds]
+        known = [value for value in single if value is not None]
+        found[name] = {
+            "ratio": _ratio(_at(above, keys), _at(below, keys)),
+            "low": min(known, default=None),
+            "high": max(known, default=None),
+            "rounds": single,
+        }
+    return found
+
+
+def equal_texts(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
+    """How many requests were answered with the same text by all variants; those that one has not answered do not
+    count."""
+    compared = equal = 0
+    different = []
+    for number, together in enumerate(zip(*rounds.values(), strict=True)):
+        for records in zip(*(each.records for each in together), strict=True):
+            if any(record.outcome != "ok" for record in records):
+                continue
+            compared += 1
+            texts = {record.text for record in records}
+            equal += len(texts) == 1
+            if len(texts) > 1 and len(different) < _MAX_SHOWN:
+                answers = dict(zip(rounds, (record.text for record in records), strict=True))
+                different.append({"question_id": records[0].question_id, "round": number, "texts": answers})
+    share = equal / compared if compared else None
+    return {"compared": compared, "equal": equal, "share": share, "different": different}
+
+
+def _at(figures: dict[str, Any], keys: Sequence[str]) -> float | None:
+    value: Any = figures
+    for key in keys:
+        value = value[key]
+    return value
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None

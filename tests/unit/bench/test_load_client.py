@@ -1,0 +1,166 @@
+"""A serving benchmark against a tiny server on loopback: what is sent, what is counted, and what goes wrong."""
+
+import asyncio
+import io
+import json
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from moray.bench.load.benchmark import _benchmark
+from moray.bench.load.config import ServeBenchmarkConfig
+from moray.bench.load.console import print_load
+from moray.bench.load.page import render_load
+from moray.bench.specbench import Question
+from moray.config import validate
+from moray.errors import ConfigError, DataError, UnreachableError
+
+QUESTIONS = [Question(str(number), "c", (f"question {number}",)) for number in range(3)]
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 4,
+    "completion_tokens_details": {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 2},
+}
+
+
+class Server:
+    """Answers every prompt with the same four tokens in three chunks."""
+
+    def __init__(self):
+        self.bodies, self.keys, self.under_way, self.peak = [], [], 0, 0
+
+    async def models(self, request):
+        if request.headers.get("Authorization") == "Bearer wrong":
+            return web.json_response({"error": {"message": "no"}}, status=401)
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+    async def chat(self, request):
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.append(request.headers.get("Authorization"))
+        if "status" in body:
+            return web.json_response({"error": {"message": "as asked for"}}, status=body["status"])
+        self.under_way += 1
+        self.peak = max(self.peak, self.under_way)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for text, finish in (("", None), ("a", None), ("bc", None), (body.get("last", "d"), "stop")):
+            await asyncio.sleep(0.01)
+            if text == "break":
+                request.transport.close()
+                break
+            chunk = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]}
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        else:
+            if not body.get("no_usage"):
+                await response.write(b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+        self.under_way -= 1
+        return response
+
+
+def load(server=None, **given):
+    """Run a benchmark against a server, on a port of its own."""
+
+    async def run():
+        server_ = server or Server()
+        app = web.Application()
+        app.router.add_get("/v1/models", server_.models)
+        app.router.add_post("/v1/chat/completions", server_.chat)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        settings = {"url": f"http://127.0.0.1:{port}", "questions": "q", "num_requests": 4, "num_warmups": 1} | given
+        try:
+            console = Console(file=io.StringIO(), width=100)
+            return await _benchmark(validate(ServeBenchmarkConfig, settings), QUESTIONS, console)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_requests_are_timed_and_counted():
+    server = Server()
+    result = load(server, levels=[{"max_concurrency": 2}], save_requests=True, rounds=2)
+    found = result["levels"][0]["variants"]["default"]
+    assert result["model"] == "tiny"
+    assert len(server.bodies) == 9  # 2 rounds of 4 and a warm-up
+    assert server.peak == 2
+    assert (found["completed"], found["total_output_tokens"], found["total_input_tokens"]) == (8, 32, 40)
+    assert (found["tau"], found["acceptance_rate"], found["max_concurrent_requests"]) == (2.0, 0.5, 2)
+    assert found["ttft_ms"]["median"] >= 20  # the empty chunk is no token
+    assert 5 <= found["itl_ms"]["median"] < found["e2e_ms"]["median"]
+    request = found["requests"][0][0]
+    assert (request["text"], request["finish_reason"], len(request["times"])) == ("abcd", "stop", 3)
+    sent = server.bodies[0]
+    assert sent["stream_options"] == {"include_usage": True}
+    assert "seed" not in sent
+    assert "ignore_eos" not in sent
+    json.dumps(result, allow_nan=False)
+
+
+def test_variants_take_turns_and_their_texts_are_compared():
+    server = Server()
+    variants = {"on": {"last": "d", "speculation": {"enabled": True}}, "off": {"last": "e"}}
+    result = load(server, variants=variants, num_requests=1, num_warmups=0, rounds=4)
+    assert [body["last"] for body in server.bodies] == list("deeddeed")
+    level = result["levels"][0]
+    assert list(level["ratios"]) == ["on/off"]
+    assert len(level["ratios"]["on/off"]["mean_e2e"]["rounds"]) == 4
+    assert (level["equal_texts"]["compared"], level["equal_texts"]["equal"]) == (4, 0)
+    out = io.StringIO()
+    print_load(result, Console(file=out, width=100))
+    assert "Serving Benchmark Result" in out.getvalue()
+    assert "equal texts: 0 of 4" in out.getvalue()
+    assert "<svg" in render_load(result)
+
+
+@pytest.mark.parametrize(
+    ("fields", "outcome", "error"),
+    [
+        ({"status": 429}, "rejected", "429: as asked for"),
+        ({"status": 500}, "failed", "500: as asked for"),
+        ({"last": "break"}, "failed", ""),
+    ],
+)
+def test_what_goes_wrong_is_counted_once_and_not_tried_again(fields, outcome, error):
+    server = Server()
+    result = load(server, variants={"default": fields}, num_warmups=0, rounds=1)
+    found = result["levels"][0]["variants"]["default"]
+    assert (found["completed"], found[outcome], len(server.bodies)) == (0, 4, 4)
+    assert any(error in key for key in found["errors"])
+
+
+def test_a_server_that_does_not_count():
+    result = load(variants={"default": {"no_usage": True}}, rounds=1)
+    found = result["levels"][0]["variants"]["default"]
+    assert (found["total_output_tokens"], found["tau"]) == (12, None)
+    assert any("does not count tokens" in note for note in result["notes"])
+
+
+def test_a_warm_up_that_fails_ends_it():
+    with pytest.raises(DataError, match=r"warm-up of variant 'bad' failed .*400: as asked for"):
+        load(variants={"bad": {"status": 400}})
+
+
+def test_nobody_there_is_said_with_the_address():
+    with pytest.raises(UnreachableError, match=r"no answer from 'http://127.0.0.1:9': .*--url"):
+        load(url="http://127.0.0.1:9")
+
+
+def test_the_key_comes_from_the_environment_and_goes_nowhere_else(monkeypatch):
+    monkeypatch.setenv("OUR_KEY", "sesame")
+    server = Server()
+    result = load(server, api_key_env="OUR_KEY", rounds=1)
+    assert set(server.keys) == {"Bearer sesame"}
+    assert "sesame" not in json.dumps(result)
+    monkeypatch.setenv("OUR_KEY", "wrong")
+    with pytest.raises(ConfigError, match="401; the key in OUR_KEY is not accepted"):
+        load(api_key_env="OUR_KEY")
+    monkeypatch.delenv("OUR_KEY")
+    with pytest.raises(ConfigError, match="api_key_env is 'OUR_KEY', which is not in the environment"):
+        load(api_key_env="OUR_KEY")
