@@ -29,12 +29,17 @@ export async function* streamChat(body, key, signal) {
     signal,
   };
   const response = await request("v1/chat/completions", options);
+  let isWhole = false; // the body is read to its end all the same: a connection that is cut cannot be used again
   for await (const data of events(response.body)) {
-    if (data === "[DONE]") return;
+    if (isWhole || data === "[DONE]") {
+      isWhole = true;
+      continue;
+    }
     const chunk = parsed(data);
     if (chunk.error) throw new Problem(chunk.error.message ?? "The server broke the answer off.");
     yield chunk;
   }
+  if (isWhole) return;
   throw new Problem("The connection broke before the answer was whole.");
 }
 

@@ -41,6 +41,8 @@ class StandIn:
     replica: TargetReplica
     requests: list[Request] = field(default_factory=list)
     """All that were asked, in order."""
+    updates: list[Update] = field(default_factory=list)
+    """All that the engine has said, in order."""
     break_after: int | None = None
     """The next stream fails after so many updates."""
 
@@ -66,6 +68,7 @@ class StandIn:
                 if count == self.break_after:
                     self.break_after = None
                     raise RuntimeError("the test breaks this stream")
+                self.updates.append(update)
                 yield update
                 count += 1
         except OverloadedError as error:
