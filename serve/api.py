@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from serve import errors
+from serve import errors, pages
 from serve.answers import Choice, Usage, choices_for
 from serve.schemas import ChatRequest, CompletionRequest
 
@@ -23,6 +23,7 @@ def build_api(gateway: "Gateway") -> FastAPI:
     """The application of one gateway."""
     api = FastAPI(title="Moray", version="1", docs_url=None, redoc_url=None)
     errors.install(api)
+    pages.install(api)
 
     @api.get("/health")
     async def health() -> Any:

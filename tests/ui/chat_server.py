@@ -1,0 +1,184 @@
+"""The real API over a real engine on a tiny target, in this process: all of serving but Ray Serve itself.
+
+What Serve would be is a stand-in handle; requests come in over a loopback port as they do in production.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from ray.exceptions import RayTaskError
+from tiny_drafters import noisy_copy
+from tiny_targets import TinyTarget, save_chat_target
+from transformers import AutoModelForCausalLM
+
+from moray.decoding.request import Request, Update
+from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+from serve.api import build_api
+from serve.config import ServeConfig
+from serve.engine_thread import OverloadedError
+from serve.gateway import Gateway
+from serve.target import TargetReplica
+
+DRAFTERS = ("twin", "lookup")
+
+
+@dataclass
+class StandIn:
+    """Answers as a Serve handle of the target deployment does, from one replica in this process."""
+
+    replica: TargetReplica
+    requests: list[Request] = field(default_factory=list)
+    """All that were asked, in order."""
+    updates: list[Update] = field(default_factory=list)
+    """All that the engine has said, in order."""
+    break_after: int | None = None
+    """The next stream fails after so many updates."""
+
+    @property
+    def describe(self) -> Any:
+        return _Method(self.replica.describe)
+
+    @property
+    def generate(self) -> Any:
+        return _Method(self._generate)
+
+    def options(self, **_: Any) -> "StandIn":
+        return self
+
+    def _generate(self, request: Request) -> "_Stream":
+        self.requests.append(request)
+        return _Stream(self._updates(request))
+
+    async def _updates(self, request: Request) -> AsyncIterator[Update]:
+        count = 0
+        try:
+            async for update in self.replica.generate(request):
+                if count == self.break_after:
+                    self.break_after = None
+                    raise RuntimeError("the test breaks this stream")
+                self.updates.append(update)
+                yield update
+                count += 1
+        except OverloadedError as error:
+            raise RayTaskError("generate", "", error).as_instanceof_cause() from None
+
+
+@dataclass
+class _Method:
+    remote: Any
+
+
+class _Stream:
+    """Serve's stream of a call: iterable, and cancelled from outside."""
+
+    def __init__(self, updates: Any) -> None:
+        self._updates = updates
+
+    def __aiter__(self) -> Any:
+        return self._updates
+
+    def cancel(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._updates.aclose())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+@dataclass
+class ChatServer:
+    """One running server."""
+
+    folder: Path
+    url: str
+    targets: StandIn
+    tokenizer: ChatTokenizer
+    pace: float = 0.0
+    """Seconds that every step of the engine is held up."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the engine."""
+        engine = self.targets.replica._engine
+        return engine.num_running + engine.num_waiting
+
+    def slow_down(self) -> None:
+        """From now on each step of the engine lasts `pace` longer."""
+        engine: Any = self.targets.replica._engine
+        step = engine.step
+
+        def paced() -> Any:
+            time.sleep(self.pace)
+            return step()
+
+        engine.step = paced
+
+    def greedy(self, messages: list[dict[str, str]], num_tokens: int) -> str:
+        """What transformers answers, with no code of ours but the chat template."""
+        model = AutoModelForCausalLM.from_pretrained(self.folder)
+        prompt = torch.tensor([self.tokenizer.encode_prompt(messages)])
+        output = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_tokens, do_sample=False
+        )
+        return self.tokenizer.decode(output[0, prompt.shape[1] :].tolist())
+
+
+@contextlib.contextmanager
+def running_server(folder: Path) -> Iterator[ChatServer]:
+    """A server on a free port of the loopback, until the end of the block."""
+    target = save_chat_target(folder / "tiny")
+    model = Target.load(TargetConfig(model=str(target), device="cpu"))
+    noisy = noisy_copy(TinyTarget("tiny", target, model), noise=0.1)
+    for file in target.glob("*token*"):
+        shutil.copy(file, noisy)
+    config = ServeConfig.model_validate(
+        {
+            "target": {"model": str(target), "device": "cpu"},
+            "drafters": {
+                "twin": {"type": "pretrained", "model": str(noisy)},
+                "lookup": {"type": "ngram", "max_ngram": 3},
+            },
+            "placement": "in_process",
+            "engine": {"max_sequences": 2, "kv_tokens": 2048, "tree": {"type": "chain", "depth": 4}},
+            "max_waiting": 0,
+        }
+    )
+    targets = StandIn(TargetReplica(config))
+    gateway = Gateway(config, targets)
+    with listening(build_api(gateway)) as port:
+        chat_server = ChatServer(target, f"http://127.0.0.1:{port}", targets, gateway.tokenizer)
+        chat_server.slow_down()
+        yield chat_server
+    if targets.replica._thread is not None:
+        targets.replica._thread.close()
+
+
+@contextlib.contextmanager
+def listening(app: Any) -> Iterator[int]:
+    """An application on a free port of the loopback, until the end of the block."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        wait_until(lambda: server.started, "the server has started")
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(10)
+
+
+def wait_until(is_so: Any, what: str, seconds: float = 10.0) -> None:
+    """Look again and again until something is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, f"waited {seconds} s in vain until {what}"
+        time.sleep(0.01)
