@@ -1,6 +1,6 @@
 """What the HTTP interface answers, for its OpenAPI document. Nothing is converted by these: tests hold answers to them.
 
-Chunks of streams are not described: OpenAPI has no words for server-sent events.
+Of streams the events are described, but not the JSON that they carry.
 """
 
 from typing import Any, Literal
@@ -149,6 +149,12 @@ class Completion(_Whole):
     choices: list[CompletionChoice]
 
 
+_EVENT = {
+    "type": "object",
+    "description": "One event: a chunk in JSON, or [DONE]",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
 _ERRORS: dict[int, str] = {
     400: "The request cannot be answered; `param` names the field",
     401: "No valid key",
@@ -165,7 +171,7 @@ def responses(body: type[BaseModel], *statuses: int, streams: bool = False) -> d
     """A route's answer and errors, as FastAPI takes them."""
     answer: dict[str, Any] = {"model": body}
     if streams:
-        answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        answer["content"] = {"text/event-stream": {"schema": _EVENT}}
     # "4XX" also keeps FastAPI from promising errors of its own.
     others: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody, "description": "Any other refusal"}}
     errors = {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in statuses}

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.config import JsonDict
 from pydantic_core import CoreSchema
 
 from moray.decoding.request import MAX_TOP_LOGPROBS
-from moray.decoding.stop import MAX_STRINGS
+from moray.decoding.stop import MAX_LENGTH, MAX_STRINGS
 
 _IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
@@ -29,6 +30,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Fields that are not supported but for values that ask for nothing."""
+
+_STOP_STRING: JsonDict = {"type": "string", "minLength": 1, "maxLength": MAX_LENGTH}
+_STOP_SCHEMA: JsonDict = {"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STRINGS}]}
+_BIAS_SCHEMA: JsonDict = {"propertyNames": {"type": "string", "pattern": "^[0-9]{1,10}$"}}
+"""What is checked with words of our own is documented apart."""
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -92,11 +98,13 @@ class _Sampled(_Strict):
     model: str = Field(max_length=200)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, max_length=1024, json_schema_extra=_BIAS_SCHEMA
+    )
     max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | list[str] = Field(default_factory=list, max_length=1 << 20)
+    stop: str | list[str] = Field(default_factory=list, json_schema_extra=_STOP_SCHEMA)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(default=1.0, ge=0, le=2)

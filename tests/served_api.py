@@ -20,7 +20,6 @@ from moray.errors import MorayError
 from moray.targets.spec import TargetConfig
 from serve.api import build_api
 from serve.config import ApiConfig, ServeConfig
-from serve.engine_thread import EngineThread
 from serve.gateway import Gateway
 from serve.target import TargetReplica
 
@@ -117,8 +116,9 @@ class Served:
         return self.replica._engine
 
     @property
-    def engine_thread(self) -> EngineThread:
-        return self.replica._running
+    def num_open(self) -> int:
+        thread = self.replica._thread
+        return 0 if thread is None else thread.num_open
 
     @property
     def address(self) -> tuple[str, int]:
@@ -134,8 +134,8 @@ class Served:
     def wait_until_idle(self, seconds: float) -> float:
         """Wait until nothing runs; returns the seconds that it took."""
         begin = time.monotonic()
-        while self.engine.num_running or self.engine.num_waiting or self.engine_thread.num_open:
-            assert time.monotonic() - begin < seconds, (self.engine.num_running, self.engine_thread.num_open)
+        while self.engine.num_running or self.engine.num_waiting or self.num_open:
+            assert time.monotonic() - begin < seconds, (self.engine.num_running, self.num_open)
             time.sleep(0.005)
         return time.monotonic() - begin
 

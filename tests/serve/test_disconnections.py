@@ -62,7 +62,7 @@ def test_a_place_is_freed(slow, fields, close):
 def test_places_of_many_are_freed(slow):
     with ExitStack() as stack:
         connections = [stack.enter_context(ask(slow, stream=index % 2 == 0)) for index in range(40)]
-        wait_until(lambda: (slow.engine_thread.num_open, slow.engine.num_running) == (40, 4))
+        wait_until(lambda: (slow.num_open, slow.engine.num_running) == (40, 4))
         for index, connection in enumerate(connections):
             (reset if index % 3 else socket.socket.close)(connection)
         assert slow.wait_until_idle(MOST_SECONDS) < MOST_SECONDS
