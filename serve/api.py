@@ -89,7 +89,7 @@ async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | Comp
     try:
         if body.stream:  # what is refused is refused with its status, before a stream begins
             first = await until_client_leaves(request.receive, anext(events))
-            return EventStream(_sse(gateway, wording, first, events, choices))
+            return EventStream(_sse(gateway, wording, first, events, choices), events)
         await until_client_leaves(request.receive, _exhaust(events))
     except ClientGoneError:
         return Response(status_code=499)  # to nobody

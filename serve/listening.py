@@ -44,18 +44,20 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events that end, and whose source is closed, when the client goes away."""
+    """Server-sent events that end when the client goes away."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any]) -> None:
+        """`source` is what the events are made of: it is closed even if the client has gone before the first."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._source = events, source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_client_leaves(receive, self._send_all(send))
+            async with aclosing(self._source):
+                await until_client_leaves(receive, self._send_all(send))
         except (ClientGoneError, OSError):  # a server may also refuse to send
             return
 
