@@ -82,15 +82,24 @@ class Choice:
 
 
 def choices_for(
-    body: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer, config: ServeConfig, capacity: int
+    body: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer, config: ServeConfig, capacity: int, vocab_size: int
 ) -> list[Choice]:
     """The answers that a request asks for.
+
+    Args:
+        body: the request.
+        tokenizer: the target's.
+        config: of the application.
+        capacity: most tokens of prompt and answer together.
+        vocab_size: the target's; its tokenizer may know fewer tokens, or more.
 
     Raises:
         ApiError: it asks for what cannot be had.
     """
-    _check_names(body, config)
-    prompts = _prompts(body, tokenizer)
+    check_model(body.model, config)
+    _check_drafter(body.speculation.drafter, config)
+    vocab_size = min(vocab_size, tokenizer.vocab_size)
+    prompts = _prompts(body, tokenizer, vocab_size)
     if body.n * len(prompts) > config.api.max_choices:
         raise ApiError(
             400,
@@ -104,7 +113,6 @@ def choices_for(
         stop = StopStrings(body.stop_strings, tokenizer.decode)
     except DataError as error:
         raise ApiError(400, str(error), "stop") from None
-    vocab_size = tokenizer.vocab_size
     bias = {int(token): value for token, value in body.logit_bias.items()}
     if any(token >= vocab_size for token in bias):
         raise ApiError(400, f"logit_bias names token {max(bias)}; the vocabulary has {vocab_size} tokens", "logit_bias")
@@ -130,25 +138,29 @@ def choices_for(
     return choices
 
 
-def _check_names(body: ChatRequest | CompletionRequest, config: ServeConfig) -> None:
-    if body.model != config.model_name:
-        raise ApiError(
-            404, f"model '{body.model}' is not served here; '{config.model_name}' is", "model", "model_not_found"
-        )
-    drafter = body.speculation.drafter
+def check_model(model: str, config: ServeConfig) -> None:
+    """
+    Raises:
+        ApiError: another model is served.
+    """
+    if model != config.model_name:
+        raise ApiError(404, f"model '{model}' is not served here; '{config.model_name}' is", "model", "model_not_found")
+
+
+def _check_drafter(drafter: str | None, config: ServeConfig) -> None:
     if drafter is not None and drafter not in config.drafters:
         known = ", ".join(config.drafters) or "none at all"
         raise ApiError(400, f"speculation.drafter is '{drafter}'; there are: {known}", "speculation")
 
 
-def _prompts(body: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer) -> list[list[int]]:
+def _prompts(body: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer, vocab_size: int) -> list[list[int]]:
     try:
         if isinstance(body, ChatRequest):
             messages: list[Message] = [
                 {"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in body.messages
             ]
             return [tokenizer.encode_prompt(messages)]
-        return [_tokens(prompt, tokenizer) for prompt in _separate(body.prompt)]
+        return [_tokens(prompt, tokenizer, vocab_size) for prompt in _separate(body.prompt)]
     except DataError as error:
         raise ApiError(400, str(error), "messages" if isinstance(body, ChatRequest) else "prompt") from None
 
@@ -163,14 +175,12 @@ def _separate(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence
     return [each for each in prompt if not isinstance(each, int)]
 
 
-def _tokens(prompt: str | list[int], tokenizer: ChatTokenizer) -> list[int]:
+def _tokens(prompt: str | list[int], tokenizer: ChatTokenizer, vocab_size: int) -> list[int]:
     tokens = tokenizer.encode_text(prompt) if isinstance(prompt, str) else prompt
     if not tokens:
         raise ApiError(400, "prompt holds no token; give some text", "prompt")
-    if max(tokens) >= tokenizer.vocab_size:
-        raise ApiError(
-            400, f"prompt names token {max(tokens)}; the vocabulary has {tokenizer.vocab_size} tokens", "prompt"
-        )
+    if max(tokens) >= vocab_size:
+        raise ApiError(400, f"prompt names token {max(tokens)}; the vocabulary has {vocab_size} tokens", "prompt")
     return tokens
 
 

@@ -1,69 +1,114 @@
 """The HTTP interface: routes, streaming, and what goes on the wire. No decoding, no Ray."""
 
 import asyncio
-import json
-import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+import logging
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from fastapi import APIRouter, FastAPI, Security
+from fastapi.security import HTTPBearer
+from starlette.requests import Request
+from starlette.responses import Response
 
 from serve import errors, pages
-from serve.answers import Choice, Usage, choices_for
+from serve.access import Access, read_keys
+from serve.answers import Choice, check_model, choices_for
+from serve.documents import ChatCompletion, Completion, Health, Model, ModelList, responses
+from serve.errors import JsonResponse
+from serve.failures import FailureGuard, report
+from serve.limits import BodyLimit
+from serve.listening import ClientGoneError, EventStream, until_client_leaves
 from serve.schemas import ChatRequest, CompletionRequest
+from serve.wording import Wording
 
 if TYPE_CHECKING:
     from serve.gateway import Gateway
 
+_LOGGER = logging.getLogger("ray.serve")
+_ANSWER_ERRORS = (400, 401, 404, 413, 429, 500, 503)
+
 
 def build_api(gateway: "Gateway") -> FastAPI:
-    """The application of one gateway."""
-    api = FastAPI(title="Moray", version="1", docs_url=None, redoc_url=None)
-    errors.install(api)
-    pages.install(api)
+    """The application of one gateway.
 
-    @api.get("/health")
+    Raises:
+        ConfigError: the file of keys cannot be used.
+    """
+    config = gateway.config.api
+    keys = read_keys(config.api_keys_file)
+    api = FastAPI(title="Moray", version="1", docs_url=None, redoc_url=None, redirect_slashes=False)
+    errors.install(api)
+    api.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    api.add_middleware(Access, keys=keys, requests_per_minute=config.requests_per_minute)
+    api.add_middleware(FailureGuard, log_prompts=config.log_prompts)  # the last is the outermost
+    guarded = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False))] if keys else [])
+
+    @api.get("/health", responses=responses(Health, 503))
     async def health() -> Any:
         """Whether answers can be had."""
         await gateway.describe()
         return {"status": "ok"}
 
-    @api.get("/v1/models")
+    @guarded.get("/models", responses=responses(ModelList, 401, 429, 503))
     async def models() -> Any:
         """The one model, and its drafters."""
-        description = await gateway.describe()
-        model = {"id": gateway.config.model_name, "object": "model", "created": 0, "owned_by": "moray"}
-        model |= {"max_model_len": description["capacity"], "drafters": description["drafters"]}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [await _model(gateway)]}
 
-    @api.post("/v1/chat/completions")
-    async def chat(body: ChatRequest) -> Response:
+    @guarded.get("/models/{model:path}", responses=responses(Model, 401, 404, 429, 503))
+    async def model(model: str) -> Any:
+        """One model."""
+        check_model(model, gateway.config)
+        return await _model(gateway)
+
+    @guarded.post("/chat/completions", responses=responses(ChatCompletion, *_ANSWER_ERRORS, streams=True))
+    async def chat(request: Request, body: ChatRequest) -> Response:
         """Answer a chat."""
-        return await _answer(gateway, body)
+        return await _answer(gateway, request, body)
 
-    @api.post("/v1/completions")
-    async def complete(body: CompletionRequest) -> Response:
+    @guarded.post("/completions", responses=responses(Completion, *_ANSWER_ERRORS, streams=True))
+    async def complete(request: Request, body: CompletionRequest) -> Response:
         """Continue a text."""
-        return await _answer(gateway, body)
+        return await _answer(gateway, request, body)
 
+    api.include_router(guarded)
+    pages.install(api)
     return api
 
 
-async def _answer(gateway: "Gateway", body: ChatRequest | CompletionRequest) -> Response:
-    capacity = (await gateway.describe())["capacity"]
-    choices = choices_for(body, gateway.tokenizer, gateway.config, capacity)
-    wording = _Wording(body, gateway.config.model_name)
+async def _model(gateway: "Gateway") -> dict[str, Any]:
+    description = await gateway.describe()
+    model = {"id": gateway.config.model_name, "object": "model", "created": 0, "owned_by": "moray"}
+    return model | {"max_model_len": description["capacity"], "drafters": description["drafters"]}
+
+
+async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | CompletionRequest) -> Response:
+    description = await gateway.describe()
+    choices = choices_for(body, gateway.tokenizer, gateway.config, description["capacity"], description["vocab_size"])
+    wording = Wording(body, gateway.config.model_name)
     events = _events(gateway, choices)
-    first = await anext(events)  # what is refused is refused with its status, before a stream begins
-    if body.stream:
-        return StreamingResponse(_sse(wording, first, events, choices), media_type="text/event-stream")
+    try:
+        if body.stream:  # what is refused is refused with its status, before a stream begins
+            first = await until_client_leaves(request.receive, anext(events))
+            return EventStream(_sse(gateway, wording, first, events, choices), events)
+        await until_client_leaves(request.receive, _exhaust(events))
+    except ClientGoneError:
+        return Response(status_code=499)  # to nobody
+    _log(gateway, choices)
+    return JsonResponse(wording.whole(choices))
+
+
+async def _exhaust(events: AsyncGenerator[Any]) -> None:
     async with aclosing(events):
         async for _ in events:
             pass
-    return JSONResponse(wording.whole(choices))
+
+
+def _log(gateway: "Gateway", choices: list[Choice]) -> None:
+    if gateway.config.api.log_prompts:
+        for choice in choices:
+            prompt = gateway.tokenizer.decode(choice.request.prompt, skip_special_tokens=False)
+            _LOGGER.info("asked %r, answered %r", prompt, "".join(choice.text))
 
 
 async def _events(gateway: "Gateway", choices: list[Choice]) -> AsyncGenerator[tuple[Choice, Any]]:
@@ -98,8 +143,12 @@ async def _events(gateway: "Gateway", choices: list[Choice]) -> AsyncGenerator[t
 
 
 async def _sse(
-    wording: "_Wording", first: tuple[Choice, Any], events: AsyncGenerator[tuple[Choice, Any]], choices: list[Choice]
-) -> AsyncIterator[bytes]:
+    gateway: "Gateway",
+    wording: Wording,
+    first: tuple[Choice, Any],
+    events: AsyncGenerator[tuple[Choice, Any]],
+    choices: list[Choice],
+) -> AsyncGenerator[bytes]:
     """Server-sent events: a chunk per update, usage if it was asked for, and the end."""
     try:
         async with aclosing(events):
@@ -112,88 +161,14 @@ async def _sse(
     except errors.ApiError as error:  # too late for a status
         yield _data(error.body)
         return
+    except Exception as error:  # noqa: BLE001 - reported, and told to the client
+        yield _data(report(error, gateway.config.api.log_prompts).body)
+        return
+    _log(gateway, choices)
     if wording.wants_usage:
         yield _data(wording.usage(choices[0].usage))
     yield b"data: [DONE]\n\n"
 
 
 def _data(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
-
-
-class _Wording:
-    """OpenAI's words for one response."""
-
-    def __init__(self, body: ChatRequest | CompletionRequest, model: str) -> None:
-        self._body = body
-        self._is_chat = isinstance(body, ChatRequest)
-        self._common = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
-
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
-        """A response that is not streamed."""
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        words = [self._whole_choice(choice) for choice in choices]
-        return {**self._common, "object": kind, "choices": words, "usage": choices[0].usage.body}
-
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        """What a stream begins with."""
-        return (
-            [self._chunk({"index": choice.index, "delta": {"role": "assistant", "content": ""}})]
-            if self._is_chat
-            else []
-        )
-
-    def chunk(self, choice: Choice, event: Any) -> dict[str, Any]:
-        """One update of a stream."""
-        update, pieces, logprobs = event
-        text = "".join(piece.text for piece in pieces)
-        words: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": None}
-        words |= {"delta": {"content": text}} if self._is_chat else {"text": text}
-        if update.logprobs is not None:
-            words["logprobs"] = self._logprobs(logprobs)
-        chunk = self._chunk(words)
-        if self._body.speculation.trace:
-            chunk["speculation"] = {
-                "index": choice.index,
-                "pieces": [{"text": piece.text, "drafted": piece.is_drafted} for piece in pieces],
-                "rejected": choice.tokenizer.decode(update.rejected),
-                "num_tokens": len(update.tokens),
-                "num_accepted": update.num_accepted,
-                "num_rejected": len(update.rejected),
-            }
-        return chunk
-
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk of a stream that counts."""
-        return {**self._chunk(None), "usage": usage.body}
-
-    def _chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {**self._common, "object": kind, "choices": [] if choice is None else [choice]}
-
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        text = "".join(choice.text)
-        logprobs = None if choice.request.logprobs is None else self._logprobs(choice.logprobs)
-        words = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": logprobs}
-        return words | (
-            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
-        )
-
-    def _logprobs(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._is_chat:
-            return {"content": logprobs, "refusal": None}
-        offsets, position = [], 0
-        for each in logprobs:
-            offsets.append(position)
-            position += len(each["token"])
-        return {
-            "tokens": [each["token"] for each in logprobs],
-            "token_logprobs": [each["logprob"] for each in logprobs],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in logprobs],
-            "text_offset": offsets,
-        }
+    return b"data: " + errors.encode(value) + b"\n\n"

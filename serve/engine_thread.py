@@ -22,7 +22,7 @@ class OverloadedError(MorayError):
     """No more sequences may wait at the moment."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Answer:
     """What the event loop keeps of one request."""
 
@@ -42,7 +42,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[int, _Answer] = {}
-        self._num_open = 0
+        self._open: list[_Answer] = []
         self.failure: BaseException | None = None
         """What ended the thread, if anything has."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -54,11 +54,14 @@ class EngineThread:
         Raises:
             OverloadedError: too many wait already.
             DataError: the request cannot be served.
+            RuntimeError: the engine has failed, before or meanwhile.
         """
-        if self._num_open >= self._most:
-            raise OverloadedError(f"{self._num_open} sequences run or wait here, and no more may: try again later")
+        if self.failure is not None:
+            raise _failed(self.failure)
+        if self.num_open >= self._most:
+            raise OverloadedError(f"{self.num_open} sequences run or wait here, and no more may: try again later")
         answer = _Answer(request)
-        self._num_open += 1
+        self._open.append(answer)
         self._inbox.put(lambda: self._submit(answer))
         try:
             while True:
@@ -69,13 +72,13 @@ class EngineThread:
                 if update.finish_reason is not None:
                     return
         finally:
-            self._num_open -= 1
+            self._open.remove(answer)
             self._inbox.put(lambda: self._cancel(answer))
 
     @property
     def num_open(self) -> int:
         """Sequences that run or wait."""
-        return self._num_open
+        return len(self._open)
 
     def close(self) -> None:
         """End the thread after its present step."""
@@ -126,9 +129,12 @@ class EngineThread:
         self._loop.call_soon_threadsafe(_put, pairs)
 
     def _fail(self, error: BaseException) -> None:
-        failure = RuntimeError(f"the engine has failed: {type(error).__name__}: {error}")
-        for answer in self._answers.values():
-            answer.updates.put_nowait(failure)
+        for answer in self._open:
+            answer.updates.put_nowait(_failed(error))
+
+
+def _failed(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"the engine has failed: {type(error).__name__}: {error}")
 
 
 def _put(pairs: list[tuple[_Answer, Update]]) -> None:

@@ -1,5 +1,6 @@
 """Errors of the HTTP interface, in OpenAI's shape: {"error": {message, type, param, code}}."""
 
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from moray.errors import MorayError
 
@@ -20,6 +21,26 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+
+
+_BREAKS = str.maketrans({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)})
+"""Ends of lines to some readers of event streams, though not by the standard."""
+
+
+def encode(value: Any) -> bytes:
+    """JSON on one line, whatever the texts hold: what is no character becomes "?"."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate(_BREAKS).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    """JSON that can always be sent."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """See `encode`."""
+        return encode(content)
 
 
 class ApiError(MorayError):
@@ -46,7 +67,7 @@ class ApiError(MorayError):
     def response(self) -> Response:
         """The whole answer."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return JSONResponse(self.body, self.status, headers)
+        return JsonResponse(self.body, self.status, headers)
 
 
 def install(api: FastAPI) -> None:
@@ -65,21 +86,40 @@ async def _problem(request: Request, error: ApiError) -> Response:
 
 
 async def _http(request: Request, error: HTTPException) -> Response:
-    message = f"{error.detail}: {request.method} {request.url.path}"
+    message = f"{error.detail}: {request.method} {request.scope['path']}"
     response = ApiError(error.status_code, message).response
     response.headers.update(error.headers or {})
     return response
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    param = path[0] if path else None
+    found = error.errors()
+    first = found[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}").response
-    if first["type"] == "extra_forbidden":
-        message = f"{'.'.join(path)} is not supported here: leave it out"
-        return ApiError(400, message, param, "unsupported_parameter").response
-    where = ".".join(path) or "the body"
-    message = first["msg"].removeprefix("Value error, ")
+    if first["loc"] == ("body",) and isinstance(error.body, bytes):
+        return ApiError(400, "the body is not JSON: send it with Content-Type: application/json").response
+    # Of the types that a field may have, the one that the value was nearest to says most about it.
+    located = [(_path(error.body, each), each) for each in found if each["loc"][:2] == first["loc"][:2]]
+    path = max((path for path, _ in located), key=len)
+    same = [each for other, each in located if other == path]
+    where, param = ".".join(path) or "the body", path[0] if path else None
+    if all(each["type"] == "extra_forbidden" for each in same):
+        return ApiError(400, f"{where} is not supported here: leave it out", param, "unsupported_parameter").response
+    message = "; or ".join(dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in same))
     return ApiError(400, f"{where}: {message}", param, "invalid_value").response
+
+
+def _path(body: Any, problem: Any) -> tuple[str, ...]:
+    """Where in the body a problem is: its location without the names of types."""
+    parts: list[str] = []
+    location = problem["loc"][1:]
+    for depth, part in enumerate(location, start=1):
+        is_missing = problem["type"] == "missing" and depth == len(location)
+        try:
+            body = body[part]
+        except (KeyError, IndexError, TypeError):
+            if not is_missing:
+                continue
+        parts.append(str(part))
+    return tuple(parts)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from moray.decoding.request import Request, Update
+from moray.errors import DataError
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig
 from serve.engine_thread import OverloadedError
@@ -25,7 +26,7 @@ class Gateway:
     """One replica of the HTTP interface."""
 
     def __init__(self, config: ServeConfig, targets: Any) -> None:
-        """`targets` is the handle of the target deployment."""
+        """`targets` is the handle of the target deployment, or what can be called as one."""
         self.config = config
         self.tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         self._targets = targets
@@ -76,6 +77,8 @@ class Gateway:
             except RayTaskError as error:
                 if isinstance(error, OverloadedError):
                     raise _overloaded() from None
+                if isinstance(error, DataError):
+                    raise ApiError(400, str(error.cause)) from None
                 raise
             except (RayError, RayServeException) as error:
                 failures += 1

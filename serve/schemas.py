@@ -4,12 +4,15 @@ What would change the result and is not done is refused by name; what does not c
 Fields that are null count as left out.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.config import JsonDict
+from pydantic_core import CoreSchema
 
 from moray.decoding.request import MAX_TOP_LOGPROBS
-from moray.decoding.stop import MAX_STRINGS
+from moray.decoding.stop import MAX_LENGTH, MAX_STRINGS
 
 _IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
@@ -28,6 +31,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that are not supported but for values that ask for nothing."""
 
+_STOP_STRING: JsonDict = {"type": "string", "minLength": 1, "maxLength": MAX_LENGTH}
+_STOP_SCHEMA: JsonDict = {"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STRINGS}]}
+_BIAS_SCHEMA: JsonDict = {"propertyNames": {"type": "string", "pattern": "^[0-9]{1,10}$"}}
+"""What is checked with words of our own is documented apart."""
+
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -35,6 +43,34 @@ class _Strict(BaseModel):
     """Numbers are numbers and texts are texts: nothing is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        left = {key: value for key, value in values.items() if value is not None and key not in cls.ignored}
+        return {key: value for key, value in left.items() if not cls._is_neutral(key, value)}
+
+    @classmethod
+    def _is_neutral(cls, key: str, value: Any) -> bool:
+        return any(type(value) is type(neutral) and value == neutral for neutral in cls.neutral.get(key, ()))
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Says of nulls, and of what is taken and left alone, what `_leave_out` does with it."""
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        fields, required = schema["properties"], schema.get("required", [])
+        for name, field in fields.items():
+            if name not in required:
+                fields[name] = _or_null(field)
+        fields |= {name: {"description": "Taken and left alone"} for name in sorted(cls.ignored)}
+        fields |= {name: {"enum": [*values, None]} for name, values in cls.neutral.items()}
+        schema["additionalProperties"] = {"type": "null"}
+        return reference
 
 
 class StreamOptions(_Strict):
@@ -57,14 +93,18 @@ class Speculation(_Strict):
 class _Sampled(_Strict):
     """What both kinds of requests have in common."""
 
+    ignored = _IGNORED
+    neutral = _NEUTRAL
     model: str = Field(max_length=200)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, max_length=1024, json_schema_extra=_BIAS_SCHEMA
+    )
     max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | list[str] = Field(default_factory=list, max_length=1 << 20)
+    stop: str | list[str] = Field(default_factory=list, json_schema_extra=_STOP_SCHEMA)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(default=1.0, ge=0, le=2)
@@ -74,14 +114,6 @@ class _Sampled(_Strict):
     min_p: float = Field(default=0.0, ge=0, le=1)
     ignore_eos: bool = False
     speculation: Speculation = Speculation()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        left = {key: value for key, value in values.items() if value is not None and key not in _IGNORED}
-        return {key: value for key, value in left.items() if not _is_neutral(key, value)}
 
     @field_validator("logit_bias")
     @classmethod
@@ -145,5 +177,7 @@ class CompletionRequest(_Sampled):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
 
-def _is_neutral(key: str, value: Any) -> bool:
-    return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(key, ()))
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    apart = {key: field.pop(key) for key in ("default", "description", "title") if key in field}
+    kinds = field.pop("anyOf", None) or [field]
+    return {"anyOf": [*kinds, *([] if {"type": "null"} in kinds else [{"type": "null"}])], **apart}

@@ -1,0 +1,92 @@
+"""Who may ask, and how often: bearer keys and a rate limit in front of everything under `/v1`.
+
+Keys are neither logged nor repeated to anybody: they are known by their number in the file.
+"""
+
+import hmac
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moray.errors import ConfigError
+from serve.errors import ApiError
+from serve.rate_limit import RateLimit
+
+_GUARDED = "/v1"
+
+
+class Access:
+    """Middleware that answers 401 to who has no key, and 429 to who asks too often."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[bytes], requests_per_minute: int | None) -> None:
+        """Without keys everybody may ask, and addresses are what is limited."""
+        self._app = app
+        self._keys = tuple(keys)
+        self._limit = None if requests_per_minute is None else RateLimit(requests_per_minute)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _is_guarded(scope):
+            try:
+                self._check(scope)
+            except ApiError as error:
+                response = error.response
+                if error.status == 401:
+                    response.headers["WWW-Authenticate"] = "Bearer"
+                return await response(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        who: int | str = self._key_number(scope) if self._keys else (scope.get("client") or ("",))[0]
+        if self._limit is None:
+            return
+        seconds = self._limit.take(who)
+        if seconds:
+            whose = "this key" if self._keys else "this address"
+            raise ApiError(
+                429,
+                f"too many requests of {whose}: wait {math.ceil(seconds)} s",
+                code="rate_limit_exceeded",
+                retry_after=math.ceil(seconds),
+            )
+
+    def _key_number(self, scope: Scope) -> int:
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        key = given.strip().encode("latin-1")  # as the header's bytes were
+        equal = [hmac.compare_digest(key, known) for known in self._keys]  # all of them, so that time tells nothing
+        if scheme.lower() != "bearer" or not any(equal):
+            message = "no valid key came with the request: send the header Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key")
+        return equal.index(True)
+
+
+def read_keys(path: str | None) -> tuple[bytes, ...]:
+    """The keys in a file, one on each line; none at all without a file.
+
+    Raises:
+        ConfigError: naming the file and the line, and no key.
+    """
+    if path is None:
+        return ()
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text, or no path"
+        raise ConfigError(f"api.api_keys_file is '{path}', which cannot be read: {why}; give a text file") from None
+    keys = [line.strip() for line in lines]
+    for number, key in enumerate(keys, start=1):
+        if any(character.isspace() or not character.isprintable() for character in key):
+            raise ConfigError(f"api.api_keys_file is '{path}', whose line {number} holds more than one word: mend it")
+    if not any(keys):
+        raise ConfigError(
+            f"api.api_keys_file is '{path}', which holds no key: write one on each line, or leave the field out to let "
+            "everybody ask"
+        )
+    return tuple(dict.fromkeys(key.encode() for key in keys if key))
+
+
+def _is_guarded(scope: Scope) -> bool:
+    path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+    return path == _GUARDED or path.startswith(_GUARDED + "/")

@@ -1,0 +1,56 @@
+"""What is done about defects: 500 in OpenAI's shape, and a log without a word of what was asked or answered.
+
+Messages of exceptions may quote what they failed on, so a log holds their kinds and places alone, unless prompts may
+be logged.
+"""
+
+import logging
+import traceback
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.errors import ApiError
+
+_LOGGER = logging.getLogger("ray.serve")
+
+
+class FailureGuard:
+    """Middleware behind which no exception escapes to a server that would log all of it."""
+
+    def __init__(self, app: ASGIApp, log_prompts: bool) -> None:
+        self._app = app
+        self._log_prompts = log_prompts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception as error:  # noqa: BLE001 - the last place that can answer
+            refusal = report(error, self._log_prompts)
+            if not has_begun:
+                await refusal.response(scope, receive, send)
+
+
+def report(error: Exception, log_prompts: bool) -> ApiError:
+    """Log a defect; returns what the client is told of it."""
+    _LOGGER.error("a request has failed: %s", describe(error, log_prompts))
+    return ApiError(500, "the server has failed on this request; its log says where")
+
+
+def describe(error: BaseException, log_prompts: bool) -> str:
+    """Kind and place of an error, and of what caused it; its words only if prompts may be logged."""
+    if log_prompts:
+        return "".join(traceback.format_exception(error))
+    places = "".join(traceback.format_tb(error.__traceback__))
+    cause = error.__cause__ or error.__context__
+    because = "" if cause is None else f"because of {describe(cause, log_prompts)}"
+    return f"{type(error).__name__} at\n{places}{because}"
