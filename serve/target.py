@@ -6,12 +6,15 @@ from typing import Any
 import torch
 
 from moray.bench.loading import load_drafters
+from moray.decoding.calibrate import calibrate
+from moray.decoding.costs import Costs
 from moray.decoding.drafts import DraftSource, LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request, Update
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
+from moray.trees.shapes import AdaptiveShape
 from serve.config import ServeConfig
 from serve.engine_thread import EngineThread
 from serve.leases import LeasedPlaces
@@ -34,7 +37,17 @@ class TargetReplica:
         self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         loaded = load_drafters(tuple(config.drafters.values()), self._target, self._tokenizer)
         self._drafters = dict(zip(config.drafters, loaded.values(), strict=True))
+        self._costs = self._measure()
         self._thread: EngineThread | None = None
+
+    def _measure(self) -> dict[str, dict[int, Costs]]:
+        """What passes and drafts cost here, by drafter; nothing where the tree does not depend on it."""
+        shape, most = self._config.engine.tree, self._config.engine.max_sequences
+        costs: dict[str, dict[int, Costs]] = {}
+        for name, drafter in self._drafters.items():
+            if isinstance(shape, AdaptiveShape):
+                costs[name] = calibrate(self._target, drafter, shape.limited(drafter.max_depth), most)
+        return costs
 
     @property
     def running(self) -> EngineThread:
@@ -45,14 +58,22 @@ class TargetReplica:
 
     def _engine(self) -> Engine:
         eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
-        return Engine(self._target, self._config.engine, eos_ids, drafts=self._sources(), decode=self._tokenizer.decode)
+        config, decode = self._config.engine, self._tokenizer.decode
+        engine = Engine(self._target, config, eos_ids, drafts=self._sources(), decode=decode)
+        for name, costs in self._costs.items():
+            engine.drafting[name].planner.know(costs)
+        return engine
 
     def _sources(self) -> Mapping[str, DraftSource]:
         if self._pool is None:
             sizes = self._target.spec.max_positions, self._config.engine.tree.num_expanded
             return {name: LocalDrafts(drafter, *sizes) for name, drafter in self._drafters.items()}
         places, timeout = LeasedPlaces(self._pool), self._config.draft_timeout_ms / 1000
-        return {name: RemoteDrafts(drafter, name, places, timeout=timeout) for name, drafter in self._drafters.items()}
+        debts = 1 + self._config.engine.num_groups
+        return {
+            name: RemoteDrafts(drafter, name, places, timeout=timeout, max_debts=debts)
+            for name, drafter in self._drafters.items()
+        }
 
     async def describe(self) -> dict[str, Any]:
         """What the gateway has to know."""
