@@ -32,12 +32,12 @@ class TargetReplica:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._config = config
-        self._pool = drafters
         self._target = Target.load(config.target)
         self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         loaded = load_drafters(tuple(config.drafters.values()), self._target, self._tokenizer)
         self._drafters = dict(zip(config.drafters, loaded.values(), strict=True))
-        self._costs = self._measure()
+        self._places = LeasedPlaces(drafters) if drafters is not None else None
+        self._engine = self._new_engine()
         self._thread: EngineThread | None = None
 
     def _measure(self) -> dict[str, dict[int, Costs]]:
@@ -53,31 +53,32 @@ class TargetReplica:
     def running(self) -> EngineThread:
         """The engine in its thread, started by the first call: constructors run where no event loop does."""
         if self._thread is None:
-            self._thread = EngineThread(self._engine(), self._config.max_waiting)
+            if self._places is not None:
+                self._places.start()
+            self._thread = EngineThread(self._engine, self._config.max_waiting)
         return self._thread
 
-    def _engine(self) -> Engine:
+    def _new_engine(self) -> Engine:
         eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
         config, decode = self._config.engine, self._tokenizer.decode
         engine = Engine(self._target, config, eos_ids, drafts=self._sources(), decode=decode)
-        for name, costs in self._costs.items():
+        for name, costs in self._measure().items():
             engine.drafting[name].planner.know(costs)
         return engine
 
     def _sources(self) -> Mapping[str, DraftSource]:
-        if self._pool is None:
+        if self._places is None:
             sizes = self._target.spec.max_positions, self._config.engine.tree.num_expanded
             return {name: LocalDrafts(drafter, *sizes) for name, drafter in self._drafters.items()}
-        places, timeout = LeasedPlaces(self._pool), self._config.draft_timeout_ms / 1000
-        debts = 1 + self._config.engine.num_groups
+        timeout, debts = self._config.draft_timeout_ms / 1000, 1 + self._config.engine.num_groups
         return {
-            name: RemoteDrafts(drafter, name, places, timeout=timeout, max_debts=debts)
+            name: RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)
             for name, drafter in self._drafters.items()
         }
 
     async def describe(self) -> dict[str, Any]:
         """What the gateway has to know."""
-        engine = self.running.engine
+        engine = self._engine
         return {
             "capacity": engine.capacity,
             "vocab_size": self._target.spec.vocab_size,

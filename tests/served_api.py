@@ -113,11 +113,11 @@ class Served:
 
     @property
     def engine(self) -> Engine:
-        return self.replica.running.engine
+        return self.replica._engine
 
     @property
     def num_held(self) -> int:
-        return 0 if self.replica._thread is None else self.engine.num_running + self.engine.num_waiting
+        return self.engine.num_running + self.engine.num_waiting
 
     @property
     def num_open(self) -> int:

@@ -108,8 +108,8 @@ class ChatServer:
     @property
     def num_running(self) -> int:
         """Sequences in the engine."""
-        thread = self.targets.replica._thread
-        return 0 if thread is None else thread.engine.num_running + thread.engine.num_waiting
+        engine = self.targets.replica._engine
+        return engine.num_running + engine.num_waiting
 
     def slow_down(self) -> None:
         """From now on each step of the engine lasts `pace` longer."""
