@@ -7,9 +7,12 @@ import torch
 from side_by_side import COUPLED, FILTERED, GREEDY
 from tiny_targets import MAX_POSITIONS
 
-from moray.decoding.continuous import ContinuousDecoder, Finished
+from moray.decoding.engine import Engine
+from moray.decoding.engine_config import EngineConfig
 from moray.decoding.params import SamplingParams
+from moray.decoding.request import Request
 from moray.decoding.speculate import PlainDecoder
+from moray.decoding.together import answer_together
 from moray.errors import DataError
 from moray.targets.model import Target
 
@@ -26,25 +29,29 @@ def prompts_of(count: int, longest: int = 90, seed: int = 0) -> list[list[int]]:
 def alone(target: Target, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], str]]:
     decoder = PlainDecoder(target, MAX_POSITIONS)
     generations = [decoder.generate(p, params, NEW_TOKENS, EOS, sequence=7 * i) for i, p in enumerate(prompts)]
-    return [(g.tokens, {"stop": "eos", "length": "length"}[g.finish_reason or ""]) for g in generations]
+    return [(g.tokens, g.finish_reason) for g in generations]
+
+
+def engine_of(target: Target, batch_tokens: int, **limits: int) -> Engine:
+    return Engine(target, EngineConfig(kv_tokens=batch_tokens, **limits), EOS)
+
+
+def request(prompt: list[int], params: SamplingParams = GREEDY, sequence: int = 0) -> Request:
+    return Request(prompt=tuple(prompt), params=params, max_new_tokens=NEW_TOKENS, sequence=sequence)
 
 
 def together(
     target: Target, prompts: list[list[int]], params: SamplingParams, batch_tokens: int
 ) -> list[tuple[list[int], str]]:
-    decoder = ContinuousDecoder(target, params, NEW_TOKENS, EOS, batch_tokens=batch_tokens)
-    for number, prompt in enumerate(prompts):
-        assert decoder.submit(prompt, 7 * number) == number
-    answers: dict[int, Finished] = {}
-    while decoder.is_busy:
-        answers |= {finished.number: finished for finished in decoder.step()}
-    return [(answers[number].tokens, answers[number].finish_reason) for number in range(len(prompts))]
+    engine = engine_of(target, batch_tokens, prefill_tokens=100)
+    made = answer_together(engine, [request(prompt, params, 7 * number) for number, prompt in enumerate(prompts)])
+    return [(generation.tokens, generation.finish_reason) for generation in made]
 
 
 def test_greedy_text_is_the_target_s_own(tiny, target_name):
     target, prompts = tiny(target_name).target, prompts_of(10)
     expected = alone(target, prompts, GREEDY)
-    assert {reason for _, reason in expected} == {"eos", "length"}
+    assert {reason for _, reason in expected} == {"stop", "length"}
     for batch_tokens in (128, 768, 8192):  # one at a time, some, all
         assert together(target, prompts, GREEDY, batch_tokens) == expected
 
@@ -70,29 +77,31 @@ def test_prompts_may_come_while_others_are_answered(tiny):
     """As the later turns of a conversation do: longer ones among shorter ones, so that rows are cut anew."""
     target, prompts = tiny("llama").target, prompts_of(16, 200, seed=2)
     expected = alone(target, prompts, GREEDY)
-    decoder = ContinuousDecoder(target, GREEDY, NEW_TOKENS, EOS, batch_tokens=1024)
-    waiting = list(enumerate(sorted(range(len(prompts)), key=lambda i: len(prompts[i]))))
+    engine = engine_of(target, 1024)
+    waiting = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     submitted: dict[int, int] = {}
-    answers: dict[int, list[int]] = {}
-    while waiting or decoder.is_busy:
-        for _, index in waiting[:2]:
-            submitted[decoder.submit(prompts[index])] = index
+    answers: dict[int, list[int]] = {index: [] for index in waiting}
+    while waiting or engine.is_busy:
+        for index in waiting[:2]:
+            submitted[engine.submit(request(prompts[index]))] = index
         waiting = waiting[2:]
-        answers |= {submitted[f.number]: f.tokens for f in decoder.step()}
+        for update in engine.step():
+            answers[submitted[update.number]] += update.tokens
     assert [answers[i] for i in range(len(prompts))] == [tokens for tokens, _ in expected]
 
 
 def test_a_slot_that_is_free_is_taken_at_once_and_memory_is_bounded(tiny):
     target, prompts = tiny("llama").target, prompts_of(30, 20, seed=3)
-    decoder = ContinuousDecoder(target, GREEDY, NEW_TOKENS, EOS, batch_tokens=512)
+    engine = engine_of(target, 512)
     for prompt in prompts:
-        decoder.submit(prompt)
+        engine.submit(request(prompt))
     running: list[int] = []
     num_left = len(prompts)
-    while decoder.is_busy:
-        finished = decoder.step()
-        num_left -= len(finished)
-        running.append(decoder.num_running + len(finished))
+    while engine.is_busy:
+        ended = [update for update in engine.step() if update.finish_reason is not None]
+        num_left -= len(ended)
+        running.append(engine.num_running + len(ended))
+        assert engine.kv_used == engine.num_running * 64 / 512
         if num_left >= 8:
             assert running[-1] == 8, "512 slots are eight sequences of up to 64"
     assert max(running) == 8
@@ -105,21 +114,26 @@ def test_every_step_waits_for_the_device_once(tiny, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or plain(self))
     for name in ("item", "__int__", "__bool__", "__index__", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the device is waited for"))
-    decoder = ContinuousDecoder(target, GREEDY, NEW_TOKENS, EOS, batch_tokens=512)
+    engine = engine_of(target, 512)
     for prompt in prompts:
-        decoder.submit(prompt)
-    steps = 0
-    while decoder.is_busy:
-        decoder.step()
-        steps += 1
-    assert len(reads) == steps
+        engine.submit(request(prompt))
+    begin = type(engine)._begin
+    monkeypatch.setattr(type(engine), "_begin", lambda *rest: reads.append(0) or begin(*rest))
+    while engine.is_busy:
+        engine.step()
+    choices = reads.count(0)
+    assert choices > 0
+    assert reads.count(1) == engine.stats.num_passes + choices
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(tiny):
     target = tiny("llama").target
-    decoder = ContinuousDecoder(target, GREEDY, NEW_TOKENS, EOS, batch_tokens=256)
-    decoder.submit([1] * 232)
-    for prompt in ([], [1] * 233):
-        with pytest.raises(DataError, match="take 1 to 232"):
-            decoder.submit(prompt)
-    assert len(decoder.step() or [0]) == 1
+    engine = engine_of(target, 256)
+    engine.submit(request([1] * 231))
+    with pytest.raises(DataError, match="both together may be 255"):
+        engine.submit(request([1] * 232))
+    with pytest.raises(DataError, match="token 97 is not in the vocabulary"):
+        engine.submit(request([97]))
+    with pytest.raises(DataError, match="drafter is 'moa'; there are none"):
+        engine.submit(request([1]).model_copy(update={"drafter": "moa"}))
+    assert engine.step()

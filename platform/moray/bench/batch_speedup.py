@@ -1,30 +1,36 @@
 """How much faster sequences that are decoded together are with a drafter than without: speed-up at a batch size.
 
-What a drafter is worth falls as the batch grows: a pass over many rows has less to spare for drafted tokens, and drafts
-are made row after row (see `decoding.lockstep`). The baseline is the fastest plain decoding there is at that size, and
-both sides keep their rows filled from the same prompts in the same order, prefill included in their time.
+What a drafter is worth falls as the batch grows: a pass over many rows has less to spare for drafted tokens. The
+baseline is plain decoding by the same engine, and both sides keep their rows filled from the same prompts in the same
+order, prefill included in their time.
 """
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from moray.bench.spread import quartiles
-from moray.decoding.continuous import ContinuousDecoder
-from moray.decoding.lockstep import LockstepDecoder
+from moray.decoding.drafts import LocalDrafts
+from moray.decoding.engine import Engine
+from moray.decoding.engine_config import EngineConfig
 from moray.decoding.params import SamplingParams
+from moray.decoding.request import Request
 from moray.decoding.row_cache import GRAIN
 from moray.decoding.session import synchronise
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder, check_shape
 from moray.decoding.stats import Generation, tau
+from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.trees.shapes import GrowableShape
 
 _WARM_UP_TOKENS = 8
+_CYCLE = ("propose", "verify", "accept", "commit")
+"""Phases; what is observed counts for the draft that needs it."""
 
 
 @dataclass
@@ -35,7 +41,9 @@ class _Answers:
     num_passes: int
     """Target passes after the prefill."""
     generations: list[Generation] = field(default_factory=list)
-    """Where there are any."""
+    """Of the drafted side."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase of all cycles."""
     seconds: float = 0.0
 
     @property
@@ -97,8 +105,10 @@ def measure_batch_speedup(
             f"the longest prompt has {capacity - max_new_tokens} tokens; with answers of {max_new_tokens} it does not "
             f"fit into the target's context of {target.spec.max_positions}"
         )
-    drafted = _drafted(target, drafter, shape, capacity, batch, params, eos_ids)
-    plain = _plain(target, capacity, batch, params, eos_ids)
+    if batch < 1:
+        raise ConfigError(f"batch is {batch}; it must be at least 1")
+    check_shape(shape, drafter)
+    drafted, plain = (_side(target, d, shape, capacity, batch, params, eos_ids) for d in (drafter, None))
     for decode in (plain, drafted):  # the first call of anything is slow
         decode(prompts[:batch], min(_WARM_UP_TOKENS, max_new_tokens))
     pairs = [
@@ -119,7 +129,7 @@ def measure_batch_speedup(
         "speedup_vs_plain": median,
         "speedup_quartiles": (low, high),
         "tau": tau(generations) or None,
-        "draft_share": _draft_share(generations) if target.device.type == "cpu" else None,
+        "draft_share": _draft_share([after for _, after in pairs]) if target.device.type == "cpu" else None,
         "rows_per_pass": {"plain": _rows_per_pass(pairs[0][0]), "drafted": _rows_per_pass(pairs[0][1])},
     } | _comparison(pairs, target, params)
 
@@ -142,10 +152,10 @@ def _timed(decode: _Decode, target: Target, prompts: Sequence[list[int]], max_ne
     return answers
 
 
-def _draft_share(generations: Sequence[Generation]) -> float | None:
-    """What part of the cycles went into drafting. Phases of shared cycles are shared out, so their sums are those."""
-    spent = sum(sum(generation.phases.values()) for generation in generations)
-    return sum(generation.phases["propose"] for generation in generations) / spent if spent else None
+def _draft_share(answers: Sequence[_Answers]) -> float | None:
+    """What part of the cycles' time went into drafting."""
+    spent = sum(each.phases.get(phase, 0.0) for each in answers for phase in _CYCLE)
+    return sum(each.phases.get("propose", 0.0) for each in answers) / spent if spent else None
 
 
 def _rows_per_pass(answers: _Answers) -> float | None:
@@ -157,61 +167,55 @@ def _rows_per_pass(answers: _Answers) -> float | None:
 # --- Both sides ---
 
 
-def _plain(target: Target, capacity: int, batch: int, params: SamplingParams, eos_ids: Collection[int]) -> _Decode:
-    if batch == 1:
-        alone = PlainDecoder(target, capacity)
-
-        def one_by_one(prompts: Sequence[list[int]], most: int) -> _Answers:
-            tokens = [alone.generate(p, params, most, eos_ids, sequence=i).tokens for i, p in enumerate(prompts)]
-            return _Answers(tokens, sum(len(answer) - 1 for answer in tokens))
-
-        return one_by_one
-    decoders: dict[int, ContinuousDecoder] = {}
-
-    def together(prompts: Sequence[list[int]], most: int) -> _Answers:
-        if most not in decoders:  # the memory is made in the warm-up or first round and kept
-            slots = batch * -(-capacity // GRAIN) * GRAIN
-            decoders[most] = ContinuousDecoder(target, params, most, eos_ids, batch_tokens=slots)
-        return _continuously(decoders[most], prompts, batch)
-
-    return together
-
-
-def _continuously(decoder: ContinuousDecoder, prompts: Sequence[list[int]], batch: int) -> _Answers:
-    """Hand in prompts as rows come free: memory alone would let more short ones run than `batch`."""
-    answers, numbers, num_passes, next_prompt = [list[int]() for _ in prompts], dict[int, int](), 0, 0
-    while next_prompt < len(prompts) or numbers:
-        while next_prompt < len(prompts) and len(numbers) < batch:
-            numbers[decoder.submit(prompts[next_prompt], next_prompt)] = next_prompt
-            next_prompt += 1
-        for finished in decoder.step():
-            answers[numbers.pop(finished.number)] = finished.tokens
-        num_passes += bool(decoder.num_running)
-    return _Answers(answers, num_passes)
-
-
-def _drafted(
+def _side(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter | None,
     shape: GrowableShape,
     capacity: int,
     batch: int,
     params: SamplingParams,
     eos_ids: Collection[int],
 ) -> _Decode:
+    """Drafted, or plain without a drafter."""
     if batch == 1:
-        alone = SpeculativeDecoder(target, drafter, shape, capacity)
-
-        def one_by_one(prompts: Sequence[list[int]], most: int) -> _Answers:
-            made = [alone.generate(p, params, most, eos_ids, sequence=i) for i, p in enumerate(prompts)]
-            return _Answers([g.tokens for g in made], sum(g.num_cycles for g in made), made)
-
-        return one_by_one
-    decoder = LockstepDecoder(target, drafter, shape, capacity, batch)
+        return _one_by_one(target, drafter, shape, capacity, params, eos_ids)
+    width = -(-(capacity + shape.num_nodes + 1) // GRAIN) * GRAIN
+    config = EngineConfig(max_sequences=batch, kv_tokens=batch * width, capacity=capacity, tree=shape, gathers=True)
+    drafts = {} if drafter is None else {"drafter": LocalDrafts(drafter, capacity, shape.num_expanded)}
+    engine = Engine(target, config, eos_ids, drafts=drafts)
 
     def together(prompts: Sequence[list[int]], most: int) -> _Answers:
-        before = decoder.num_passes
-        made = decoder.generate(prompts, params, most, eos_ids)
-        return _Answers([g.tokens for g in made], decoder.num_passes - before, made)
+        before, spent = engine.stats.num_passes, dict(engine.stats.seconds)
+        made = answer_together(
+            engine,
+            [
+                Request(prompt=tuple(prompt), params=params, max_new_tokens=most, sequence=index)
+                for index, prompt in enumerate(prompts)
+            ],
+        )
+        phases = {phase: seconds - spent[phase] for phase, seconds in engine.stats.seconds.items()}
+        return _Answers([g.tokens for g in made], engine.stats.num_passes - before, made if drafts else [], phases)
 
     return together
+
+
+def _one_by_one(
+    target: Target,
+    drafter: Drafter | None,
+    shape: GrowableShape,
+    capacity: int,
+    params: SamplingParams,
+    eos_ids: Collection[int],
+) -> _Decode:
+    plain = PlainDecoder(target, capacity)
+    alone = plain if drafter is None else SpeculativeDecoder(target, drafter, shape, capacity)
+
+    def one_by_one(prompts: Sequence[list[int]], most: int) -> _Answers:
+        made = [alone.generate(p, params, most, eos_ids, sequence=i) for i, p in enumerate(prompts)]
+        phases = Counter[str]()
+        for generation in made:
+            phases.update(generation.phases)
+        num_passes = sum(g.num_cycles or len(g.tokens) - 1 for g in made)
+        return _Answers([g.tokens for g in made], num_passes, made if drafter is not None else [], dict(phases))
+
+    return one_by_one

@@ -7,12 +7,16 @@ from typing import Any
 
 from moray.activations.ultrachat import BadRow, Chat
 from moray.cluster.regenerate_config import RegenerateConfig
-from moray.decoding.continuous import ContinuousDecoder, Finished
+from moray.decoding.engine import Engine
+from moray.decoding.engine_config import EngineConfig
+from moray.decoding.request import Request
 from moray.errors import DataError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
 
 KEPT_BAD_ROWS = 20
+_MOST_SEQUENCES = 1024
+_PREFILL_TOKENS = 4096
 
 
 class Dialogue:
@@ -46,17 +50,22 @@ class Dialogue:
             return None
         return prompt
 
-    def take(self, answer: Finished, tokenizer: ChatTokenizer, keep_truncated: bool) -> None:
+    def take(self, tokens: list[int], is_whole: bool, tokenizer: ChatTokenizer, keep_truncated: bool) -> None:
         """Settle the question that was asked last, with its answer."""
-        self.num_tokens += len(answer.tokens)
-        text = tokenizer.decode(answer.tokens)
-        if answer.finish_reason == "length":
+        self.num_tokens += len(tokens)
+        text = tokenizer.decode(tokens)
+        if not is_whole:
             if not keep_truncated:
                 self.cut = "truncated"
                 return
             text = text.rstrip("\ufffd")  # half a character
         self.messages += [*self._turns.pop(0), Message(role="assistant", content=text)]
-        self.finish_reasons.append(answer.finish_reason)
+        self.finish_reasons.append("eos" if is_whole else "length")
+
+    @property
+    def next_turn(self) -> list[Message]:
+        """What is asked next."""
+        return self._turns[0] if self._turns else []
 
     @property
     def row(self) -> dict[str, Any]:
@@ -90,10 +99,12 @@ def answer_chats(
     dialogues = [Dialogue(row, config.max_turns) for row in rows if not isinstance(row, BadRow)]
     context = min(config.max_length, target.spec.max_positions)
     room = context - config.max_new_tokens
-    decoder = ContinuousDecoder(
-        target, config.sampling.params, config.max_new_tokens, eos_ids, batch_tokens=config.batch_tokens
+    limits = EngineConfig(
+        max_sequences=_MOST_SEQUENCES, kv_tokens=config.batch_tokens, prefill_tokens=_PREFILL_TOKENS, gathers=True
     )
+    engine = Engine(target, limits, eos_ids)
     asked: dict[int, Dialogue] = {}
+    answers: dict[int, list[int]] = {}
     refused: set[str] = set()
 
     def ask(dialogue: Dialogue) -> None:
@@ -104,16 +115,24 @@ def answer_chats(
             bad.append(f"chat '{dialogue.uid}': {error}")
             return
         if prompt is not None:
-            number = decoder.submit(prompt, _sequence(dialogue.uid, len(dialogue.finish_reasons)))
-            asked[number] = dialogue
+            request = Request(
+                prompt=tuple(prompt),
+                params=config.sampling.params,
+                max_new_tokens=config.max_new_tokens,
+                sequence=_sequence(dialogue.uid, len(dialogue.finish_reasons)),
+            )
+            number = engine.submit(request)
+            asked[number], answers[number] = dialogue, []
 
-    for dialogue in dialogues:
+    for dialogue in sorted(dialogues, key=_num_characters, reverse=True):  # neighbours of about the same length
         ask(dialogue)
-    while decoder.is_busy:
-        for answer in decoder.step():
-            dialogue = asked.pop(answer.number)
-            dialogue.take(answer, tokenizer, config.keep_truncated)
-            ask(dialogue)
+    while engine.is_busy:
+        for update in engine.step():
+            answers[update.number] += update.tokens
+            if update.finish_reason is not None:
+                dialogue, tokens = asked.pop(update.number), answers.pop(update.number)
+                dialogue.take(tokens, update.finish_reason == "stop", tokenizer, config.keep_truncated)
+                ask(dialogue)
     usable = [dialogue for dialogue in dialogues if dialogue.uid not in refused]
     kept = [dialogue for dialogue in usable if dialogue.lack is None]
     summary = {
@@ -127,6 +146,11 @@ def answer_chats(
         "tokens": sum(dialogue.num_tokens for dialogue in dialogues),
     }
     return [dialogue.row for dialogue in kept], summary
+
+
+def _num_characters(dialogue: Dialogue) -> int:
+    """Of its next question and what comes before it."""
+    return sum(len(message["content"]) for message in dialogue.next_turn)
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:

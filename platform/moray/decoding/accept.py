@@ -10,7 +10,7 @@ A third rule, typical acceptance, is lossy and must be asked for by name.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -29,6 +29,8 @@ class Accepted:
     path: list[int]
     tokens: list[int]
     next_token: int
+    rejected: list[int] = field(default_factory=list, compare=False)
+    """Tokens of all other nodes below the root."""
 
 
 def accept(tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int) -> Accepted:
@@ -111,7 +113,7 @@ def walk(tokens: list[int], parents: list[int], chosen: list[int]) -> Accepted:
     while (child := child_of.get((node, chosen[node]))) is not None:
         path.append(child)
         node = child
-    return Accepted(path, [tokens[child] for child in path], chosen[node])
+    return _accepted(tokens, parents, path, chosen[node])
 
 
 def accept_by_rejection(
@@ -148,7 +150,7 @@ def accept_by_rejection(
             p = p / p.sum().clamp(min=1e-300)
         if accepted is None:
             noise = gumbel(sampler.uniform(STREAM_RESIDUAL, position, p.shape[0]))
-            return Accepted(path, [tokens[child] for child in path], int((p.log() + noise).argmax()))
+            return _accepted(tokens, parents, path, int((p.log() + noise).argmax()))
         path.append(accepted)
         node = accepted
 
@@ -182,4 +184,10 @@ def accept_typical(
         path.insert(0, node)
         node = parents[node]
     noise = sampler.noise(root_position + depths[best] + 1, 1)[0]
-    return Accepted(path, [tokens[child] for child in path], int((log_p[best] + noise).argmax()))
+    return _accepted(tokens, parents, path, int((log_p[best] + noise).argmax()))
+
+
+def _accepted(tokens: list[int], parents: list[int], path: list[int], next_token: int) -> Accepted:
+    kept = set(path)
+    rejected = [tokens[node] for node, parent in enumerate(parents) if parent >= 0 and node not in kept]
+    return Accepted(path, [tokens[node] for node in path], next_token, rejected)

@@ -72,7 +72,7 @@ class Engine:
         longest = min(target.spec.max_positions, self._rows.cache.num_slots - most_nodes)
         self.capacity = min(longest, config.capacity or longest)
         """Most tokens of prompt and answer together."""
-        self._roster = Roster(self._rows.cache, config.max_sequences, most_nodes)
+        self._roster = Roster(self._rows.cache, config, most_nodes)
         self._num_submitted = 0
         self._updates: list[Update] = []
         self._is_second = True
@@ -154,8 +154,7 @@ class Engine:
             self._cycle()
         updates, self._updates = self._updates, []
         ended = {update.number for update in updates if update.finish_reason is not None}
-        if ended:
-            self._settle(ended)
+        self._settle(ended)
         return updates
 
     def _admit(self) -> None:
@@ -164,6 +163,8 @@ class Engine:
                 sequence.drafting.expect(sequence.number, self._roster.num_held)
 
     def _settle(self, gone: Collection[int]) -> None:
+        if not gone:
+            return
         for sequence in self._roster.held:
             if sequence.number in gone and sequence.drafting is not None:
                 sequence.drafting.source.close(sequence.number)
@@ -188,14 +189,21 @@ class Engine:
         self.stats.num_prompt_tokens += sum(counts)
         if ready:
             last = torch.stack([output.last[row, counts[row] - 1] for row in ready])
-            self._begin([reading[row] for row in ready], self.target.logits(last))
-            self._roster.settle(begun={reading[row].number for row in ready})
+            begun = [reading[row] for row in ready]
+            self._begin(begun, self.target.logits(last))
+            self._settle({s.number for s in begun if s.ending.finish_reason is not None})
+            self._roster.settle(begun={s.number for s in begun})
 
     def _begin(self, sequences: list[EngineSequence], logits: Float[Tensor, "rows vocab"]) -> None:
-        trees = [root_alone(self._rows.to_device([[s.tokens[-1]]])[0]) for s in sequences]
-        results = self._accept(sequences, trees, logits[:, None], [len(s.tokens) - 1 for s in sequences])
-        for row, (sequence, result) in enumerate(zip(sequences, results, strict=True)):
-            self._emit(sequence, result, None, logits[row : row + 1])
+        """Choose the first tokens of sequences whose prompts have been read."""
+        chosen: list[Tensor] = []
+        for row, sequence in enumerate(sequences):
+            own = logits[row : row + 1]
+            if sequence.adjustment.is_needed:
+                own = sequence.adjustment.apply(own, None)
+            chosen.append(sequence.sampler.choose(own, len(sequence.tokens)))
+        for row, (sequence, token) in enumerate(zip(sequences, torch.cat(chosen).tolist(), strict=True)):
+            self._emit(sequence, Accepted([], [], token), None, logits[row : row + 1])
             self.stats.num_tokens += 1
 
     # --- One cycle ---
@@ -300,14 +308,10 @@ class Engine:
         emitted = sequence.ending.cut([*result.tokens, result.next_token])
         sequence.tokens += emitted
         sequence.adjustment.emit(emitted)
-        rejected: list[int] = []
         if tree is not None:
-            num_accepted, num_drafted = len(result.path), tree.num_nodes - 1
-            self.stats.record(num_drafted, num_accepted, len(emitted))
-            if num_drafted and sequence.drafting is not None:
-                sequence.drafting.planner.record(tree.num_levels, num_accepted)
-                kept = set(result.path)
-                rejected = [t for node, t in enumerate(tree.tokens.tolist()) if node and node not in kept]
+            self.stats.record(tree.num_nodes - 1, len(result.path), len(emitted))
+            if tree.num_nodes > 1 and sequence.drafting is not None:
+                sequence.drafting.planner.record(tree.num_levels, len(result.path))
         logprobs = None
         if sequence.request.logprobs is not None:
             logprobs = token_logprobs(logits[[0, *result.path][: len(emitted)]], emitted, sequence.request.logprobs)
@@ -315,9 +319,11 @@ class Engine:
             Update(
                 sequence.number,
                 emitted,
-                min(len(result.tokens), len(emitted)),
-                rejected,
-                sequence.ending.finish_reason,
-                logprobs,
+                num_accepted=min(len(result.tokens), len(emitted)),
+                num_path=len(result.path),
+                num_levels=0 if tree is None else tree.num_levels,
+                rejected=result.rejected,
+                finish_reason=sequence.ending.finish_reason,
+                logprobs=logprobs,
             )
         )

@@ -18,6 +18,9 @@ class EngineConfig(Config):
     """Most tokens of prompt and answer together; None: the target's context, or all of `kv_tokens`."""
     prefill_tokens: int = Field(default=512, ge=16)
     """Tokens of prompts that are read between two cycles: more of them sooner end a prompt, and delay the others."""
+    gathers: bool = False
+    """New sequences wait until there are some for every sixteen that run: reading few prompts costs as much as a cycle
+    of all. For throughput, where nobody waits for a first token."""
     num_groups: int = Field(default=1, ge=1, le=2)
     """With two, half of the sequences are verified while the other half is drafted for elsewhere: for a drafter pool
     that takes about as long as the target."""

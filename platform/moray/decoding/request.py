@@ -57,6 +57,10 @@ class Update:
     tokens: list[int]
     num_accepted: int = 0
     """So many of them, from the first on, were drafted."""
+    num_path: int = 0
+    """Draft tokens that the target accepted; more than `num_accepted` where the answer ended among them."""
+    num_levels: int = 0
+    """Levels drafted for this cycle (see `TokenTree.num_levels`)."""
     rejected: list[int] = field(default_factory=list)
     """Drafted tokens of this cycle that were not accepted."""
     finish_reason: str | None = None

@@ -9,21 +9,25 @@ A sequence is admitted once there are slots for all that it may come to, so none
 
 from collections import deque
 from collections.abc import Collection
+from itertools import islice
 
+from moray.decoding.engine_config import EngineConfig
 from moray.decoding.row_cache import GRAIN, RowCache
 from moray.decoding.sequence import EngineSequence
+
+_GATHER_SHARE = 16
 
 
 class Roster:
     """Keeps a `RowCache`'s rows in step with the sequences that they belong to."""
 
-    def __init__(self, cache: RowCache, max_sequences: int, most_nodes: int) -> None:
+    def __init__(self, cache: RowCache, config: EngineConfig, most_nodes: int) -> None:
         """`most_nodes` are those of the largest tree, its root among them, which need slots behind a sequence."""
         self.waiting: deque[EngineSequence] = deque()
         self.running: list[EngineSequence] = []
         self.reading: list[EngineSequence] = []
         self._cache = cache
-        self._max_sequences = max_sequences
+        self._config = config
         self._most_nodes = most_nodes
 
     @property
@@ -43,18 +47,24 @@ class Roster:
 
     def admit(self) -> list[EngineSequence]:
         """Let those in line begin to read as long as there are slots for them; returns who that is."""
-        chosen: list[EngineSequence] = []
-        width = max(map(self._width, self.held), default=0)
-        while self.waiting and self.num_held + len(chosen) < self._max_sequences:
-            wider = max(width, self._width(self.waiting[0]))
-            if (self.num_held + len(chosen) + 1) * wider > self._cache.num_slots:
-                break
-            width = wider
-            chosen.append(self.waiting.popleft())
+        width, count = self._fitting()
+        if self._config.gathers and count < min(len(self.running) // _GATHER_SHARE, len(self.waiting)):
+            return []
+        chosen = [self.waiting.popleft() for _ in range(count)]
         if chosen and (width > self._cache.width or self.num_held + len(chosen) > self._cache.num_rows):
             self._cache.arrange(width, self.num_held, self._num_used_slots)
         self.reading += chosen
         return chosen
+
+    def _fitting(self) -> tuple[int, int]:
+        """How wide rows have to be for those who may begin, and how many they are."""
+        width, count = max(map(self._width, self.held), default=0), 0
+        for sequence in islice(self.waiting, self._config.max_sequences - self.num_held):
+            wider = max(width, self._width(sequence))
+            if (self.num_held + count + 1) * wider > self._cache.num_slots:
+                break
+            width, count = wider, count + 1
+        return width, count
 
     def settle(self, gone: Collection[int] = (), begun: Collection[int] = ()) -> None:
         """Close the gaps of those that are gone, and let those begin to run whose prompts have been read."""

@@ -6,14 +6,13 @@ as many rows of as many slots as its sequences need at the moment. How much of a
 whoever aims the passes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from moray.targets.kv_cache import KVCache
 from moray.targets.model import Target
 
 GRAIN = 64
@@ -64,35 +63,6 @@ class RowCache(Cache):
         for layer, before in zip(data, self._data, strict=True) if kept_rows else ():
             layer[:, :kept_rows, :, :kept_slots] = before[:, :kept_rows, :, :kept_slots].clone()
         self._data, self.num_rows, self.width = data, num_rows, width
-
-    def fill(self, first_row: int, cache: KVCache) -> None:
-        """Copy sequences that were read elsewhere into the rows from `first_row` on."""
-        batch, length = cache.data.shape[2], cache.length
-        self._data[:, :, first_row : first_row + batch, :, :length] = cache.data[..., :length, :]
-
-    def close(self, ended: Collection[int], num_running: int, num_slots: int) -> list[int]:
-        """Fill the rows of those that have ended with the last ones of the running that have not.
-
-        Args:
-            ended: rows among the first `num_running`.
-            num_running: rows in use before.
-            num_slots: as many of the first slots are copied.
-
-        Returns:
-            by row that is in use afterwards, which row its sequence was in.
-        """
-        left = num_running - len(ended)
-        order = list(range(left))
-        holes = [row for row in sorted(ended) if row < left]
-        movers = [row for row in range(left, num_running) if row not in ended]
-        if holes:
-            device = self._memory.device
-            from_rows, to_rows = torch.tensor(movers, device=device), torch.tensor(holes, device=device)
-            for layer in self._data:
-                layer[:, to_rows, :, :num_slots] = layer[:, from_rows, :, :num_slots]
-        for hole, mover in zip(holes, movers, strict=True):
-            order[hole] = mover
-        return order
 
     def reorder(self, moves: Mapping[int, int], num_slots: int) -> None:
         """Copy the first slots of whole rows to other rows, given which goes where; all are read before any is written.

@@ -116,7 +116,9 @@ class DraftHost:
             return DraftedTree(session=entry.session, known=session.known)
         shape = request.shapes[entry.shape]
         sampler = Sampler(request.params[entry.params], drafter.spec.vocab_size, device, entry.sequence)
-        select = sampler.selector(session.known, shape.depth, isinstance(shape, ChainShape))
+        # What a chain was sampled from does not cross: a test by rejection takes the likeliest tokens, as of a tree.
+        is_chain = isinstance(shape, ChainShape) and sampler.params.rule != "rejection"
+        select = sampler.selector(session.known, shape.depth, is_chain)
         tree = drafter.propose(session.state, torch.tensor([entry.root], device=device), shape, select)
         return DraftedTree(session=entry.session, known=session.known, **described(tree))
 

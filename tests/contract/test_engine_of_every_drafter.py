@@ -1,4 +1,4 @@
-"""Sequences decoded in lock step: each gets the text that it gets alone, by every drafter and rule."""
+"""Sequences that the engine answers side by side: each gets the text that it gets alone, by every drafter and rule."""
 
 import pytest
 import torch
@@ -8,15 +8,17 @@ from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
 
-from moray.decoding import lockstep
-from moray.decoding.lockstep import LockstepDecoder
+from moray.decoding.drafts import LocalDrafts
+from moray.decoding.engine import Engine
+from moray.decoding.engine_config import EngineConfig
 from moray.decoding.params import SamplingParams
+from moray.decoding.request import Request
 from moray.decoding.row_cache import RowCache
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
 from moray.decoding.stop import StopStrings
+from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
-from moray.errors import ConfigError, DataError
 from moray.trees.shapes import SparseShape
 
 CHAIN, DYNAMIC = SHAPES["chain"], SHAPES["dynamic"]
@@ -27,7 +29,7 @@ CAPACITY = 320
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> TinyTarget:
-    return load_target(tmp_path_factory.mktemp("lockstep"))
+    return load_target(tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +47,34 @@ def alone(tiny: TinyTarget, prompts, params, count: int, eos=EOS, capacity: int 
     return [decoder.generate(p, params, count, eos, sequence=3 * i) for i, p in enumerate(prompts)]
 
 
+def engine_of(
+    tiny: TinyTarget, drafter: Drafter, shape, *, batch=3, eos=EOS, capacity=CAPACITY, decode=None, **more
+) -> Engine:
+    """With memory for `batch` sequences of `capacity` tokens."""
+    width = -(-(capacity + shape.num_nodes + 1) // 64) * 64
+    config = EngineConfig(max_sequences=batch, kv_tokens=batch * width, capacity=capacity, tree=shape, **more)
+    drafts = {"drafter": LocalDrafts(drafter, capacity, shape.num_expanded)}
+    return Engine(tiny.target, config, eos, drafts=drafts, decode=decode)
+
+
+def requests_of(prompts, params, count: int, capacity: int = CAPACITY, **more) -> list[Request]:
+    return [
+        Request(
+            prompt=tuple(prompt),
+            params=params,
+            max_new_tokens=min(count, capacity - len(prompt)),
+            sequence=3 * index,
+            **more,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
 def together(
-    tiny: TinyTarget, drafter: Drafter, shape, prompts, params, count, *, batch=3, eos=EOS, capacity=CAPACITY, **more
+    tiny: TinyTarget, drafter: Drafter, shape, prompts, params, count, *, capacity=CAPACITY, **more
 ) -> list[Generation]:
-    decoder = LockstepDecoder(tiny.target, drafter, shape, capacity, batch)
-    numbers = [3 * i for i in range(len(prompts))]
-    return decoder.generate(prompts, params, count, eos, sequences=numbers, **more)
+    engine = engine_of(tiny, drafter, shape, capacity=capacity, **more)
+    return answer_together(engine, requests_of(prompts, params, count, capacity))
 
 
 def texts(generations: list[Generation]) -> list[tuple[list[int], str]]:
@@ -122,21 +146,21 @@ def test_a_pass_has_as_many_rows_as_sequences_run(tiny, half_right, monkeypatch)
     forward = type(tiny.target).forward
 
     def counted(self, tokens, positions, mask, cache, *rest):
-        if isinstance(cache, RowCache):
+        if isinstance(cache, RowCache) and tokens.shape[1] < 9:
             rows.append(tokens.shape[0])
         return forward(self, tokens, positions, mask, cache, *rest)
 
-    decoder = LockstepDecoder(tiny.target, half_right, CHAIN, CAPACITY, 2)
     prompts = [tiny.prompt(seed, 9) for seed in range(3)]
     answers = [tiny.hugging_face(prompt, 30) for prompt in prompts]
     early = answers[0][4]
     cut = [tokens[: tokens.index(early) + 1] if early in tokens else tokens for tokens in answers]
     monkeypatch.setattr(type(tiny.target), "forward", counted)
-    generations = decoder.generate(prompts, GREEDY, 30, (early,))
+    engine = engine_of(tiny, half_right, CHAIN, batch=2, eos=(early,))
+    generations = answer_together(engine, requests_of(prompts, GREEDY, 30))
     assert [g.tokens for g in generations] == cut
     assert len(cut[0]) <= 5 < len(cut[1])
     assert sum(rows) == sum(g.num_cycles for g in generations), "no row was idle"
-    assert len(rows) == decoder.num_passes
+    assert len(rows) == engine.stats.num_passes
     assert rows[:-1].count(2) >= generations[0].num_cycles + 1, "the third took the place of the first"
     assert max(rows) == 2
     assert rows[-1] == 1
@@ -155,58 +179,34 @@ def test_the_end_of_the_context(tiny, half_right):
 
 def test_stop_strings_end_an_answer(tiny, half_right):
     prompts = prompts_of(tiny)[:3]
-    stop = StopStrings([f"<{tiny.hugging_face(prompts[0], 12)[9]}>"], lambda tokens: "".join(f"<{t}>" for t in tokens))
-    generations = together(tiny, half_right, CHAIN, prompts, GREEDY, 30, eos=(), stop=stop)
+    decode = lambda tokens: "".join(f"<{t}>" for t in tokens)  # noqa: E731
+    stop = StopStrings([f"<{tiny.hugging_face(prompts[0], 12)[9]}>"], decode)
+    engine = engine_of(tiny, half_right, CHAIN, eos=(), decode=decode)
+    generations = answer_together(engine, requests_of(prompts, GREEDY, 30, stop=stop.strings))
     decoder = PlainDecoder(tiny.target, CAPACITY)
     assert texts(generations) == texts([decoder.generate(p, GREEDY, 30, (), stop=stop) for p in prompts])
     assert generations[0].finish_reason == "stop"
 
 
-def test_a_decoder_is_used_again_and_again(tiny, half_right):
-    decoder = LockstepDecoder(tiny.target, half_right, DYNAMIC, CAPACITY, 2)
+def test_an_engine_is_used_again_and_again(tiny, half_right):
+    engine = engine_of(tiny, half_right, DYNAMIC, batch=2, eos=())
     for seed in range(3):
         prompts = [tiny.prompt(seed + i, 5 + 20 * i) for i in range(3)]
-        assert [g.tokens for g in decoder.generate(prompts, GREEDY, 15, ())] == [
+        assert [g.tokens for g in answer_together(engine, requests_of(prompts, GREEDY, 15))] == [
             g.tokens for g in alone(tiny, prompts, GREEDY, 15, ())
         ]
-    assert decoder.generate([], GREEDY, 15, ()) == []
+    assert engine.kv_used == engine.num_running == 0
 
 
 def test_a_cycle_waits_for_the_device_once(tiny, monkeypatch):
     drafter, prompts = build(tiny, VARIANTS["moa-0"]), prompts_of(tiny)
-    decoder = LockstepDecoder(tiny.target, drafter, DYNAMIC, CAPACITY, 3)
-    prefills: list[int] = []
-    read = lockstep.read_together
-    monkeypatch.setattr(lockstep, "read_together", lambda *rest: prefills.append(1) or read(*rest))
+    engine = engine_of(tiny, drafter, DYNAMIC, eos=())
     reads: list[int] = []
-    plain = torch.Tensor.tolist
+    plain, begin = torch.Tensor.tolist, Engine._begin
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or plain(self))
+    monkeypatch.setattr(Engine, "_begin", lambda *rest: reads.append(0) or begin(*rest))
     for name in ("item", "__int__", "__bool__", "__index__", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the device is waited for"))
     with unchecked():
-        decoder.generate(prompts, GREEDY, 12, ())
-    assert len(reads) == decoder.num_passes + len(prefills)
-
-
-def test_shared_phases_add_up(tiny, half_right):
-    generations = together(tiny, half_right, CHAIN, prompts_of(tiny)[:3], GREEDY, 20, eos=())
-    spent = sum(sum(g.phases.values()) for g in generations)
-    longest = max(g.seconds for g in generations)
-    assert 0.5 * longest < spent < 1.05 * longest
-    assert all(g.prefill_seconds > 0 and min(g.phases.values()) > 0 for g in generations)
-
-
-def test_what_cannot_be_decoded_is_refused(tiny, half_right):
-    with pytest.raises(ConfigError, match="batch is 0"):
-        LockstepDecoder(tiny.target, half_right, CHAIN, CAPACITY, 0)
-    deep, medusa = CHAIN.model_copy(update={"depth": 7}), build(tiny, VARIANTS["medusa-0"])
-    with pytest.raises(ConfigError, match="drafts at most 6"):
-        LockstepDecoder(tiny.target, medusa, deep, CAPACITY, 2)
-    with pytest.raises(DataError, match="the target's is 512"):
-        LockstepDecoder(tiny.target, half_right, CHAIN, MAX_POSITIONS + 1, 2)
-    decoder = LockstepDecoder(tiny.target, half_right, CHAIN, 32, 2)
-    for prompt in ([], [1] * 32):
-        with pytest.raises(DataError, match="takes 1 to 31"):
-            decoder.generate([[1, 2], prompt], GREEDY, 5, ())
-    with pytest.raises(DataError, match="at least 1"):
-        decoder.generate([[1]], GREEDY, 0, ())
+        answer_together(engine, requests_of(prompts, GREEDY, 12))
+    assert reads.count(1) == engine.stats.num_passes + reads.count(0)

@@ -1,0 +1,26 @@
+"""Many prompts through one engine, where nobody waits for a single answer: for making data, and for measuring."""
+
+from collections.abc import Sequence
+
+from moray.decoding.engine import Engine
+from moray.decoding.request import Request
+from moray.decoding.stats import Generation
+
+
+def answer_together(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
+    """Answer requests, as many at a time as the engine takes; the first token of each comes from its prefill.
+
+    What is known of a single one is what became of its drafts: time and phases are those of all (see `Engine.stats`).
+    """
+    generations = [Generation([]) for _ in requests]
+    number_of = {engine.submit(request): index for index, request in enumerate(requests)}
+    while engine.is_busy:
+        for update in engine.step():
+            generation = generations[number_of[update.number]]
+            if generation.tokens:
+                generation.accepted.append(update.num_path)
+                generation.emitted.append(len(update.tokens))
+                generation.drafted.append(update.num_levels)
+            generation.tokens += update.tokens
+            generation.finish_reason = update.finish_reason or generation.finish_reason
+    return generations
