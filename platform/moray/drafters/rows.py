@@ -32,9 +32,8 @@ class Rows:
         self.parts = [own.expand(new, sees, depth) for own, new, sees in zip(slots, nodes.unbind(), seen, strict=True)]
         self.has_known = any(part.num_known for part in self.parts)
         self._num_nodes = nodes.shape[1]
-        self.tokens: Int[Tensor, " rows"] = (
-            torch.cat([part.tokens for part in self.parts]) if self.has_known else nodes.reshape(-1)
-        )
+        tokens = [part.tokens for part in self.parts]
+        self.tokens: Int[Tensor, " rows"] = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
     def reach(self, caches: Sequence[KVBuffer]) -> list[Reach]:
         """Nodes see their sequence; of verified tokens only keys and values are wanted."""
