@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -39,20 +40,12 @@ def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: 
     runs: list[Callable[[], None]] = [
         partial(_verify, target, cache, count, length, size) for count in rows for size in sizes
     ]
-    runs += [
-        partial(_draft, local, sampler, shape, count, length, depth) for count in (1, max(rows)) for depth in levels
-    ]
+    runs += [partial(_draft, local, sampler, shape, count, length, depth) for count in rows for depth in levels]
     best = _fastest(runs, target.device)
-    verify, draft = best[: len(rows) * len(sizes)], best[len(rows) * len(sizes) :]
-    costs: dict[int, Costs] = {}
-    for index, count in enumerate(rows):
-        share = (count - 1) / max(1, max(rows) - 1)
-        drafted = [
-            one + (all_ - one) * share for one, all_ in zip(draft[: len(levels)], draft[len(levels) :], strict=True)
-        ]
-        passed = verify[index * len(sizes) : (index + 1) * len(sizes)]
-        costs[count] = Costs(_ascending(sizes, passed), _ascending(levels, drafted))
-    return costs
+    seconds = iter(best)
+    verify = [_ascending(sizes, list(islice(seconds, len(sizes)))) for _ in rows]
+    draft = [_ascending(levels, list(islice(seconds, len(levels)))) for _ in rows]
+    return {count: Costs(*own) for count, *own in zip(rows, verify, draft, strict=True)}
 
 
 def _verify(target: Target, cache: RowCache, num_rows: int, length: int, num_tokens: int) -> None:

@@ -13,9 +13,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from moray.batch import TapNeeds, Taps
+from moray.decoding.picking import picks_of
 from moray.decoding.sampling import Sampler
 from moray.drafters.base import Drafter, Memory
-from moray.trees.shapes import ChainShape, GrowableShape
+from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
 
@@ -128,12 +129,19 @@ class LocalDrafts(DraftSource):
         self._asks.update({ask.number: ask for ask in asks})
 
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
-        return {number: self._draft(self._asks.pop(number)) for number in numbers if number in self._asks}
-
-    def _draft(self, ask: Ask) -> TokenTree:
-        select = ask.sampler.selector(ask.position, ask.shape.depth, isinstance(ask.shape, ChainShape))
-        root = torch.tensor([ask.root], device=self.drafter.head.weight.device)
-        return self.drafter.propose(self._states[ask.number], root, ask.shape, select)
+        by_shape: dict[GrowableShape, list[Ask]] = {}
+        for number in numbers:
+            if number in self._asks:
+                ask = self._asks.pop(number)
+                by_shape.setdefault(ask.shape, []).append(ask)
+        drafted: dict[int, TokenTree] = {}
+        for shape, asks in by_shape.items():
+            roots = torch.tensor([ask.root for ask in asks], device=self.drafter.head.weight.device)
+            states = [self._states[ask.number] for ask in asks]
+            picks = picks_of([ask.sampler for ask in asks], [ask.position for ask in asks], shape)
+            trees = self.drafter.propose_many(states, roots, shape, picks)
+            drafted |= zip((ask.number for ask in asks), trees, strict=True)
+        return drafted
 
     def close(self, number: int) -> None:
         self._known.pop(number, None)

@@ -5,9 +5,8 @@ its target (`TargetSpec`) and its frozen head, never the target itself.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from moray.drafters.configs import DrafterConfigBase, TrainableBase
 from moray.drafters.vocabulary import DraftVocabulary
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
-from moray.trees.grow import Budget, Select, grow
+from moray.trees.grow import Budget, Select, SelectMany, StepMany, alone, grow_many
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
@@ -170,6 +169,23 @@ class Drafter(nn.Module, ABC, Generic[State]):
     ) -> Float[Tensor, "new vocab"] | None:
         """Score the children of tree nodes at `depth` below the root (see `trees.grow.Step`)."""
 
+    def step_many(
+        self,
+        states: Sequence[State],
+        tokens: Int[Tensor, "sequences new"],
+        ancestors: Bool[Tensor, "#sequences new expanded"] | None,
+        depth: int,
+    ) -> tuple[Sequence[int], Float[Tensor, "left new vocab"]]:
+        """`step` for several sequences, equally many nodes of each: which of them go on, and their scores. Here one
+        after the other; see `drafters.together`."""
+        seen = [None] * len(states) if ancestors is None else ancestors.expand(len(states), -1, -1).unbind()
+        found: dict[int, Tensor] = {}
+        for place, (state, new, sees) in enumerate(zip(states, tokens, seen, strict=True)):
+            scores = self.step(state, new, sees, depth)
+            if scores is not None:
+                found[place] = scores
+        return list(found), torch.stack([*found.values()]) if found else torch.empty(0, tokens.shape[1], 0)
+
     def propose(
         self,
         state: State,
@@ -179,7 +195,16 @@ class Drafter(nn.Module, ABC, Generic[State]):
         budget: Budget | None = None,
     ) -> TokenTree:
         """Draft a tree below `root`, the token that follows those given to `extend` (see `trees.grow`)."""
-        return grow(root, shape, partial(self.step, state), select, budget)
+        return grow_many(root, shape, self._step_of([state]), alone(select), budget)[0]
+
+    def propose_many(
+        self, states: Sequence[State], roots: Int[Tensor, " sequences"], shape: GrowableShape, select: SelectMany
+    ) -> list[TokenTree]:
+        """Draft a tree for each of several sequences, all of one shape: the same as `propose` drafts for it alone."""
+        return grow_many(roots, shape, self._step_of(states), select)
+
+    def _step_of(self, states: Sequence[State]) -> StepMany:
+        return lambda asked, *rest: self.step_many([states[number] for number in asked], *rest)
 
     def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
         """Take the target's feature sizes from the cache's statistics; called once, before training."""

@@ -10,16 +10,17 @@ begins as the identity, takes its output to that depth's directions. With a fact
 is a little lower (platform/RESULTS.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TrainBatch
 from moray.drafters.base import DraftOutput, DraftView, Feature
 from moray.drafters.configs import DynamicMoAConfig
 from moray.drafters.moa import MoA, MoAState
+from moray.drafters.rows import on_device
 from moray.targets.head import TargetHead
 
 
@@ -42,10 +43,10 @@ class DynamicMoA(MoA):
         assert batch.taps.kv is not None
         device = batch.tokens.device
         efforts = view.efforts or (self.efforts[0],) * batch.tokens.shape[0]
-        places = _on(device, [self.config.efforts.index(effort) for effort in efforts])
+        places = on_device(device, [self.config.efforts.index(effort) for effort in efforts])
         feature = last = self._predict(batch, view, self.shift[places])
         for place, effort in enumerate(self.config.efforts):
-            rows = _on(device, [row for row, drawn in enumerate(efforts) if drawn == effort])
+            rows = on_device(device, [row for row, drawn in enumerate(efforts) if drawn == effort])
             if not rows.shape[0]:
                 continue
             own = self._at_depth(feature.index_select(0, rows), place)
@@ -54,10 +55,10 @@ class DynamicMoA(MoA):
                 kv = batch.taps.kv[:, :, -effort:].index_select(0, rows)
                 own = self._last_layers_in_one_pass(own, kv, view.start.index_select(0, rows))
             last = last.index_copy(0, rows, own.to(last.dtype))
-        features = {-1: Feature(last, 1.0, _on(device, [0.5 if drawn else 1.0 for drawn in efforts]))}
+        features = {-1: Feature(last, 1.0, on_device(device, [0.5 if drawn else 1.0 for drawn in efforts]))}
         for place, effort in enumerate(self.config.efforts):
             if effort and effort in efforts:
-                weight = _on(device, [0.5 * (drawn == effort) for drawn in efforts])
+                weight = on_device(device, [0.5 * (drawn == effort) for drawn in efforts])
                 features[-1 - effort] = Feature(feature, self.feature_scale[place], weight)
         return self._output(last, view, features)
 
@@ -68,13 +69,28 @@ class DynamicMoA(MoA):
     def set_effort(self, state: MoAState, effort: int) -> None:
         state.effort = effort
 
-    def _query(self, x: Float[Tensor, "1 rows hidden"], state: MoAState) -> Float[Tensor, "1 rows hidden"]:
-        return x + self.shift[self.config.efforts.index(state.effort)]
+    def score(
+        self,
+        states: Sequence[MoAState],
+        tokens: Int[Tensor, "sequences new"],
+        ancestors: Bool[Tensor, "#sequences new expanded"] | None,
+        depth: int,
+    ) -> Float[Tensor, "sequences new vocab"]:
+        groups: dict[int, list[int]] = {}
+        for place, state in enumerate(states):
+            groups.setdefault(state.effort, []).append(place)
+        if len(groups) == 1:
+            return super().score(states, tokens, ancestors, depth)
+        found: dict[int, Tensor] = {}
+        for places in groups.values():  # sequences of one effort go through the same layers
+            index = on_device(tokens.device, places)
+            sees = ancestors if ancestors is None or ancestors.shape[0] == 1 else ancestors[index]
+            logits = super().score([states[place] for place in places], tokens[index], sees, depth)
+            found |= zip(places, logits, strict=True)
+        return torch.stack([found[place] for place in range(len(states))])
 
-    def _feature(self, predicted: Float[Tensor, "1 rows hidden"], state: MoAState) -> Float[Tensor, "1 rows hidden"]:
-        return self._at_depth(predicted, self.config.efforts.index(state.effort))
+    def _query(self, x: Float[Tensor, "1 rows hidden"], effort: int) -> Float[Tensor, "1 rows hidden"]:
+        return x + self.shift[self.config.efforts.index(effort)]
 
-
-def _on(device: torch.device, values: list[int] | list[float]) -> Tensor:
-    """Row by row; a GPU takes them without being waited for."""
-    return torch.tensor(values, dtype=None if values else torch.long).to(device, non_blocking=True)
+    def _feature(self, predicted: Float[Tensor, "1 rows hidden"], effort: int) -> Float[Tensor, "1 rows hidden"]:
+        return self._at_depth(predicted, self.config.efforts.index(effort))

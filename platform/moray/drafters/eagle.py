@@ -9,6 +9,7 @@ While drafting, features past the last verified token are the drafter's own. Gro
 EAGLE-2 (arXiv 2406.16858), which changes the tree alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +18,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Drafter, DraftOutput, DraftView, Feature, Memory, Prediction, parents_of
+from moray.drafters.base import DraftOutput, DraftView, Feature, Memory, Prediction, parents_of
 from moray.drafters.configs import EagleConfig
 from moray.drafters.layers import RotaryTable, SelfAttentionLayer, init_weights
+from moray.drafters.rows import Rows
 from moray.drafters.slots import DraftSlots
+from moray.drafters.together import TogetherDrafter
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
 
@@ -35,7 +38,7 @@ class EagleState:
     drafted: list[Tensor]  # predicted features of the expanded nodes, level by level
 
 
-class Eagle(Drafter[EagleState]):
+class Eagle(TogetherDrafter[EagleState]):
     """Drafts from its own features; `layer` is one decoder layer, `fc` joins embedding and feature."""
 
     def __init__(self, config: EagleConfig, head: TargetHead) -> None:
@@ -102,19 +105,25 @@ class Eagle(Drafter[EagleState]):
         state.slots.extend(tokens, min(num_kept, 1), remember)
         state.before = before[:, state.slots.length - first :]
 
-    def step(
-        self, state: EagleState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
-    ) -> Float[Tensor, "new vocab"]:
-        rows = state.slots.expand(tokens, ancestors, depth)
+    def score(
+        self,
+        states: Sequence[EagleState],
+        tokens: Int[Tensor, "sequences new"],
+        ancestors: Bool[Tensor, "#sequences new expanded"] | None,
+        depth: int,
+    ) -> Float[Tensor, "sequences new vocab"]:
+        rows = Rows([state.slots for state in states], tokens, ancestors, depth)
         if depth == 0:
-            state.drafted = []
-            before = state.before[:, -1 - rows.num_known :]
+            for state in states:
+                state.drafted = []
+            before = [state.before[:, -1 - part.num_known :] for state, part in zip(states, rows.parts, strict=True)]
         elif ancestors is None:
-            before = state.drafted[-1]
+            before = [state.drafted[-1] for state in states]
         else:
-            before = torch.cat(state.drafted, dim=1)[:, parents_of(ancestors)]
-        rotary = self.rotary.rows(*rows.positions)
-        x = self._join(rows.tokens[None], before)
-        predicted = self.layer.draft(x, rotary, state.cache, rows.slot, rows.mask, rows.num_known)
-        state.drafted.append(predicted)
-        return self.vocabulary.expand(self.vocabulary.logits(predicted[0]))
+            parents = [parents_of(own) for own in ancestors] * (len(states) // ancestors.shape[0])
+            before = [torch.cat(s.drafted, dim=1)[:, above] for s, above in zip(states, parents, strict=True)]
+        x = self._join(rows.tokens[None], before[0] if len(before) == 1 else torch.cat(before, dim=1))
+        predicted = self.layer.draft(x, rows.rotary(self.rotary), rows.reach([state.cache for state in states]))
+        for state, own in zip(states, rows.split(predicted), strict=True):
+            state.drafted.append(own)
+        return self.vocabulary.expand(self.vocabulary.logits(predicted[0])).view(*tokens.shape, -1)

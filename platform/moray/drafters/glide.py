@@ -7,6 +7,7 @@ target's last layer as they lie in its cache: of verified tokens only. In traini
 what the target would not have computed yet.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,11 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.attention import attend, attend_each, without_known
+from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import GlideConfig
-from moray.drafters.layers import RMSNorm, Rotary, RotaryTable, SelfAttention, SwiGLU, attend, init_weights
+from moray.drafters.layers import RMSNorm, Rotary, RotaryTable, SelfAttention, SwiGLU, init_weights
+from moray.drafters.rows import Rows
 from moray.drafters.slots import DraftSlots
 from moray.drafters.t_step import memory_tokens
+from moray.drafters.together import TogetherDrafter
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.visibility import Visible
@@ -37,7 +41,7 @@ class GlideState:
     target: Tensor
 
 
-class Glide(Drafter[GlideState]):
+class Glide(TogetherDrafter[GlideState]):
     """Drafts from token embeddings, with the target's last keys and values in view."""
 
     def __init__(self, config: GlideConfig, head: TargetHead) -> None:
@@ -81,7 +85,7 @@ class Glide(Drafter[GlideState]):
         x = self.run_block(self._attend_to_itself, x, rotary)
         positions = torch.arange(seq, device=x.device).expand(batch.tokens.shape)
         target, mask = self._unpack(batch.taps.kv[:, :, 0]), memory_tokens(view.start)
-        hidden = self.run_block(self._finish, x, target, mask, positions)
+        hidden = self.run_block(self._finish_over, x, target, mask, positions)
         return DraftOutput((Prediction(hidden, view.start, self.vocabulary.logits),))
 
     def _attend_to_itself(
@@ -89,18 +93,25 @@ class Glide(Drafter[GlideState]):
     ) -> Float[Tensor, "batch seq hidden"]:
         return x + self.self_attention(self.self_norm(x), rotary, "causal")
 
-    def _finish(
+    def _finish_over(
         self,
         x: Float[Tensor, "batch seq hidden"],
         target: KeysValues,
         mask: Visible | None,
         positions: Int[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq hidden"]:
+        return self._finish(x, positions, lambda query: attend(query, *target, mask))
+
+    def _finish(
+        self,
+        x: Float[Tensor, "batch seq hidden"],
+        positions: Int[Tensor, "batch seq"],
+        attended: Callable[[Float[Tensor, "batch heads seq head_dim"]], Float[Tensor, "batch seq width"]],
+    ) -> Float[Tensor, "batch seq hidden"]:
         """Cross-attention to the target's keys and values, MLP, norm."""
         batch, seq, _ = x.shape
         query = self.cross_query(self.cross_norm(x)).view(batch, seq, self.config.num_cross_heads, -1).transpose(1, 2)
-        query = self.head.rotate(query, positions)
-        x = x + self.cross_out(attend(query, *target, mask))
+        x = x + self.cross_out(attended(self.head.rotate(query, positions)))
         return self.out_norm(x + self.mlp(self.mlp_norm(x)))
 
     def _unpack(self, kv: Float[Tensor, "batch seq width"]) -> KeysValues:
@@ -133,14 +144,21 @@ class Glide(Drafter[GlideState]):
     def _embed(self, tokens: Int[Tensor, " some"]) -> Float[Tensor, "1 some hidden"]:
         return self.head.embed(tokens)[None].to(self.cross_query.weight.dtype)
 
-    def step(
-        self, state: GlideState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
-    ) -> Float[Tensor, "new vocab"]:
-        rows = state.slots.expand(tokens, ancestors, depth)
-        rotary = self.rotary.rows(*rows.positions)
+    def score(
+        self,
+        states: Sequence[GlideState],
+        tokens: Int[Tensor, "sequences new"],
+        ancestors: Bool[Tensor, "#sequences new expanded"] | None,
+        depth: int,
+    ) -> Float[Tensor, "sequences new vocab"]:
+        rows = Rows([state.slots for state in states], tokens, ancestors, depth)
+        reaches = rows.reach([state.own for state in states])
         x = self._embed(rows.tokens)
-        attended = self.self_attention.draft(self.self_norm(x), rotary, state.own, rows.slot, rows.mask, rows.num_known)
-        key, value = state.target[..., : state.slots.num_verified, :]
-        positions = torch.full((1, tokens.shape[0]), rows.position, device=tokens.device)
-        hidden = self._finish(x[:, rows.num_known :] + attended, (key, value), None, positions)
-        return self.vocabulary.expand(self.vocabulary.logits(hidden[0]))
+        attended = self.self_attention.draft(self.self_norm(x), rows.rotary(self.rotary), reaches)
+        memories = [state.target[..., : state.slots.num_verified, :] for state in states]
+        hidden = self._finish(
+            without_known(x, reaches) + attended,
+            rows.node_positions.reshape(1, -1),
+            partial(attend_each, memories=memories),
+        )
+        return self.vocabulary.expand(self.vocabulary.logits(hidden[0])).view(*tokens.shape, -1)

@@ -4,6 +4,7 @@ It knows nothing of the target but the text, so nothing crosses from target to d
 (arXiv 2402.01528): few wide layers draft faster than many narrow ones at the same quality.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,10 +14,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.attention import Reach
+from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import IndependentConfig
 from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttentionLayer, init_weights
+from moray.drafters.rows import Rows
 from moray.drafters.slots import DraftSlots
+from moray.drafters.together import TogetherDrafter
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
@@ -30,7 +34,7 @@ class IndependentState:
     caches: list[Tensor]  # per layer [2, 1, kv_heads, slots, head_dim]
 
 
-class Independent(Drafter[IndependentState]):
+class Independent(TogetherDrafter[IndependentState]):
     """Drafts as a language model of its own."""
 
     def __init__(self, config: IndependentConfig, head: TargetHead) -> None:
@@ -130,21 +134,21 @@ class Independent(Drafter[IndependentState]):
         mask = state.slots.causal(tokens.shape[0]) if lower else None
         x = self._embed(tokens[None])
         for layer, cache in lower:
-            x = layer.draft(x, rotary, cache, start, mask)
+            x = layer.draft(x, rotary, [Reach(cache, start, tokens.shape[0], mask=mask)])
         last.remember(x, rotary, last_cache, start)
 
-    def step(
+    def score(
         self,
-        state: IndependentState,
-        tokens: Int[Tensor, " new"],
-        ancestors: Bool[Tensor, "new expanded"] | None,
+        states: Sequence[IndependentState],
+        tokens: Int[Tensor, "sequences new"],
+        ancestors: Bool[Tensor, "#sequences new expanded"] | None,
         depth: int,
-    ) -> Float[Tensor, "new vocab"]:
-        rows = state.slots.expand(tokens, ancestors, depth)
-        rotary = self.rotary.rows(*rows.positions)
-        *lower, (last, last_cache) = zip(self._blocks, state.caches, strict=True)
+    ) -> Float[Tensor, "sequences new vocab"]:
+        rows = Rows([state.slots for state in states], tokens, ancestors, depth)
+        rotary = rows.rotary(self.rotary)
+        *lower, (last, last_caches) = zip(self._blocks, zip(*(s.caches for s in states), strict=True), strict=True)
         x = self._embed(rows.tokens[None])
-        for layer, cache in lower:
-            x = layer.draft(x, rotary, cache, rows.slot, rows.causal)
-        x = last.draft(x, rotary, last_cache, rows.slot, rows.mask, rows.num_known)
-        return self.vocabulary.expand(self._logits(self.norm(x)[0]))
+        for layer, caches in lower:
+            x = layer.draft(x, rotary, rows.reach_of_all(caches))
+        x = last.draft(x, rotary, rows.reach(last_caches))
+        return self.vocabulary.expand(self._logits(self.norm(x)[0])).view(*tokens.shape, -1)

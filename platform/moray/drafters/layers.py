@@ -4,28 +4,20 @@ Unlike a library's decoder layer, a block here lets its caller own keys and valu
 positions at once, drafting keeps them in preallocated buffers.
 """
 
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
+from moray.drafters.attention import KVBuffer, Mask, Reach, attend, attend_each, attend_within, without_known
 from moray.drafters.configs import BlockConfig
 from moray.drafters.direction import Direction
-from moray.targets.visibility import Visible, attend_causally, attend_visible
+from moray.targets.visibility import Visible
 
 Rotary = Complex[Tensor, "#seq half"]
 """Unit complex numbers by which pairs of neighbouring features turn, for some positions."""
-
-
-KVBuffer = Float[Tensor, "2 1 kv_heads slots head_dim"]
-"""Keys and values of one attention and one sequence, slot by slot (see `drafters.slots`)."""
-
-
-Mask = Visible | Literal["causal"] | Float[Tensor, "#batch 1 seq slots"] | None
-"""What queries see of keys. Whole sequences are trained by a rule, for "causal" the kernel's own; drafting has a tensor
-that is 0 where they see; None: everything."""
 
 
 class RotaryTable(nn.Module):
@@ -42,6 +34,10 @@ class RotaryTable(nn.Module):
     def rows(self, start: int, end: int) -> Rotary:
         """Rotations of positions start..end-1: a view, no copy."""
         return torch.view_as_complex(self.pairs[start:end])
+
+    def at(self, positions: Int[Tensor, " seq"]) -> Rotary:
+        """Rotations of any positions."""
+        return torch.view_as_complex(self.pairs[positions])
 
 
 def rotate(x: Float[Tensor, "batch heads seq head_dim"], rotary: Rotary) -> Float[Tensor, "batch heads seq head_dim"]:
@@ -105,7 +101,7 @@ class SelfAttention(nn.Module):
         # Split, not sliced: the gradients of slices are padded with zeros and added up.
         turned, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         query, key = rotate(turned, rotary).split([self.num_heads, self.num_kv_heads], dim=1)
-        return self._attend(query, key, value, mask)
+        return self.o_proj(attend(query, key, value, mask))
 
     def remember(self, normed: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
         """Write keys and values of new positions into a cache's slots from `start` on."""
@@ -116,35 +112,14 @@ class SelfAttention(nn.Module):
         cache[1, :, :, start:end] = heads[:, self.num_kv_heads :]
 
     def draft(
-        self,
-        normed: Float[Tensor, "1 new width"],
-        rotary: Rotary,
-        cache: KVBuffer,
-        start: int,
-        mask: Float[Tensor, "1 1 rest seen"] | None,
-        num_known: int = 0,
+        self, normed: Float[Tensor, "1 rows width"], rotary: Rotary, reaches: Sequence[Reach]
     ) -> Float[Tensor, "1 rest width"]:
-        """New positions over the cache, in which their own slots begin at `start`.
-
-        Of the first `num_known` only keys and values are computed; the others see them all, if they have no mask.
-        """
+        """New positions of several sequences, one behind the other, each over its sequence's cache."""
         heads = _heads(self.qkv_proj(normed), self.head_dim)
         num_rotated = self.num_heads + self.num_kv_heads
         rotated = rotate(heads[:, :num_rotated], rotary)
-        end = start + normed.shape[1]
-        cache[0, :, :, start:end] = rotated[:, self.num_heads :]
-        cache[1, :, :, start:end] = heads[:, num_rotated:]
-        key, value = cache[..., :end, :]
-        return self._attend(rotated[:, : self.num_heads, num_known:], key, value, mask)
-
-    def _attend(
-        self,
-        query: Float[Tensor, "batch heads seq head_dim"],
-        key: Float[Tensor, "batch kv_heads slots head_dim"],
-        value: Float[Tensor, "batch kv_heads slots head_dim"],
-        mask: Mask,
-    ) -> Float[Tensor, "batch seq width"]:
-        return self.o_proj(attend(query, key, value, mask))
+        query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, num_rotated:]
+        return self.o_proj(attend_within(query, key, value, reaches))
 
 
 class CrossAttention(nn.Module):
@@ -174,29 +149,25 @@ class CrossAttention(nn.Module):
         mask: Visible | None,
     ) -> Float[Tensor, "batch seq width"]:
         """What the positions of `normed`, turned by `rotary`, read there."""
-        query = rotate(_heads(self.q_proj(normed), self.head_dim), rotary)
-        return self.o_proj(attend(query, key, value, mask))
+        return self.o_proj(attend(self._query(normed, rotary), key, value, mask))
+
+    def draft(
+        self,
+        normed: Float[Tensor, "1 rows width"],
+        rotary: Rotary,
+        memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]],
+    ) -> Float[Tensor, "1 rows width"]:
+        """New positions of several sequences, equally many of each, over all that its sequence remembers."""
+        return self.o_proj(attend_each(self._query(normed, rotary), memories))
+
+    def _query(
+        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary
+    ) -> Float[Tensor, "batch heads seq head_dim"]:
+        return rotate(_heads(self.q_proj(normed), self.head_dim), rotary)
 
 
 def _heads(x: Float[Tensor, "batch seq width"], head_dim: int) -> Float[Tensor, "batch heads seq head_dim"]:
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-
-
-def attend(
-    query: Float[Tensor, "batch heads seq head_dim"],
-    key: Float[Tensor, "batch kv_heads slots head_dim"],
-    value: Float[Tensor, "batch kv_heads slots head_dim"],
-    mask: Mask,
-) -> Float[Tensor, "batch seq width"]:
-    """Scaled dot-product attention, heads side by side."""
-    if isinstance(mask, Visible):
-        attended = attend_visible(query, key, value, mask)
-    elif isinstance(mask, str):
-        attended = attend_causally(query, key, value)
-    else:
-        is_grouped = query.shape[1] != key.shape[1]
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=is_grouped)
-    return attended.transpose(1, 2).flatten(2)
 
 
 class SwiGLU(nn.Module):
@@ -251,17 +222,11 @@ class SelfAttentionLayer(_Layer):
         self.attention.remember(self.input_norm(x), rotary, cache, start)
 
     def draft(
-        self,
-        x: Float[Tensor, "1 new width"],
-        rotary: Rotary,
-        cache: KVBuffer,
-        start: int,
-        mask: Float[Tensor, "1 1 rest seen"] | None,
-        num_known: int = 0,
+        self, x: Float[Tensor, "1 rows width"], rotary: Rotary, reaches: Sequence[Reach]
     ) -> Float[Tensor, "1 rest width"]:
-        """New positions over a cache, but for the first `num_known` (see `SelfAttention.draft`)."""
-        attended = self.attention.draft(self.input_norm(x), rotary, cache, start, mask, num_known)
-        return self._finish(x[:, num_known:], attended)
+        """New positions of several sequences over their caches, but for those that are known already."""
+        attended = self.attention.draft(self.input_norm(x), rotary, reaches)
+        return self._finish(without_known(x, reaches), attended)
 
 
 class CrossAttentionLayer(_Layer):
@@ -285,6 +250,15 @@ class CrossAttentionLayer(_Layer):
     ) -> Float[Tensor, "batch seq width"]:
         """The layer's output for `x` and the memory's keys and values."""
         return self._finish(x, self.attention(self.input_norm(x), rotary, key, value, mask))
+
+    def draft(
+        self,
+        x: Float[Tensor, "1 rows width"],
+        rotary: Rotary,
+        memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]],
+    ) -> Float[Tensor, "1 rows width"]:
+        """The layer's output for rows of several sequences (see `CrossAttention.draft`)."""
+        return self._finish(x, self.attention.draft(self.input_norm(x), rotary, memories))
 
 
 def init_weights(module: nn.Module, norm_init: str) -> None:

@@ -7,6 +7,7 @@ A head is a residual SiLU block that starts as the identity and a vocabulary pro
 target's lm_head. All heads are computed at once, so a draft costs the same at any depth up to their number.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.configs import MedusaConfig
+from moray.drafters.together import TogetherDrafter
 from moray.targets.head import TargetHead
 
 
@@ -28,7 +30,7 @@ class MedusaState:
     logits: Tensor | None = None  # [heads, vocab]
 
 
-class Medusa(Drafter[MedusaState]):
+class Medusa(TogetherDrafter[MedusaState]):
     """Drafts every level at once, from one hidden state of the target."""
 
     def __init__(self, config: MedusaConfig, head: TargetHead) -> None:
@@ -107,18 +109,25 @@ class Medusa(Drafter[MedusaState]):
         state.last = memory["feature"][0, -1].to(self.block_weights[0].dtype)
         state.logits = None
 
-    def step(
+    def score(
         self,
-        state: MedusaState,
-        tokens: Int[Tensor, " new"],
-        ancestors: Bool[Tensor, "new expanded"] | None,
+        states: Sequence[MedusaState],
+        tokens: Int[Tensor, "sequences new"],
+        ancestors: Bool[Tensor, "#sequences new expanded"] | None,
         depth: int,
-    ) -> Float[Tensor, "new vocab"]:
-        if depth == 0 or state.logits is None:
-            hidden = self._blocks(state.last[None, None])
-            if self.projections is None:
-                logits = self.vocabulary.logits(hidden[:, 0])
-            else:
-                logits = torch.matmul(hidden, self.projections.transpose(1, 2))[:, 0]
-            state.logits = self.vocabulary.expand(logits)
-        return state.logits[depth].expand(tokens.shape[0], -1)
+    ) -> Float[Tensor, "sequences new vocab"]:
+        new = [state for state in states if depth == 0 or state.logits is None]
+        if new:
+            self._run_heads(new)
+        logits = torch.stack([state.logits[depth] for state in states if state.logits is not None])
+        return logits[:, None].expand(-1, tokens.shape[1], -1)
+
+    def _run_heads(self, states: Sequence[MedusaState]) -> None:
+        hidden = self._blocks(torch.stack([state.last for state in states])[None])
+        if self.projections is None:
+            logits = self.vocabulary.logits(hidden)
+        else:
+            logits = torch.matmul(hidden, self.projections.transpose(1, 2))
+        full = self.vocabulary.expand(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
+        for state, own in zip(states, full.unbind(1), strict=True):
+            state.logits = own

@@ -8,7 +8,7 @@ Target Layer Inference.
 Memory covers verified tokens only, so drafting k tokens needs nothing new from the target.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,15 +17,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Drafter, DraftOutput, DraftView, Feature, Memory, Prediction
+from moray.drafters.base import DraftOutput, DraftView, Feature, Memory, Prediction
 from moray.drafters.configs import MoABase
 from moray.drafters.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.pooled import PooledSelfAttentionLayer
+from moray.drafters.rows import Rows
 from moray.drafters.slots import DraftSlots
 from moray.drafters.t_step import memory_tokens, own_tokens, past_and_drafted
+from moray.drafters.together import TogetherDrafter
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
-from moray.targets.kv_cache import KVCache, PastAndPredicted
+from moray.targets.kv_cache import KVCache, KVCaches, PastAndPredicted
 from moray.trees.shapes import MAX_DEPTH
 
 _LAYER_ROTARY_THETA = 10_000.0
@@ -50,7 +52,7 @@ class MoAState:
     """N: how many of those layers the next draft runs."""
 
 
-class MoA(Drafter[MoAState]):
+class MoA(TogetherDrafter[MoAState]):
     """The Mixture-of-Attentions drafter."""
 
     def __init__(self, config: MoABase, head: TargetHead) -> None:
@@ -215,28 +217,44 @@ class MoA(Drafter[MoAState]):
     def _embed(self, tokens: Int[Tensor, " some"]) -> Float[Tensor, "1 some hidden"]:
         return self.head.embed(tokens)[None].to(self.to_memory.weight.dtype)
 
-    def step(
-        self, state: MoAState, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
-    ) -> Float[Tensor, "new vocab"]:
-        rows = state.slots.expand(tokens, ancestors, depth)
-        rotary = self.rotary.rows(*rows.positions)
-        x = self.sa.draft(self._embed(rows.tokens), rotary, state.own, rows.slot, rows.mask, rows.num_known)
-        key, value = state.memory[..., : state.slots.num_verified, :]
-        hidden = self._feature(self.ca(self._query(x, state), rotary[rows.num_known :], key, value, None), state)
-        if state.tail is not None and state.effort:
-            state.tail.length = rows.slot + rows.num_known
-            positions = torch.full((1, tokens.shape[0]), rows.position, device=tokens.device)
-            feature = hidden.to(self.head.weight.dtype)
-            hidden = self.head.run_last_layers(feature, positions, rows.mask, state.tail, num_layers=state.effort)
-        return self.vocabulary.expand(self.vocabulary.logits(hidden[0]))
+    def score(
+        self,
+        states: Sequence[MoAState],
+        tokens: Int[Tensor, "sequences new"],
+        ancestors: Bool[Tensor, "#sequences new expanded"] | None,
+        depth: int,
+    ) -> Float[Tensor, "sequences new vocab"]:
+        rows, effort = Rows([state.slots for state in states], tokens, ancestors, depth), states[0].effort
+        x = self.sa.draft(
+            self._embed(rows.tokens), rows.rotary(self.rotary), rows.reach([state.own for state in states])
+        )
+        memories = [state.memory[..., : state.slots.num_verified, :] for state in states]
+        predicted = self.ca.draft(self._query(x, effort), rows.node_rotary(self.rotary), memories)
+        hidden = self._feature(predicted, effort)
+        if effort:
+            tails = [state.tail for state in states if state.tail is not None]
+            hidden = self._run_last_layers(hidden, rows, tails, effort)
+        return self.vocabulary.expand(self.vocabulary.logits(hidden[0])).view(*tokens.shape, -1)
 
-    def _query(self, x: Float[Tensor, "1 rows hidden"], state: MoAState) -> Float[Tensor, "1 rows hidden"]:
+    def _run_last_layers(
+        self, feature: Float[Tensor, "1 nodes hidden"], rows: Rows, tails: list[KVCache], effort: int
+    ) -> Float[Tensor, "1 nodes hidden"]:
+        """Target Layer Inference (section 3.3) for the nodes of several sequences: each a row of one batch."""
+        for tail, part in zip(tails, rows.parts, strict=True):
+            tail.length = part.slot + part.num_known
+        positions, masks = rows.node_positions, [part.mask for part in rows.parts]
+        batch = feature.to(self.head.weight.dtype).view(*positions.shape, -1)
+        cache = tails[0] if len(tails) == 1 else KVCaches(tails)
+        mask = masks[0] if isinstance(cache, KVCache) else cache.mask(masks, batch)
+        return self.head.run_last_layers(batch, positions, mask, cache, num_layers=effort).flatten(0, 1)[None]
+
+    def _query(self, x: Float[Tensor, "1 rows hidden"], effort: int) -> Float[Tensor, "1 rows hidden"]:
         """What cross-attention's queries are made of, out of what self-attention gave."""
         return x
 
-    def _feature(self, predicted: Float[Tensor, "1 rows hidden"], state: MoAState) -> Float[Tensor, "1 rows hidden"]:
+    def _feature(self, predicted: Float[Tensor, "1 rows hidden"], effort: int) -> Float[Tensor, "1 rows hidden"]:
         """The hidden state that the target's last layers, or lm_head, read, out of what cross-attention gave."""
-        return predicted * self.feature_scale if state.effort else predicted
+        return predicted * self.feature_scale if effort else predicted
 
 
 def _joined(parts: list[Float[Tensor, "_ hidden"]]) -> Float[Tensor, "tokens hidden"]:

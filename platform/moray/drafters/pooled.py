@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from moray.drafters.attention import attend
 from moray.drafters.configs import BlockConfig
 from moray.drafters.gated_mean import GatedMean
 from moray.drafters.layer_attention import LayerAttention
-from moray.drafters.layers import RMSNorm, Rotary, SelfAttention, SwiGLU, attend, rotate
+from moray.drafters.layers import RMSNorm, Rotary, SelfAttention, SwiGLU, rotate
 
 _SHORT = 64
 """Up to so many positions plain products of matrices beat a CPU's fused attention, which is made for long sequences."""

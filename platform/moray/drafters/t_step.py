@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from moray.drafters.layers import Mask
+from moray.drafters.attention import Mask
 from moray.targets.visibility import Visible, Window
 
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moray.errors import ConfigError, DataError
 from moray.targets.attention import attention_backend
-from moray.targets.kv_cache import KVCache, PastAndPredicted
+from moray.targets.kv_cache import KVCache, KVCaches, PastAndPredicted
 from moray.targets.model import Target, pick_device
 from moray.targets.rotary import RotaryCache
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
@@ -174,7 +174,7 @@ class TargetHead:
         hidden: Float[Tensor, "batch new hidden"],
         positions: Int[Tensor, "batch new"],
         mask: Visible | Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
-        cache: KVCache | PastAndPredicted,
+        cache: KVCache | KVCaches | PastAndPredicted,
         run: Callable[..., Tensor] = _run,
         num_layers: int | None = None,
     ) -> Float[Tensor, "batch new hidden"]:

@@ -88,6 +88,38 @@ class KVCache(Cache):
         self.length = 0
 
 
+class KVCaches:
+    """Caches of several sequences as one pass over a batch of them sees them: what is new is written to each one's own,
+    and what all hold is copied side by side, shorter ones padded with zeros that nobody may see."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self._caches = caches
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Like `KVCache.update`: [sequences, kv_heads, most slots, head_dim] of keys, and of values."""
+        _, heads, new, head_dim = key_states.shape
+        most = max(cache.length for cache in self._caches) + new
+        both = key_states.new_zeros(2, len(self._caches), heads, most, head_dim)
+        for row, cache in enumerate(self._caches):
+            own = slice(row, row + 1)
+            key, value = cache.update(key_states[own], value_states[own], layer_idx)
+            both[0, own, :, : key.shape[2]] = key
+            both[1, own, :, : key.shape[2]] = value
+        return both[0], both[1]
+
+    def mask(
+        self, masks: Sequence[Float[Tensor, "1 1 new _"] | None], new: Float[Tensor, "sequences new hidden"]
+    ) -> Float[Tensor, "sequences 1 new most"]:
+        """One mask out of each one's own (None: everything), for new rows like these."""
+        lengths = [cache.length + new.shape[1] for cache in self._caches]
+        joined = new.new_full((len(masks), 1, new.shape[1], max(lengths)), -torch.inf)
+        for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
+            joined[row, :, :, :length] = 0.0 if mask is None else mask[0]
+        return joined
+
+
 class PastAndPredicted:
     """Keys and values that a layer sees while Target Layer Inference is trained on all positions at once.
 

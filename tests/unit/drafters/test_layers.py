@@ -9,6 +9,7 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 from torch import nn
 
+from moray.drafters.attention import Reach
 from moray.drafters.base import Drafter
 from moray.drafters.configs import BlockConfig, LayeredBase
 from moray.drafters.direction import Direction
@@ -195,7 +196,9 @@ def drafted(attention: SelfAttention, slots: DraftSlots, cache: torch.Tensor, x:
     """What nodes read that are positions of x."""
     rows = slots.expand(nodes, ancestors, depth)
     rotary = ROTARY.rows(*rows.positions)
-    return attention.draft(x[:, rows.tokens], rotary, cache, rows.slot, rows.mask, rows.num_known)[0]
+    return attention.draft(
+        x[:, rows.tokens], rotary, [Reach(cache, rows.slot, rows.tokens.shape[0], rows.num_known, rows.mask)]
+    )[0]
 
 
 def test_drafting_token_by_token_attends_as_all_positions_at_once(attention):
@@ -239,7 +242,11 @@ def test_tokens_that_wait_attend_causally_where_a_layer_above_reads_them(attenti
             slots.extend(torch.arange(begin, end), 1, pytest.fail)
             rows = slots.expand(torch.tensor([end]), None, 0)
             assert (rows.num_known, rows.positions) == (end - begin - 1, (begin + 1, end + 1))
-            read = attention.draft(x[:, rows.tokens], ROTARY.rows(*rows.positions), cache, rows.slot, rows.causal)
+            read = attention.draft(
+                x[:, rows.tokens],
+                ROTARY.rows(*rows.positions),
+                [Reach(cache, rows.slot, rows.tokens.shape[0], 0, rows.causal)],
+            )
             torch.testing.assert_close(read[0], whole[0, begin + 1 : end + 1], rtol=1e-5, atol=1e-5)
 
 

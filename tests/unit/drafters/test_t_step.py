@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from moray.distill.masks import verified_start
-from moray.drafters.layers import attend
+from moray.drafters.attention import attend
 from moray.drafters.t_step import memory_tokens, own_tokens, past_and_drafted
 from moray.targets import visibility
 from moray.targets.visibility import Visible

@@ -6,17 +6,21 @@ sequence was idle for too long) the answer is a miss: nothing is guessed.
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moray.decoding.params import SamplingParams
+from moray.decoding.picking import picks_of
 from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest, Entry, described
 from moray.decoding.sampling import Sampler
 from moray.drafters.base import Drafter
 from moray.errors import DataError
-from moray.trees.shapes import ChainShape
+from moray.trees.shapes import GrowableShape
+from moray.trees.tree import TokenTree
 
 
 @dataclass
@@ -38,6 +42,14 @@ class _Session:
     state: object
     known: int
     used: float
+
+
+class _Wish(NamedTuple):
+    """A draft that an entry asks for."""
+
+    entry: Entry
+    root: int
+    session: _Session
 
 
 class DraftHost:
@@ -75,11 +87,24 @@ class DraftHost:
             for session in request.closed:
                 self._close(session)
             self._sweep()
-            trees, at = [], 0
-            for entry in request.entries:
+            trees: list[DraftedTree] = []
+            wishes: dict[tuple[str, int], dict[int, _Wish]] = {}
+            asked: set[str] = set()
+            at = 0
+            for place, entry in enumerate(request.entries):
+                if entry.session in asked:
+                    raise DataError("a message goes on with a sequence after asking for a draft of it")
                 end = at + len(entry.tokens)
-                trees.append(self._answer(request, entry, {name: rows[None, at:end] for name, rows in tensors.items()}))
+                session = self._take_in(entry, {name: rows[None, at:end] for name, rows in tensors.items()})
+                trees.append(DraftedTree(session=entry.session, known=session.known if session else 0))
+                if session is not None and entry.root is not None:
+                    wishes.setdefault((entry.drafter, entry.shape), {})[place] = _Wish(entry, entry.root, session)
+                    asked.add(entry.session)
                 at = end
+            for (drafter, shape), together in wishes.items():
+                drafted = self._draft(drafter, request.shapes[shape], request.params, list(together.values()))
+                for place, tree in zip(together, drafted, strict=True):
+                    trees[place] = trees[place].model_copy(update=described(tree))
             seconds = time.perf_counter() - begin
             self._count(trees, seconds)
             return DraftReply(number=request.number, trees=tuple(trees), seconds=seconds)
@@ -94,7 +119,8 @@ class DraftHost:
         if session is not None:
             self._free[session.drafter].append(session.state)
 
-    def _answer(self, request: DraftRequest, entry: Entry, memory: dict[str, Tensor]) -> DraftedTree:
+    def _take_in(self, entry: Entry, memory: dict[str, Tensor]) -> _Session | None:
+        """Extend an entry's session by what it tells; None: a miss."""
         drafter = self._drafters.get(entry.drafter)
         if drafter is None:
             raise DataError(f"drafter '{entry.drafter}' is not here; there are {', '.join(self._drafters)}")
@@ -103,7 +129,7 @@ class DraftHost:
             session = self._begin(entry.session, entry.drafter, drafter)
         if session is None or session.known != entry.known or session.drafter != entry.drafter:
             self.stats.num_misses += 1
-            return DraftedTree(session=entry.session, known=0)
+            return None
         device, session.used = drafter.head.weight.device, time.monotonic()
         if session.known + len(entry.tokens) > self._sizes[0]:
             raise DataError(f"a sequence has more than {self._sizes[0]} tokens")
@@ -112,15 +138,17 @@ class DraftHost:
             known = {name: rows.to(device) for name, rows in memory.items()}
             drafter.extend(session.state, tokens, known, entry.num_kept)
             session.known += len(entry.tokens)
-        if entry.root is None:
-            return DraftedTree(session=entry.session, known=session.known)
-        shape = request.shapes[entry.shape]
-        sampler = Sampler(request.params[entry.params], drafter.spec.vocab_size, device, entry.sequence)
-        # What a chain was sampled from does not cross: a test by rejection takes the likeliest tokens, as of a tree.
-        is_chain = isinstance(shape, ChainShape) and sampler.params.rule != "rejection"
-        select = sampler.selector(session.known, shape.depth, is_chain)
-        tree = drafter.propose(session.state, torch.tensor([entry.root], device=device), shape, select)
-        return DraftedTree(session=entry.session, known=session.known, **described(tree))
+        return session
+
+    def _draft(
+        self, name: str, shape: GrowableShape, params: Sequence[SamplingParams], wishes: list[_Wish]
+    ) -> list[TokenTree]:
+        drafter = self._drafters[name]
+        device, size = drafter.head.weight.device, drafter.spec.vocab_size
+        samplers = [Sampler(params[wish.entry.params], size, device, wish.entry.sequence) for wish in wishes]
+        roots = torch.tensor([wish.root for wish in wishes], device=device)
+        picks = picks_of(samplers, [wish.session.known for wish in wishes], shape, are_certain=True)
+        return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
 
     def _begin(self, name: str, drafter_name: str, drafter: Drafter) -> _Session:
         self._close(name)

@@ -1,0 +1,50 @@
+"""Picking the children of several sequences' trees at once, for each exactly as `sampling.Sampler` picks them alone.
+
+Greedy sequences, which are most of the traffic, share one call over all of their rows; sampled ones have filters and
+noise of their own and are taken one by one. Nothing waits for the device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from moray.decoding.sampling import Sampler
+from moray.trees.grow import SelectMany
+from moray.trees.growth import Picked
+from moray.trees.shapes import ChainShape, GrowableShape
+
+
+def picks_of(
+    samplers: Sequence[Sampler], root_positions: Sequence[int], shape: GrowableShape, *, are_certain: bool = False
+) -> SelectMany:
+    """How trees of one shape below the tokens at these positions pick their children.
+
+    With `are_certain` nothing is sampled from the drafter, not even a chain that is to be tested by rejection: for
+    where the distributions that it was sampled from do not come along.
+    """
+    is_chain = isinstance(shape, ChainShape)
+    selects = [
+        sampler.selector(position, shape.depth, is_chain and not (are_certain and sampler.params.rule == "rejection"))
+        for sampler, position in zip(samplers, root_positions, strict=True)
+    ]
+
+    def pick(asked: Sequence[int], logits: Float[Tensor, "asked new vocab"], depth: int, children: int) -> Picked:
+        greedy = [place for place, number in enumerate(asked) if samplers[number].params.is_greedy]
+        if len(greedy) == len(asked):
+            tokens, log_probs, _ = selects[asked[0]](logits.flatten(0, 1), depth, children)
+            size = logits.shape[:2]
+            return Picked(tokens.unflatten(0, size), log_probs.unflatten(0, size), [None] * len(asked))
+        found = {}
+        if len(greedy) > 1:
+            together = pick([asked[p] for p in greedy], torch.stack([logits[p] for p in greedy]), depth, children)
+            found = dict(zip(greedy, zip(*together, strict=True), strict=True))
+        for place, number in enumerate(asked):
+            if place not in found:
+                found[place] = selects[number](logits[place], depth, children)
+        every = [found[place] for place in range(len(asked))]
+        tokens, log_probs, draft_probs = zip(*every, strict=True)
+        return Picked(torch.stack(tokens), torch.stack(log_probs), draft_probs)
+
+    return pick

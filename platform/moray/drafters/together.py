@@ -1,0 +1,37 @@
+"""Drafters that score the nodes of several sequences in one pass over their weights."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from moray.drafters.base import Drafter, State
+
+
+class TogetherDrafter(Drafter[State]):
+    """A drafter whose one sequence is the special case: it never gives up, and knows `step` by `score`."""
+
+    @abstractmethod
+    def score(
+        self,
+        states: Sequence[State],
+        tokens: Int[Tensor, "sequences new"],
+        ancestors: Bool[Tensor, "#sequences new expanded"] | None,
+        depth: int,
+    ) -> Float[Tensor, "sequences new vocab"]:
+        """What `step` gives of each sequence; the rows of all of them go through linear layers together."""
+
+    def step(
+        self, state: State, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
+    ) -> Float[Tensor, "new vocab"]:
+        return self.score([state], tokens[None], None if ancestors is None else ancestors[None], depth)[0]
+
+    def step_many(
+        self,
+        states: Sequence[State],
+        tokens: Int[Tensor, "sequences new"],
+        ancestors: Bool[Tensor, "#sequences new expanded"] | None,
+        depth: int,
+    ) -> tuple[Sequence[int], Float[Tensor, "left new vocab"]]:
+        return range(len(states)), self.score(states, tokens, ancestors, depth)
