@@ -14,6 +14,7 @@ from moray.config import validate
 from serve.config import ServeConfig
 from serve.drafter import DrafterReplica
 from serve.gateway import Gateway
+from serve.metrics.ray_sink import RaySink
 from serve.target import TargetReplica
 
 _STICKY = RequestRouterConfig(request_router_class="moray.cluster.sticky_router:StickyRouter")  # type: ignore[arg-type]
@@ -27,13 +28,13 @@ def build_app(args: dict[str, Any]) -> Application:
     if config.drafters and config.placement == "pool":
         pool = serve.deployment(
             name="Drafter", max_ongoing_requests=1000, request_router_config=_STICKY, graceful_shutdown_timeout_s=10
-        )(DrafterReplica).bind(config)
+        )(DrafterReplica).bind(config, sink=RaySink())
     target = serve.deployment(
         name="Target",
         max_ongoing_requests=most,
         max_queued_requests=most,
         request_router_config=_STICKY,
         graceful_shutdown_timeout_s=10,
-    )(TargetReplica).bind(config, pool)
+    )(TargetReplica).bind(config, pool, RaySink())
     gateway = serve.deployment(name="Gateway", max_ongoing_requests=1000)(serve.ingress()(Gateway))
-    return gateway.bind(config, target)
+    return gateway.bind(config, target, RaySink())

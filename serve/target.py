@@ -15,21 +15,26 @@ from moray.text import ChatTokenizer
 from serve.config import ServeConfig
 from serve.engine_thread import EngineThread
 from serve.leases import LeasedPlaces
+from serve.metrics.publisher import Publisher
+from serve.metrics.readings import read_engine
+from serve.metrics.sink import Nowhere, Sink
 
 
 class TargetReplica:
     """Answers sequences of tokens; text is the gateway's business."""
 
-    def __init__(self, config: ServeConfig, drafters: Any = None) -> None:
+    def __init__(self, config: ServeConfig, drafters: Any = None, sink: Sink | None = None) -> None:
         """
         Args:
             config: of the application.
             drafters: handle of the drafter deployment, where drafters are one.
+            sink: of metrics.
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._config = config
         self._pool = drafters
+        self._sink = sink or Nowhere()
         self._target = Target.load(config.target)
         self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         loaded = load_drafters(tuple(config.drafters.values()), self._target, self._tokenizer)
@@ -40,12 +45,16 @@ class TargetReplica:
     def running(self) -> EngineThread:
         """The engine in its thread, started by the first call: constructors run where no event loop does."""
         if self._thread is None:
-            self._thread = EngineThread(self._engine(), self._config.max_waiting)
+            sources = self._sources()
+            engine = self._engine(sources)
+            self._thread = EngineThread(engine, self._config.max_waiting)
+            self._publisher = Publisher(self._sink, lambda: read_engine(engine, sources))
+            self._publisher.start()
         return self._thread
 
-    def _engine(self) -> Engine:
+    def _engine(self, sources: Mapping[str, DraftSource]) -> Engine:
         eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
-        return Engine(self._target, self._config.engine, eos_ids, drafts=self._sources(), decode=self._tokenizer.decode)
+        return Engine(self._target, self._config.engine, eos_ids, drafts=sources, decode=self._tokenizer.decode)
 
     def _sources(self) -> Mapping[str, DraftSource]:
         if self._pool is None:

@@ -376,7 +376,7 @@ class Engine:
         rejected: list[int] = []
         if tree is not None:
             num_accepted, num_drafted = len(result.path), tree.num_nodes - 1
-            self.stats.record(num_drafted, num_accepted, len(emitted))
+            self.stats.record(num_drafted, min(num_accepted, len(emitted)), len(emitted))
             if num_drafted and sequence.drafting is not None:
                 sequence.drafting.planner.record(tree.num_levels, num_accepted)
                 kept = set(result.path)
