@@ -8,6 +8,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 from moray.decoding.request import Request, Update
@@ -101,7 +102,8 @@ class Gateway:
                 _LOGGER.warning("a target replica was lost after %d tokens; another goes on", len(tokens))
                 await asyncio.sleep(min(0.1 * 2**failures, 2.0))
             finally:
-                stream.cancel()
+                with suppress(RayError, RayServeException):  # raised again where no replica took the call
+                    stream.cancel()
 
 
 def _overloaded() -> ApiError:
