@@ -106,7 +106,7 @@ def test_panels_have_titles_units_and_numbers_of_their_own():
 
 def test_panels_do_not_overlap():
     places = [panel["gridPos"] for panel in load()["panels"]]
-    assert all(0 <= place["x"] and place["x"] + place["w"] <= 24 for place in places)
+    assert all(place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in places)
     for a, b in combinations(places, 2):
         apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
         assert apart or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
