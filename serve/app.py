@@ -17,7 +17,11 @@ from serve.gateway import Gateway
 from serve.metrics.ray_sink import RaySink
 from serve.target import TargetReplica
 
-_STICKY = RequestRouterConfig(request_router_class="moray.cluster.sticky_router:StickyRouter")  # type: ignore[arg-type]
+_COMMON: dict[str, Any] = {
+    "request_router_config": RequestRouterConfig(request_router_class="moray.cluster.sticky_router:StickyRouter"),  # type: ignore[arg-type]
+    "graceful_shutdown_timeout_s": 10,
+    "health_check_period_s": 2,
+}
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -26,15 +30,8 @@ def build_app(args: dict[str, Any]) -> Application:
     most = config.engine.max_sequences + config.max_waiting
     pool = None
     if config.drafters and config.placement == "pool":
-        pool = serve.deployment(
-            name="Drafter", max_ongoing_requests=1000, request_router_config=_STICKY, graceful_shutdown_timeout_s=10
-        )(DrafterReplica).bind(config, sink=RaySink())
-    target = serve.deployment(
-        name="Target",
-        max_ongoing_requests=most,
-        max_queued_requests=most,
-        request_router_config=_STICKY,
-        graceful_shutdown_timeout_s=10,
-    )(TargetReplica).bind(config, pool, RaySink())
+        drafter = serve.deployment(name="Drafter", max_ongoing_requests=1000, **_COMMON)(DrafterReplica)
+        pool = drafter.bind(config, sink=RaySink())
+    target = serve.deployment(name="Target", max_ongoing_requests=most, max_queued_requests=most, **_COMMON)
     gateway = serve.deployment(name="Gateway", max_ongoing_requests=1000)(serve.ingress()(Gateway))
-    return gateway.bind(config, target, RaySink())
+    return gateway.bind(config, target(TargetReplica).bind(config, pool, RaySink()), RaySink())

@@ -22,6 +22,10 @@ class OverloadedError(MorayError):
     """No more sequences may wait at the moment."""
 
 
+class EngineFailedError(MorayError):
+    """A defect has ended the engine; the request may be as good as any other."""
+
+
 @dataclass(eq=False)
 class _Answer:
     """What the event loop keeps of one request."""
@@ -54,7 +58,7 @@ class EngineThread:
         Raises:
             OverloadedError: too many wait already.
             DataError: the request cannot be served.
-            RuntimeError: the engine has failed, before or meanwhile.
+            EngineFailedError: before or meanwhile.
         """
         if self.failure is not None:
             raise _failed(self.failure)
@@ -133,8 +137,8 @@ class EngineThread:
             answer.updates.put_nowait(_failed(error))
 
 
-def _failed(error: BaseException) -> RuntimeError:
-    return RuntimeError(f"the engine has failed: {type(error).__name__}: {error}")
+def _failed(error: BaseException) -> EngineFailedError:
+    return EngineFailedError(f"the engine has failed: {type(error).__name__}: {error}")
 
 
 def _put(pairs: list[tuple[_Answer, Update]]) -> None:

@@ -15,7 +15,7 @@ from moray.decoding.request import Request, Update
 from moray.errors import DataError
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig
-from serve.engine_thread import OverloadedError
+from serve.engine_thread import EngineFailedError, OverloadedError
 from serve.errors import ApiError
 from serve.metrics import series
 from serve.metrics.latencies import watched
@@ -71,30 +71,24 @@ class Gateway:
         return watched(self._generate(request), self._sink)
 
     async def _generate(self, request: Request) -> AsyncGenerator[Update]:
-        from ray.exceptions import RayError, RayTaskError
-        from ray.serve.exceptions import BackPressureError, RayServeException
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
 
         tokens: list[int] = []
         failures = 0
         while True:
             rest = request.model_copy(update={"generated": tuple(tokens)})
-            session = uuid.uuid4().hex
-            stream = self._targets.options(stream=True, session_id=session).generate.remote(rest)
+            stream = self._targets.options(stream=True, session_id=uuid.uuid4().hex).generate.remote(rest)
             try:
                 async for update in stream:
                     tokens += update.tokens
+                    failures = 0
                     yield update
                     if update.finish_reason is not None:
                         return
-            except BackPressureError:
-                raise _overloaded() from None
-            except RayTaskError as error:
-                if isinstance(error, OverloadedError):
-                    raise _overloaded() from None
-                if isinstance(error, DataError):
-                    raise ApiError(400, str(error.cause)) from None
-                raise
+                raise RayServeException("a target replica ended a stream before its answer")
             except (RayError, RayServeException) as error:
+                _refuse(error)
                 failures += 1
                 if failures > self.config.api.num_retries:
                     raise ApiError(503, "target replicas keep failing: try again later", retry_after=5) from error
@@ -106,5 +100,18 @@ class Gateway:
                     stream.cancel()
 
 
+def _refuse(error: Exception) -> None:
+    """Raise what another replica would say as well; return from what is one replica's trouble."""
+    from ray.exceptions import RayActorError, RayTaskError
+    from ray.serve.exceptions import BackPressureError
+
+    if isinstance(error, BackPressureError | OverloadedError):
+        raise _overloaded() from None
+    if isinstance(error, DataError) and isinstance(error, RayTaskError):
+        raise ApiError(400, str(error.cause)) from None
+    if isinstance(error, RayTaskError) and not isinstance(error, EngineFailedError | RayActorError):
+        raise error
+
+
 def _overloaded() -> ApiError:
-    return ApiError(429, "all places are taken: try again", code="queue_full", retry_after=_RETRY_AFTER)
+    return ApiError(429, "all places are taken", code="queue_full", retry_after=_RETRY_AFTER)

@@ -16,11 +16,15 @@ class LeasedPlaces(Places):
     """Serve's router chooses the replica: the less busy of two, and always the same for one session."""
 
     def __init__(self, drafters: Any) -> None:
-        """`drafters` is the handle of the drafter deployment. Must be made where an event loop runs."""
+        """`drafters` is the handle of the drafter deployment."""
         self._drafters = drafters
-        self._loop = asyncio.get_running_loop()
+        self._loop: Any = None
         self._found: dict[str, Endpoint] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Called where the event loop runs that keeps the leases, before any is asked for."""
+        self._loop = asyncio.get_running_loop()
 
     # --- In the engine's thread ---
 

@@ -6,12 +6,15 @@ from typing import Any
 import torch
 
 from moray.bench.loading import load_drafters
+from moray.decoding.calibrate import calibrate
+from moray.decoding.costs import Costs
 from moray.decoding.drafts import DraftSource, LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request, Update
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
+from moray.trees.shapes import AdaptiveShape
 from serve.config import ServeConfig
 from serve.engine_thread import EngineThread
 from serve.leases import LeasedPlaces
@@ -33,39 +36,55 @@ class TargetReplica:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._config = config
-        self._pool = drafters
-        self._sink = sink or Nowhere()
         self._target = Target.load(config.target)
         self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         loaded = load_drafters(tuple(config.drafters.values()), self._target, self._tokenizer)
         self._drafters = dict(zip(config.drafters, loaded.values(), strict=True))
+        self._places = LeasedPlaces(drafters) if drafters is not None else None
+        self._engine = self._new_engine()
+        self._publisher = Publisher(sink or Nowhere(), lambda: read_engine(self._engine))
         self._thread: EngineThread | None = None
+
+    def _measure(self) -> dict[str, dict[int, Costs]]:
+        """What passes and drafts cost here, by drafter; nothing where the tree does not depend on it."""
+        shape, most = self._config.engine.tree, self._config.engine.max_sequences
+        costs: dict[str, dict[int, Costs]] = {}
+        for name, drafter in self._drafters.items():
+            if isinstance(shape, AdaptiveShape):
+                costs[name] = calibrate(self._target, drafter, shape.limited(drafter.max_depth), most)
+        return costs
 
     @property
     def running(self) -> EngineThread:
         """The engine in its thread, started by the first call: constructors run where no event loop does."""
         if self._thread is None:
-            sources = self._sources()
-            engine = self._engine(sources)
-            self._thread = EngineThread(engine, self._config.max_waiting)
-            self._publisher = Publisher(self._sink, lambda: read_engine(engine, sources))
+            if self._places is not None:
+                self._places.start()
+            self._thread = EngineThread(self._engine, self._config.max_waiting)
             self._publisher.start()
         return self._thread
 
-    def _engine(self, sources: Mapping[str, DraftSource]) -> Engine:
+    def _new_engine(self) -> Engine:
         eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
-        return Engine(self._target, self._config.engine, eos_ids, drafts=sources, decode=self._tokenizer.decode)
+        config, decode = self._config.engine, self._tokenizer.decode
+        engine = Engine(self._target, config, eos_ids, drafts=self._sources(), decode=decode)
+        for name, costs in self._measure().items():
+            engine.drafting[name].planner.know(costs)
+        return engine
 
     def _sources(self) -> Mapping[str, DraftSource]:
-        if self._pool is None:
+        if self._places is None:
             sizes = self._target.spec.max_positions, self._config.engine.tree.num_expanded
             return {name: LocalDrafts(drafter, *sizes) for name, drafter in self._drafters.items()}
-        places, timeout = LeasedPlaces(self._pool), self._config.draft_timeout_ms / 1000
-        return {name: RemoteDrafts(drafter, name, places, timeout=timeout) for name, drafter in self._drafters.items()}
+        timeout, debts = self._config.draft_timeout_ms / 1000, 1 + self._config.engine.num_groups
+        return {
+            name: RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)
+            for name, drafter in self._drafters.items()
+        }
 
     async def describe(self) -> dict[str, Any]:
         """What the gateway has to know."""
-        engine = self.running.engine
+        engine = self._engine
         return {
             "capacity": engine.capacity,
             "vocab_size": self._target.spec.vocab_size,

@@ -116,6 +116,10 @@ class Served:
         return self.replica._engine
 
     @property
+    def num_held(self) -> int:
+        return self.engine.num_running + self.engine.num_waiting
+
+    @property
     def num_open(self) -> int:
         thread = self.replica._thread
         return 0 if thread is None else thread.num_open
@@ -134,8 +138,8 @@ class Served:
     def wait_until_idle(self, seconds: float) -> float:
         """Wait until nothing runs; returns the seconds that it took."""
         begin = time.monotonic()
-        while self.engine.num_running or self.engine.num_waiting or self.num_open:
-            assert time.monotonic() - begin < seconds, (self.engine.num_running, self.num_open)
+        while self.num_held or self.num_open:
+            assert time.monotonic() - begin < seconds, (self.num_held, self.num_open)
             time.sleep(0.005)
         return time.monotonic() - begin
 

@@ -1,8 +1,7 @@
 """What engines and drafters count, in the words of `serve.metrics.series`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from moray.decoding.drafts import DraftSource
 from moray.decoding.engine import Engine
 from moray.decoding.engine_stats import EngineStats
 from moray.decoding.remote.host import DraftHost
@@ -11,11 +10,12 @@ from serve.metrics import series
 from serve.metrics.publisher import Reading
 
 
-def read_engine(engine: Engine, sources: Mapping[str, DraftSource]) -> Iterator[Reading]:
+def read_engine(engine: Engine) -> Iterator[Reading]:
     """Of a target replica, with the drafters that it uses."""
     yield Reading(series.RUNNING, engine.num_running)
     yield Reading(series.WAITING, engine.num_waiting)
     yield Reading(series.KV_USAGE, engine.kv_used)
+    sources = {name: drafting.source for name, drafting in engine.drafting.items()}
     channels = {name: source.stats for name, source in sources.items() if isinstance(source, RemoteDrafts)}
     yield from _counts(engine.stats)
     yield from _phases(engine.stats, sum(stats.channel_seconds for stats in channels.values()))

@@ -79,7 +79,7 @@ def answered(tmp_path_factory):
     sources = {"noisy": LocalDrafts(drafter, tiny.target.spec.max_positions, config.tree.num_expanded)}
     engine = Engine(tiny.target, config, (), drafts=sources)
     sink = Memory()
-    publisher = Publisher(sink, lambda: read_engine(engine, sources))
+    publisher = Publisher(sink, lambda: read_engine(engine))
     for number in range(NUM_ANSWERS):
         params = SamplingParams(seed=number, temperature=0.5 * (number % 2))
         engine.submit(Request(prompt=tuple(tiny.prompt(number)), params=params, max_new_tokens=7 + 2 * number))

@@ -10,8 +10,7 @@ The engine knows neither Ray nor HTTP, and of drafters only that somebody drafts
 """
 
 import time
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from jaxtyping import Float, Int
@@ -22,25 +21,22 @@ from moray.decoding.drafting import Drafting
 from moray.decoding.drafts import DraftSource
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.engine_stats import EngineStats
-from moray.decoding.request import Request, TokenLogprobs, Update
-from moray.decoding.row_cache import GRAIN, RowCache
+from moray.decoding.logprobs import token_logprobs
+from moray.decoding.request import Request, Update
+from moray.decoding.roster import Roster
 from moray.decoding.sequence import EngineSequence
 from moray.decoding.stop import Decode
+from moray.decoding.target_rows import TargetRows
 from moray.errors import DataError
 from moray.targets.model import Target, TargetOutput
 from moray.trees.grow import root_alone
-from moray.trees.stack import stack_trees
 from moray.trees.tree import TokenTree
-
-_SEEN_GRAIN = 16
-"""A pass looks at a multiple of so many slots: few different shapes, and aligned ones."""
 
 
 class Engine:
     """Target, key/value memory and the sequences that it holds.
 
-    Running sequences fill rows 0..n-1 of a `RowCache`, those whose prompts are being read the rows behind them, all
-    without a gap: no pass is made over an idle row.
+    Rows in use lie one behind the other (see `decoding.roster`): no pass is made over an idle row.
     """
 
     def __init__(
@@ -63,22 +59,21 @@ class Engine:
         self.target = target
         self.config = config
         self.stats = EngineStats()
-        self._cache = RowCache(target, -(-config.kv_tokens // GRAIN) * GRAIN)
+        sources = drafts or {}
+        hidden_depths = sorted({depth for source in sources.values() for depth in source.observed.hidden_depths})
+        self._rows = TargetRows(target, config.kv_tokens, hidden_depths)
         self.drafting = {
-            name: Drafting(source, config.tree, target, self._cache, self.stats)
-            for name, source in (drafts or {}).items()
+            name: Drafting(source, config.tree, target, self._rows.cache, self.stats)
+            for name, source in sources.items()
         }
-        self._most_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)
-        self._hidden_depths = sorted({d for each in self.drafting.values() for d in each.observed.hidden_depths})
+        most_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)
         self._eos_ids = frozenset(eos_ids)
         self._decode = decode
-        longest = min(target.spec.max_positions, self._cache.num_slots - self._most_nodes)
+        longest = min(target.spec.max_positions, self._rows.cache.num_slots - most_nodes)
         self.capacity = min(longest, config.capacity or longest)
         """Most tokens of prompt and answer together."""
+        self._roster = Roster(self._rows.cache, config.max_sequences, most_nodes)
         self._num_submitted = 0
-        self._waiting: deque[EngineSequence] = deque()
-        self._running: list[EngineSequence] = []
-        self._reading: list[EngineSequence] = []
         self._updates: list[Update] = []
         self._is_second = True
 
@@ -113,37 +108,38 @@ class Engine:
         if sequence.ending.finish_reason is not None:
             self._updates.append(Update(number, [], finish_reason=sequence.ending.finish_reason))
         else:
-            self._waiting.append(sequence)
+            self._roster.waiting.append(sequence)
         return number
 
     def cancel(self, number: int) -> None:
         """Forget a sequence, wherever it is; one that has ended is forgotten already."""
-        for sequence in self._waiting:
+        waiting = self._roster.waiting
+        for sequence in waiting:
             if sequence.number == number:
-                self._waiting.remove(sequence)
+                waiting.remove(sequence)
                 return
-        if any(sequence.number == number for sequence in (*self._running, *self._reading)):
+        if any(sequence.number == number for sequence in self._roster.held):
             self._settle({number})
 
     @property
     def is_busy(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._waiting or self._running or self._reading or self._updates)
+        return bool(self._roster.waiting or self._roster.held or self._updates)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold rows."""
-        return len(self._running) + len(self._reading)
+        return self._roster.num_held
 
     @property
     def num_waiting(self) -> int:
         """Sequences in line."""
-        return len(self._waiting)
+        return len(self._roster.waiting)
 
     @property
     def kv_used(self) -> float:
         """Share of the key/value memory that is set aside for sequences."""
-        return self.num_running * self._cache.width / self._cache.num_slots
+        return self._roster.used_share
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
@@ -151,10 +147,10 @@ class Engine:
         self.stats.num_steps += 1
         with self.stats.timed("admit"):
             self._admit()
-        if self._reading:
+        if self._roster.reading:
             with self.stats.timed("prefill"):
                 self._read()
-        if self._running:
+        if self._roster.running:
             self._cycle()
         updates, self._updates = self._updates, []
         ended = {update.number for update in updates if update.finish_reason is not None}
@@ -162,67 +158,27 @@ class Engine:
             self._settle(ended)
         return updates
 
-    # --- Who runs ---
-
     def _admit(self) -> None:
-        """Let those in line begin, first come first served, as long as there is memory for all they may come to."""
-        chosen: list[EngineSequence] = []
-        width = max((self._width(sequence) for sequence in (*self._running, *self._reading)), default=0)
-        while self._waiting and self.num_running + len(chosen) < self.config.max_sequences:
-            wider = max(width, self._width(self._waiting[0]))
-            if (self.num_running + len(chosen) + 1) * wider > self._cache.num_slots:
-                break
-            width = wider
-            chosen.append(self._waiting.popleft())
-            if chosen[-1].drafting is not None:
-                chosen[-1].drafting.expect(chosen[-1].number, self.num_running)
-        if not chosen:
-            return
-        if width > self._cache.width or self.num_running + len(chosen) > self._cache.num_rows:
-            self._cache.arrange(width, self.num_running, self._held)
-        self._reading += chosen
+        for sequence in self._roster.admit():
+            if sequence.drafting is not None:
+                sequence.drafting.expect(sequence.number, self._roster.num_held)
 
-    def _width(self, sequence: EngineSequence) -> int:
-        return -(-(sequence.need + self._most_nodes) // GRAIN) * GRAIN
-
-    @property
-    def _held(self) -> int:
-        """Slots of the longest sequence that are in use."""
-        return max((*(s.length for s in self._running), *(s.num_read for s in self._reading)), default=0)
-
-    def _settle(self, gone: Collection[int] = (), begun: Collection[int] = ()) -> None:
-        """Close the gaps of those that are gone, and let those begin to run whose prompts have been read."""
-        before = [*self._running, *self._reading]
-        held = self._held
-        for sequence in before:
+    def _settle(self, gone: Collection[int]) -> None:
+        for sequence in self._roster.held:
             if sequence.number in gone and sequence.drafting is not None:
                 sequence.drafting.source.close(sequence.number)
-        running = [s for s in self._running if s.number not in gone] + [s for s in self._reading if s.number in begun]
-        reading = [s for s in self._reading if s.number not in gone and s.number not in begun]
-        rows = {sequence.number: row for row, sequence in enumerate(before)}
-        self._running, self._reading = _placed(running, 0, rows), _placed(reading, len(running), rows)
-        after = [*self._running, *self._reading]
-        moves = {rows[sequence.number]: row for row, sequence in enumerate(after) if rows[sequence.number] != row}
-        self._cache.reorder(moves, held)
+        self._roster.settle(gone)
 
     # --- Prompts ---
 
     def _read(self) -> None:
         """Read the next chunk of every prompt in line; choose the first token where that was its last."""
-        first, reading = len(self._running), self._reading
+        first, reading = len(self._roster.running), self._roster.reading
         left = [len(sequence.tokens) - sequence.num_read for sequence in reading]
         new = min(max(1, self.config.prefill_tokens // len(reading)), max(left))
         counts = [min(new, rest) for rest in left]
-        tokens = self._to_device([s.tokens[s.num_read : s.num_read + new] for s in reading])
-        begins = self._to_device([[sequence.num_read] for sequence in reading])
-        positions = begins + torch.arange(new, device=self.target.device)
-        # Padding is written behind a prompt, where nobody looks before it is written anew.
-        slots = positions.clamp(max=self._cache.width - 1)
-        num_seen = self._num_seen(max(s.num_read for s in reading) + new)
-        self._cache.aim(slots, num_seen, first)
-        mask = (torch.arange(num_seen, device=self.target.device) <= positions[..., None])[:, None]
-        safe = positions.clamp(max=self.target.spec.max_positions - 1)
-        output = self.target.forward(tokens, safe, mask, self._cache, self._hidden_depths)
+        tokens = [s.tokens[s.num_read : s.num_read + new] for s in reading]
+        output = self._rows.read(first, tokens, [s.num_read for s in reading])
         ready: list[int] = []
         for row, (sequence, count) in enumerate(zip(reading, counts, strict=True)):
             sequence.num_read += count
@@ -233,10 +189,10 @@ class Engine:
         if ready:
             last = torch.stack([output.last[row, counts[row] - 1] for row in ready])
             self._begin([reading[row] for row in ready], self.target.logits(last))
-            self._settle(begun={reading[row].number for row in ready})
+            self._roster.settle(begun={reading[row].number for row in ready})
 
     def _begin(self, sequences: list[EngineSequence], logits: Float[Tensor, "rows vocab"]) -> None:
-        trees = [root_alone(self._to_device([[s.tokens[-1]]])[0]) for s in sequences]
+        trees = [root_alone(self._rows.to_device([[s.tokens[-1]]])[0]) for s in sequences]
         results = self._accept(sequences, trees, logits[:, None], [len(s.tokens) - 1 for s in sequences])
         for row, (sequence, result) in enumerate(zip(sequences, results, strict=True)):
             self._emit(sequence, result, None, logits[row : row + 1])
@@ -250,19 +206,20 @@ class Engine:
         Waits for the device once where acceptance is by choice (see `decoding.accept`), drafting apart.
         """
         rows, stats = self._next_group(), self.stats
-        running = self._running[rows.start : rows.stop]
+        running = self._roster.running[rows.start : rows.stop]
         began = time.perf_counter()
         with stats.timed("propose") as propose:
-            trees = self._propose(running, rows)
+            trees = self._propose(rows)
         with stats.timed("verify") as verify:
-            output = self._verify(running, trees, rows.start)
+            begins = [sequence.length for sequence in running]
+            output = self._rows.verify(rows.start, begins, trees)
             logits = self.target.logits(output.last)
             stats.num_passes += 1
         with stats.timed("accept"):
-            begins = [sequence.length for sequence in running]
             results = self._accept(running, trees, logits, begins)
         with stats.timed("commit"):
-            self._commit(running, trees, results, rows.start, begins, output)
+            self._rows.keep(rows.start, begins, [result.path for result in results])
+            self._note(running, trees, results, output)
             for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
                 self._emit(sequence, result, tree, logits[row])
         if self.target.device.type == "cpu":  # elsewhere nobody has waited for the pass
@@ -272,11 +229,11 @@ class Engine:
                 drafting.planner.record_pass(len(running), most, verify.seconds)
                 drafting.planner.record_rest(len(running), rest)
         with stats.timed("propose"):
-            self._ask([row for row in rows if self._running[row].ending.finish_reason is None], len(rows))
+            self._ask([row for row in rows if self._roster.running[row].ending.finish_reason is None], len(rows))
 
     def _next_group(self) -> range:
         """Rows whose turn it is: all of them, or the first half and the second in turn."""
-        count = len(self._running)
+        count = len(self._roster.running)
         if self.config.num_groups == 1 or count == 1:
             return range(count)
         half = (count + 1) // 2
@@ -286,36 +243,21 @@ class Engine:
     def _ask(self, rows: list[int], num_rows: int) -> None:
         """Let drafts begin that are not under way: those who draft elsewhere need not wait for the next pass."""
         for drafting in self.drafting.values():
-            drafting.ask(self._running, [row for row in rows if self._running[row].drafting is drafting], num_rows)
+            drafting.ask(
+                self._roster.running, [row for row in rows if self._roster.running[row].drafting is drafting], num_rows
+            )
 
-    def _propose(self, running: list[EngineSequence], rows: range) -> list[TokenTree]:
+    def _propose(self, rows: range) -> list[TokenTree]:
         """A tree for every sequence in some rows, of its root alone where nothing was drafted."""
+        running = self._roster.running
         self._ask(list(rows), len(rows))
         found: dict[int, TokenTree] = {}
         for drafting in self.drafting.values():
-            found |= drafting.collect(self._running, [r for r in rows if self._running[r].drafting is drafting])
-        roots = self._to_device([[sequence.tokens[-1]] for sequence in running])
+            found |= drafting.collect(
+                self._roster.running, [r for r in rows if self._roster.running[r].drafting is drafting]
+            )
+        roots = self._rows.to_device([[sequence.tokens[-1]] for sequence in running])
         return [found.get(row) or root_alone(root) for row, root in zip(rows, roots, strict=True)]
-
-    def _verify(self, running: list[EngineSequence], trees: list[TokenTree], first_row: int) -> TargetOutput:
-        """One pass over all trees, those with fewer nodes padded; a row's nodes go behind its committed slots.
-
-        slots of row 0   a  b  c  d | root x  y  .          its nodes see a to d, and their ancestors
-        slots of row 1   e  f | root z  w  v  .  .          padding sees itself, and nobody sees it
-        """
-        stack = stack_trees(trees)
-        most = stack.num_nodes
-        lengths = self._to_device([[sequence.length] for sequence in running])
-        slots = lengths + torch.arange(most, device=self.target.device)
-        num_seen = self._num_seen(max(sequence.length for sequence in running) + most)
-        self._cache.aim(slots, num_seen, first_row)
-        columns = torch.arange(num_seen, device=self.target.device)
-        if most == 1:
-            mask = (columns <= lengths)[:, None, None]
-        else:
-            committed = (columns < lengths)[:, None].repeat(1, most, 1)
-            mask = committed.scatter_(2, slots[:, None].expand(-1, most, -1), stack.ancestors)[:, None]
-        return self.target.forward(stack.tokens, lengths + stack.depths, mask, self._cache, self._hidden_depths)
 
     def _accept(
         self,
@@ -333,27 +275,12 @@ class Engine:
                 logits[row, :nodes] = sequences[row].adjustment.apply(logits[row, :nodes], trees[row])
         return accept_rows(trees, logits, [sequence.sampler for sequence in sequences], begins)
 
-    def _commit(
-        self,
-        running: list[EngineSequence],
-        trees: list[TokenTree],
-        results: list[Accepted],
-        first_row: int,
-        begins: list[int],
-        output: TargetOutput,
+    def _note(
+        self, running: list[EngineSequence], trees: list[TokenTree], results: list[Accepted], output: TargetOutput
     ) -> None:
-        """Move accepted paths to where they belong, and keep the hidden states that a drafter reads."""
-        moved = [row for row, result in enumerate(results) if result.path and result.path[-1] != len(result.path)]
-        if moved:
-            most = 1 + max(len(results[row].path) for row in moved)
-            # Behind a path, slots keep what they hold: nobody looks there before it is written anew.
-            nodes = [[0, *results[row].path] for row in moved]
-            nodes = [path + list(range(len(path), most)) for path in nodes]
-            host = [[first_row + row, begins[row], *path] for row, path in zip(moved, nodes, strict=True)]
-            row, begin, node = torch.tensor(host, device=self.target.device).split([1, 1, most], dim=1)
-            self._cache.move(row[:, 0], begin + node, begin + torch.arange(most, device=self.target.device))
+        """Keep what drafters will be told of the accepted paths."""
         for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
-            if self._hidden_depths:
+            if output.hidden:
                 path = torch.tensor([0, *result.path], device=self.target.device)
                 self._keep_hidden(sequence, output, row, path)
             if tree.num_nodes > 1:
@@ -383,7 +310,7 @@ class Engine:
                 rejected = [t for node, t in enumerate(tree.tokens.tolist()) if node and node not in kept]
         logprobs = None
         if sequence.request.logprobs is not None:
-            logprobs = _logprobs(logits[[0, *result.path][: len(emitted)]], emitted, sequence.request.logprobs)
+            logprobs = token_logprobs(logits[[0, *result.path][: len(emitted)]], emitted, sequence.request.logprobs)
         self._updates.append(
             Update(
                 sequence.number,
@@ -394,28 +321,3 @@ class Engine:
                 logprobs,
             )
         )
-
-    def _num_seen(self, most: int) -> int:
-        return min(-(-most // _SEEN_GRAIN) * _SEEN_GRAIN, self._cache.width)
-
-    def _to_device(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows most"]:
-        most = max(map(len, rows))
-        return torch.tensor([[*row, *[0] * (most - len(row))] for row in rows], device=self.target.device)
-
-
-def _placed(sequences: list[EngineSequence], first: int, rows: dict[int, int]) -> list[EngineSequence]:
-    """Sequences in an order that leaves as many as possible in the rows that they have."""
-    places = range(first, first + len(sequences))
-    placed: dict[int, EngineSequence] = {rows[s.number]: s for s in sequences if rows[s.number] in places}
-    others = iter([s for s in sequences if rows[s.number] not in places])
-    return [placed[place] if place in placed else next(others) for place in places]
-
-
-def _logprobs(logits: Float[Tensor, "tokens vocab"], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
-    log_probs = logits.float().log_softmax(dim=-1)
-    own = log_probs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    if not num_top:
-        return [TokenLogprobs(value, []) for value in own]
-    values, ids = log_probs.topk(min(num_top, log_probs.shape[1]), dim=-1)
-    rows = zip(own, ids.tolist(), values.tolist(), strict=True)
-    return [TokenLogprobs(value, list(zip(i, v, strict=True))) for value, i, v in rows]

@@ -1,0 +1,97 @@
+"""The target's passes over many sequences, each in a row of its own: reading prompts, verifying trees, committing.
+
+Knows tokens, positions and slots; what a sequence is, and who drafts, is for the engine to know.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from moray.decoding.row_cache import GRAIN, RowCache
+from moray.targets.model import Target, TargetOutput
+from moray.trees.stack import stack_trees
+from moray.trees.tree import TokenTree
+
+_SEEN_GRAIN = 16
+"""A pass looks at a multiple of so many slots: few different shapes, and aligned ones."""
+
+
+class TargetRows:
+    """A target and its `RowCache`."""
+
+    def __init__(self, target: Target, num_slots: int, hidden_depths: Sequence[int]) -> None:
+        """
+        Args:
+            target: may be shared.
+            num_slots: of the cache, over all rows; rounded up.
+            hidden_depths: hidden states that passes return besides the last ones.
+        """
+        self.cache = RowCache(target, -(-num_slots // GRAIN) * GRAIN)
+        self._target = target
+        self._hidden_depths = hidden_depths
+
+    def read(self, first_row: int, tokens: Sequence[Sequence[int]], begins: Sequence[int]) -> TargetOutput:
+        """Read the next tokens of prompts in consecutive rows, whose slots begin at `begins`.
+
+        Fewer tokens are padded: written behind a prompt, where nobody looks before it is written anew.
+        """
+        device = self._target.device
+        ids = self.to_device(tokens)
+        positions = self.to_device([[begin] for begin in begins]) + torch.arange(ids.shape[1], device=device)
+        num_seen = self._num_seen(max(begins) + ids.shape[1])
+        self.cache.aim(positions.clamp(max=self.cache.width - 1), num_seen, first_row)
+        mask = (torch.arange(num_seen, device=device) <= positions[..., None])[:, None]
+        positions = positions.clamp(max=self._target.spec.max_positions - 1)
+        return self._target.forward(ids, positions, mask, self.cache, self._hidden_depths)
+
+    def verify(self, first_row: int, lengths: Sequence[int], trees: Sequence[TokenTree]) -> TargetOutput:
+        """One pass over the trees of consecutive rows, those with fewer nodes padded; a row's nodes go behind its
+        committed slots, of which there are `lengths`.
+
+            slots of row 0   a  b  c  d | root x  y  .          its nodes see a to d, and their ancestors
+            slots of row 1   e  f | root z  w  v  .  .          padding sees itself, and nobody sees it
+        """
+        stack = stack_trees(trees)
+        most, device = stack.num_nodes, self._target.device
+        begins = self.to_device([[length] for length in lengths])
+        slots = begins + torch.arange(most, device=device)
+        num_seen = self._num_seen(max(lengths) + most)
+        self.cache.aim(slots, num_seen, first_row)
+        mask = _tree_mask(begins, slots, stack.ancestors, num_seen)
+        return self._target.forward(stack.tokens, begins + stack.depths, mask, self.cache, self._hidden_depths)
+
+    def keep(self, first_row: int, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move the accepted paths (nodes below the root) of consecutive rows to where they belong, behind the root."""
+        moved = [row for row, path in enumerate(paths) if path and path[-1] != len(path)]
+        if not moved:
+            return
+        most = 1 + max(len(paths[row]) for row in moved)
+        # Behind a path, slots keep what they hold: nobody looks there before it is written anew.
+        nodes = [[0, *paths[row], *range(1 + len(paths[row]), most)] for row in moved]
+        host = [[first_row + row, lengths[row], *path] for row, path in zip(moved, nodes, strict=True)]
+        row, begin, node = torch.tensor(host, device=self._target.device).split([1, 1, most], dim=1)
+        self.cache.move(row[:, 0], begin + node, begin + torch.arange(most, device=self._target.device))
+
+    def to_device(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows most"]:
+        """Numbers of the host, shorter rows filled up with zeros."""
+        most = max(map(len, rows))
+        return torch.tensor([[*row, *[0] * (most - len(row))] for row in rows], device=self._target.device)
+
+    def _num_seen(self, most: int) -> int:
+        return min(-(-most // _SEEN_GRAIN) * _SEEN_GRAIN, self.cache.width)
+
+
+def _tree_mask(
+    begins: Int[Tensor, "rows 1"],
+    slots: Int[Tensor, "rows nodes"],
+    ancestors: Bool[Tensor, "rows nodes nodes"],
+    num_seen: int,
+) -> Bool[Tensor, "rows 1 nodes slots"]:
+    rows, nodes = slots.shape
+    columns = torch.arange(num_seen, device=slots.device)
+    if nodes == 1:
+        return (columns <= begins)[:, None, None]
+    committed = (columns < begins)[:, None].repeat(1, nodes, 1)
+    return committed.scatter_(2, slots[:, None].expand(rows, nodes, nodes), ancestors)[:, None]
