@@ -14,6 +14,7 @@ from moray.config import validate
 from serve.config import ServeConfig
 from serve.drafter import DrafterReplica
 from serve.gateway import Gateway
+from serve.metrics.ray_sink import RaySink
 from serve.target import TargetReplica
 
 _COMMON: dict[str, Any] = {
@@ -30,7 +31,7 @@ def build_app(args: dict[str, Any]) -> Application:
     pool = None
     if config.drafters and config.placement == "pool":
         drafter = serve.deployment(name="Drafter", max_ongoing_requests=1000, **_COMMON)(DrafterReplica)
-        pool = drafter.bind(config)
+        pool = drafter.bind(config, sink=RaySink())
     target = serve.deployment(name="Target", max_ongoing_requests=most, max_queued_requests=most, **_COMMON)
     gateway = serve.deployment(name="Gateway", max_ongoing_requests=1000)(serve.ingress()(Gateway))
-    return gateway.bind(config, target(TargetReplica).bind(config, pool))
+    return gateway.bind(config, target(TargetReplica).bind(config, pool, RaySink()), RaySink())

@@ -18,17 +18,23 @@ from moray.decoding.remote.messages import pack, unpack_request
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig
+from serve.metrics.publisher import Publisher
+from serve.metrics.readings import read_host
+from serve.metrics.sink import Nowhere, Sink
 
 
 class DrafterReplica:
     """All drafters of the application; `serve.app` makes it a deployment."""
 
-    def __init__(self, config: ServeConfig, host: str | None = None, replica: str = "") -> None:
+    def __init__(
+        self, config: ServeConfig, host: str | None = None, replica: str = "", sink: Sink | None = None
+    ) -> None:
         """
         Args:
             config: of the application.
             host: address to listen at; None for the one by which Ray's nodes know this one.
             replica: name of this process; None asks Serve for it.
+            sink: of metrics.
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -38,6 +44,7 @@ class DrafterReplica:
         drafters = dict(zip(config.drafters, build_drafters(entries, lambda _: head, tokenizer).values(), strict=True))
         capacity = min(head.spec.max_positions, config.engine.capacity or head.spec.max_positions)
         self.host = DraftHost(drafters, capacity, config.engine.tree.num_expanded, config.session_idle_seconds)
+        self._publisher = Publisher(sink or Nowhere(), lambda: read_host(self.host))
         secret = secrets.token_hex(32)
         host = host or _node_address()
         self._server = SocketServer(self._answer, host, secret)
@@ -48,6 +55,7 @@ class DrafterReplica:
 
     async def lease(self, session: str) -> AsyncGenerator[Endpoint]:
         """A place for a sequence, until whoever asked for it stops listening."""
+        self._publisher.start()
         try:
             yield self.endpoint
             await asyncio.Event().wait()

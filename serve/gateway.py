@@ -8,6 +8,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 from moray.decoding.request import Request, Update
@@ -16,6 +17,10 @@ from moray.text import ChatTokenizer
 from serve.config import ServeConfig
 from serve.engine_thread import EngineFailedError, OverloadedError
 from serve.errors import ApiError
+from serve.metrics import series
+from serve.metrics.latencies import watched
+from serve.metrics.sink import Nowhere, Sink
+from serve.metrics.statuses import StatusCounter
 
 _LOGGER = logging.getLogger("ray.serve")
 _RETRY_AFTER = 1
@@ -25,17 +30,23 @@ _RETRY_AFTER = 1
 class Gateway:
     """One replica of the HTTP interface."""
 
-    def __init__(self, config: ServeConfig, targets: Any) -> None:
-        """`targets` is the handle of the target deployment, or what can be called as one."""
+    def __init__(self, config: ServeConfig, targets: Any, sink: Sink | None = None) -> None:
+        """
+        Args:
+            config: of the application.
+            targets: handle of the target deployment, or what can be called as one.
+            sink: of metrics.
+        """
         self.config = config
         self.tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         self._targets = targets
+        self._sink = sink or Nowhere()
         self._description: dict[str, Any] | None = None
 
     def __serve_build_asgi_app__(self) -> Any:
         from serve.api import build_api
 
-        return build_api(self)
+        return StatusCounter(build_api(self), self._sink)
 
     async def describe(self) -> dict[str, Any]:
         """What the targets can do.
@@ -51,12 +62,15 @@ class Gateway:
             assert self._description is not None
         return self._description
 
-    async def generate(self, request: Request) -> AsyncGenerator[Update]:
+    def generate(self, request: Request) -> AsyncGenerator[Update]:
         """Answer one sequence, on as many replicas as it takes.
 
         Raises:
             ApiError: 429 where all places are taken, 503 where replicas keep dying.
         """
+        return watched(self._generate(request), self._sink)
+
+    async def _generate(self, request: Request) -> AsyncGenerator[Update]:
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 
@@ -78,10 +92,12 @@ class Gateway:
                 failures += 1
                 if failures > self.config.api.num_retries:
                     raise ApiError(503, "target replicas keep failing: try again later", retry_after=5) from error
+                self._sink.add(series.RETRIES, 1)
                 _LOGGER.warning("a target replica was lost after %d tokens; another goes on", len(tokens))
                 await asyncio.sleep(min(0.1 * 2**failures, 2.0))
             finally:
-                stream.cancel()
+                with suppress(RayError, RayServeException):  # raised again where no replica took the call
+                    stream.cancel()
 
 
 def _refuse(error: Exception) -> None:

@@ -18,16 +18,20 @@ from moray.trees.shapes import AdaptiveShape
 from serve.config import ServeConfig
 from serve.engine_thread import EngineThread
 from serve.leases import LeasedPlaces
+from serve.metrics.publisher import Publisher
+from serve.metrics.readings import read_engine
+from serve.metrics.sink import Nowhere, Sink
 
 
 class TargetReplica:
     """Answers sequences of tokens; text is the gateway's business."""
 
-    def __init__(self, config: ServeConfig, drafters: Any = None) -> None:
+    def __init__(self, config: ServeConfig, drafters: Any = None, sink: Sink | None = None) -> None:
         """
         Args:
             config: of the application.
             drafters: handle of the drafter deployment, where drafters are one.
+            sink: of metrics.
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -38,6 +42,7 @@ class TargetReplica:
         self._drafters = dict(zip(config.drafters, loaded.values(), strict=True))
         self._places = LeasedPlaces(drafters) if drafters is not None else None
         self._engine = self._new_engine()
+        self._publisher = Publisher(sink or Nowhere(), lambda: read_engine(self._engine))
         self._thread: EngineThread | None = None
 
     def _measure(self) -> dict[str, dict[int, Costs]]:
@@ -56,6 +61,7 @@ class TargetReplica:
             if self._places is not None:
                 self._places.start()
             self._thread = EngineThread(self._engine, self._config.max_waiting)
+            self._publisher.start()
         return self._thread
 
     def _new_engine(self) -> Engine:

@@ -9,6 +9,7 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.25",
     RAY_DATA_USE_DATASOURCE_V2="0",
+    RAY_metrics_report_interval_ms="1000",
     OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",

@@ -309,7 +309,8 @@ class Engine:
         sequence.tokens += emitted
         sequence.adjustment.emit(emitted)
         if tree is not None:
-            self.stats.record(tree.num_nodes - 1, len(result.path), len(emitted))
+            num_accepted = min(len(result.path), len(emitted))  # those in the answer
+            self.stats.record(tree.num_nodes - 1, num_accepted, len(emitted))
             if tree.num_nodes > 1 and sequence.drafting is not None:
                 sequence.drafting.planner.record(tree.num_levels, len(result.path))
         logprobs = None

@@ -22,6 +22,8 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     """Emitted."""
+    num_cycle_tokens: int = 0
+    """Those of them that cycles gave: all but the first of every answer. Divided by `num_rows`, tau."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -41,9 +43,10 @@ class EngineStats:
         self.seconds[phase] += timer.seconds
 
     def record(self, num_nodes: int, num_accepted: int, num_emitted: int) -> None:
-        """One sequence's cycle: nodes drafted below the root, how many were accepted, tokens emitted."""
+        """One sequence's cycle: nodes drafted below the root, how many of them stand in the answer, tokens emitted."""
         self.num_rows += 1
         self.num_tokens += num_emitted
+        self.num_cycle_tokens += num_emitted
         if num_nodes:
             self.num_drafts += 1
             self.num_draft_tokens += num_nodes

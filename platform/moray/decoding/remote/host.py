@@ -6,6 +6,7 @@ sequence was idle for too long) the answer is a miss: nothing is guessed.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,8 +33,8 @@ class HostStats:
     num_misses: int = 0
     num_expired: int = 0
     seconds: float = 0.0
-    batch_sizes: list[int] = field(default_factory=list)
-    """Drafts per message, of the last messages."""
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    """How many messages asked for so many drafts."""
 
 
 @dataclass
@@ -172,4 +173,4 @@ class DraftHost:
         stats.num_requests += 1
         stats.num_drafts += num_drafts
         stats.seconds += seconds
-        stats.batch_sizes = [*stats.batch_sizes[-99:], num_drafts]
+        stats.batch_sizes[num_drafts] += 1

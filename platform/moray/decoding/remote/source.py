@@ -62,7 +62,9 @@ class RemoteStats:
     """Drafter processes that were given up."""
     waiting_seconds: float = 0.0
     drafting_seconds: float = 0.0
-    """What the drafters say that they needed, of the waiting."""
+    """What the drafters say that they needed."""
+    channel_seconds: float = 0.0
+    """Waiting beyond drafting: the way there and back, and standing in line."""
 
 
 @dataclass
@@ -184,7 +186,7 @@ class RemoteDrafts(DraftSource):
             self._send(place, group)
 
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
-        begin = time.monotonic()
+        begin, drafted = time.monotonic(), self.stats.drafting_seconds
         waiting = [told for told in (self._told.get(number) for number in numbers) if told is not None]
         for place in dict.fromkeys(told.place for told in waiting if told.place is not None):
             while any(told.place == place and told.request is not None for told in waiting):
@@ -192,7 +194,9 @@ class RemoteDrafts(DraftSource):
                 left = begin + self._timeout - time.monotonic()
                 if line is None or not self._receive(place, line, max(0.0, left)):
                     break
-        self.stats.waiting_seconds += time.monotonic() - begin
+        waited = time.monotonic() - begin
+        self.stats.waiting_seconds += waited
+        self.stats.channel_seconds += max(0.0, waited - (self.stats.drafting_seconds - drafted))
         self.stats.num_late += sum(told.request is not None for told in waiting)
         return {number: self._ready.pop(number) for number in numbers if number in self._ready}
 

@@ -1,0 +1,69 @@
+"""What engines and drafters count, in the words of `serve.metrics.series`."""
+
+from collections.abc import Iterator
+
+from moray.decoding.engine import Engine
+from moray.decoding.engine_stats import EngineStats
+from moray.decoding.remote.host import DraftHost
+from moray.decoding.remote.source import RemoteDrafts, RemoteStats
+from serve.metrics import series
+from serve.metrics.publisher import Reading
+
+
+def read_engine(engine: Engine) -> Iterator[Reading]:
+    """Of a target replica, with the drafters that it uses."""
+    yield Reading(series.RUNNING, engine.num_running)
+    yield Reading(series.WAITING, engine.num_waiting)
+    yield Reading(series.KV_USAGE, engine.kv_used)
+    sources = {name: drafting.source for name, drafting in engine.drafting.items()}
+    channels = {name: source.stats for name, source in sources.items() if isinstance(source, RemoteDrafts)}
+    yield from _counts(engine.stats)
+    yield from _phases(engine.stats, sum(stats.channel_seconds for stats in channels.values()))
+    for name, stats in channels.items():
+        yield from _channel(name, stats)
+
+
+def _counts(stats: EngineStats) -> Iterator[Reading]:
+    yield Reading(series.PROMPT_TOKENS, stats.num_prompt_tokens)
+    yield Reading(series.GENERATION_TOKENS, stats.num_tokens)
+    yield Reading(series.CYCLES, stats.num_passes)
+    yield Reading(series.DECODE_PASSES, stats.num_rows)
+    yield Reading(series.DECODE_TOKENS, stats.num_cycle_tokens)
+    yield Reading(series.NUM_DRAFTS, stats.num_drafts)
+    yield Reading(series.DRAFT_TOKENS, stats.num_draft_tokens)
+    yield Reading(series.ACCEPTED_TOKENS, stats.num_accepted_tokens)
+    for position, count in enumerate([*stats.accepted_at]):
+        yield Reading(series.ACCEPTED_AT, count, (str(position),))
+    yield Reading(series.MISSED_DRAFTS, stats.num_missed)
+
+
+def _phases(stats: EngineStats, channel: float) -> Iterator[Reading]:
+    """The engine times observing and waiting within proposing; here no second is in two phases."""
+    seconds = {**stats.seconds, "channel": channel}
+    seconds["propose"] -= seconds["observe"] + channel
+    for phase, value in seconds.items():
+        yield Reading(series.PHASE_SECONDS, value, (phase,))
+
+
+def _channel(name: str, stats: RemoteStats) -> Iterator[Reading]:
+    yield Reading(series.CHANNEL_CYCLES, stats.num_cycles, (name,))
+    yield Reading(series.CHANNEL_BYTES, stats.num_bytes_sent, (name, "sent"))
+    yield Reading(series.CHANNEL_BYTES, stats.num_bytes_received, (name, "received"))
+    yield Reading(series.CHANNEL_WAITING, stats.waiting_seconds, (name,))
+    yield Reading(series.CHANNEL_DRAFTING, stats.drafting_seconds, (name,))
+    yield Reading(series.CHANNEL_MISSES, stats.num_misses, (name,))
+    yield Reading(series.CHANNEL_LATE, stats.num_late, (name,))
+    yield Reading(series.CHANNEL_LOST, stats.num_lost, (name,))
+
+
+def read_host(host: DraftHost) -> Iterator[Reading]:
+    """Of a drafter replica."""
+    stats = host.stats
+    yield Reading(series.DRAFTER_SESSIONS, host.num_sessions)
+    yield Reading(series.DRAFTER_REQUESTS, stats.num_requests)
+    yield Reading(series.DRAFTER_DRAFTS, stats.num_drafts)
+    yield Reading(series.DRAFTER_MISSES, stats.num_misses)
+    yield Reading(series.DRAFTER_EXPIRED, stats.num_expired)
+    yield Reading(series.DRAFTER_SECONDS, stats.seconds)
+    for size, count in stats.batch_sizes.copy().items():
+        yield Reading(series.DRAFTER_BATCH, count, at=size)

@@ -1,0 +1,100 @@
+"""Everything that is published: names, kinds, tags and what they mean. No Ray, no torch.
+
+Words are vLLM's where it has them, with our prefix. Ray puts `ray_` before every name and `_total` behind a counter's,
+and adds the tags `application`, `deployment` and `replica`.
+
+Ray's exporter knows of a histogram only its buckets: the `_sum` that it shows is made up from their middles. What has
+to be exact (tau, means) is therefore two counters.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BATCH_SIZES = (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5)
+"""Between whole numbers, so that a bucket's middle is near what it holds."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    meaning: str
+    tags: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper ends, of a histogram."""
+
+    @property
+    def exported(self) -> str:
+        """The name that Prometheus sees, but for a histogram's `_bucket`, `_count` and `_sum`."""
+        return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
+
+
+def _counter(name: str, meaning: str, *tags: str) -> Series:
+    return Series(f"moray_{name}", "counter", meaning, tags)
+
+
+def _gauge(name: str, meaning: str) -> Series:
+    return Series(f"moray_{name}", "gauge", meaning)
+
+
+def _histogram(name: str, meaning: str, buckets: tuple[float, ...] = _SECONDS) -> Series:
+    return Series(f"moray_{name}", "histogram", meaning, (), buckets)
+
+
+# --- Target replicas ---
+
+RUNNING = _gauge("num_requests_running", "Sequences that hold a place in an engine")
+WAITING = _gauge("num_requests_waiting", "Sequences in line for one")
+KV_USAGE = _gauge("kv_cache_usage_perc", "Share of the key/value memory that is set aside for sequences, 0 to 1")
+PROMPT_TOKENS = _counter("prompt_tokens", "Tokens of prompts read; of an answer taken up again, its tokens too")
+GENERATION_TOKENS = _counter("generation_tokens", "Tokens of answers")
+CYCLES = _counter("cycles", "Target passes over running sequences")
+DECODE_PASSES = _counter("decode_passes", "Sequences in those passes")
+DECODE_TOKENS = _counter("decode_tokens", "Tokens that they gave: divided by decode_passes, tau")
+PHASE_SECONDS = _counter(
+    "cycle_phase_seconds",
+    "Time of the engine's thread by phase; channel is waiting for drafts beyond the time of drafting",
+    "phase",
+)
+NUM_DRAFTS = _counter("spec_decode_num_drafts", "Drafts verified")
+DRAFT_TOKENS = _counter("spec_decode_num_draft_tokens", "Tokens in them")
+ACCEPTED_TOKENS = _counter("spec_decode_num_accepted_tokens", "Tokens of answers that were drafted")
+ACCEPTED_AT = _counter("spec_decode_num_accepted_tokens_per_pos", "The same by depth in the draft, from 0", "position")
+MISSED_DRAFTS = _counter("spec_decode_num_missed_drafts", "Drafts asked for that had not come in time")
+CHANNEL_CYCLES = _counter("channel_cycles", "Messages to drafter replicas", "drafter")
+CHANNEL_BYTES = _counter("channel_bytes", "Bytes to drafter replicas (sent) and from them (received)", "drafter", "way")
+CHANNEL_WAITING = _counter("channel_waiting_seconds", "Waiting for drafts, drafting included", "drafter")
+CHANNEL_DRAFTING = _counter("channel_drafting_seconds", "What drafter replicas say that they needed", "drafter")
+CHANNEL_MISSES = _counter("channel_misses", "Drafts refused: the replica knew the sequence otherwise", "drafter")
+CHANNEL_LATE = _counter("channel_late", "Drafts that a cycle went on without", "drafter")
+CHANNEL_LOST = _counter("channel_lost", "Drafter replicas given up", "drafter")
+
+# --- Drafter replicas ---
+
+DRAFTER_SESSIONS = _gauge("drafter_sessions", "Sequences that hold a drafting state")
+DRAFTER_REQUESTS = _counter("drafter_requests", "Messages answered")
+DRAFTER_DRAFTS = _counter("drafter_drafts", "Drafts made")
+DRAFTER_MISSES = _counter("drafter_misses", "Drafts refused: the sequence is known otherwise, or not at all")
+DRAFTER_EXPIRED = _counter("drafter_expired", "Sequences forgotten because nobody asked for them")
+DRAFTER_SECONDS = _counter("drafter_busy_seconds", "Time of answering messages")
+DRAFTER_BATCH = _histogram("drafter_batch_size", "Drafts per message", _BATCH_SIZES)
+
+# --- Gateways ---
+
+TIME_TO_FIRST_TOKEN = _histogram("time_to_first_token_seconds", "From a sequence's arrival to its first token")
+TIME_PER_OUTPUT_TOKEN = _histogram("time_per_output_token_seconds", "Mean time per token after the first, by sequence")
+INTER_TOKEN_LATENCY = _histogram("inter_token_latency_seconds", "Time between updates, each of one or more tokens")
+REQUEST_LATENCY = _histogram("e2e_request_latency_seconds", "From a sequence's arrival to its last token")
+REQUESTS = _counter(
+    "request_success",
+    "Sequences by how they ended: stop, length; abort: the client left; refused: no place; error",
+    "finished_reason",
+)
+ANSWERS = _counter("http_responses", "Answers over HTTP by path and status code", "path", "status")
+RETRIES = _counter("retries", "Sequences taken up again after their target replica was lost")
+
+ALL: dict[str, Series] = {series.name: series for series in list(globals().values()) if isinstance(series, Series)}
+"""By name."""
