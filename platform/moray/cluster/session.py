@@ -1,5 +1,6 @@
 """Connecting to Ray: one place that knows addresses, environment variables and what workers import."""
 
+import json
 import logging
 import os
 import sys
@@ -7,11 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from moray.cluster import ENVIRONMENT
 from moray.cluster.configs import RayConfig
+from moray.config import read_yaml
 from moray.errors import ConfigError
+from moray.runs_folder import JOB_VARIABLE
 
+_RUNTIME_ENV_FILE = "configs/runtime_env.yaml"
 _CPP_LOG_LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _DATA_CPUS = 4
 
@@ -62,17 +67,19 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _runtime_env() -> dict[str, object]:
-    """What workers of a remote cluster import; a submitted job has been given its own already."""
-    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        return {}
+def _runtime_env() -> dict[str, Any]:
+    """What workers of a cluster import and are set to. A submitted job has brought its code already."""
+    variables = {name: value for name, value in ENVIRONMENT.items() if name != "RAY_AUTH_MODE"}
+    job = os.environ.get(JOB_VARIABLE)
+    if job:
+        # Ray refuses a variable that is given twice; the job's own value is the one that was asked for.
+        given = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
+        return {"env_vars": {name: value for name, value in variables.items() if name not in given}}
     root = Path(__file__).resolve().parents[3]
-    return {
-        "working_dir": str(root),
-        "py_modules": [str(root / "platform" / "moray")],
-        "excludes": ["runs", ".venv", ".git"],
-        "env_vars": {name: value for name, value in ENVIRONMENT.items() if name != "RAY_AUTH_MODE"},
-    }
+    if not (root / _RUNTIME_ENV_FILE).is_file():
+        return {"env_vars": variables}  # installed from a wheel, as on the nodes
+    shipped = read_yaml(root / _RUNTIME_ENV_FILE)
+    return {**shipped, "working_dir": str(root), "env_vars": variables | shipped["env_vars"]}
 
 
 @contextmanager
