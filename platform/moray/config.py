@@ -125,14 +125,19 @@ def load_config(config_class: type[AnyConfig], arguments: Sequence[str]) -> AnyC
     for path in (argument for argument in arguments if not is_override(argument)):
         merged = merge(merged, read_yaml(Path(resolve_runs(path))))
     for override in overrides:
-        key, _, text = override.partition("=")
-        nested: Any = _parse_yaml(text, source=override)
-        for part in reversed(key.split(".")):
-            if not part:
-                raise ConfigError(f"override '{override}' has an empty key: write it as name=value or a.b=value")
-            nested = {part: nested}
-        merged = merge(merged, nested)
+        merged = merge(merged, read_override(override))
     return validate(config_class, merged)
+
+
+def read_override(override: str) -> dict[str, Any]:
+    """The nested settings that `a.b=c` stands for, its value read as YAML; raise `ConfigError` on an empty key."""
+    key, _, text = override.partition("=")
+    nested: Any = _parse_yaml(text, source=override)
+    for part in reversed(key.split(".")):
+        if not part:
+            raise ConfigError(f"override '{override}' has an empty key: write it as name=value or a.b=value")
+        nested = {part: nested}
+    return nested
 
 
 def validate(config_class: type[AnyConfig], values: dict[str, Any]) -> AnyConfig:
