@@ -43,7 +43,7 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     try:
         with _stderr_held():
             if address:
-                ray.init(address=address, runtime_env=_runtime_env(), log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(address=address, runtime_env=runtime_env(), log_to_driver=False, logging_level=logging.ERROR)
             else:
                 # One machine is never announced to be taken away: spare the process that would watch for it.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
@@ -67,7 +67,7 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _runtime_env() -> dict[str, Any]:
+def runtime_env() -> dict[str, Any]:
     """What workers of a cluster import and are set to. A submitted job has brought its code already."""
     variables = {name: value for name, value in ENVIRONMENT.items() if name != "RAY_AUTH_MODE"}
     job = os.environ.get(JOB_VARIABLE)
