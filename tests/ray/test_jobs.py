@@ -71,11 +71,11 @@ def drafter(cluster: RayCluster, target: str, chats_file: Path) -> str:
     return "runs/moa"
 
 
-def ask(port: int, model: str = "target") -> str:
+def ask(port: int, prefix: str = "") -> str:
     """One question over HTTP."""
-    body = {"model": model, "messages": [{"role": "user", "content": "one two"}], "max_tokens": 8}
+    body = {"model": "target", "temperature": 0, "messages": [{"role": "user", "content": "one two"}], "max_tokens": 8}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"http://127.0.0.1:{port}{prefix}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
@@ -166,6 +166,12 @@ def test_the_application_is_deployed_by_a_job_and_answers(cluster, drafter, tmp_
     assert sent.returncode == 0, sent.stdout + sent.stderr
     wait_for(lambda: "Drafter" not in (text := cluster.run("serve", "status").stdout) and "status: RUNNING" in text)
     assert ask(port) == answer
+    # Words in place of a file, beside it.
+    words = ["target.model=runs/target", f"drafters.moa={drafter}", "placement=in_process", "threads=1"]
+    options = ["--non-blocking", "--runtime-env", "configs/runtime_env.yaml", "--name=words", "--route-prefix=/words"]
+    run = cluster.run("serve", "run", *options, "serve.app:build_app", *words, MORAY_RUNS=str(cluster.runs))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert ask(port, "/words") == answer
     ended = cluster.run("serve", "shutdown", "--yes")
     assert ended.returncode == 0, ended.stderr
     wait_for(lambda: "RUNNING" not in cluster.run("serve", "status").stdout)
