@@ -4,7 +4,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,9 @@ def ask(port: int, prefix: str = "") -> str:
     """One question over HTTP."""
     body = {"model": "target", "temperature": 0, "messages": [{"role": "user", "content": "one two"}], "max_tokens": 8}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{prefix}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"http://127.0.0.1:{port}{prefix}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
@@ -90,6 +92,14 @@ def serve_file(folder: Path, port: int, drafter: str, **application: Any) -> Pat
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def wait_for(cluster: RayCluster, ready: Callable[[str], bool], seconds: float = 200) -> None:
+    """Ask Serve for its status until it is as it should be."""
+    deadline = time.monotonic() + seconds
+    while not ready(status := cluster.run("serve", "status").stdout):
+        assert time.monotonic() < deadline, status
+        time.sleep(1)
 
 
 def test_who_has_no_token_is_refused(cluster):
@@ -164,7 +174,7 @@ def test_the_application_is_deployed_by_a_job_and_answers(cluster, drafter, tmp_
     serve_file(tmp_path, port, drafter, runtime_env=environment, args={"target": {"model": "runs/target"}})
     sent = cluster.run("serve", "deploy", str(tmp_path / "serve.yaml"))
     assert sent.returncode == 0, sent.stdout + sent.stderr
-    wait_for(lambda: "Drafter" not in (text := cluster.run("serve", "status").stdout) and "status: RUNNING" in text)
+    wait_for(cluster, lambda status: "status: RUNNING" in status and "Drafter" not in status)
     assert ask(port) == answer
     # Words in place of a file, beside it.
     words = ["target.model=runs/target", f"drafters.moa={drafter}", "placement=in_process", "threads=1"]
@@ -174,7 +184,7 @@ def test_the_application_is_deployed_by_a_job_and_answers(cluster, drafter, tmp_
     assert ask(port, "/words") == answer
     ended = cluster.run("serve", "shutdown", "--yes")
     assert ended.returncode == 0, ended.stderr
-    wait_for(lambda: "RUNNING" not in cluster.run("serve", "status").stdout)
+    wait_for(cluster, lambda status: "RUNNING" not in status)
     assert path.is_file()
 
 
@@ -185,11 +195,3 @@ def test_an_application_that_cannot_start_is_said_to(cluster, drafter):
     assert "application 'moray' is " in job.stdout + job.stderr
     assert "no_such_drafter" in job.stdout + job.stderr
     cluster.run("serve", "shutdown", "--yes")
-
-
-def wait_for(ready: Any, seconds: float = 90) -> None:
-    """Ask until it is so."""
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(1)
