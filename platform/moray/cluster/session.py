@@ -31,8 +31,9 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         ConfigError: no cluster answers at `config.address`.
     """
     address = config.address or os.environ.get("RAY_ADDRESS")
-    if not address:
-        # Ray's word for "this cluster has one machine"; without it, it listens on all interfaces.
+    if not address or address.startswith(("127.0.0.1:", "localhost:")):
+        # Ray's word for "this cluster has one machine"; without it, it listens on all interfaces, and looks for a
+        # cluster that listens on loopback alone at the machine's outer address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
 
