@@ -1,7 +1,9 @@
 """The Serve application: three deployments and who talks to whom. Wiring only.
 
-serve run serve.app:build_app config=configs/serve/local.yaml
-serve deploy configs/serve/local.yaml
+    serve run serve.app:build_app target.model=runs/demo/target drafters.moa=runs/demo/moa
+    serve run configs/serve/local.yaml
+
+`python -m serve.deploy` puts it on a cluster.
 """
 
 from typing import Any
@@ -10,8 +12,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from moray.config import validate
-from serve.config import ServeConfig
+from serve.config import read_args
 from serve.drafter import DrafterReplica
 from serve.gateway import Gateway
 from serve.metrics.ray_sink import RaySink
@@ -26,7 +27,7 @@ _COMMON: dict[str, Any] = {
 
 def build_app(args: dict[str, Any]) -> Application:
     """Target and gateway, and a pool of drafters between them if there are any."""
-    config = validate(ServeConfig, args)
+    config = read_args(args)
     most = config.engine.max_sequences + config.max_waiting
     pool = None
     if config.drafters and config.placement == "pool":

@@ -1,11 +1,11 @@
-"""Configuration of the Serve application: what `args` of configs/serve/*.yaml holds. Torch-free."""
+"""Configuration of the Serve application: what `args` of configs/serve/*.yaml holds. Torch-free, Ray-free."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from moray.config import Config
+from moray.config import Config, merge, read_override, validate
 from moray.decoding.engine_config import EngineConfig
 from moray.drafters.configs import UsableConfig
 from moray.targets.spec import TargetConfig
@@ -62,3 +62,20 @@ class ServeConfig(Config):
     def model_name(self) -> str:
         """What clients call the model."""
         return self.api.model_name or self.target.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def read_args(args: Mapping[str, Any]) -> ServeConfig:
+    """The configuration that Serve hands to the application.
+
+    Args:
+        args: nested values, as `args` of a YAML file has them, or the words behind `serve run serve.app:build_app`,
+            such as `target.model=runs/demo/target`: texts, which are read as overrides are everywhere.
+
+    Raises:
+        ConfigError: naming the key and the value.
+    """
+    values = {name: value for name, value in args.items() if not isinstance(value, str)}
+    for name, text in args.items():
+        if isinstance(text, str):
+            values = merge(values, read_override(f"{name}={text}"))
+    return validate(ServeConfig, values)

@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY_POINTS = [
     *sorted(path for path in REPOSITORY.glob("pipelines/*.py") if path.stem != "__init__"),
     *sorted(path for path in REPOSITORY.glob("sweeps/*.py") if "__main__" in path.read_text(encoding="utf-8")),
+    REPOSITORY / "serve" / "deploy.py",
 ]
 MODULES = [f"{path.parent.name}.{path.stem}" for path in ENTRY_POINTS]
 HEAVY = {"torch", "ray", "transformers", "datasets", "pandas", "matplotlib"}
@@ -90,7 +91,9 @@ def documented_commands() -> list[str]:
     """Every `python -m` of ours that the README and the entry points show, continuation lines joined."""
     files = [REPOSITORY / "README.md", *ENTRY_POINTS]
     texts = [path.read_text(encoding="utf-8") for path in files]
-    found = [m for text in texts for m in re.findall(r"python -m ((?:pipelines|sweeps)\.\w+ (?:\\+\n|[^`\n])+)", text)]
+    found = [
+        m for text in texts for m in re.findall(r"python -m ((?:pipelines|sweeps|serve)\.\w+ (?:\\+\n|[^`\n])+)", text)
+    ]
     return sorted({re.sub(r"\\+\n", " ", command).strip() for command in found})
 
 

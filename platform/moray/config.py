@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moray.errors import ConfigError, MorayError
 from moray.explain import default_of, describe, element_of, explain, nearest_path, one_line, variant_of
+from moray.runs_folder import resolve_runs
 
 
 class Config(BaseModel):
@@ -122,22 +123,30 @@ def load_config(config_class: type[AnyConfig], arguments: Sequence[str]) -> AnyC
     merged: dict[str, Any] = {}
     overrides = [argument for argument in arguments if is_override(argument)]
     for path in (argument for argument in arguments if not is_override(argument)):
-        merged = merge(merged, read_yaml(Path(path)))
+        merged = merge(merged, read_yaml(Path(resolve_runs(path))))
     for override in overrides:
-        key, _, text = override.partition("=")
-        nested: Any = _parse_yaml(text, source=override)
-        for part in reversed(key.split(".")):
-            if not part:
-                raise ConfigError(f"override '{override}' has an empty key: write it as name=value or a.b=value")
-            nested = {part: nested}
-        merged = merge(merged, nested)
+        merged = merge(merged, read_override(override))
     return validate(config_class, merged)
 
 
+def read_override(override: str) -> dict[str, Any]:
+    """The nested settings that `a.b=c` stands for, its value read as YAML; raise `ConfigError` on an empty key."""
+    key, _, text = override.partition("=")
+    nested: Any = _parse_yaml(text, source=override)
+    for part in reversed(key.split(".")):
+        if not part:
+            raise ConfigError(f"override '{override}' has an empty key: write it as name=value or a.b=value")
+        nested = {part: nested}
+    return nested
+
+
 def validate(config_class: type[AnyConfig], values: dict[str, Any]) -> AnyConfig:
-    """Check plain values against a configuration class; raise `ConfigError` on the first problem."""
+    """Check plain values against a configuration class; raise `ConfigError` on the first problem.
+
+    A leading `runs` in a value is the folder that `moray.runs_folder` says.
+    """
     try:
-        text = json.dumps(_complete(config_class, values), default=str)
+        text = json.dumps(_complete(config_class, resolve_runs(values)), default=str)
     except (ValueError, RecursionError):
         raise ConfigError("the configuration refers to itself: remove the YAML alias that closes the circle") from None
     try:

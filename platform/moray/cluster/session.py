@@ -1,5 +1,6 @@
 """Connecting to Ray: one place that knows addresses, environment variables and what workers import."""
 
+import json
 import logging
 import os
 import sys
@@ -7,11 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from moray.cluster import ENVIRONMENT
 from moray.cluster.configs import RayConfig
+from moray.config import read_yaml
 from moray.errors import ConfigError
+from moray.runs_folder import JOB_VARIABLE
 
+_RUNTIME_ENV_FILE = "configs/runtime_env.yaml"
 _CPP_LOG_LEVEL = "RAY_BACKEND_LOG_LEVEL"
 _DATA_CPUS = 4
 
@@ -26,8 +31,9 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         ConfigError: no cluster answers at `config.address`.
     """
     address = config.address or os.environ.get("RAY_ADDRESS")
-    if not address:
-        # Ray's word for "this cluster has one machine"; without it, it listens on all interfaces.
+    if not address or address.startswith(("127.0.0.1:", "localhost:")):
+        # Ray's word for "this cluster has one machine"; without it, it listens on all interfaces, and looks for a
+        # cluster that listens on loopback alone at the machine's outer address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
 
@@ -38,7 +44,7 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     try:
         with _stderr_held():
             if address:
-                ray.init(address=address, runtime_env=_runtime_env(), log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(address=address, runtime_env=runtime_env(), log_to_driver=False, logging_level=logging.ERROR)
             else:
                 # One machine is never announced to be taken away: spare the process that would watch for it.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
@@ -62,17 +68,19 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _runtime_env() -> dict[str, object]:
-    """What workers of a remote cluster import; a submitted job has been given its own already."""
-    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        return {}
+def runtime_env() -> dict[str, Any]:
+    """What workers of a cluster import and are set to. A submitted job has brought its code already."""
+    variables = {name: value for name, value in ENVIRONMENT.items() if name != "RAY_AUTH_MODE"}
+    job = os.environ.get(JOB_VARIABLE)
+    if job:
+        # Ray refuses a variable that is given twice; the job's own value is the one that was asked for.
+        given = (json.loads(job).get("runtime_env") or {}).get("env_vars") or {}
+        return {"env_vars": {name: value for name, value in variables.items() if name not in given}}
     root = Path(__file__).resolve().parents[3]
-    return {
-        "working_dir": str(root),
-        "py_modules": [str(root / "platform" / "moray")],
-        "excludes": ["runs", ".venv", ".git"],
-        "env_vars": {name: value for name, value in ENVIRONMENT.items() if name != "RAY_AUTH_MODE"},
-    }
+    if not (root / _RUNTIME_ENV_FILE).is_file():
+        return {"env_vars": variables}  # installed from a wheel, as on the nodes
+    shipped = read_yaml(root / _RUNTIME_ENV_FILE)
+    return {**shipped, "working_dir": str(root), "env_vars": variables | shipped["env_vars"]}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from moray.config import Config
+from moray.runs_folder import resolve_runs
 
 
 class DemoModelConfig(Config):
@@ -49,7 +50,7 @@ class DemoOptimConfig(Config):
 class DemoTargetConfig(Config):
     """The demo's target and its chats: what `python -m pipelines.train_demo_target` makes."""
 
-    output: Path = Path("runs/demo")
+    output: Path = Field(default_factory=lambda: Path(resolve_runs("runs/demo", "output")))
     """Receives `target/`, `chats/train.jsonl`, `chats/heldout.jsonl` and `questions.jsonl`."""
     seed: int = 0
     num_train_chats: int = Field(default=4000, ge=16)

@@ -1,0 +1,197 @@
+"""Pipelines, sweeps and the application as jobs of a cluster with token authentication."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray_cluster import REPOSITORY, RayCluster, free_port
+from tiny_sweeps import write_distil, write_questions
+
+from moray.provenance import read_json
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+WHERE = """
+import ray
+from moray.cluster.configs import RayConfig
+from moray.cluster.session import ray_session
+
+@ray.remote
+def where():
+    import os, moray, pipelines
+    return [moray.__file__, pipelines.__file__, os.environ["RAY_DATA_USE_DATASOURCE_V2"], len(ray.nodes())]
+
+with ray_session(RayConfig()):
+    print("found", *ray.get(where.remote()))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    """One for all tests of this module."""
+    running = RayCluster(tmp_path_factory.mktemp("shared") / "runs")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def target(cluster: RayCluster, tiny_target: Path) -> str:
+    """The tiny target in the shared folder."""
+    cluster.runs.mkdir()
+    (cluster.runs / "target").symlink_to(tiny_target)
+    return "target.model=runs/target"
+
+
+@pytest.fixture(scope="module")
+def drafter(cluster: RayCluster, target: str, chats_file: Path) -> str:
+    """A drafter distilled from a cache, two jobs."""
+    settings = ["cache.max_length=384", "cache.batch_tokens=1024", "cache.shard_mib=1", "cache.chats_per_part=12"]
+    cached = cluster.submit(
+        "python",
+        "-m",
+        "pipelines.cache_activations",
+        target,
+        f"chats.path={chats_file}",
+        "output=runs/cache",
+        *settings,
+    )
+    assert cached.returncode == 0, cached.stdout + cached.stderr
+    assert (cluster.runs / "cache" / "manifest.json").is_file()
+    distil = write_distil(cluster.runs, Path("runs/target"), Path("runs/cache"), max_steps=12)
+    assert "runs/cache" in distil.read_text()
+    distilled = cluster.submit("python", "-m", "pipelines.distill", "runs/distil.yaml", "output=runs/moa")
+    assert distilled.returncode == 0, distilled.stdout + distilled.stderr
+    assert f"drafter: {cluster.runs}/moa" in distilled.stdout
+    return "runs/moa"
+
+
+def ask(port: int, prefix: str = "") -> str:
+    """One question over HTTP."""
+    body = {"model": "target", "temperature": 0, "messages": [{"role": "user", "content": "one two"}], "max_tokens": 8}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{prefix}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+
+def serve_file(folder: Path, port: int, drafter: str, **application: Any) -> Path:
+    """configs/serve/local.yaml for the tiny target."""
+    config = yaml.safe_load((REPOSITORY / "configs" / "serve" / "local.yaml").read_text())
+    config["http_options"]["port"] = port
+    args = {"target": {"model": "runs/target"}, "drafters": {"moa": drafter}, "threads": 1}
+    config["applications"][0] |= {"args": args} | application
+    path = folder / "serve.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def wait_for(cluster: RayCluster, ready: Callable[[str], bool], seconds: float = 200) -> None:
+    """Ask Serve for its status until it is as it should be."""
+    deadline = time.monotonic() + seconds
+    while not ready(status := cluster.run("serve", "status").stdout):
+        assert time.monotonic() < deadline, status
+        time.sleep(1)
+
+
+def test_who_has_no_token_is_refused(cluster):
+    for changes in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "0" * 64}):
+        refused = cluster.submit("echo", "done", **changes)
+        assert refused.returncode != 0
+        assert "AuthenticationError" in refused.stderr
+    for path in ("/api/jobs/", "/api/serve/applications/"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            cluster.get(path)
+
+
+def test_a_job_runs_the_code_that_was_sent_on_the_cluster_that_is_there(cluster):
+    job = cluster.submit("python", "-c", WHERE)
+    found = next(line for line in job.stdout.splitlines() if line.startswith("found ")).split()
+    assert "working_dir_files" in found[1]
+    assert found[1].endswith("/platform/moray/__init__.py")
+    assert "working_dir_files" in found[2]
+    assert found[3:] == ["0", "1"]
+
+
+@pytest.mark.parametrize("setting", ["output=runs/lost", "output=lost"])
+def test_a_job_does_not_write_where_its_output_would_be_lost(cluster, setting):
+    words = ["python", "-m", "pipelines.distill", "configs/drafters/moa-demo.yaml", "target.model=x", setting]
+    job = cluster.submit("env", "-u", "MORAY_RUNS", *words)
+    assert job.returncode != 0
+    assert "which is removed with the job: set MORAY_RUNS to a folder that all nodes share" in job.stdout + job.stderr
+
+
+def test_drafters_are_measured_as_jobs(cluster, target, drafter):
+    questions = write_questions(cluster.runs, "one two three", "four five")
+    assert questions == cluster.runs / "questions.jsonl"
+    job = cluster.submit(
+        "python", "-m", "pipelines.evaluate", target, f"drafters=[{drafter}]", "questions=runs/questions.jsonl",
+        "trees=[{type: chain, depth: 3}]", "max_new_tokens=8", "output=runs/report",
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert (cluster.runs / "report" / "report.html").is_file()
+
+
+def test_sweeps_are_jobs(cluster, drafter):
+    write_questions(cluster.runs, "one two three", "four five")
+    tree = {"type": "chain", "depth": 3}
+    sweep = {
+        "distil": ["runs/distil.yaml"],
+        "space": {"optim.lr": [0.01, 0.02]},
+        "ladder": {"rungs": 1, "reduction": 2},
+        "training_tokens": 6 * 512,
+        "decoding": {"tree": tree, "questions": "runs/questions.jsonl", "max_new_tokens": 8},
+        "confirm": {"finalists": 1, "seeds": 1},
+        "output": "runs/sweep",
+    }
+    (cluster.runs / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    job = cluster.submit("python", "-m", "sweeps.tune", "runs/sweep.yaml")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert read_json(cluster.runs / "sweep" / "summary.json")["winner"]["choices"]["optim.lr"] in (0.01, 0.02)
+    assert (cluster.runs / "sweep" / "best").is_dir()
+
+
+def test_the_application_is_deployed_by_a_job_and_answers(cluster, drafter, tmp_path):
+    port = free_port()
+    path = serve_file(cluster.runs, port, drafter)
+    job = cluster.submit("python", "-m", "serve.deploy", "runs/serve.yaml")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert f"running at http://127.0.0.1:{port}" in job.stdout
+    answer = ask(port)
+    status = cluster.run("serve", "status")
+    assert "status: RUNNING" in status.stdout
+    assert {"Gateway:", "Target:", "Drafter:"} <= set(status.stdout.split())
+    # With the code that the nodes have, and another setting; the same answer.
+    environment = {"working_dir": f"local://{REPOSITORY}", "env_vars": {"PYTHONPATH": "platform"}}
+    serve_file(tmp_path, port, drafter, runtime_env=environment, args={"target": {"model": "runs/target"}})
+    sent = cluster.run("serve", "deploy", str(tmp_path / "serve.yaml"))
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    wait_for(cluster, lambda status: "status: RUNNING" in status and "Drafter" not in status)
+    assert ask(port) == answer
+    # Words in place of a file, beside it.
+    words = ["target.model=runs/target", f"drafters.moa={drafter}", "placement=in_process", "threads=1"]
+    options = ["--non-blocking", "--runtime-env", "configs/runtime_env.yaml", "--name=words", "--route-prefix=/words"]
+    run = cluster.run("serve", "run", *options, "serve.app:build_app", *words, MORAY_RUNS=str(cluster.runs))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert ask(port, "/words") == answer
+    ended = cluster.run("serve", "shutdown", "--yes")
+    assert ended.returncode == 0, ended.stderr
+    wait_for(cluster, lambda status: "RUNNING" not in status)
+    assert path.is_file()
+
+
+def test_an_application_that_cannot_start_is_said_to(cluster, drafter):
+    serve_file(cluster.runs, free_port(), "runs/no_such_drafter")
+    job = cluster.submit("python", "-m", "serve.deploy", "runs/serve.yaml")
+    assert job.returncode != 0
+    assert "application 'moray' is " in job.stdout + job.stderr
+    assert "no_such_drafter" in job.stdout + job.stderr
+    cluster.run("serve", "shutdown", "--yes")

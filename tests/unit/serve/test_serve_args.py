@@ -1,0 +1,56 @@
+"""What Serve hands to the application: nested values of a file, or the words of a command."""
+
+import pytest
+
+from moray.errors import ConfigError
+from moray.trees.shapes import ChainShape
+from serve.config import ServeConfig, read_args
+
+
+def test_words_are_overrides():
+    config = read_args(
+        {
+            "target.model": "runs/demo/target",
+            "drafters.moa": "runs/demo/moa",
+            "drafters.lookup": "{type: ngram}",
+            "engine.tree": "{type: chain, depth: 5}",
+            "engine.max_sequences": "4",
+            "draft_timeout_ms": "2.5e1",
+            "threads": "1",
+            "placement": "in_process",
+        }
+    )
+    assert config.target.model == "runs/demo/target"
+    assert list(config.drafters) == ["moa", "lookup"]
+    assert config.drafters["moa"] == "runs/demo/moa"
+    assert config.engine.tree == ChainShape(type="chain", depth=5)
+    assert (config.engine.max_sequences, config.threads, config.draft_timeout_ms) == (4, 1, 25.0)
+    assert config.placement == "in_process"
+
+
+def test_a_file_s_values_are_taken_as_they_are():
+    values = {"target": {"model": "1"}, "drafters": {"moa": "2"}, "engine": {"max_sequences": 4}}
+    config = read_args(values)
+    assert (config.target.model, config.drafters["moa"], config.engine.max_sequences) == ("1", "2", 4)
+    assert read_args(values | {"engine.max_sequences": "5"}).engine.max_sequences == 5
+    assert read_args(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "'target' is missing"),
+        ({"target.modle": "x"}, "unknown key 'target.modle'; did you mean 'target.model'"),
+        ({"target.model": "x", "threads": "many"}, "'threads' is"),
+        ({"target.model": "x", "threads": "[1"}, "not valid YAML"),
+        ({"target..model": "x"}, "has an empty key"),
+    ],
+)
+def test_what_is_wrong_is_named(args, message):
+    with pytest.raises(ConfigError) as error:
+        read_args(args)
+    assert message in str(error.value)
+
+
+def test_a_folder_with_an_equals_sign_stays_one():
+    assert read_args({"target.model": "a=b"}) == ServeConfig.model_validate({"target": {"model": "a=b"}})

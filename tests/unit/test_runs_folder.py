@@ -1,0 +1,71 @@
+"""What `runs` stands for, and which outputs a job refuses."""
+
+import pytest
+
+from moray.config import Config, load_config
+from moray.errors import ConfigError
+from moray.runs_folder import JOB_VARIABLE, RUNS_VARIABLE, resolve_runs
+
+
+class Run(Config):
+    output: str = "elsewhere"
+    report: str | None = None
+    parts: tuple[str, ...] = ()
+    by_name: dict[str, str] = {}
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RUNS_VARIABLE, raising=False)
+    monkeypatch.delenv(JOB_VARIABLE, raising=False)
+
+
+def test_without_the_variable_and_a_job_nothing_changes():
+    values = {"output": "runs/a", "report": "b", "n": 3, "parts": ["./runs/c", None]}
+    assert resolve_runs(values) == values
+
+
+@pytest.mark.parametrize("folder", ["/shared/runs", "/shared/runs/", "s3://bucket/x"])
+def test_a_leading_runs_is_the_shared_folder_at_any_depth(monkeypatch, tmp_path, folder):
+    monkeypatch.setenv(RUNS_VARIABLE, folder)
+    root = folder.rstrip("/")
+    config = load_config(Run, ["output=runs/a", "parts=[runs/b, ./runs/c, /d/runs/e, runs]", "by_name.x=runs/f/g"])
+    assert config.output == f"{root}/a"
+    assert config.parts == (f"{root}/b", f"{root}/c", "/d/runs/e", "runs")
+    assert config.by_name == {"x": f"{root}/f/g"}
+    assert resolve_runs(resolve_runs({"output": "runs/a"})) == {"output": f"{root}/a"}
+
+
+def test_a_file_of_settings_is_found_there_too(monkeypatch, tmp_path):
+    monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("output: runs/a")
+    assert load_config(Run, ["runs/mine.yaml"]).output == f"{tmp_path}/a"
+
+
+@pytest.mark.parametrize(
+    "setting", ["output=runs/a", "output=a/b", "report=a.json", "parts=[runs/a]", "by_name.x=runs/a"]
+)
+def test_a_job_refuses_what_would_be_lost_with_it(monkeypatch, setting):
+    assert load_config(Run, [setting])
+    monkeypatch.setenv(JOB_VARIABLE, "{}")
+    key = setting.partition("=")[0]
+    with pytest.raises(
+        ConfigError, match=rf"^{key} is '.*a.*', a relative path in the job's own copy .* set MORAY_RUNS"
+    ):
+        load_config(Run, [setting])
+    with pytest.raises(ConfigError, match=r"^'runs/a\.yaml', a relative path"):
+        load_config(Run, ["runs/a.yaml"])
+
+
+@pytest.mark.parametrize("setting", ["output=/a/b", "output=s3://a/b", "report=~/a.json", "parts=[configs/a.yaml]"])
+def test_a_job_takes_what_stays(monkeypatch, setting):
+    monkeypatch.setenv(JOB_VARIABLE, "{}")
+    assert load_config(Run, [setting])
+
+
+def test_a_job_with_the_shared_folder_takes_runs(monkeypatch):
+    monkeypatch.setenv(JOB_VARIABLE, "{}")
+    monkeypatch.setenv(RUNS_VARIABLE, "/shared")
+    assert load_config(Run, ["output=runs/a"]).output == "/shared/a"
+    with pytest.raises(ConfigError, match="output is 'a'"):
+        load_config(Run, ["output=a"])
