@@ -83,12 +83,14 @@ class TargetReplica:
         }
 
     async def describe(self) -> dict[str, Any]:
-        """What the gateway has to know."""
+        """What the gateway has to know, and how busy this replica is."""
         engine = self._engine
         return {
             "capacity": engine.capacity,
             "vocab_size": self._target.spec.vocab_size,
             "drafters": list(engine.drafting),
+            "num_open": 0 if self._thread is None else self._thread.num_open,
+            "num_running": engine.num_running,
         }
 
     async def generate(self, request: Request) -> AsyncGenerator[Update]:

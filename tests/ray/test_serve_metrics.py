@@ -15,6 +15,7 @@ from serve.metrics.series import Series
 APPLICATION = "metrics-test"
 NUM_ANSWERED = 6
 NUM_AT_ONCE = 16
+pytestmark = pytest.mark.slow
 SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 

@@ -143,14 +143,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """One chunk of prompts and one cycle; returns what has been added to answers, and which have ended."""
+        """One chunk of prompts, and one cycle unless first tokens have come: they wait for nothing. Returns news."""
         self.stats.num_steps += 1
         with self.stats.timed("admit"):
             self._admit()
         if self._roster.reading:
             with self.stats.timed("prefill"):
                 self._read()
-        if self._roster.running:
+        if self._roster.running and not self._updates:
             self._cycle()
         updates, self._updates = self._updates, []
         ended = {update.number for update in updates if update.finish_reason is not None}

@@ -1,0 +1,183 @@
+"""The application on Ray Serve, on a tiny target: deployed as users deploy it, asked by many at once, and killed."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+
+from moray.decoding.params import SamplingParams
+from moray.decoding.speculate import PlainDecoder
+from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+
+APPLICATION = "moray-test"
+MODEL = "tiny"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a client asks."""
+
+    text: str
+    temperature: float
+    seed: int
+    max_tokens: int
+
+
+def questions(count: int) -> list[Question]:
+    """Mixed ones: short and long, greedy and sampled, with short and long answers."""
+    words = "one two three four five six seven eight nine ten".split()
+    return [
+        Question(
+            " ".join(words[(number * 7 + k) % 10] for k in range(1 + number * 3 % 17)),
+            temperature=0.0 if number % 2 == 0 else 0.9,
+            seed=number,
+            max_tokens=16 + number * 11 % 60,
+        )
+        for number in range(count)
+    ]
+
+
+def plain_texts(folder: Path, asked: list[Question]) -> list[str]:
+    """The target's own answers, made one after the other in this process."""
+    target, tokenizer = Target.load(TargetConfig(model=str(folder), device="cpu")), ChatTokenizer.load(str(folder))
+    decoder = PlainDecoder(target, target.spec.max_positions)
+    eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
+    texts = []
+    for question in asked:
+        prompt = tokenizer.encode_prompt([{"role": "user", "content": question.text}])
+        params = SamplingParams(temperature=question.temperature, seed=question.seed)
+        texts.append(tokenizer.decode(decoder.generate(prompt, params, question.max_tokens, eos_ids).tokens))
+    return texts
+
+
+class ServedApp:
+    """A running application."""
+
+    def __init__(self, folder: Path, num_replicas: dict[str, int], **args: Any) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._args = {
+            "target": {"model": str(folder), "device": "cpu"},
+            "drafters": {"same": {"type": "pretrained", "model": str(folder)}, "lookup": {"type": "ngram"}},
+            "engine": {"max_sequences": 16, "kv_tokens": 4096, "tree": {"type": "chain", "depth": 3}},
+            "api": {"model_name": MODEL},
+            "draft_timeout_ms": 1000,
+            "threads": 1,
+        } | args
+        self.deploy(num_replicas)
+
+    def deploy(self, num_replicas: dict[str, int]) -> None:
+        """Deploy, or change the numbers of replicas; waits until all of them run."""
+        from serve.deploy import DeployConfig, main
+
+        deployments = [
+            {"name": name, "num_replicas": num_replicas.get(name, 1), "ray_actor_options": {"num_cpus": 0}}
+            for name in ("Gateway", "Target", "Drafter")
+        ]
+        application = {
+            "name": APPLICATION,
+            "route_prefix": "/",
+            "import_path": "serve.app:build_app",
+            "args": self._args,
+            "deployments": deployments,
+        }
+        main(
+            DeployConfig(
+                applications=(application,), http_options={"host": "127.0.0.1", "port": self.port}, wait_seconds=120
+            )
+        )
+
+    def close(self) -> None:
+        """End it."""
+        from ray import serve
+
+        serve.shutdown()
+
+    def pids(self, deployment: str) -> list[int]:
+        """Processes of a deployment's replicas."""
+        mark = f"ServeReplica:{APPLICATION}:{deployment}"
+        found = []
+        for process in psutil.Process().children(recursive=True):
+            try:
+                if mark in " ".join(process.cmdline()):
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return found
+
+    def kill(self, deployment: str, *, everyone: bool = False) -> int:
+        """kill -9 of one replica, or of all; returns how many."""
+        pids = self.pids(deployment)
+        chosen = pids if everyone else pids[:1]
+        for pid in chosen:
+            os.kill(pid, signal.SIGKILL)
+        return len(chosen)
+
+    def describe(self, deployment: str) -> dict[str, Any]:
+        """What one replica says of itself."""
+        from ray import serve
+
+        handle = serve.get_deployment_handle(deployment, APPLICATION)
+        return handle.describe.remote().result(timeout_s=30)
+
+    def wait_until_idle(self, seconds: float) -> float:
+        """Wait until nothing runs in the one target and the one drafter; returns the seconds that it took."""
+        begin = time.monotonic()
+        while True:
+            target, drafter = self.describe("Target"), self.describe("Drafter")
+            busy = target["num_open"], target["num_running"], drafter["num_sessions"]
+            if not any(busy):
+                return time.monotonic() - begin
+            assert time.monotonic() - begin < seconds, busy
+            time.sleep(0.02)
+
+    def client(self) -> openai.AsyncOpenAI:
+        """The official client, which tries nothing twice by itself."""
+        return openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120
+        )
+
+    async def ask(self, client: openai.AsyncOpenAI, question: Question, **speculation: Any) -> tuple[str, int]:
+        """The streamed answer's text, and how many of its tokens were drafted."""
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": question.text}],
+            temperature=question.temperature,
+            seed=question.seed,
+            max_tokens=question.max_tokens,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"speculation": speculation},
+        )
+        text, num_drafted = "", 0
+        async for chunk in stream:
+            if chunk.choices:
+                text += chunk.choices[0].delta.content or ""
+            elif chunk.usage is not None and chunk.usage.completion_tokens_details is not None:
+                num_drafted = chunk.usage.completion_tokens_details.accepted_prediction_tokens or 0
+        return text, num_drafted
+
+    def ask_all(self, asked: list[Question], at_once: int) -> list[tuple[str, int]]:
+        """All answers, so many asked for at the same time."""
+
+        async def run() -> list[tuple[str, int]]:
+            places = asyncio.Semaphore(at_once)
+            async with self.client() as client:
+
+                async def one(number: int, question: Question) -> tuple[str, int]:
+                    async with places:
+                        return await self.ask(client, question, drafter=("same", "lookup")[number % 4 == 3])
+
+                return await asyncio.gather(*(one(number, question) for number, question in enumerate(asked)))
+
+        return asyncio.run(run())

@@ -1,0 +1,114 @@
+"""The application on Ray Serve: the target's own text for everybody, however many ask and whoever dies meanwhile."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from served_app import Question, ServedApp, plain_texts, questions
+
+pytestmark = pytest.mark.slow
+NUM_QUESTIONS, AT_ONCE = 50, 16
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_target):
+    return plain_texts(tiny_target, questions(NUM_QUESTIONS))
+
+
+@pytest.fixture(scope="module")
+def app(ray_session, tiny_target):
+    app = ServedApp(tiny_target, {})
+    yield app
+    app.close()
+
+
+@pytest.mark.timeout(600)
+def test_texts_are_the_target_s_own_at_any_number_of_replicas(app, expected):
+    """Greedy and sampled, streamed, sixteen at a time; drafters and targets are added under way."""
+    asked = questions(NUM_QUESTIONS)
+    for num_replicas in ({}, {"Drafter": 2}, {"Target": 2, "Drafter": 2}):
+        app.deploy(num_replicas)
+        answers = app.ask_all(asked, AT_ONCE)
+        assert [text for text, _ in answers] == expected, num_replicas
+        assert sum(num_drafted for _, num_drafted in answers) > 100, "drafts were accepted"
+    alone = app.ask_all(asked[:12], 1)
+    assert [text for text, _ in alone] == expected[:12], "sampling with a seed gives the same text at any concurrency"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victims", [("Drafter",), ("Target",), ("Target", "Drafter")], ids="-".join)
+def test_whoever_is_killed_nothing_is_lost(app, expected, victims):
+    """kill -9 of replicas in a loop while answers are streamed; now and then of all drafters at once."""
+    app.deploy({"Target": 2, "Drafter": 2})
+    asked, killed, is_over = questions(NUM_QUESTIONS), [], threading.Event()
+
+    def kill() -> None:
+        while not is_over.wait(2.0):
+            victim = victims[len(killed) % len(victims)]
+            killed.append(app.kill(victim, everyone=victim == "Drafter" and len(killed) % 3 == 0))
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        for _ in range(3):
+            assert [text for text, _ in app.ask_all(asked, AT_ONCE)] == expected
+    finally:
+        is_over.set()
+        thread.join()
+    assert sum(killed) >= 1
+    _wait_for_drafts(app, asked)
+
+
+def _wait_for_drafts(app: ServedApp, asked: list[Question]) -> None:
+    """Speculation comes back by itself."""
+    deadline = time.monotonic() + 60
+    while not sum(num_drafted for _, num_drafted in app.ask_all(asked[:4], 1)):
+        assert time.monotonic() < deadline
+        time.sleep(1)
+
+
+@pytest.mark.timeout(600)
+def test_five_hundred_clients_that_leave_hold_nothing(app):
+    """Their places are free again within a second, in both pools."""
+    app.deploy({})
+    app.wait_until_idle(30)
+    long = Question("one two three", 0.0, 0, 200)
+
+    async def leave(count: int) -> None:
+        places = asyncio.Semaphore(AT_ONCE)
+        async with app.client() as client:
+
+            async def one(number: int) -> None:
+                async with places:
+                    task = asyncio.create_task(app.ask(client, long))
+                    await asyncio.sleep(0.02 + number % 7 * 0.02)
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+
+            await asyncio.gather(*(one(number) for number in range(count)))
+
+    for _ in range(5):
+        asyncio.run(leave(100))
+        app.wait_until_idle(1.0)
+
+
+@pytest.mark.timeout(300)
+def test_who_finds_no_place_is_told_to_come_again(ray_session, tiny_target, app):
+    """More than run and wait at a time are refused with 429 at once, and those taken in are answered."""
+    import openai
+
+    asked = [Question("one two three", 0.0, number, 150) for number in range(120)]
+
+    async def run() -> list[object]:
+        async with app.client() as client:
+            return await asyncio.gather(*(app.ask(client, question) for question in asked), return_exceptions=True)
+
+    answers = asyncio.run(run())
+    refused = [answer for answer in answers if isinstance(answer, Exception)]
+    assert refused, "there are 16 places, and 64 may wait"
+    assert all(isinstance(answer, openai.RateLimitError) for answer in refused), refused[:3]
+    assert all(int(answer.response.headers["retry-after"]) >= 1 for answer in refused)
+    taken = {answer[0] for answer in answers if isinstance(answer, tuple)}
+    assert len(taken) == 1
+    app.wait_until_idle(5)

@@ -1,0 +1,85 @@
+"""The router of our deployments: sessions stay where they are, and calls made side by side in one request all return."""
+
+import asyncio
+
+import pytest
+
+STICKY = "moray.cluster.sticky_router:StickyRouter"
+NUM_CALLS = 24
+
+
+@pytest.fixture
+def ask(ray_session, free_app):
+    """Let one request make many calls at once to three replicas, as sessions; returns who answered each."""
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    def deploy(router_class, name):
+        class Callee:
+            async def who(self):
+                await asyncio.sleep(0.01)
+                return serve.get_replica_context().replica_id.unique_id
+
+        class Caller:
+            def __init__(self, callee):
+                self._callee = callee
+
+            async def ask(self, sessions):
+                calls = [self._callee.options(session_id=session).who.remote() for session in sessions]
+                return await asyncio.gather(*calls)
+
+        options = {"ray_actor_options": {"num_cpus": 0}}
+        callee = serve.deployment(
+            name="Callee",
+            num_replicas=3,
+            request_router_config=RequestRouterConfig(request_router_class=router_class),
+            **options,
+        )(Callee)
+        handle = serve.run(
+            serve.deployment(name="Caller", **options)(Caller).bind(callee.bind()), name=name, route_prefix=f"/{name}"
+        )
+        return lambda sessions, seconds=30: handle.ask.remote(sessions).result(timeout_s=seconds)
+
+    return deploy
+
+
+@pytest.fixture
+def free_app():
+    yield
+    from ray import serve
+
+    serve.shutdown()
+
+
+@pytest.mark.slow
+def test_sessions_stay_and_siblings_return(ask):
+    """Twenty-four calls inside one request: without the router's own index all but the first would wait for ever."""
+    call = ask(STICKY, "sticky")
+    sessions = [f"session-{number}" for number in range(NUM_CALLS)]
+    first = call(sessions)
+    assert len(set(first)) == 3, "sessions are spread over the replicas"
+    for _ in range(3):
+        assert call(sessions) == first
+    replica = first[0]
+    assert set(call([f"any-{number}@{replica}" for number in range(NUM_CALLS)])) == {replica}
+    assert len(call([""] * NUM_CALLS)) == NUM_CALLS, "calls without a session return too"
+
+
+@pytest.mark.slow
+def test_without_the_index_of_our_own_siblings_hang(ask):
+    """The defect of Ray 2.60 that the router works around; once this fails, three methods can go."""
+    from ray.serve.request_router import RequestRouter
+
+    from moray.cluster.sticky_router import StickyRouter
+
+    class Unfixed(StickyRouter):
+        _add_pending_request_to_indices = RequestRouter._add_pending_request_to_indices
+        _remove_pending_request_from_indices = RequestRouter._remove_pending_request_from_indices
+        _get_pending_request_matching_internal_request_id = (
+            RequestRouter._get_pending_request_matching_internal_request_id
+        )
+
+    call = ask(Unfixed, "unfixed")
+    assert len(call(["alone"])) == 1
+    with pytest.raises(TimeoutError):
+        call([f"session-{number}" for number in range(NUM_CALLS)], 5)
