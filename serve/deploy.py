@@ -96,7 +96,7 @@ def _wait(name: str, seconds: float) -> None:
         if state == "RUNNING":
             return
         message = _messages(application) if application else ""
-        if state in {"DEPLOY_FAILED", "UNHEALTHY"}:
+        if state == "DEPLOY_FAILED":  # what is unhealthy is being replaced
             raise DeployError(f"application '{name}' is {state}: {message}; `serve status` says more")
         if time.monotonic() > deadline:
             raise DeployError(

@@ -115,6 +115,13 @@ class ServedApp:
                 continue
         return found
 
+    def ready(self, deployment: str) -> list[int]:
+        """Those of them that take requests."""
+        from ray import serve
+
+        states = serve.status().applications[APPLICATION].deployments[deployment].replica_states
+        return self.pids(deployment)[: states.get("RUNNING", 0)]
+
     def kill(self, deployment: str, *, everyone: bool = False) -> int:
         """kill -9 of one replica, or of all; returns how many."""
         pids = self.pids(deployment)

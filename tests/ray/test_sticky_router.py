@@ -1,8 +1,10 @@
-"""The router of our deployments: sessions stay where they are, and calls made side by side in one request all return."""
+"""The router of our deployments: sessions stay where they are, and calls made side by side in a request all return."""
 
 import asyncio
 
 import pytest
+import unfixed_router
+from ray import cloudpickle
 
 STICKY = "moray.cluster.sticky_router:StickyRouter"
 NUM_CALLS = 24
@@ -68,18 +70,8 @@ def test_sessions_stay_and_siblings_return(ask):
 @pytest.mark.slow
 def test_without_the_index_of_our_own_siblings_hang(ask):
     """The defect of Ray 2.60 that the router works around; once this fails, three methods can go."""
-    from ray.serve.request_router import RequestRouter
-
-    from moray.cluster.sticky_router import StickyRouter
-
-    class Unfixed(StickyRouter):
-        _add_pending_request_to_indices = RequestRouter._add_pending_request_to_indices
-        _remove_pending_request_from_indices = RequestRouter._remove_pending_request_from_indices
-        _get_pending_request_matching_internal_request_id = (
-            RequestRouter._get_pending_request_matching_internal_request_id
-        )
-
-    call = ask(Unfixed, "unfixed")
+    cloudpickle.register_pickle_by_value(unfixed_router)  # the replicas cannot import it
+    call = ask("unfixed_router:UnfixedRouter", "unfixed")
     assert len(call(["alone"])) == 1
     with pytest.raises(TimeoutError):
         call([f"session-{number}" for number in range(NUM_CALLS)], 5)

@@ -261,10 +261,8 @@ class Engine:
         self._ask(list(rows), len(rows))
         found: dict[int, TokenTree] = {}
         for drafting in self.drafting.values():
-            found |= drafting.collect(
-                self._roster.running, [r for r in rows if self._roster.running[r].drafting is drafting]
-            )
-        roots = self._rows.to_device([[sequence.tokens[-1]] for sequence in running])
+            found |= drafting.collect(running, [row for row in rows if running[row].drafting is drafting])
+        roots = self._rows.to_device([[running[row].tokens[-1]] for row in rows])
         return [found.get(row) or root_alone(root) for row, root in zip(rows, roots, strict=True)]
 
     def _accept(

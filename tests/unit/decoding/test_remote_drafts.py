@@ -1,0 +1,281 @@
+"""Drafts over sockets: the same text whatever happens to the drafter, and the same drafts while nothing does."""
+
+import secrets
+import socket
+import time
+
+import pytest
+import torch
+from shape_checks import unchecked
+from side_by_side import COUPLED, GREEDY, SHAPES
+from tiny_drafters import VARIANTS, build
+from tiny_targets import TinyTarget, load_target
+
+from moray.decoding.drafts import LocalDrafts
+from moray.decoding.engine import Engine
+from moray.decoding.engine_config import EngineConfig
+from moray.decoding.params import SamplingParams
+from moray.decoding.remote.channel import Endpoint, SocketChannel, SocketServer
+from moray.decoding.remote.host import DraftHost
+from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, pack, unpack_reply, unpack_request
+from moray.decoding.remote.source import Places, RemoteDrafts
+from moray.decoding.request import Request
+from moray.decoding.speculate import PlainDecoder
+from moray.decoding.together import answer_together
+from moray.errors import DataError, UnreachableError
+
+CAPACITY = 320
+CHAIN = SHAPES["chain"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyTarget:
+    return load_target(tmp_path_factory.mktemp("remote"))
+
+
+class Pool(Places):
+    """Drafter processes that live in threads of this one, and who has a place with which."""
+
+    def __init__(self, drafter, count: int = 1) -> None:
+        self.drafter = drafter
+        self.servers: dict[Endpoint, tuple[SocketServer, DraftHost]] = {}
+        self.opened: list[str] = []
+        self.closed: list[str] = []
+        self.delay = 0.0
+        for _ in range(count):
+            self.start()
+
+    def start(self) -> Endpoint:
+        host, secret = DraftHost({"d": self.drafter}, CAPACITY, 64), secrets.token_hex(32)
+
+        def answer(frame) -> bytes:
+            time.sleep(self.delay)
+            return pack(host.handle(*unpack_request(frame)))
+
+        server = SocketServer(answer, "127.0.0.1", secret)
+        endpoint = Endpoint("127.0.0.1", server.port, secret, str(server.port))
+        self.servers[endpoint] = server, host
+        return endpoint
+
+    def kill(self) -> None:
+        endpoint = next(iter(self.servers))
+        self.servers.pop(endpoint)[0].close()
+
+    def open(self, session):
+        self.opened.append(session)
+
+    def find(self, session):
+        endpoints = list(self.servers)
+        return endpoints[self.opened.index(session) % len(endpoints)] if endpoints else None
+
+    def lose(self, session):
+        pass
+
+    def close(self, session):
+        self.closed.append(session)
+
+    def stop(self) -> None:
+        while self.servers:
+            self.kill()
+
+
+@pytest.fixture
+def pool_of(tiny):
+    pools: list[Pool] = []
+
+    def make(variant: str = "moa-0", count: int = 1) -> Pool:
+        pools.append(Pool(build(tiny, VARIANTS[variant]), count))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.stop()
+
+
+def engine_of(tiny, source, shape=CHAIN, **limits) -> Engine:
+    config = EngineConfig(**{"max_sequences": 3, "kv_tokens": 3 * 384, "capacity": CAPACITY, "tree": shape} | limits)
+    return Engine(tiny.target, config, (), drafts={"d": source})
+
+
+def requests_of(tiny, params=(GREEDY, COUPLED), count: int = 5) -> list[Request]:
+    lengths = (9, 1, 120, 30, 17)
+    return [
+        Request(
+            prompt=tuple(tiny.prompt(seed, lengths[seed % 5])),
+            params=params[seed % len(params)],
+            max_new_tokens=30,
+            sequence=seed,
+        )
+        for seed in range(count)
+    ]
+
+
+def alone(tiny, requests) -> list[list[int]]:
+    decoder = PlainDecoder(tiny.target, CAPACITY)
+    return [
+        decoder.generate(list(r.prompt), r.params, r.max_new_tokens, (), sequence=r.sequence).tokens for r in requests
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _unchecked():
+    with unchecked():
+        yield
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("variant", ["moa-0", "moa-2", "eagle-0", "independent-0", "medusa-0", "ngram-0"])
+def test_text_and_drafts_are_those_of_a_drafter_in_process(tiny, pool_of, variant, shape, num_groups):
+    pool, requests = pool_of(variant), requests_of(tiny)
+    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10, max_debts=1 + num_groups)
+    remote = engine_of(tiny, source, shape, num_groups=num_groups)
+    made = answer_together(remote, requests)
+    local = answer_together(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), shape), requests)
+    assert [g.tokens for g in made] == alone(tiny, requests)
+    assert [g.accepted for g in made] == [g.accepted for g in local]
+    assert sorted(pool.opened) == sorted(pool.closed), "every place is given back"
+
+
+def test_rejection_is_exact_though_distributions_do_not_cross(tiny, pool_of):
+    """A chain's tokens are then the likeliest ones, tested as point masses."""
+    pool = pool_of()
+    requests = requests_of(tiny, (SamplingParams(temperature=0.8, seed=1, rule="rejection"),))
+    made = answer_together(engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10)), requests)
+    trees = answer_together(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), SHAPES["fixed"]), requests)
+    assert [g.tokens for g in made] != [g.tokens for g in trees], "by rejection the text depends on what was drafted"
+    assert all(len(generation.tokens) == 30 for generation in made)
+
+
+def test_a_drafter_that_dies_costs_nothing_but_speed(tiny, pool_of):
+    """The sequences are told to the one that takes its place, from the beginning."""
+    pool, requests = pool_of("moa-0", 2), requests_of(tiny)
+    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10)
+    engine, answers = engine_of(tiny, source), {}
+    for request in requests:
+        answers[engine.submit(request)] = []
+    drafted_after = 0
+    while engine.is_busy:
+        if engine.stats.num_steps in (4, 9, 14):
+            pool.start()
+            pool.kill()
+        for update in engine.step():
+            answers[update.number] += update.tokens
+            drafted_after += update.num_levels if source.stats.num_lost >= 3 else 0
+    assert list(answers.values()) == alone(tiny, requests)
+    assert source.stats.num_lost >= 3
+    assert drafted_after > 0, "speculation comes back"
+
+
+def test_without_any_drafter_decoding_is_plain(tiny, pool_of):
+    pool, requests = pool_of(), requests_of(tiny)
+    pool.stop()
+    engine = engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10))
+    assert [g.tokens for g in answer_together(engine, requests)] == alone(tiny, requests)
+    assert engine.stats.num_drafts == 0
+
+
+def test_late_drafts_are_done_without(tiny, pool_of):
+    """Whoever has not answered is not asked again before it has, and is not waited for longer than was said."""
+    pool, requests = pool_of(), requests_of(tiny, count=2)
+    pool.delay = 0.05
+    source = RemoteDrafts(pool.drafter, "d", pool, timeout=0.005)
+    engine = engine_of(tiny, source)
+    assert [g.tokens for g in answer_together(engine, requests)] == alone(tiny, requests)
+    assert source.stats.num_late > 0
+    assert source.stats.num_cycles < engine.stats.num_passes
+
+
+def test_a_drafter_that_has_forgotten_says_so_and_is_told_again(tiny, pool_of):
+    pool, requests = pool_of(), requests_of(tiny, count=3)
+    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10)
+    engine, answers = engine_of(tiny, source), {}
+    for request in requests:
+        answers[engine.submit(request)] = []
+    while engine.is_busy:
+        if engine.stats.num_steps == 5:
+            (_, host), *_ = pool.servers.values()
+            for session in list(pool.opened):
+                host.close(session)
+        for update in engine.step():
+            answers[update.number] += update.tokens
+    assert list(answers.values()) == alone(tiny, requests)
+    assert source.stats.num_misses > 0
+    assert engine.stats.num_drafts > 20
+
+
+def test_cancelled_sequences_leave_both_sides(tiny, pool_of):
+    pool = pool_of()
+    engine = engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10))
+    numbers = [engine.submit(request) for request in requests_of(tiny)]
+    for _ in range(4):
+        engine.step()
+    for number in numbers:
+        engine.cancel(number)
+    assert not engine.is_busy
+    assert engine.kv_used == 0
+    assert sorted(pool.opened) == sorted(pool.closed)
+
+
+# --- The wire ---
+
+
+def test_frames_hold_what_was_packed():
+    request = DraftRequest(
+        number=3,
+        entries=(Entry(session="a", drafter="d", known=0, tokens=(1, 2), num_kept=1, root=5),),
+        shapes=(CHAIN,),
+        params=(COUPLED,),
+        closed=("b",),
+    )
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = [torch.randn(2, 6).to(dtype), torch.randn(1, 6).to(dtype)]
+        found, tensors = unpack_request(pack(request, {"cross": rows}))
+        assert found == request
+        assert torch.equal(tensors["cross"], torch.cat(rows))
+    assert unpack_reply(pack(DraftReply(number=1, trees=()))).number == 1
+
+
+def test_damaged_frames_are_refused():
+    frame = pack(DraftReply(number=1, trees=()), {"x": [torch.zeros(4, 4)]})
+    for damaged in (b"", frame[:5], frame[:-1], b"\xff" * 40, frame[:8] + b"{" * (len(frame) - 8)):
+        with pytest.raises(DataError, match="damaged"):
+            unpack_reply(damaged)
+    with pytest.raises(DataError, match="damaged"):
+        unpack_request(frame)
+
+
+def test_only_who_knows_the_secret_is_listened_to():
+    asked: list[bytes] = []
+    secret = secrets.token_hex(32)
+    server = SocketServer(lambda frame: asked.append(bytes(frame)) or b"yes", "127.0.0.1", secret)
+    try:
+        stranger = SocketChannel(Endpoint("127.0.0.1", server.port, secrets.token_hex(32), "x"))
+        stranger.send(b"hello")
+        with pytest.raises(UnreachableError):
+            stranger.receive(5)
+        flood = socket.create_connection(("127.0.0.1", server.port))
+        flood.sendall(bytes.fromhex(secret) + b"\xff" * 8)
+        assert flood.recv(1) == b"", "a frame too long to be one ends the connection"
+        friend = SocketChannel(Endpoint("127.0.0.1", server.port, secret, "x"))
+        friend.send(b"hello")
+        assert friend.receive(5) == b"yes"
+        assert friend.receive(0.01) is None
+        assert asked == [b"hello"]
+        assert secret not in repr(Endpoint("127.0.0.1", server.port, secret, "x"))
+    finally:
+        server.close()
+    with pytest.raises(UnreachableError):
+        friend.receive(5)
+
+
+def test_idle_sessions_expire(tiny):
+    drafter = build(tiny, VARIANTS["ngram-0"])
+    host = DraftHost({"d": drafter}, CAPACITY, 64, idle_seconds=0.05)
+    entry = Entry(session="a", drafter="d", known=0, tokens=(1, 2), num_kept=0)
+    host.handle(DraftRequest(number=1, entries=(entry,)), {})
+    assert host.num_sessions == 1
+    time.sleep(0.1)
+    host.handle(DraftRequest(number=2, entries=()), {})
+    assert host.num_sessions == 0
+    assert host.stats.num_expired == 1
