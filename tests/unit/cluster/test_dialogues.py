@@ -10,7 +10,6 @@ from moray.activations.ultrachat import BadRow, Chat
 from moray.cluster.dialogues import Dialogue, answer_chats
 from moray.cluster.regenerate_config import RegenerateConfig
 from moray.config import validate
-from moray.decoding.continuous import Finished
 from moray.errors import ConfigError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
@@ -33,9 +32,9 @@ def chat(*contents: str, uid: str = "chat", system: str | None = None) -> Chat:
     return Chat(uid, ([Message(role="system", content=system)] if system else []) + messages)
 
 
-def answer(tokenizer: ChatTokenizer, text: str, reason: Any = "eos") -> Finished:
+def answer(tokenizer: ChatTokenizer, text: str, *, is_whole: bool = True) -> tuple[list[int], bool]:
     ids = tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Finished(0, [*ids, tokenizer.eos_ids[0]] if reason == "eos" else ids, reason)
+    return ([*ids, tokenizer.eos_ids[0]] if is_whole else ids), is_whole
 
 
 def settings(folder: Path, **changes: Any) -> RegenerateConfig:
@@ -48,14 +47,14 @@ def test_later_questions_follow_the_target_s_own_answers(tokenizer: ChatTokenize
     dialogue = Dialogue(chat("a", "theirs", "b", "theirs too", "c", system="s"), None)
     first = dialogue.next_prompt(tokenizer, 100)
     assert first == tokenizer.encode_prompt([Message(role="system", content="s"), Message(role="user", content="a")])
-    dialogue.take(answer(tokenizer, "own"), tokenizer, keep_truncated=True)
+    dialogue.take(*answer(tokenizer, "own"), tokenizer, keep_truncated=True)
     second = dialogue.next_prompt(tokenizer, 100)
     assert second is not None
     assert "own" in tokenizer.decode(second)
     assert "theirs" not in tokenizer.decode(second)
-    dialogue.take(answer(tokenizer, "cut", "length"), tokenizer, keep_truncated=True)
+    dialogue.take(*answer(tokenizer, "cut", is_whole=False), tokenizer, keep_truncated=True)
     assert dialogue.next_prompt(tokenizer, 100) is not None
-    dialogue.take(answer(tokenizer, "end"), tokenizer, keep_truncated=True)
+    dialogue.take(*answer(tokenizer, "end"), tokenizer, keep_truncated=True)
     assert dialogue.next_prompt(tokenizer, 100) is None
     assert [m["content"] for m in dialogue.messages] == ["s", "a", "own", "b", "cut", "c", "end"]
     assert dialogue.row["prompt"] == "a"
@@ -67,7 +66,7 @@ def test_a_question_that_is_too_long_ends_the_chat_or_drops_it(tokenizer: ChatTo
     dialogue = Dialogue(chat("a", "x", "b" * 50, "theirs"), None)
     assert dialogue.next_prompt(tokenizer, 40) is not None
     assert dialogue.lack == "without_question", "nothing is settled yet"
-    dialogue.take(answer(tokenizer, "own"), tokenizer, keep_truncated=True)
+    dialogue.take(*answer(tokenizer, "own"), tokenizer, keep_truncated=True)
     assert dialogue.next_prompt(tokenizer, 40) is None
     assert (dialogue.cut, dialogue.lack) == ("too_long", None)
     assert [m["content"] for m in dialogue.messages] == ["a", "own"]
@@ -78,17 +77,17 @@ def test_a_question_that_is_too_long_ends_the_chat_or_drops_it(tokenizer: ChatTo
 
 def test_a_truncated_answer_is_left_out_where_that_is_asked_for(tokenizer: ChatTokenizer) -> None:
     dialogue = Dialogue(chat("a", "x", "b", "y", "c", "z"), None)
-    dialogue.take(answer(tokenizer, "own"), tokenizer, keep_truncated=False)
-    dialogue.take(answer(tokenizer, "cut", "length"), tokenizer, keep_truncated=False)
+    dialogue.take(*answer(tokenizer, "own"), tokenizer, keep_truncated=False)
+    dialogue.take(*answer(tokenizer, "cut", is_whole=False), tokenizer, keep_truncated=False)
     assert dialogue.next_prompt(tokenizer, 100) is None
     assert [m["content"] for m in dialogue.messages] == ["a", "own"]
     assert (dialogue.cut, dialogue.lack) == ("truncated", None)
 
 
 def test_half_a_character_at_the_end_is_left_out(tokenizer: ChatTokenizer) -> None:
-    whole = answer(tokenizer, "caf\u00e9", "length")
+    tokens, _ = answer(tokenizer, "caf\u00e9", is_whole=False)
     dialogue = Dialogue(chat("a", "x"), None)
-    dialogue.take(whole._replace(tokens=whole.tokens[:-1]), tokenizer, keep_truncated=True)
+    dialogue.take(tokens[:-1], False, tokenizer, keep_truncated=True)
     assert dialogue.messages[-1]["content"] == "caf"
 
 
