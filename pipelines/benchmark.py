@@ -19,6 +19,10 @@ with the target beside it, and as the published recipe has it:
     python -m pipelines.benchmark cache --json runs/cache.json
     python -m pipelines.benchmark train --json runs/train.json
 
+`engine` measures what drafts are worth as the engine fills up, drafted and plain in turn, without HTTP:
+
+    python -m pipelines.benchmark engine --json runs/engine.json
+
 `serve` loads an OpenAI-compatible endpoint, ours or another, and times its answers; without a YAML file with the demo's
 questions, speculation on and off:
 
@@ -30,13 +34,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moray.bench.configs import DecodeBenchmarkConfig, ShapedBenchmarkConfig, TreeSearchConfig
+from moray.bench.configs import DecodeBenchmarkConfig, EngineBenchmarkConfig, ShapedBenchmarkConfig, TreeSearchConfig
 from moray.bench.load.config import ServeBenchmarkConfig
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 from moray.commands import Command, run_commands
 
 _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 _DEMO, _DEMO_TREE = _BENCHMARKS / "decode-demo.yaml", _BENCHMARKS / "tree-demo.yaml"
+_DEMO_ENGINE = _BENCHMARKS / "engine-demo.yaml"
 _DEMO_CACHE, _DEMO_TRAIN = _BENCHMARKS / "cache-demo.yaml", _BENCHMARKS / "train-demo.yaml"
 _DEMO_SERVE = _BENCHMARKS / "serve-demo.yaml"
 
@@ -58,6 +63,16 @@ def main_shaped(config: ShapedBenchmarkConfig) -> None:
     from moray.bench.shaped import benchmark_shape, print_shaped
 
     print_shaped(_reported(config.report, lambda: benchmark_shape(config)), Console())
+
+
+def main_engine(config: EngineBenchmarkConfig) -> None:
+    """Measure what drafts are worth to many sequences at a time; without a YAML file on the demo."""
+    from rich.console import Console
+
+    from moray.bench.engine_benchmark import benchmark_engine, print_engine_benchmark
+
+    console = Console()
+    print_engine_benchmark(_reported(config.report, lambda: benchmark_engine(config, console)), console)
 
 
 def main_tree(config: TreeSearchConfig) -> None:
@@ -138,6 +153,7 @@ COMMANDS = {
     "": _DECODE,
     "cache": Command(CacheBenchmarkConfig, main_cache, default=_DEMO_CACHE),
     "decode": _DECODE,
+    "engine": Command(EngineBenchmarkConfig, main_engine, default=_DEMO_ENGINE),
     "serve": Command(ServeBenchmarkConfig, main_serve, default=_DEMO_SERVE, flags=("url", "html")),
     "shaped": Command(ShapedBenchmarkConfig, main_shaped),
     "train": Command(TrainBenchmarkConfig, main_train, default=_DEMO_TRAIN),

@@ -9,7 +9,7 @@ from moray.config import Config
 from moray.decoding.params import CompileMode, SamplingParams
 from moray.drafters.configs import TrainableConfig, UsableConfig
 from moray.targets.spec import TargetConfig
-from moray.trees.shapes import Shape
+from moray.trees.shapes import AdaptiveShape, Shape
 
 
 class EvaluateConfig(Config):
@@ -99,6 +99,29 @@ class DecodeBenchmarkConfig(Config):
         shared = self.model_dump(exclude={"report", "compile"})
         own = {"output": "", "compare_generate": False, "exact_phases": True, "compile": self.compile}
         return EvaluateConfig.model_validate(shared | own)
+
+
+class EngineBenchmarkConfig(Config):
+    """What `pipelines.benchmark engine` measures."""
+
+    target: TargetConfig
+    drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
+    """As for `pipelines.benchmark decode`."""
+    tree: Shape = AdaptiveShape(type="adaptive", depth=8)
+    batches: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
+    """Sequences at a time."""
+    questions: str
+    """As for pipelines.evaluate; of several turns the first."""
+    num_questions: int | None = Field(default=None, ge=1)
+    num_answers: int | None = Field(default=None, ge=1)
+    """Answers in each round; None for one to every question, and never fewer than run at a time."""
+    sampling: SamplingParams = SamplingParams()
+    max_new_tokens: int = Field(default=96, ge=1)
+    rounds: int = Field(default=3, ge=1)
+    threads: int | None = Field(default=1, ge=1)
+    """torch threads; None for torch's own choice."""
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
 
 
 class TreeSearchConfig(Config):

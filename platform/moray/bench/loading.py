@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from moray.bench.configs import DecodeBenchmarkConfig, EvaluateConfig, TreeSearchConfig
+from moray.bench.configs import DecodeBenchmarkConfig, EngineBenchmarkConfig, EvaluateConfig, TreeSearchConfig
 from moray.bench.specbench import Question, read_questions
 from moray.distill.checkpoint import drafter_files, load_drafter, read_contract
 from moray.drafters.base import Drafter
@@ -19,7 +19,8 @@ from moray.text import ChatTokenizer
 
 
 def load_target(
-    config: EvaluateConfig | DecodeBenchmarkConfig | TreeSearchConfig, categories: tuple[str, ...] = ()
+    config: EvaluateConfig | DecodeBenchmarkConfig | EngineBenchmarkConfig | TreeSearchConfig,
+    categories: tuple[str, ...] = (),
 ) -> tuple[list[Question], ChatTokenizer, Target]:
     """What every measurement begins with: torch's threads, the questions, and the target that answers them."""
     if config.threads is not None:

@@ -1,0 +1,140 @@
+"""What drafts are worth to the engine as it fills up: drafted against plain, at several numbers of sequences at a time.
+
+Both ways are the same engine, and take turns within one run; no HTTP and no Ray are in between. Prefill counts, as it
+does for whoever waits.
+"""
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from moray.bench.configs import EngineBenchmarkConfig
+from moray.bench.loading import load_drafters, load_target, nothing_fits
+from moray.bench.recording import record
+from moray.bench.spread import quartiles
+from moray.bench.wording import number, percent, times
+from moray.decoding.calibrate import calibrate
+from moray.decoding.costs import Costs
+from moray.decoding.drafts import LocalDrafts
+from moray.decoding.engine import Engine
+from moray.decoding.engine_config import EngineConfig
+from moray.decoding.request import Request
+from moray.decoding.session import synchronise
+from moray.decoding.stats import tau
+from moray.decoding.together import answer_together
+from moray.drafters.base import Drafter
+from moray.targets.model import Target
+from moray.trees.shapes import AdaptiveShape
+
+_WARM_UP_TOKENS = 8
+
+
+def benchmark_engine(config: EngineBenchmarkConfig, console: Console) -> dict[str, Any]:
+    """Measure every drafter at every number of sequences.
+
+    Raises:
+        DataError: not one prompt fits into the target's context.
+    """
+    questions, tokenizer, target = load_target(config)
+    drafters = load_drafters(config.drafters, target, tokenizer)
+    room = target.spec.max_positions - config.max_new_tokens
+    asked = [tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    prompts = [prompt for prompt in asked if len(prompt) <= room]
+    if not prompts:
+        raise nothing_fits(config.questions, room)
+    eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
+    pairs = [(name, size) for name in drafters for size in config.batches]
+    costs = {name: _costs(config, target, drafter) for name, drafter in drafters.items()}
+    rows = []
+    for name, size in track(pairs, "benchmark", console=console):
+        engine = _engine(config, target, drafters[name], size, prompts, eos_ids)
+        engine.drafting["drafter"].planner.know(costs[name])
+        rows.append({"drafter": name, **_measure(engine, config, prompts, size)})
+    return {"rows": rows, "tree": config.tree.name} | record(config)
+
+
+def _costs(config: EngineBenchmarkConfig, target: Target, drafter: Drafter) -> dict[int, Costs]:
+    shape = config.tree
+    if not isinstance(shape, AdaptiveShape):
+        return {}
+    return calibrate(target, drafter, shape.limited(drafter.max_depth), max(config.batches))
+
+
+def _engine(
+    config: EngineBenchmarkConfig,
+    target: Target,
+    drafter: Drafter,
+    size: int,
+    prompts: list[list[int]],
+    eos_ids: Collection[int],
+) -> Engine:
+    longest = max(map(len, prompts)) + config.max_new_tokens
+    slots = size * (longest + config.tree.num_nodes + 64)
+    limits = EngineConfig(max_sequences=size, kv_tokens=slots, tree=config.tree)
+    local = LocalDrafts(drafter, longest, config.tree.num_expanded)
+    return Engine(target, limits, eos_ids, drafts={"drafter": local})
+
+
+def _measure(engine: Engine, config: EngineBenchmarkConfig, prompts: list[list[int]], size: int) -> dict[str, Any]:
+    count = max(config.num_answers or len(prompts), size)
+    chosen = [prompts[index % len(prompts)] for index in range(count)]
+
+    def answer(drafter: str | None, most: int) -> tuple[float, list[list[int]], float]:
+        synchronise(engine.target.device)
+        begin = time.perf_counter()
+        made = answer_together(
+            engine,
+            [
+                Request(
+                    prompt=tuple(prompt), params=config.sampling, max_new_tokens=most, sequence=index, drafter=drafter
+                )
+                for index, prompt in enumerate(chosen)
+            ],
+        )
+        synchronise(engine.target.device)
+        return time.perf_counter() - begin, [generation.tokens for generation in made], tau(made)
+
+    for drafter in (None, "drafter"):  # the first time of anything is slow
+        answer(drafter, min(_WARM_UP_TOKENS, config.max_new_tokens))
+    rounds = [
+        (answer(None, config.max_new_tokens), answer("drafter", config.max_new_tokens)) for _ in range(config.rounds)
+    ]
+    speeds = [
+        (sum(map(len, tokens)) / seconds, sum(map(len, drafted)) / drafted_seconds)
+        for (seconds, tokens, _), (drafted_seconds, drafted, _) in rounds
+    ]
+    low, median, high = quartiles([drafted / plain for plain, drafted in speeds])
+    same = [a == b for (_, plain, _), (_, drafted, _) in rounds for a, b in zip(plain, drafted, strict=True)]
+    return {
+        "batch": size,
+        "num_answers": count,
+        "plain_tokens_per_second": quartiles([plain for plain, _ in speeds])[1],
+        "speedup": median,
+        "speedup_quartiles": (low, high),
+        "tau": rounds[-1][1][2],
+        "equal_share": sum(same) / len(same),
+    }
+
+
+def print_engine_benchmark(result: dict[str, Any], console: Console) -> None:
+    """The rows as a table."""
+    table = Table(title=f"drafted / plain, {result['tree']}", box=box.SIMPLE_HEAD)
+    for heading in ("drafter", "at a time", "plain tokens/s", "speed-up", "quartiles", "tau", "equal texts"):
+        table.add_column(heading, justify="left" if heading == "drafter" else "right")
+    for row in result["rows"]:
+        low, high = row["speedup_quartiles"]
+        table.add_row(
+            row["drafter"],
+            str(row["batch"]),
+            number(row["plain_tokens_per_second"], 0),
+            times(row["speedup"]),
+            f"{times(low)} to {times(high)}",
+            number(row["tau"]),
+            percent(row["equal_share"]),
+        )
+    console.print(table)
