@@ -186,6 +186,20 @@ def test_late_drafts_are_done_without(tiny, pool_of):
     assert source.stats.num_cycles < engine.stats.num_passes
 
 
+def test_a_drafter_that_was_late_once_is_asked_again(tiny, pool_of):
+    """Once it has answered, the same sequence is drafted for again."""
+    pool, (request,) = pool_of(), requests_of(tiny, count=1)
+    source = RemoteDrafts(pool.drafter, "d", pool, timeout=0.02)
+    engine, levels = engine_of(tiny, source), []
+    engine.submit(request)
+    while engine.is_busy:
+        pool.delay = 0.1 if len(levels) == 3 else 0.0
+        levels += [update.num_levels for update in engine.step()]
+        time.sleep(0.03)
+    assert source.stats.num_late > 0
+    assert levels[-1] > 0, "speculation is back"
+
+
 def test_a_drafter_that_has_forgotten_says_so_and_is_told_again(tiny, pool_of):
     pool, requests = pool_of(), requests_of(tiny, count=3)
     source = RemoteDrafts(pool.drafter, "d", pool, timeout=10)

@@ -90,12 +90,9 @@ class SocketChannel(Channel):
         end = time.monotonic() + seconds
         try:
             while (frame := self._inbox.next()) is None:
-                left = end - time.monotonic()
-                if left <= 0:
-                    return None
-                self._socket.settimeout(left)
+                self._socket.settimeout(max(0.0, end - time.monotonic()))  # 0 takes what has come already
                 self._inbox.fill(self._socket)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             return None
         except OSError as error:
             raise UnreachableError(f"the drafter is gone: {error}") from None

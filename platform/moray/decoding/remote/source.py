@@ -162,8 +162,9 @@ class RemoteDrafts(DraftSource):
         if told.place is None:
             told.place, told.num_sent = self._places.find(told.session), 0
         line = None if told.place is None else self._lines.get(told.place)
-        if told.place is not None and line is not None and len(line.debts) >= self._max_debts:
-            self._receive(told.place, line, 0.0)  # it may have answered since
+        if told.place is not None and line is not None and line.debts:
+            while self._receive(told.place, line, 0.0):  # it may have answered since
+                pass
             line = self._lines.get(told.place) if told.place is not None else None
         is_free = line is None or len(line.debts) < self._max_debts
         return told.place is not None and told.request is None and is_free
@@ -179,6 +180,7 @@ class RemoteDrafts(DraftSource):
     def ask(self, asks: Sequence[Ask]) -> None:
         by_place: dict[Endpoint, list[Ask]] = {}
         for ask in asks:
+            self._ready.pop(ask.number, None)  # one that came too late is of another root
             place = self._told[ask.number].place
             if place is not None:
                 by_place.setdefault(place, []).append(ask)
@@ -256,7 +258,6 @@ class RemoteDrafts(DraftSource):
         )
         for ask in asks:
             self._told[ask.number].request = request.number
-            self._ready.pop(ask.number, None)  # one that came too late
         self.stats.num_cycles += 1
         self.stats.num_bytes_sent += len(frame)
 
