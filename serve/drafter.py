@@ -38,10 +38,12 @@ class DrafterReplica:
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        entries = tuple(config.drafters.values())
-        head = TargetHead.load(config.target, num_head_layers(entries))
+        head = TargetHead.load(config.target, num_head_layers(tuple(config.drafters.values())))
         tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-        drafters = dict(zip(config.drafters, build_drafters(entries, lambda _: head, tokenizer).values(), strict=True))
+        drafters = {
+            name: build_drafters((entry,), lambda _: head, tokenizer).popitem()[1]
+            for name, entry in config.drafters.items()
+        }
         capacity = min(head.spec.max_positions, config.engine.capacity or head.spec.max_positions)
         self.host = DraftHost(drafters, capacity, config.engine.tree.num_expanded, config.session_idle_seconds)
         self._publisher = Publisher(sink or Nowhere(), lambda: read_host(self.host))
@@ -56,6 +58,7 @@ class DrafterReplica:
     async def lease(self, session: str) -> AsyncGenerator[Endpoint]:
         """A place for a sequence, until whoever asked for it stops listening."""
         self._publisher.start()
+        self.host.open(session)
         try:
             yield self.endpoint
             await asyncio.Event().wait()

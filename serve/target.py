@@ -38,8 +38,10 @@ class TargetReplica:
         self._config = config
         self._target = Target.load(config.target)
         self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-        loaded = load_drafters(tuple(config.drafters.values()), self._target, self._tokenizer)
-        self._drafters = dict(zip(config.drafters, loaded.values(), strict=True))
+        self._drafters = {
+            name: load_drafters((entry,), self._target, self._tokenizer).popitem()[1]
+            for name, entry in config.drafters.items()
+        }
         self._places = LeasedPlaces(drafters) if drafters is not None else None
         self._engine = self._new_engine()
         self._publisher = Publisher(sink or Nowhere(), lambda: read_engine(self._engine))

@@ -210,7 +210,7 @@ def test_a_drafter_that_has_forgotten_says_so_and_is_told_again(tiny, pool_of):
         if engine.stats.num_steps == 5:
             (_, host), *_ = pool.servers.values()
             for session in list(pool.opened):
-                host.close(session)
+                host._close(session)
         for update in engine.step():
             answers[update.number] += update.tokens
     assert list(answers.values()) == alone(tiny, requests)
@@ -293,3 +293,15 @@ def test_idle_sessions_expire(tiny):
     host.handle(DraftRequest(number=2, entries=()), {})
     assert host.num_sessions == 0
     assert host.stats.num_expired == 1
+
+
+def test_what_comes_after_the_end_begins_nothing(tiny):
+    """A message that was under way when the sequence ended; the same sequence may come back by a new lease."""
+    host = DraftHost({"d": build(tiny, VARIANTS["ngram-0"])}, CAPACITY, 64)
+    entry = Entry(session="a", drafter="d", known=0, tokens=(1, 2), num_kept=0)
+    host.close("a")
+    (answer,) = host.handle(DraftRequest(number=1, entries=(entry,)), {}).trees
+    assert (answer.known, host.num_sessions) == (0, 0)
+    host.open("a")
+    (answer,) = host.handle(DraftRequest(number=2, entries=(entry,)), {}).trees
+    assert (answer.known, host.num_sessions) == (2, 1)

@@ -6,7 +6,7 @@ sequence was idle for too long) the answer is a miss: nothing is guessed.
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +22,8 @@ from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
+
+_MOST_GONE = 10_000
 
 
 @dataclass
@@ -74,6 +76,8 @@ class DraftHost:
         self._free: dict[str, list[object]] = {name: [] for name in drafters}
         self._swept = time.monotonic()
         self._lock = threading.Lock()
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        """Sessions closed last."""
 
     @property
     def num_sessions(self) -> int:
@@ -110,10 +114,18 @@ class DraftHost:
             self._count(trees, seconds)
             return DraftReply(number=request.number, trees=tuple(trees), seconds=seconds)
 
+    def open(self, session: str) -> None:
+        """A sequence may begin here, even if it has been closed before."""
+        with self._lock:
+            self._gone.pop(session, None)
+
     def close(self, session: str) -> None:
-        """Forget a sequence; one that is not known is forgotten already."""
+        """Forget a sequence for good: what is still under way for it begins nothing."""
         with self._lock:
             self._close(session)
+            self._gone[session] = None
+            while len(self._gone) > _MOST_GONE:
+                self._gone.popitem(last=False)
 
     def _close(self, name: str) -> None:
         session = self._sessions.pop(name, None)
@@ -126,7 +138,7 @@ class DraftHost:
         if drafter is None:
             raise DataError(f"drafter '{entry.drafter}' is not here; there are {', '.join(self._drafters)}")
         session = self._sessions.get(entry.session)
-        if entry.known == 0:
+        if entry.known == 0 and entry.session not in self._gone:
             session = self._begin(entry.session, entry.drafter, drafter)
         if session is None or session.known != entry.known or session.drafter != entry.drafter:
             self.stats.num_misses += 1
