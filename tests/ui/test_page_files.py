@@ -4,23 +4,32 @@ import http.client
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from chat_server import listening
+from fastapi import FastAPI
 
 import serve
+from moray.targets.spec import TargetConfig
 from serve.api import build_api
+from serve.config import ServeConfig
 
 FOLDER = Path(serve.__file__).with_name("page")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = sorted(path.name for path in FOLDER.iterdir())
 
 
+def api() -> FastAPI:
+    """Of a gateway that has a configuration and nobody to ask: the page needs no more."""
+    gateway: Any = SimpleNamespace(config=ServeConfig(target=TargetConfig(model="nobody")))
+    return build_api(gateway)
+
+
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    nobody: Any = None  # the page asks nothing of the gateway
-    with listening(build_api(nobody)) as port:
+    with listening(api()) as port:
         yield port
 
 
@@ -93,8 +102,7 @@ def test_other_methods_are_refused(port):
 
 
 def test_the_schema_does_not_list_the_page():
-    nobody: Any = None
-    assert not [path for path in build_api(nobody).openapi()["paths"] if path == "/" or path.startswith("/page")]
+    assert not [path for path in api().openapi()["paths"] if path == "/" or path.startswith("/page")]
 
 
 def test_the_page_needs_nothing_from_elsewhere():
