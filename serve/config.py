@@ -27,7 +27,7 @@ class ApiConfig(Config):
     requests_per_minute: int | None = Field(default=None, ge=1)
     """Of one key, or of one address where there are no keys; None: any number."""
     num_retries: int = Field(default=5, ge=0)
-    """How often an answer is taken up again after the replica that made it has died."""
+    """How often in a row, without a token in between, an answer is taken up again after its replica has died."""
     log_prompts: bool = False
     """Write prompts and answers into the replicas' logs."""
 

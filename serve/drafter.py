@@ -33,7 +33,7 @@ class DrafterReplica:
         Args:
             config: of the application.
             host: address to listen at; None for the one by which Ray's nodes know this one.
-            replica: name of this process; None asks Serve for it.
+            replica: name of this process; its address if left out.
             sink: of metrics.
         """
         if config.threads is not None:

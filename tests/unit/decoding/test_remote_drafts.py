@@ -137,8 +137,8 @@ def test_text_and_drafts_are_those_of_a_drafter_in_process(tiny, pool_of, varian
     assert sorted(pool.opened) == sorted(pool.closed), "every place is given back"
 
 
-def test_rejection_is_exact_though_distributions_do_not_cross(tiny, pool_of):
-    """A chain's tokens are then the likeliest ones, tested as point masses."""
+def test_rejection_works_though_distributions_do_not_cross(tiny, pool_of):
+    """A chain's tokens are then the likeliest ones, tested as point masses; the law itself is not tested here."""
     pool = pool_of()
     requests = requests_of(tiny, (SamplingParams(temperature=0.8, seed=1, rule="rejection"),))
     made = answer_together(engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10)), requests)
