@@ -26,7 +26,8 @@ TENSOR_PACKAGES = [
     f"moray.{name}" for name in ("drafters", "decoding", "targets", "trees", "distill", "activations", "batch")
 ]
 
-# Shapes in annotations are checked on every call from here on; only modules imported later are covered.
+# Shapes in annotations are checked on every call from here on; only modules imported later are covered. A function
+# defined inside another is compiled anew each time: what runs in every cycle is a `partial` instead.
 jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 

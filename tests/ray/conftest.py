@@ -10,9 +10,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tiny_caches import CACHE_SETTINGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_MARK = "MORAY_TEST_RUN"
@@ -69,9 +69,6 @@ def write_chats() -> Callable[[Path, int], Path]:
 def chats_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty chats."""
     return _write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", 60)
-
-
-CACHE_SETTINGS: dict[str, Any] = {"max_length": 384, "batch_tokens": 1024, "shard_mib": 1, "chats_per_part": 12}
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CACHE_SETTINGS
 from replica_killer import ReplicaKiller
 from safetensors.torch import load_file
+from tiny_caches import CACHE_SETTINGS
 
 from moray.activations.epochs import by_row_groups, plan_epoch, whole_shards
 from moray.activations.manifest import read_layout, read_manifest

@@ -19,7 +19,7 @@ BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 
 @pytest.mark.slow
 def test_caching_is_measured_stage_by_stage(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
-    from conftest import CACHE_SETTINGS
+    from tiny_caches import CACHE_SETTINGS
 
     from moray.activations.schema import CacheConfig
     from moray.cluster.cache_benchmark import benchmark_cache, print_cache_benchmark

@@ -164,7 +164,7 @@ def test_a_sample_is_compared_with_the_target_itself(
 def test_a_quantised_cache_is_compared_through_its_channels_and_they_are_verified(
     codec: str, tiny_target: Path, chats_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from conftest import CACHE_SETTINGS
+    from tiny_caches import CACHE_SETTINGS
 
     from moray.activations.schema import CacheConfig
     from moray.activations.ultrachat import ChatsConfig

@@ -5,13 +5,14 @@ noise of their own and are taken one by one. Nothing waits for the device.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from moray.decoding.sampling import Sampler
-from moray.trees.grow import SelectMany
+from moray.trees.grow import Select, SelectMany
 from moray.trees.growth import Picked
 from moray.trees.shapes import ChainShape, GrowableShape
 
@@ -29,22 +30,31 @@ def picks_of(
         sampler.selector(position, shape.depth, is_chain and not (are_certain and sampler.params.rule == "rejection"))
         for sampler, position in zip(samplers, root_positions, strict=True)
     ]
+    return partial(_pick, samplers, selects)
 
-    def pick(asked: Sequence[int], logits: Float[Tensor, "asked new vocab"], depth: int, children: int) -> Picked:
-        greedy = [place for place, number in enumerate(asked) if samplers[number].params.is_greedy]
-        if len(greedy) == len(asked):
-            tokens, log_probs, _ = selects[asked[0]](logits.flatten(0, 1), depth, children)
-            size = logits.shape[:2]
-            return Picked(tokens.unflatten(0, size), log_probs.unflatten(0, size), [None] * len(asked))
-        found = {}
-        if len(greedy) > 1:
-            together = pick([asked[p] for p in greedy], torch.stack([logits[p] for p in greedy]), depth, children)
-            found = dict(zip(greedy, zip(*together, strict=True), strict=True))
-        for place, number in enumerate(asked):
-            if place not in found:
-                found[place] = selects[number](logits[place], depth, children)
-        every = [found[place] for place in range(len(asked))]
-        tokens, log_probs, draft_probs = zip(*every, strict=True)
-        return Picked(torch.stack(tokens), torch.stack(log_probs), draft_probs)
 
-    return pick
+def _pick(
+    samplers: Sequence[Sampler],
+    selects: Sequence[Select],
+    asked: Sequence[int],
+    logits: Float[Tensor, "asked new vocab"],
+    depth: int,
+    children: int,
+) -> Picked:
+    greedy = [place for place, number in enumerate(asked) if samplers[number].params.is_greedy]
+    if len(greedy) == len(asked):
+        tokens, log_probs, _ = selects[asked[0]](logits.flatten(0, 1), depth, children)
+        size = logits.shape[:2]
+        return Picked(tokens.unflatten(0, size), log_probs.unflatten(0, size), [None] * len(asked))
+    found = {}
+    if len(greedy) > 1:
+        together = _pick(
+            samplers, selects, [asked[p] for p in greedy], torch.stack([logits[p] for p in greedy]), depth, children
+        )
+        found = dict(zip(greedy, zip(*together, strict=True), strict=True))
+    for place, number in enumerate(asked):
+        if place not in found:
+            found[place] = selects[number](logits[place], depth, children)
+    every = [found[place] for place in range(len(asked))]
+    tokens, log_probs, draft_probs = zip(*every, strict=True)
+    return Picked(torch.stack(tokens), torch.stack(log_probs), draft_probs)

@@ -11,6 +11,7 @@ EAGLE-2 (arXiv 2406.16858), which changes the tree alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -94,16 +95,22 @@ class Eagle(TogetherDrafter[EagleState]):
     def extend(self, state: EagleState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
         before = torch.cat([state.before, memory["feature"].to(self.fc.weight.dtype)], dim=1)
         first = state.slots.num_verified + 1 - state.before.shape[1]  # position of the token that before[0] is for
-
-        def remember(some: Int[Tensor, " some"], start: int) -> None:
-            # One layer: keys and values of a token depend on its own input alone.
-            end = start + some.shape[0]
-            x = self._join(some[None], before[:, start - first : end - first])
-            self.layer.remember(x, self.rotary.rows(start, end), state.cache, start)
-
         # Of what was drafted only the root read a feature of the target; behind it stand the drafter's own.
-        state.slots.extend(tokens, min(num_kept, 1), remember)
+        state.slots.extend(tokens, min(num_kept, 1), partial(self._remember, state.cache, before, first))
         state.before = before[:, state.slots.length - first :]
+
+    def _remember(
+        self,
+        cache: Tensor,
+        before: Float[Tensor, "1 positions hidden"],
+        first: int,
+        tokens: Int[Tensor, " some"],
+        start: int,
+    ) -> None:
+        """One layer: keys and values of a token depend on its own input alone."""
+        end = start + tokens.shape[0]
+        x = self._join(tokens[None], before[:, start - first : end - first])
+        self.layer.remember(x, self.rotary.rows(start, end), cache, start)
 
     def score(
         self,

@@ -5,6 +5,7 @@ sequences grow side by side, so that a drafter scores, level by level, the nodes
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -47,14 +48,14 @@ def grow(
     A `budget` decides how many nodes of a dynamic tree are worth verifying, `shape.nodes` at most; that waits
     for the device once. Without it nothing does.
     """
+    return grow_many(root, shape, partial(_step_alone, step), alone(select), budget)[0]
 
-    def step_alone(
-        asked: Sequence[int], tokens: Tensor, ancestors: Tensor | None, depth: int
-    ) -> tuple[Sequence[int], Tensor]:
-        logits = step(tokens[0], None if ancestors is None else ancestors[0], depth)
-        return ((), torch.empty(0, 1, 1)) if logits is None else ((0,), logits[None])
 
-    return grow_many(root, shape, step_alone, alone(select), budget)[0]
+def _step_alone(
+    step: Step, asked: Sequence[int], tokens: Tensor, ancestors: Tensor | None, depth: int
+) -> tuple[Sequence[int], Tensor]:
+    logits = step(tokens[0], None if ancestors is None else ancestors[0], depth)
+    return ((), torch.empty(0, 1, 1)) if logits is None else ((0,), logits[None])
 
 
 def grow_many(
@@ -84,12 +85,12 @@ def grow_many(
 
 def alone(select: Select) -> SelectMany:
     """A `Select` as one for a single sequence."""
+    return partial(_select_alone, select)
 
-    def select_alone(asked: Sequence[int], logits: Tensor, depth: int, children: int) -> Picked:
-        tokens, log_probs, draft_probs = select(logits[0], depth, children)
-        return Picked(tokens[None], log_probs[None], (draft_probs,))
 
-    return select_alone
+def _select_alone(select: Select, asked: Sequence[int], logits: Tensor, depth: int, children: int) -> Picked:
+    tokens, log_probs, draft_probs = select(logits[0], depth, children)
+    return Picked(tokens[None], log_probs[None], (draft_probs,))
 
 
 def root_alone(root: Int[Tensor, " 1"]) -> TokenTree:
