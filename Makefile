@@ -2,6 +2,9 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip
 STAMP := .venv/.installed
+# Tests run in so many processes; all that use Ray share one of them (tests/conftest.py).
+WORKERS ?= 2
+PYTEST := .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # pyright's wrapper asks npm for a newer version unless told not to, and would download one if its bundled
 # copy were switched off.
@@ -18,10 +21,10 @@ demo: $(STAMP) ## the whole chain on a small model, in minutes, without a GPU
 	.venv/bin/python -m pipelines.demo configs/demo.yaml
 
 test: lint ## lint, then every test that is not slow
-	.venv/bin/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP) ## the tests that take minutes
-	.venv/bin/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 lint: $(STAMP) ## ruff, pyright and the import contracts
 	.venv/bin/ruff check .

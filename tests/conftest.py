@@ -31,6 +31,14 @@ TENSOR_PACKAGES = [
 jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes that share the tests take them file by file, so that what a file sets up is set up once; one process
+    takes all that use Ray."""
+    for item in items:
+        folder = item.path.relative_to(REPOSITORY / "tests").parts[0]
+        item.add_marker(pytest.mark.xdist_group("ray" if folder == "ray" else str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real tokenizers, chats and models beside the repository; skips where it is absent."""
