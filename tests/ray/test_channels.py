@@ -111,9 +111,9 @@ def test_answers_come_in_order_whenever_they_are_looked_for(ways, kind, channel)
         channel.send(frame)
     assert channel.receive(0.0) is None
     assert channel.receive(0.01) is None
-    assert [channel.receive(30) for _ in range(2)] == frames[:2]
+    assert [channel.receive(30.0) for _ in range(2)] == frames[:2]
     channel.send(frames[2])
-    assert channel.receive(30) == frames[2]
+    assert channel.receive(30.0) == frames[2]
     ways[kind].prepare(None)
 
 
@@ -121,14 +121,14 @@ def test_answers_come_in_order_whenever_they_are_looked_for(ways, kind, channel)
 def test_a_message_that_cannot_be_answered_ends_the_channel(kind, channel):
     channel.send(b"damaged")
     with pytest.raises(UnreachableError):
-        channel.receive(30)
+        channel.receive(30.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dead_other_side_is_noticed(ways, kind, channel):
     ways[kind].prepare(0)
     channel.send(b"hello")
-    assert channel.receive(30) == b"hello"
+    assert channel.receive(30.0) == b"hello"
     os.kill(ways[kind].pid(), signal.SIGKILL)
 
     def ask_for_a_minute():

@@ -92,14 +92,15 @@ class ServeWay(Way):
             options["logging_config"] = {"enable_access_log": False}
         deployment = serve.deployment(name="FarSide", **options)(ServedFarSide)
         self._application = f"moray-{name.replace(' ', '-')}-{uuid.uuid4().hex[:8]}"
-        self._handle: Any = serve.run(deployment.bind(make), name=self._application, route_prefix=None)
-        self._replica = self._call("replica")
+        target = serve.RunTarget(deployment.bind(make), name=self._application, route_prefix=None)
+        self._handle: Any
+        (self._handle,) = serve.run_many([target], wait_for_applications_running=False)  # the first call waits
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._handle, method).remote(*arguments).result(timeout_s=_START_SECONDS)
 
     def connect(self) -> Channel:
-        return HandleChannel(self._handle, self._replica, by_grpc=self._is_tuned)
+        return HandleChannel(self._handle, self._call("replica"), by_grpc=self._is_tuned)
 
     def prepare(self, topic: int | None) -> None:
         self._call("prepare", topic)
@@ -115,7 +116,9 @@ class ServeWay(Way):
 
 @contextmanager
 def open_ways(names: Sequence[ChannelName], make: Callable[[], Answerer]) -> Iterator[dict[ChannelName, Way]]:
-    """A process for each kind of channel, where a Ray session is open; Serve runs without HTTP, if it does not yet.
+    """A process for each kind of channel, where a Ray session is open; Serve runs without HTTP, and ends with them.
+
+    They start side by side; the first call of each waits until it runs.
 
     Args:
         names: kinds of channels.
