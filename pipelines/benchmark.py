@@ -23,6 +23,10 @@ with the target beside it, and as the published recipe has it:
 
     python -m pipelines.benchmark engine --json runs/engine.json
 
+`channels` measures what a cycle between target and drafter costs through each way that frames can go:
+
+    python -m pipelines.benchmark channels --json runs/channels.json
+
 `serve` loads an OpenAI-compatible endpoint, ours or another, and times its answers; without a YAML file with the demo's
 questions, speculation on and off:
 
@@ -34,7 +38,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moray.bench.configs import DecodeBenchmarkConfig, EngineBenchmarkConfig, ShapedBenchmarkConfig, TreeSearchConfig
+from moray.bench.configs import (
+    ChannelsBenchmarkConfig,
+    DecodeBenchmarkConfig,
+    EngineBenchmarkConfig,
+    ShapedBenchmarkConfig,
+    TreeSearchConfig,
+)
 from moray.bench.load.config import ServeBenchmarkConfig
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 from moray.commands import Command, run_commands
@@ -43,6 +53,7 @@ _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 _DEMO, _DEMO_TREE = _BENCHMARKS / "decode-demo.yaml", _BENCHMARKS / "tree-demo.yaml"
 _DEMO_ENGINE = _BENCHMARKS / "engine-demo.yaml"
 _DEMO_CACHE, _DEMO_TRAIN = _BENCHMARKS / "cache-demo.yaml", _BENCHMARKS / "train-demo.yaml"
+_DEMO_CHANNELS = _BENCHMARKS / "channels-demo.yaml"
 _DEMO_SERVE = _BENCHMARKS / "serve-demo.yaml"
 
 
@@ -73,6 +84,16 @@ def main_engine(config: EngineBenchmarkConfig) -> None:
 
     console = Console()
     print_engine_benchmark(_reported(config.report, lambda: benchmark_engine(config, console)), console)
+
+
+def main_channels(config: ChannelsBenchmarkConfig) -> None:
+    """Measure what a cycle costs through each channel to a drafter; without a YAML file on the demo."""
+    from rich.console import Console
+
+    from moray.cluster.channel_benchmark import benchmark_channels, print_channels_benchmark
+
+    console = Console()
+    print_channels_benchmark(_reported(config.report, lambda: benchmark_channels(config, console)), console)
 
 
 def main_tree(config: TreeSearchConfig) -> None:
@@ -152,6 +173,7 @@ _DECODE = Command(DecodeBenchmarkConfig, main, default=_DEMO)
 COMMANDS = {
     "": _DECODE,
     "cache": Command(CacheBenchmarkConfig, main_cache, default=_DEMO_CACHE),
+    "channels": Command(ChannelsBenchmarkConfig, main_channels, default=_DEMO_CHANNELS),
     "decode": _DECODE,
     "engine": Command(EngineBenchmarkConfig, main_engine, default=_DEMO_ENGINE),
     "serve": Command(ServeBenchmarkConfig, main_serve, default=_DEMO_SERVE, flags=("url", "html")),

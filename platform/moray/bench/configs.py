@@ -1,7 +1,7 @@
 """What is measured, and how: evaluations, benchmarks, a tree's search, comparisons, live decoding. Torch-free."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -9,7 +9,9 @@ from moray.config import Config
 from moray.decoding.params import CompileMode, SamplingParams
 from moray.drafters.configs import TrainableConfig, UsableConfig
 from moray.targets.spec import TargetConfig
-from moray.trees.shapes import AdaptiveShape, Shape
+from moray.trees.shapes import AdaptiveShape, ChainShape, Shape
+
+ChannelName = Literal["socket", "actor", "handle", "handle tuned", "compiled graph"]
 
 
 class EvaluateConfig(Config):
@@ -122,6 +124,41 @@ class EngineBenchmarkConfig(Config):
     """torch threads; None for torch's own choice."""
     report: str | None = None
     """JSON file to write; the same as `--json FILE`."""
+
+
+class ChannelsBenchmarkConfig(Config):
+    """What `pipelines.benchmark channels` measures."""
+
+    target: TargetConfig
+    drafter: str | UsableConfig
+    """Folder of a trained drafter, or one that needs no training; its messages are what crosses."""
+    tree: Shape = ChainShape(type="chain", depth=5)
+    channels: tuple[ChannelName, ...] = Field(default=get_args(ChannelName), min_length=1)
+    """Ways from the target's process to the drafter's, in turn."""
+    batches: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = Field(default=(1, 4, 16, 32), min_length=1)
+    """Sequences at a time."""
+    questions: str
+    """As for pipelines.evaluate; of several turns the first."""
+    num_questions: int | None = Field(default=None, ge=1)
+    max_new_tokens: int = Field(default=96, ge=2)
+    num_cycles: int = Field(default=100, ge=2)
+    """Messages of each batch size that are recorded."""
+    rounds: int = Field(default=10, ge=1)
+    """How often each recording goes through each channel."""
+    drafted_rounds: int = Field(default=1, ge=0)
+    """The same with the drafter at work behind it."""
+    threads: int | None = Field(default=1, ge=1)
+    """torch threads of each process; None for torch's own choice."""
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ChannelsBenchmarkConfig":
+        for key in ("channels", "batches"):
+            values = getattr(self, key)
+            if len(set(values)) < len(values):
+                raise ValueError(f"{key} is {list(values)}; name each of them once")
+        return self
 
 
 class TreeSearchConfig(Config):
