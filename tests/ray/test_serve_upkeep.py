@@ -18,10 +18,9 @@ SCALING = {
     "target_ongoing_requests": 4,
     "upscale_delay_s": 0.5,
     "downscale_delay_s": 2,
-    "metrics_interval_s": 0.5,
     "look_back_period_s": 1,
 }
-MOST_GROWTH = 4 << 20
+MOST_GROWTH = 3 << 20
 """Bytes of one process over a thousand requests: allocators come to rest slowly."""
 
 
