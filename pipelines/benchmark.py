@@ -31,6 +31,10 @@ with the target beside it, and as the published recipe has it:
 questions, speculation on and off:
 
     python -m pipelines.benchmark serve --url http://127.0.0.1:8000 --json runs/serve.json
+
+and with more requests than it has places for, where it says how the application is started:
+
+    python -m pipelines.benchmark serve configs/benchmarks/serve-overload.yaml --json runs/serve-overload.json
 """
 
 import sys
@@ -137,7 +141,10 @@ def main_train(config: TrainBenchmarkConfig) -> None:
 
 
 def main_serve(config: ServeBenchmarkConfig) -> None:
-    """Load an OpenAI-compatible endpoint and time its answers; without a YAML file the demo's."""
+    """Load an OpenAI-compatible endpoint and time its answers; without a YAML file the demo's.
+
+    After Ctrl-C, what was measured is printed and written all the same; the exit code says that it is not all.
+    """
     from rich.console import Console
 
     from moray.bench.load.benchmark import benchmark_endpoint
@@ -154,6 +161,8 @@ def main_serve(config: ServeBenchmarkConfig) -> None:
     if config.html:
         write_text_atomically(Path(config.html), render_load(result))
         console.print(f"page: {config.html}", markup=False, highlight=False)
+    if result["interrupted"]:
+        raise KeyboardInterrupt
 
 
 def _reported(report: str | None, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -183,4 +192,4 @@ COMMANDS = {
 }
 
 if __name__ == "__main__":
-    run_commands(COMMANDS, __doc__ or "", sys.argv[1:])
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:], again="the same command begins anew")

@@ -17,6 +17,7 @@ from serve.answers import Choice, check_model, choices_for
 from serve.documents import ChatCompletion, Completion, Health, Model, ModelList, responses
 from serve.errors import JsonResponse
 from serve.failures import FailureGuard, report
+from serve.head import HeadAsGet
 from serve.limits import BodyLimit
 from serve.listening import ClientGoneError, EventStream, until_client_leaves
 from serve.schemas import ChatRequest, CompletionRequest
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from serve.gateway import Gateway
 
 _LOGGER = logging.getLogger("ray.serve")
+_MAX_CHARACTERS_INLINE = 20_000
+"""Of a prompt: some milliseconds of tokenising."""
 _ANSWER_ERRORS = (400, 401, 404, 413, 429, 500, 503)
 
 
@@ -39,6 +42,7 @@ def build_api(gateway: "Gateway") -> FastAPI:
     keys = read_keys(config.api_keys_file)
     api = FastAPI(title="Moray", version="1", docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
+    api.add_middleware(HeadAsGet)
     api.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     api.add_middleware(Access, keys=keys, requests_per_minute=config.requests_per_minute)
     api.add_middleware(FailureGuard, log_prompts=config.log_prompts)  # the last is the outermost
@@ -84,7 +88,7 @@ async def _model(gateway: "Gateway") -> dict[str, Any]:
 
 async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | CompletionRequest) -> Response:
     description = await gateway.describe()
-    choices = choices_for(body, gateway.tokenizer, gateway.config, description["capacity"], description["vocab_size"])
+    choices = await _choices(gateway, body, description)
     wording = Wording(body, gateway.config.model_name)
     events = _events(gateway, choices)
     try:
@@ -96,6 +100,16 @@ async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | Comp
         return Response(status_code=499)  # to nobody
     _log(gateway, choices)
     return JsonResponse(wording.whole(choices))
+
+
+async def _choices(
+    gateway: "Gateway", body: ChatRequest | CompletionRequest, description: dict[str, Any]
+) -> list[Choice]:
+    """See `choices_for`; long texts are tokenised in a thread, so that the streams of others go on meanwhile."""
+    limits = description["capacity"], description["vocab_size"]
+    if body.num_characters <= _MAX_CHARACTERS_INLINE:
+        return choices_for(body, gateway.tokenizer, gateway.config, *limits)
+    return await asyncio.to_thread(choices_for, body, gateway.tokenizer, gateway.config, *limits)
 
 
 async def _exhaust(events: AsyncGenerator[Any]) -> None:

@@ -24,6 +24,10 @@ _COMMON: dict[str, Any] = {
     "health_check_period_s": 2,
 }
 
+_REFUSED = 1000
+"""Calls that a target replica may have beyond those that run and wait in it: it refuses them at once. In Serve's own
+queue, which a full replica would leave them to, they would wait for a place as well, and not in their order."""
+
 
 def build_app(args: dict[str, Any]) -> Application:
     """Target and gateway, and a pool of drafters between them if there are any."""
@@ -33,6 +37,6 @@ def build_app(args: dict[str, Any]) -> Application:
     if config.drafters and config.placement == "pool":
         drafter = serve.deployment(name="Drafter", max_ongoing_requests=1000, **_COMMON)(DrafterReplica)
         pool = drafter.bind(config, sink=RaySink())
-    target = serve.deployment(name="Target", max_ongoing_requests=most, max_queued_requests=most, **_COMMON)
+    target = serve.deployment(name="Target", max_ongoing_requests=most + _REFUSED, max_queued_requests=most, **_COMMON)
     gateway = serve.deployment(name="Gateway", max_ongoing_requests=1000)(serve.ingress()(Gateway))
     return gateway.bind(config, target(TargetReplica).bind(config, pool, RaySink()), RaySink())

@@ -163,6 +163,11 @@ class ChatRequest(_Sampled):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
+    @property
+    def num_characters(self) -> int:
+        """Of all contents."""
+        return sum(len(message.text) for message in self.messages)
+
     @model_validator(mode="after")
     def _check(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
@@ -175,6 +180,12 @@ class CompletionRequest(_Sampled):
 
     prompt: str | list[str] | list[Token] | list[list[Token]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def num_characters(self) -> int:
+        """Of all texts; what is given as tokens has none."""
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class TargetReplica:
             "drafters": list(engine.drafting),
             "num_open": 0 if self._thread is None else self._thread.num_open,
             "num_running": engine.num_running,
+            "num_leases": 0 if self._places is None else self._places.num_leases,
         }
 
     async def generate(self, request: Request) -> AsyncGenerator[Update]:

@@ -133,14 +133,20 @@ def load_command(commands: Commands, argv: Sequence[str], description: str = "")
     return commands[""], commands[""].load(argv, description=f"{description.rstrip()}\n\n{_listed(commands)}")
 
 
-def run_commands(commands: Commands, description: str, argv: Sequence[str]) -> None:
-    """Find the command that is meant, run it, and turn our own errors into one line and an exit code."""
+def run_commands(
+    commands: Commands,
+    description: str,
+    argv: Sequence[str],
+    again: str = "run the same command again to go on",
+) -> None:
+    """Find the command that is meant, run it, and turn our own errors into one line and an exit code; `again` is what
+    to do after Ctrl-C."""
 
     def run() -> None:
         command, config = load_command(commands, argv, description)
         command.main(config)
 
-    run_command(run)
+    run_command(run, again)
 
 
 def _listed(commands: Commands) -> str:

@@ -2,8 +2,8 @@
 
 A drafter learns from the assistant's tokens only, so the response mask decides what training sees. It is found in
 the characters of one full rendering and carried over to the tokens by their offsets; the tokens are therefore always
-exactly those of the full text. This module refuses to know models, files of chats and drafters. It imports
-transformers (which imports torch) only inside functions.
+exactly those of the full text, in which contents are text even where they spell special tokens. This module refuses to
+know models, files of chats and drafters. It imports transformers (which imports torch) only inside functions.
 """
 
 import difflib
@@ -19,6 +19,7 @@ import numpy as np
 
 from moray.chat_template import ChatTemplate, Message, Span
 from moray.errors import ConfigError, DataError
+from moray.special_tokens import SpecialTokens, without_marks
 
 __all__ = ["ChatTokenizer", "Message", "TokenisedChat", "fingerprint_parts"]
 
@@ -64,6 +65,7 @@ class ChatTokenizer:
         self.name = name
         self.tokenizer: Any = tokenizer  # transformers' own annotations are unions too wide to use
         self._template = ChatTemplate(tokenizer, name)
+        self._special_tokens = SpecialTokens(tokenizer)
 
     @classmethod
     def load(cls, path_or_name: str, template: str | None = None) -> "ChatTokenizer":
@@ -91,8 +93,14 @@ class ChatTokenizer:
         """
         if max_length < 1:
             raise ConfigError(f"max_length is {max_length}; it must be at least 1")
-        text, spans = self._template.render_with_spans(messages)
-        ids, offsets = self._tokenise(text)
+        if self._special_tokens.are_spelt_in(messages):
+            marked, mark = self._special_tokens.mark(messages)
+            rendered, found = self._template.render_with_spans(marked)
+            ids, offsets = self._tokenise(rendered, mark)
+            text, spans = without_marks(rendered, mark, found)
+        else:
+            text, spans = self._template.render_with_spans(messages)
+            ids, offsets = self._tokenise(text)
         mask = _mask_tokens(text, offsets, spans)
         return TokenisedChat(np.asarray(ids[:max_length], dtype=np.int32), mask[:max_length])
 
@@ -105,7 +113,10 @@ class ChatTokenizer:
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokenise a chat up to where the target begins its answer."""
-        return self._tokenise(self._template.render(messages, add_generation_prompt=True))[0]
+        mark = ""
+        if self._special_tokens.are_spelt_in(messages):
+            messages, mark = self._special_tokens.mark(messages)
+        return self._tokenise(self._template.render(messages, add_generation_prompt=True), mark)[0]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """Text of token ids, with no spaces tidied away."""
@@ -140,9 +151,12 @@ class ChatTokenizer:
         """How many ids the tokenizer knows, added tokens included."""
         return len(self.tokenizer)
 
-    def _tokenise(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Ids of a rendered chat and their character offsets [seq, 2]; the template wrote the special tokens."""
+    def _tokenise(self, text: str, mark: str = "") -> tuple[list[int], np.ndarray]:
+        """Ids of a rendered chat and their character offsets [seq, 2]; the template wrote the special tokens, but for
+        those that are marked (see `SpecialTokens`)."""
         try:
+            if mark:
+                return self._special_tokens.tokenise(text, mark)
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         except (TypeError, UnicodeError) as error:
             raise DataError(f"tokenizer '{self.name}' cannot read a chat: {error} (a lone surrogate?)") from None

@@ -76,13 +76,23 @@ class ServedApp:
         } | args
         self.deploy(num_replicas)
 
-    def deploy(self, num_replicas: dict[str, int]) -> None:
-        """Deploy, or change the numbers of replicas; waits until all of them run."""
+    def deploy(
+        self, num_replicas: dict[str, int], scaling: dict[str, dict[str, float]] | None = None, **args: Any
+    ) -> None:
+        """Deploy, or change the numbers of replicas or `args`; waits until all of them run.
+
+        Args:
+            num_replicas: by deployment; one where nothing is said.
+            scaling: by deployment, its `autoscaling_config` in place of a number.
+            args: of the application, in place of those before, from now on.
+        """
         from serve.deploy import DeployConfig, main
 
+        self._args |= args
+        numbers = {name: {"num_replicas": num_replicas.get(name, 1)} for name in ("Gateway", "Target", "Drafter")}
+        scaled = {name: {"autoscaling_config": config} for name, config in (scaling or {}).items()}
         deployments = [
-            {"name": name, "num_replicas": num_replicas.get(name, 1), "ray_actor_options": {"num_cpus": 0}}
-            for name in ("Gateway", "Target", "Drafter")
+            {"name": name, "ray_actor_options": {"num_cpus": 0}} | number for name, number in (numbers | scaled).items()
         ]
         application = {
             "name": APPLICATION,
@@ -115,12 +125,16 @@ class ServedApp:
                 continue
         return found
 
-    def ready(self, deployment: str) -> list[int]:
-        """Those of them that take requests."""
+    def num_running(self, deployment: str) -> int:
+        """Replicas of a deployment that take requests."""
         from ray import serve
 
         states = serve.status().applications[APPLICATION].deployments[deployment].replica_states
-        return self.pids(deployment)[: states.get("RUNNING", 0)]
+        return states.get("RUNNING", 0)
+
+    def ready(self, deployment: str) -> list[int]:
+        """Processes of those."""
+        return self.pids(deployment)[: self.num_running(deployment)]
 
     def kill(self, deployment: str, *, everyone: bool = False) -> int:
         """kill -9 of one replica, or of all; returns how many."""
@@ -142,7 +156,7 @@ class ServedApp:
         begin = time.monotonic()
         while True:
             target, drafter = self.describe("Target"), self.describe("Drafter")
-            busy = target["num_open"], target["num_running"], drafter["num_sessions"]
+            busy = target["num_open"], target["num_running"], target["num_leases"], drafter["num_sessions"]
             if not any(busy):
                 return time.monotonic() - begin
             assert time.monotonic() - begin < seconds, busy
@@ -153,6 +167,10 @@ class ServedApp:
         return openai.AsyncOpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120
         )
+
+    def plain_client(self) -> openai.OpenAI:
+        """The same without asyncio."""
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120)
 
     async def ask(self, client: openai.AsyncOpenAI, question: Question, **speculation: Any) -> tuple[str, int]:
         """The streamed answer's text, and how many of its tokens were drafted."""

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 
 import httpx
 import openai
@@ -208,9 +209,36 @@ def test_other_paths_and_methods_are_refused_in_the_same_shape(running, method, 
     assert status != 405 or response.headers["allow"]
 
 
-def test_head_has_no_body(running):
-    response = httpx.head(running.url + "/v1/models")
-    assert (response.status_code, response.content) == (405, b"")
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/models/tiny", "/v1/models/x", "/v1/completions"])
+def test_head_is_get_without_a_body(running, path):
+    with httpx.Client() as client:  # the connection is used again: nothing else was sent on it
+        head, get = client.head(running.url + path), client.get(running.url + path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert get.content
+    apart = ("date", "server")
+    assert {k: v for k, v in head.headers.items() if k not in apart} == {
+        k: v for k, v in get.headers.items() if k not in apart
+    }
+
+
+def test_long_prompts_are_tokenised_beside_the_event_loop(running, monkeypatch):
+    """So the streams of others go on meanwhile; for short ones a thread would cost more than it saves."""
+    tokenizer, threads = running.gateway.tokenizer, []
+
+    def spied(method):
+        return lambda *args: threads.append(threading.current_thread()) or method(*args)
+
+    for name in ("encode_prompt", "encode_text"):
+        monkeypatch.setattr(tokenizer, name, spied(getattr(tokenizer, name)))
+    for text in ("word", "word " * 10_000):
+        for path, prompt in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/completions", {"prompt": text}),
+        ):
+            response = httpx.post(running.url + path, json={"model": MODEL, "max_tokens": 1, **prompt}, timeout=60)
+            code = (response.json().get("error") or {}).get("code")
+            assert code == (None if text == "word" else "context_length_exceeded")
+    assert [thread is running._thread for thread in threads] == [True, True, False, False]
 
 
 def test_a_strange_host_does_no_harm(running):

@@ -3,6 +3,12 @@
 import asyncio
 import io
 import json
+import os
+import re
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -16,6 +22,7 @@ from moray.bench.specbench import Question
 from moray.config import validate
 from moray.errors import ConfigError, DataError, UnreachableError
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 QUESTIONS = [Question(str(number), "c", (f"question {number}",)) for number in range(3)]
 USAGE = {
     "prompt_tokens": 5,
@@ -60,25 +67,29 @@ class Server:
         return response
 
 
+@asynccontextmanager
+async def serving(server):
+    """Its address."""
+    app = web.Application()
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_post("/v1/chat/completions", server.chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 def load(server=None, **given):
     """Run a benchmark against a server, on a port of its own."""
 
     async def run():
-        server_ = server or Server()
-        app = web.Application()
-        app.router.add_get("/v1/models", server_.models)
-        app.router.add_post("/v1/chat/completions", server_.chat)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        settings = {"url": f"http://127.0.0.1:{port}", "questions": "q", "num_requests": 4, "num_warmups": 1} | given
-        try:
+        async with serving(server or Server()) as url:
+            settings = {"url": url, "questions": "q", "num_requests": 4, "num_warmups": 1} | given
             console = Console(file=io.StringIO(), width=100)
             return await _benchmark(validate(ServeBenchmarkConfig, settings), QUESTIONS, console)
-        finally:
-            await runner.cleanup()
 
     return asyncio.run(run())
 
@@ -133,6 +144,96 @@ def test_what_goes_wrong_is_counted_once_and_not_tried_again(fields, outcome, er
     found = result["levels"][0]["variants"]["default"]
     assert (found["completed"], found[outcome], len(server.bodies)) == (0, 4, 4)
     assert any(error in key for key in found["errors"])
+
+
+def test_a_rate_may_be_a_multiple_of_what_the_first_level_answered():
+    server, levels = Server(), [{"max_concurrency": 1}, {"times_first": 2.0, "num_requests": 7}]
+    result = load(server, levels=levels, rounds=1, num_warmups=0)
+    first, second = result["levels"]
+    assert second["request_rate"] == 2 * first["variants"]["default"]["request_throughput"]
+    assert (len(server.bodies), second["variants"]["default"]["completed"]) == (4 + 7, 7)
+    out = io.StringIO()
+    print_load(result, Console(file=out, width=200))
+    assert "(2 times what the first level answered)" in out.getvalue()
+    with pytest.raises(DataError, match=r"levels.1.times_first is 2, .* answered no request"):
+        load(levels=levels, variants={"default": {"status": 429}}, num_warmups=0)
+    for wrong in ([{"times_first": 2}], [{}, {"times_first": 2, "request_rate": 1}]):
+        with pytest.raises(ConfigError, match="times_first"):
+            load(levels=wrong)
+
+
+def test_who_is_refused_is_in_no_latency_and_no_failure():
+    """Of two variants one is refused: what it says of latencies is nothing, and how soon it was refused."""
+    result = load(variants={"in": {}, "out": {"status": 429}}, rounds=1, num_warmups=0, levels=[{}, {}])
+    taken, refused = (result["levels"][0]["variants"][name] for name in ("in", "out"))
+    assert (refused["completed"], refused["rejected"], refused["failed"]) == (0, 4, 0)
+    for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+        assert taken[key]["median"] > 0
+        assert refused[key]["median"] is None
+    assert refused["rejected_ms"]["median"] > 0
+    assert taken["rejected_ms"]["median"] is None
+    out = io.StringIO()
+    print_load(result, Console(file=out, width=200))
+    assert re.search(r"2, out +0 +4 +0 ", out.getvalue())
+
+
+class Interrupting(Server):
+    """Ctrl-C comes with a certain request, to the process that is asked for."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.pid = at, os.getpid()
+
+    async def chat(self, request):
+        if len(self.bodies) + 1 == self.at:
+            os.kill(self.pid, signal.SIGINT)
+        return await super().chat(request)
+
+
+@pytest.fixture
+def _heard():
+    """What a shell runs in the background is deaf to Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heard")
+def test_an_interrupt_leaves_the_levels_that_were_measured():
+    levels = [{"max_concurrency": count} for count in (1, 2, 3)]
+    result = load(Interrupting(10), levels=levels, rounds=1)
+    assert [level["max_concurrency"] for level in result["levels"]] == [1]
+    assert result["interrupted"]
+    assert result["notes"][0] == "interrupted: 1 of 3 levels were measured"
+    assert "<svg" in render_load(result)
+    with pytest.raises(KeyboardInterrupt):
+        load(Interrupting(2), levels=levels, rounds=1)
+
+
+@pytest.mark.usefixtures("_heard")
+def test_the_interrupted_command_prints_and_writes_what_it_has_and_no_traceback(tmp_path):
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "one"}) + "\n")
+    settings = {"questions": str(tmp_path / "questions.jsonl"), "num_requests": 4, "num_warmups": 1, "rounds": 1}
+    (tmp_path / "load.yaml").write_text(json.dumps(settings | {"levels": [{}, {}]}))
+    server = Interrupting(7)
+
+    async def run():
+        async with serving(server) as url:
+            words = f"serve {tmp_path / 'load.yaml'} --url {url} --json {tmp_path / 'r.json'}"
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "pipelines.benchmark", *words.split()),
+                cwd=REPOSITORY,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            server.pid = process.pid
+            out, err = await process.communicate()
+            return process.returncode, out.decode(), err.decode()
+
+    code, out, err = asyncio.run(run())
+    assert (code, err) == (130, "\ninterrupted: the same command begins anew\n")
+    assert "interrupted: 1 of 2 levels were measured" in out
+    assert json.loads((tmp_path / "r.json").read_text())["levels"][0]["variants"]["default"]["completed"] == 4
 
 
 def test_a_server_that_does_not_count():

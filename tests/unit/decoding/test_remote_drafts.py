@@ -11,7 +11,7 @@ from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.decoding.drafts import LocalDrafts
+from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.params import SamplingParams
@@ -20,6 +20,7 @@ from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, pack, unpack_reply, unpack_request
 from moray.decoding.remote.source import Places, RemoteDrafts
 from moray.decoding.request import Request
+from moray.decoding.sampling import Sampler
 from moray.decoding.speculate import PlainDecoder
 from moray.decoding.together import answer_together
 from moray.errors import DataError, UnreachableError
@@ -198,6 +199,34 @@ def test_a_drafter_that_was_late_once_is_asked_again(tiny, pool_of):
         time.sleep(0.03)
     assert source.stats.num_late > 0
     assert levels[-1] > 0, "speculation is back"
+
+
+def test_a_draft_that_comes_too_late_is_never_taken_for_that_of_another_root(tiny, pool_of):
+    """It waits for the next ask, which finds its drafter gone and so brings nothing: nothing is what is collected."""
+    pool, lines = pool_of("ngram-0"), []
+    source = RemoteDrafts(
+        pool.drafter,
+        "d",
+        pool,
+        timeout=0.01,
+        connect=lambda place: lines.append(SocketChannel(place)) or lines[-1],
+    )
+    sampler = Sampler(GREEDY, tiny.target.spec.vocab_size, torch.device("cpu"), 0)
+    source.open(0)
+    source.extend(0, torch.tensor([3, 4, 5, 3, 4]), {}, 0)
+    assert source.can_draft(0)
+    pool.delay = 0.1
+    source.ask([Ask(0, 5, 5, CHAIN, sampler)])
+    assert source.collect([0]) == {}, "it is late"
+    deadline = time.monotonic() + 10
+    while not source.can_draft(0):
+        assert time.monotonic() < deadline, "once it has answered it is asked again"
+        time.sleep(0.01)
+    assert source.stats.num_misses == 0
+    lines[0].close()
+    source.extend(0, torch.tensor([5]), {}, 0)
+    source.ask([Ask(0, 9, 6, CHAIN, sampler)])
+    assert source.collect([0]) == {}
 
 
 def test_a_drafter_that_has_forgotten_says_so_and_is_told_again(tiny, pool_of):

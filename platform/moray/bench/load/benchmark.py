@@ -18,9 +18,10 @@ from moray.errors import DataError
 
 
 def benchmark_endpoint(config: ServeBenchmarkConfig, console: Console) -> dict[str, Any]:
-    """Measure every variant at every level.
+    """Measure every variant at every level; after Ctrl-C what is returned says of fewer levels.
 
     Raises:
+        KeyboardInterrupt: before the first level was over.
         UnreachableError: nobody answers at the address.
         DataError: a warm-up fails.
     """
@@ -29,16 +30,42 @@ def benchmark_endpoint(config: ServeBenchmarkConfig, console: Console) -> dict[s
 
 
 async def _benchmark(config: ServeBenchmarkConfig, questions: Sequence[Question], console: Console) -> dict[str, Any]:
-    per_level = len(config.variants) * (config.num_warmups + config.rounds * config.num_requests)
+    total = sum(config.num_warmups + config.rounds * _count(config, level) for level in config.levels)
     async with Client(config) as client:
         await client.find_model()
         with Progress(console=console, refresh_per_second=2, transient=True) as progress:
-            task = progress.add_task("serve", total=len(config.levels) * per_level)
-            levels = []
-            for level in config.levels:
-                progress.update(task, description=name_of(level))
-                levels.append(await _level(client, config, questions, level, lambda: progress.advance(task)))
-    return {"model": client.model, "levels": levels, "notes": _notes(levels)} | record(config)
+            task = progress.add_task("serve", total=len(config.variants) * total)
+            levels: list[dict[str, Any]] = []
+            try:
+                for level in config.levels:
+                    rated = _rated(level, levels, config.baseline_name)
+                    progress.update(task, description=name_of(rated))
+                    levels.append(await _level(client, config, questions, rated, lambda: progress.advance(task)))
+            except asyncio.CancelledError:  # Ctrl-C
+                if not levels:
+                    raise
+    interrupted = len(levels) < len(config.levels)
+    notes = [f"interrupted: {len(levels)} of {len(config.levels)} levels were measured"] if interrupted else []
+    found = {"model": client.model, "levels": levels, "interrupted": interrupted, "notes": notes + _notes(levels)}
+    return found | record(config)
+
+
+def _count(config: ServeBenchmarkConfig, level: LevelConfig) -> int:
+    """Requests of one variant in one round."""
+    return level.num_requests or config.num_requests
+
+
+def _rated(level: LevelConfig, levels: Sequence[dict[str, Any]], base: str) -> LevelConfig:
+    """The level with its rate, which may follow from what was measured of the first one."""
+    if level.times_first is None:
+        return level
+    answered = levels[0]["variants"][base]["request_throughput"]
+    if not answered:
+        raise DataError(
+            f"levels.{len(levels)}.times_first is {level.times_first:g}, but at the first level '{base}' has answered "
+            "no request; give a request_rate"
+        )
+    return level.model_copy(update={"request_rate": level.times_first * answered})
 
 
 async def _level(
@@ -52,6 +79,7 @@ async def _level(
         for name in config.variants:
             await _warm_up(client, config, questions, level, name, done)
     rounds: dict[str, list[Round]] = {name: [] for name in config.variants}
+    count = _count(config, level)
     for number in range(config.rounds):
         for name in order_of(list(config.variants), number):
             rounds[name].append(
@@ -60,9 +88,9 @@ async def _level(
                     questions,
                     level,
                     fields=config.variants[name],
-                    count=config.num_requests,
+                    count=count,
                     seed=config.seed + number,
-                    first=number * config.num_requests,
+                    first=number * count,
                     done=done,
                 )
             )
@@ -110,6 +138,8 @@ def summarise(rounds: dict[str, list[Round]], config: ServeBenchmarkConfig) -> d
 def name_of(level: LevelConfig) -> str:
     """A load in words."""
     rate = "all at once" if level.request_rate is None else f"{level.request_rate:g} requests/s"
+    if level.times_first is not None:
+        rate += f" ({level.times_first:g} times what the first level answered)"
     most = "" if level.max_concurrency is None else f", at most {level.max_concurrency} at a time"
     return rate + most
 

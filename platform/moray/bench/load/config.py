@@ -21,6 +21,10 @@ class LevelConfig(Config):
     """Most requests under way; None: any number."""
     burstiness: float = Field(default=1.0, gt=0)
     """Shape of the gamma distribution of the intervals; 1: a Poisson process, below 1 in bursts, above 1 steadier."""
+    times_first: float | None = Field(default=None, gt=0)
+    """In place of `request_rate`: how many times the requests per second that the first level answered."""
+    num_requests: int | None = Field(default=None, ge=1)
+    """At this level; None: as at all others."""
 
 
 class GoodputConfig(Config):
@@ -98,6 +102,10 @@ class ServeBenchmarkConfig(Config):
             taken = sorted(set(fields) & set(_OURS))
             if taken:
                 raise ValueError(f"variants.{name} sets {taken[0]}, which the benchmark writes itself; leave it out")
+        if self.levels[0].times_first is not None:
+            raise ValueError("levels.0.times_first has no level before it; give a request_rate or a max_concurrency")
+        if any(level.times_first is not None and level.request_rate is not None for level in self.levels):
+            raise ValueError("a level has both times_first and request_rate; leave one of them out")
         if self.baseline is not None and self.baseline not in self.variants:
             raise ValueError(f"baseline is '{self.baseline}'; the variants are {', '.join(self.variants)}")
         return self

@@ -34,6 +34,8 @@ def print_load(result: dict[str, Any], console: Console) -> None:
         equal = level["equal_texts"]
         if equal is not None:
             console.print(Text(f"equal texts: {equal['equal']} of {equal['compared']} ({percent(equal['share'])})"))
+    if len(result["levels"]) > 1:
+        console.print(_overview(result["levels"]))
     for note in result["notes"]:
         console.print(Text(f"note: {note}"))
 
@@ -79,6 +81,27 @@ def _line(name: str, value: float | None) -> str:
 
 def _level(level: dict[str, Any]) -> LevelConfig:
     return LevelConfig(**{key: level[key] for key in LevelConfig.model_fields})
+
+
+def _overview(levels: list[dict[str, Any]]) -> Table:
+    """All levels side by side; latencies are those of requests that were answered."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("level", no_wrap=True)
+    for name in ("answered", "429", "failed", "tok/s"):
+        table.add_column(name, justify="right", min_width=len(name))
+    for title in ("TTFT ms\n50 %/99 %", "E2E ms\n50 %/99 %", "TPOT\n50 %", "429\nms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for count, level in enumerate(levels, start=1):
+        for name, figures in level["variants"].items():
+            spreads = [figures[key] for key in ("ttft_ms", "e2e_ms")]
+            table.add_row(
+                f"{count}, {name}" if len(level["variants"]) > 1 else str(count),
+                *(str(figures[key]) for key in ("completed", "rejected", "failed")),
+                number(figures["output_throughput"]),
+                *(f"{number(spread['median'])}/{number(spread['p99'])}" for spread in spreads),
+                *(number(figures[key]["median"]) for key in ("tpot_ms", "rejected_ms")),
+            )
+    return table
 
 
 def _ratio_table(title: str, ratios: dict[str, Any]) -> Table:

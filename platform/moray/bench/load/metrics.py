@@ -45,6 +45,7 @@ def measure(rounds: Sequence[Round], goodput: GoodputConfig) -> dict[str, Any]:
         "itl_per_token_ms": _spread_per_token(good),
         "itl_per_token_is_exact": all(r.sizes_are_tokens for r in good) if good else None,
         "e2e_ms": spread([1e3 * r.e2e for r in good]),
+        "rejected_ms": spread([1e3 * r.e2e for r in records if r.outcome == "rejected"]),
         "tokens_per_second_per_user": 1e3 / mean if (mean := _mean(tpots)) else None,
         "tokens_per_second_per_user_with_ttft": _inverse([r.e2e / r.num_output for r in good if r.num_output]),
         "num_uncounted": sum(not r.has_usage for r in good),

@@ -1,0 +1,116 @@
+"""What operators do with a running application, and what long use does to it: no answer changes, nothing is kept."""
+
+import asyncio
+import itertools
+import threading
+import time
+
+import aiohttp
+import psutil
+import pytest
+from served_app import MODEL, ServedApp, plain_texts, questions
+
+pytestmark = pytest.mark.slow
+NUM_QUESTIONS, AT_ONCE = 48, 16
+SCALING = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "target_ongoing_requests": 4,
+    "upscale_delay_s": 0.5,
+    "downscale_delay_s": 2,
+    "look_back_period_s": 1,
+}
+MOST_GROWTH = 3 << 20
+"""Bytes of one process over a thousand requests: allocators come to rest slowly."""
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_target):
+    return plain_texts(tiny_target, questions(NUM_QUESTIONS))
+
+
+@pytest.fixture(scope="module")
+def app(ray_session, tiny_target):
+    app = ServedApp(tiny_target, {})
+    yield app
+    app.close()
+
+
+@pytest.mark.timeout(600)
+def test_memory_is_flat(app):
+    """Thousands of short answers, streamed, every eighth given up by its client; then another thousand."""
+    numbers = itertools.count()
+
+    async def ask(session: aiohttp.ClientSession, places: asyncio.Semaphore) -> int:
+        number = next(numbers)
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "one two three " * (1 + number % 13)}],
+            "max_tokens": 60 if number % 8 == 7 else 8,
+            "temperature": (number % 2) * 0.9,
+            "stream": True,
+            "speculation": {"drafter": ("same", "lookup")[number % 4 == 3]},
+        }
+        async with places, session.post(f"http://127.0.0.1:{app.port}/v1/chat/completions", json=body) as response:
+            if number % 8 == 7:
+                await response.content.readany()
+                response.close()
+            else:
+                assert (await response.read()).endswith(b"data: [DONE]\n\n")
+            return response.status
+
+    async def ask_all(count: int) -> None:
+        places = asyncio.Semaphore(AT_ONCE)
+        async with aiohttp.ClientSession() as session:
+            statuses = await asyncio.gather(*(ask(session, places) for _ in range(count)))
+        assert set(statuses) == {200}
+
+    def measured() -> dict[str, int]:
+        app.wait_until_idle(10)
+        names = ("Gateway", "Target", "Drafter")
+        return {f"{name} {pid}": psutil.Process(pid).memory_full_info().uss for name in names for pid in app.pids(name)}
+
+    asyncio.run(ask_all(1400))
+    before = measured()
+    asyncio.run(ask_all(1000))
+    after = measured()
+    assert len(before) == 3
+    growth = {name: after[name] - before[name] for name in before}
+    assert max(growth.values()) < MOST_GROWTH, growth
+
+
+@pytest.mark.timeout(600)
+def test_another_setting_is_rolled_out_while_answers_are_streamed(app, expected):
+    """All replicas of all deployments are replaced; nobody is refused, and no token is lost, doubled or changed."""
+    everywhere = {"Gateway": 2, "Target": 2, "Drafter": 2}
+    app.deploy(everywhere)
+    before, asked = {name: set(app.pids(name)) for name in everywhere}, questions(NUM_QUESTIONS)
+    api = {"model_name": MODEL, "default_max_tokens": 21}
+    rollout = threading.Thread(target=app.deploy, args=(everywhere,), kwargs={"api": api})
+    rollout.start()
+    while rollout.is_alive():
+        assert [text for text, _ in app.ask_all(asked, AT_ONCE)] == expected
+    rollout.join()
+    assert [text for text, _ in app.ask_all(asked, AT_ONCE)] == expected
+    assert all(app.num_running(name) == 2 and not before[name] & set(app.ready(name)) for name in everywhere)
+    with app.plain_client() as client:
+        fields = {"model": MODEL, "prompt": "one two", "extra_body": {"ignore_eos": True}}
+        assert client.completions.create(**fields).usage.completion_tokens == 21
+
+
+@pytest.mark.timeout(600)
+def test_pools_grow_under_load_and_shrink_again(app, expected):
+    pools, asked = ("Target", "Drafter"), questions(NUM_QUESTIONS)
+    app.deploy({}, scaling=dict.fromkeys(pools, SCALING))
+
+    def wait_for(count: int, at_once: int) -> None:
+        deadline = time.monotonic() + 200
+        while [app.num_running(name) for name in pools] != [count, count]:
+            assert time.monotonic() < deadline, "the pools were not scaled"
+            part = asked if at_once > 1 else asked[:4]
+            assert [text for text, _ in app.ask_all(part, at_once)] == expected[: len(part)]
+
+    wait_for(1, 1)
+    wait_for(2, 24)
+    wait_for(1, 1)
+    assert [text for text, _ in app.ask_all(asked, 1)] == expected
