@@ -30,12 +30,11 @@ questions, speculation on and off:
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from moray.bench.configs import DecodeBenchmarkConfig, EngineBenchmarkConfig, ShapedBenchmarkConfig, TreeSearchConfig
 from moray.bench.load.config import ServeBenchmarkConfig
+from moray.bench.recording import reported
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 from moray.commands import Command, run_commands
 
@@ -53,7 +52,7 @@ def main(config: DecodeBenchmarkConfig) -> None:
     from moray.bench.decode_benchmark import benchmark_decoding, print_benchmark
 
     console = Console()
-    print_benchmark(_reported(config.report, lambda: benchmark_decoding(config, console)), console)
+    print_benchmark(reported(config.report, lambda: benchmark_decoding(config, console)), console)
 
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:
@@ -62,7 +61,7 @@ def main_shaped(config: ShapedBenchmarkConfig) -> None:
 
     from moray.bench.shaped import benchmark_shape, print_shaped
 
-    print_shaped(_reported(config.report, lambda: benchmark_shape(config)), Console())
+    print_shaped(reported(config.report, lambda: benchmark_shape(config)), Console())
 
 
 def main_engine(config: EngineBenchmarkConfig) -> None:
@@ -72,7 +71,7 @@ def main_engine(config: EngineBenchmarkConfig) -> None:
     from moray.bench.engine_benchmark import benchmark_engine, print_engine_benchmark
 
     console = Console()
-    print_engine_benchmark(_reported(config.report, lambda: benchmark_engine(config, console)), console)
+    print_engine_benchmark(reported(config.report, lambda: benchmark_engine(config, console)), console)
 
 
 def main_tree(config: TreeSearchConfig) -> None:
@@ -85,7 +84,7 @@ def main_tree(config: TreeSearchConfig) -> None:
     console = Console()
     if config.output:
         check_writable(Path(config.output), "output")
-    result = _reported(config.report, lambda: search_tree(config, console))
+    result = reported(config.report, lambda: search_tree(config, console))
     if config.output:
         write_tree(result, Path(config.output))
     print_tree(result, console)
@@ -102,7 +101,7 @@ def main_cache(config: CacheBenchmarkConfig) -> None:
     from moray.cluster.cache_benchmark import benchmark_cache, print_cache_benchmark
 
     console = Console()
-    print_cache_benchmark(_reported(config.report, lambda: benchmark_cache(config, console)), console)
+    print_cache_benchmark(reported(config.report, lambda: benchmark_cache(config, console)), console)
 
 
 def main_train(config: TrainBenchmarkConfig) -> None:
@@ -112,7 +111,7 @@ def main_train(config: TrainBenchmarkConfig) -> None:
     from moray.cluster.train_benchmark import benchmark_training, print_train_benchmark
 
     console = Console()
-    print_train_benchmark(_reported(config.report, lambda: benchmark_training(config, console)), console)
+    print_train_benchmark(reported(config.report, lambda: benchmark_training(config, console)), console)
 
 
 def main_serve(config: ServeBenchmarkConfig) -> None:
@@ -128,24 +127,11 @@ def main_serve(config: ServeBenchmarkConfig) -> None:
     console = Console()
     if config.html:
         check_writable(Path(config.html), "html")
-    result = _reported(config.report, lambda: benchmark_endpoint(config, console))
+    result = reported(config.report, lambda: benchmark_endpoint(config, console))
     print_load(result, console)
     if config.html:
         write_text_atomically(Path(config.html), render_load(result))
         console.print(f"page: {config.html}", markup=False, highlight=False)
-
-
-def _reported(report: str | None, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is measured, written to `report` too: a path that cannot be written is refused before."""
-    from moray.bench.recording import check_writable
-    from moray.provenance import write_json_atomically
-
-    if report:
-        check_writable(Path(report))
-    result = measure()
-    if report:
-        write_json_atomically(Path(report), result)
-    return result
 
 
 _DECODE = Command(DecodeBenchmarkConfig, main, default=_DEMO)

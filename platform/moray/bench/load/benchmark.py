@@ -1,7 +1,8 @@
 """Loads an endpoint level by level, variant against variant, and gathers the figures."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from rich.console import Console
@@ -17,46 +18,66 @@ from moray.bench.specbench import Question, read_questions
 from moray.errors import DataError
 
 
-def benchmark_endpoint(config: ServeBenchmarkConfig, console: Console) -> dict[str, Any]:
+def benchmark_endpoint(
+    config: ServeBenchmarkConfig, console: Console, prepare: Callable[[str], None] = lambda name: None
+) -> dict[str, Any]:
     """Measure every variant at every level.
+
+    Args:
+        config: what is sent, and where.
+        console: for progress.
+        prepare: called with a variant's name before each of its rounds; its time does not count.
 
     Raises:
         UnreachableError: nobody answers at the address.
         DataError: a warm-up fails.
     """
     questions = read_questions(config.questions, config.num_questions)
-    return asyncio.run(_benchmark(config, questions, console))
+    return asyncio.run(_benchmark(config, questions, console, prepare))
 
 
-async def _benchmark(config: ServeBenchmarkConfig, questions: Sequence[Question], console: Console) -> dict[str, Any]:
+async def _benchmark(
+    config: ServeBenchmarkConfig,
+    questions: Sequence[Question],
+    console: Console,
+    prepare: Callable[[str], None] = lambda name: None,
+) -> dict[str, Any]:
     per_level = len(config.variants) * (config.num_warmups + config.rounds * config.num_requests)
-    async with Client(config) as client:
-        await client.find_model()
+    async with AsyncExitStack() as stack:
+        by_url: dict[str, Client] = {}
+        for url in dict.fromkeys(map(config.url_of, config.variants)):
+            by_url[url] = await stack.enter_async_context(Client(config.model_copy(update={"url": url})))
+            await by_url[url].find_model()
+        clients = {name: by_url[config.url_of(name)] for name in config.variants}
         with Progress(console=console, refresh_per_second=2, transient=True) as progress:
             task = progress.add_task("serve", total=len(config.levels) * per_level)
             levels = []
             for level in config.levels:
                 progress.update(task, description=name_of(level))
-                levels.append(await _level(client, config, questions, level, lambda: progress.advance(task)))
-    return {"model": client.model, "levels": levels, "notes": _notes(levels)} | record(config)
+                levels.append(await _level(clients, config, questions, level, lambda: progress.advance(task), prepare))
+    models = dict.fromkeys(client.model for client in by_url.values())
+    return {"model": ", ".join(models), "levels": levels, "notes": _notes(levels)} | record(config)
 
 
 async def _level(
-    client: Client,
+    clients: Mapping[str, Client],
     config: ServeBenchmarkConfig,
     questions: Sequence[Question],
     level: LevelConfig,
     done: Callable[[], None],
+    prepare: Callable[[str], None],
 ) -> dict[str, Any]:
     if config.num_warmups:
         for name in config.variants:
-            await _warm_up(client, config, questions, level, name, done)
+            prepare(name)
+            await _warm_up(clients[name], config, questions, level, name, done)
     rounds: dict[str, list[Round]] = {name: [] for name in config.variants}
     for number in range(config.rounds):
         for name in order_of(list(config.variants), number):
+            prepare(name)
             rounds[name].append(
                 await run_round(
-                    client,
+                    clients[name],
                     questions,
                     level,
                     fields=config.variants[name],
@@ -83,8 +104,8 @@ async def _warm_up(
     failed = [each for each in warm.records if each.outcome == "failed"]
     if failed:
         raise DataError(
-            f"the warm-up of variant '{name}' failed at '{config.url}' ({failed[0].error}); nothing was measured: mend "
-            "the request or the server, or measure all the same with num_warmups=0"
+            f"the warm-up of variant '{name}' failed at '{config.url_of(name)}' ({failed[0].error}); nothing was "
+            "measured: mend the request or the server, or measure all the same with num_warmups=0"
         )
 
 
