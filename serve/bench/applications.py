@@ -1,5 +1,6 @@
 """Applications for as long as a benchmark runs: deployed, scaled, and their processes found and put on cores."""
 
+import logging
 import os
 import socket
 import time
@@ -7,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from serve.bench.configs import LoadConfig, PoolConfig
+from moray.errors import ConfigError
+from serve.bench.configs import LoadConfig, PoolConfig, WayConfig
 from serve.deploy import DeployConfig, DeployError, deploy
 
 _POLL_SECONDS = 0.2
@@ -22,6 +24,7 @@ class Applications:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
+        self._cores = _cores()
 
     def url(self, name: str) -> str:
         """Where an application answers."""
@@ -71,15 +74,35 @@ class Applications:
         """Let processes run on some cores alone: by deployment of an application, and all others that began here."""
         import psutil
 
+        if not self._cores:
+            return
         here = psutil.Process()
-        everywhere = range(os.cpu_count() or 1)
         for process in (here, *here.children(recursive=True)):
             try:
                 part = _part(process.cmdline(), name)
                 for thread in process.threads():  # a thread keeps what it had when its process gets another
-                    os.sched_setaffinity(thread.id, cores.get(part, everywhere))
+                    os.sched_setaffinity(thread.id, cores.get(part, self._cores))
             except (psutil.Error, ProcessLookupError):
                 continue  # it has ended meanwhile
+
+
+def check_cores(ways: Mapping[str, WayConfig]) -> None:
+    """
+    Raises:
+        ConfigError: this machine has not all the cores that are named.
+    """
+    there = _cores()
+    for name, way in ways.items():
+        for part, cores in way.cores.items():
+            for core in cores:
+                if core not in there:
+                    known = ", ".join(map(str, sorted(there))) or "none that can be chosen"
+                    raise ConfigError(f"ways.{name}.cores.{part} is {core}; the cores here are {known}")
+
+
+def _cores() -> set[int]:
+    """Those that this process may use; empty on systems that do not let it choose."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 @contextmanager
@@ -90,6 +113,7 @@ def running(config: LoadConfig) -> Iterator[Applications]:
     with ray_session(config.ray):
         from ray import serve
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             yield Applications(config)
         finally:

@@ -130,34 +130,21 @@ def _pools(config: ScalingBenchmarkConfig, pool: PoolConfig) -> Pools:
 def print_scaling(result: dict[str, Any], console: Console) -> None:
     """A table for every regime."""
     for name, regime in result["regimes"].items():
-        parts = (
-            f"{what} {c['ms']:g} ms + {c['ms_per_sequence']:g} ms a sequence" for what, c in regime["costs"].items()
-        )
-        table = Table(title=f"{name}, {result['label'].upper()}: {', '.join(parts)}", box=box.SIMPLE_HEAD)
-        headings = (
-            "targets",
-            "drafters",
-            "tokens/s",
-            "ratio",
-            "range",
-            "model",
-            "model tokens/s",
-            "bound",
-            "tau",
-            "CPU",
-        )
-        for heading in headings:
-            table.add_column(heading, justify="right")
+        costs = SyntheticCosts.model_validate(regime["costs"])
+        console.print(f"{name}, {result['label'].upper()}", highlight=False)
+        console.print(costs.notice, highlight=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for heading in ("replicas", "tokens/s", "model", "ratio", "rounds", "model", "waits for", "tau", "CPU"):
+            table.add_column(heading, justify="left" if heading == "replicas" else "right")
         for row in regime["rows"]:
             low, high = row["ratio_range"]
             table.add_row(
-                str(row["targets"]),
-                str(row["drafters"]),
+                PoolConfig(targets=row["targets"], drafters=row["drafters"]).name,
                 number(row["tokens_per_second"], 0),
-                times(row["ratio"]),
-                f"{times(low)} to {times(high)}",
-                times(row["predicted_ratio"]),
                 number(row["predicted_tokens_per_second"], 0),
+                times(row["ratio"]),
+                f"{number(low)}-{number(high)}",
+                times(row["predicted_ratio"]),
                 row["bound"],
                 number(row["tau"]),
                 percent(row["cpu_busy"]),

@@ -13,7 +13,7 @@ from moray.bench.load.benchmark import benchmark_endpoint, name_of
 from moray.bench.load.config import LevelConfig
 from moray.bench.load.variants import ratios
 from moray.bench.wording import number, times
-from serve.bench.applications import running
+from serve.bench.applications import check_cores, running
 from serve.bench.configs import PoolConfig, SideBySideConfig
 
 _SHOWN = {
@@ -28,9 +28,11 @@ def benchmark_side_by_side(config: SideBySideConfig, console: Console) -> dict[s
     """Measure every way at every level.
 
     Raises:
+        ConfigError: a core is not there.
         DeployError: an application does not run in time.
         DataError: a warm-up fails.
     """
+    check_cores(config.ways)
     with running(config) as applications:
         args = {name: config.args_with(changes) for name, changes in config.applications.items()}
         applications.deploy(args, PoolConfig(targets=1, drafters=1))

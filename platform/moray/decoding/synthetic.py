@@ -22,7 +22,7 @@ class SyntheticCost(Config):
     ms_per_sequence: float = Field(default=0.0, ge=0)
     """What computing takes, once a device is busy."""
 
-    def seconds(self, num_sequences: float) -> float:
+    def seconds(self, num_sequences: int | float) -> float:
         """For so many sequences together."""
         return (self.ms + self.ms_per_sequence * num_sequences) / 1000
 
