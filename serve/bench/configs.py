@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from moray.bench.load.config import LevelConfig, ServeBenchmarkConfig
 from moray.cluster.configs import RayConfig
-from moray.config import Config, merge
+from moray.config import Config, merge, validate
 from moray.decoding.synthetic import SyntheticCosts
 from serve.config import ServeConfig, read_args
 
@@ -36,7 +36,7 @@ class LoadConfig(Config):
     def requests_to(self, url: str, **fields: Any) -> ServeBenchmarkConfig:
         """The load generator's settings."""
         same = self.model_dump(include={"questions", "num_questions", "num_requests", "max_tokens", "rounds"})
-        return ServeBenchmarkConfig.model_validate({"url": url, "ignore_eos": True, **same, **fields})
+        return validate(ServeBenchmarkConfig, {"url": url, "ignore_eos": True, **same, **fields})
 
     def args_with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """`args` of an application that differs so.

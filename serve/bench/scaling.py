@@ -22,6 +22,7 @@ from moray.bench.pool_model import Pools, cycle_of, tokens_per_second
 from moray.bench.recording import record
 from moray.bench.specbench import Question, read_questions
 from moray.bench.wording import number, percent, times
+from moray.config import validate
 from moray.decoding.synthetic import SyntheticCosts
 from serve.bench.applications import Applications, running
 from serve.bench.configs import PoolConfig, ScalingBenchmarkConfig
@@ -130,20 +131,22 @@ def _pools(config: ScalingBenchmarkConfig, pool: PoolConfig) -> Pools:
 def print_scaling(result: dict[str, Any], console: Console) -> None:
     """A table for every regime."""
     for name, regime in result["regimes"].items():
-        costs = SyntheticCosts.model_validate(regime["costs"])
+        costs = validate(SyntheticCosts, regime["costs"])
         console.print(f"{name}, {result['label'].upper()}", highlight=False)
         console.print(costs.notice, highlight=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for heading in ("replicas", "tokens/s", "model", "ratio", "rounds", "model", "waits for", "tau", "CPU"):
-            table.add_column(heading, justify="left" if heading == "replicas" else "right")
+        headings = ("targets", "drafters", "tokens/s", "model", "ratio", "rounds", "model", "waits for", "tau", "CPU")
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=heading == "rounds")
         for row in regime["rows"]:
             low, high = row["ratio_range"]
             table.add_row(
-                PoolConfig(targets=row["targets"], drafters=row["drafters"]).name,
+                str(row["targets"]),
+                str(row["drafters"]),
                 number(row["tokens_per_second"], 0),
                 number(row["predicted_tokens_per_second"], 0),
                 times(row["ratio"]),
-                f"{number(low)}-{number(high)}",
+                f"{low:.2f}-{high:.2f}",
                 times(row["predicted_ratio"]),
                 row["bound"],
                 number(row["tau"]),
