@@ -135,14 +135,13 @@ def print_scaling(result: dict[str, Any], console: Console) -> None:
         console.print(f"{name}, {result['label'].upper()}", highlight=False)
         console.print(costs.notice, highlight=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        headings = ("targets", "drafters", "tokens/s", "model", "ratio", "rounds", "model", "waits for", "tau", "CPU")
+        headings = ("targets + drafters", "tokens/s", "model", "ratio", "rounds", "model", "waits for", "tau", "CPU")
         for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=heading == "rounds")
+            table.add_column(heading, justify="right", no_wrap=heading in ("rounds", "waits for", "tokens/s"))
         for row in regime["rows"]:
             low, high = row["ratio_range"]
             table.add_row(
-                str(row["targets"]),
-                str(row["drafters"]),
+                f"{row['targets']} + {row['drafters']}",
                 number(row["tokens_per_second"], 0),
                 number(row["predicted_tokens_per_second"], 0),
                 times(row["ratio"]),

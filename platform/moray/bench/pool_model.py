@@ -1,4 +1,4 @@
-"""What numbers of target and drafter replicas promise: the model of design notes and books on queues, in one function.
+"""What numbers of target and drafter replicas promise: a model of who waits for whom, in one function.
 
 Assumed, and nothing else: every pass and every draft takes exactly what its number of sequences says; `num_sequences`
 are decoded all the time, and are spread evenly over targets, groups and drafters; a replica does one thing after
