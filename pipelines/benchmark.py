@@ -38,9 +38,7 @@ and with more requests than it has places for, where it says how the application
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from moray.bench.configs import (
     ChannelsBenchmarkConfig,
@@ -50,6 +48,7 @@ from moray.bench.configs import (
     TreeSearchConfig,
 )
 from moray.bench.load.config import ServeBenchmarkConfig
+from moray.bench.recording import reported
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 from moray.commands import Command, run_commands
 
@@ -68,7 +67,7 @@ def main(config: DecodeBenchmarkConfig) -> None:
     from moray.bench.decode_benchmark import benchmark_decoding, print_benchmark
 
     console = Console()
-    print_benchmark(_reported(config.report, lambda: benchmark_decoding(config, console)), console)
+    print_benchmark(reported(config.report, lambda: benchmark_decoding(config, console)), console)
 
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:
@@ -77,7 +76,7 @@ def main_shaped(config: ShapedBenchmarkConfig) -> None:
 
     from moray.bench.shaped import benchmark_shape, print_shaped
 
-    print_shaped(_reported(config.report, lambda: benchmark_shape(config)), Console())
+    print_shaped(reported(config.report, lambda: benchmark_shape(config)), Console())
 
 
 def main_engine(config: EngineBenchmarkConfig) -> None:
@@ -87,7 +86,7 @@ def main_engine(config: EngineBenchmarkConfig) -> None:
     from moray.bench.engine_benchmark import benchmark_engine, print_engine_benchmark
 
     console = Console()
-    print_engine_benchmark(_reported(config.report, lambda: benchmark_engine(config, console)), console)
+    print_engine_benchmark(reported(config.report, lambda: benchmark_engine(config, console)), console)
 
 
 def main_channels(config: ChannelsBenchmarkConfig) -> None:
@@ -110,7 +109,7 @@ def main_tree(config: TreeSearchConfig) -> None:
     console = Console()
     if config.output:
         check_writable(Path(config.output), "output")
-    result = _reported(config.report, lambda: search_tree(config, console))
+    result = reported(config.report, lambda: search_tree(config, console))
     if config.output:
         write_tree(result, Path(config.output))
     print_tree(result, console)
@@ -127,7 +126,7 @@ def main_cache(config: CacheBenchmarkConfig) -> None:
     from moray.cluster.cache_benchmark import benchmark_cache, print_cache_benchmark
 
     console = Console()
-    print_cache_benchmark(_reported(config.report, lambda: benchmark_cache(config, console)), console)
+    print_cache_benchmark(reported(config.report, lambda: benchmark_cache(config, console)), console)
 
 
 def main_train(config: TrainBenchmarkConfig) -> None:
@@ -137,7 +136,7 @@ def main_train(config: TrainBenchmarkConfig) -> None:
     from moray.cluster.train_benchmark import benchmark_training, print_train_benchmark
 
     console = Console()
-    print_train_benchmark(_reported(config.report, lambda: benchmark_training(config, console)), console)
+    print_train_benchmark(reported(config.report, lambda: benchmark_training(config, console)), console)
 
 
 def main_serve(config: ServeBenchmarkConfig) -> None:
@@ -156,26 +155,13 @@ def main_serve(config: ServeBenchmarkConfig) -> None:
     console = Console()
     if config.html:
         check_writable(Path(config.html), "html")
-    result = _reported(config.report, lambda: benchmark_endpoint(config, console))
+    result = reported(config.report, lambda: benchmark_endpoint(config, console))
     print_load(result, console)
     if config.html:
         write_text_atomically(Path(config.html), render_load(result))
         console.print(f"page: {config.html}", markup=False, highlight=False)
     if result["interrupted"]:
         raise KeyboardInterrupt
-
-
-def _reported(report: str | None, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is measured, written to `report` too: a path that cannot be written is refused before."""
-    from moray.bench.recording import check_writable
-    from moray.provenance import write_json_atomically
-
-    if report:
-        check_writable(Path(report))
-    result = measure()
-    if report:
-        write_json_atomically(Path(report), result)
-    return result
 
 
 _DECODE = Command(DecodeBenchmarkConfig, main, default=_DEMO)

@@ -83,7 +83,9 @@ def build_api(gateway: "Gateway") -> FastAPI:
 async def _model(gateway: "Gateway") -> dict[str, Any]:
     description = await gateway.describe()
     model = {"id": gateway.config.model_name, "object": "model", "created": 0, "owned_by": "moray"}
-    return model | {"max_model_len": description["capacity"], "drafters": description["drafters"]}
+    synthetic = gateway.config.engine.synthetic
+    made_up = {"synthetic_costs": synthetic.notice} if synthetic.is_on else {}
+    return model | {"max_model_len": description["capacity"], "drafters": description["drafters"]} | made_up
 
 
 async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | CompletionRequest) -> Response:

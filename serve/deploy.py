@@ -46,16 +46,31 @@ def main(config: DeployConfig) -> None:
 
     from moray.cluster.session import ray_session
 
-    for application in config.applications:
-        read_args(application.get("args", {}))  # what is misspelt is said before anything starts
+    _check(config)
     address = config.ray.address or os.environ.get("RAY_ADDRESS") or "auto"
     with ray_session(config.ray.model_copy(update={"address": address})):
-        schema = _schema(config)
-        _send(schema)
-        for application in config.applications:
-            _wait(application.get("name", "default"), config.wait_seconds)
-    options = schema.http_options
+        options = deploy(config).http_options
     print(f"running at http://{options.host}:{options.port}; serve shutdown ends it")
+
+
+def deploy(config: DeployConfig) -> Any:
+    """Deploy and wait where a connection to Ray is open; returns what Serve was told.
+
+    Raises:
+        DeployError: an application has failed, or is not ready in time.
+    """
+    _check(config)
+    schema = _schema(config)
+    _send(schema)
+    for application in config.applications:
+        _wait(application.get("name", "default"), config.wait_seconds)
+    return schema
+
+
+def _check(config: DeployConfig) -> None:
+    """Say what is misspelt before anything starts."""
+    for application in config.applications:
+        read_args(application.get("args", {}))
 
 
 def _schema(config: DeployConfig) -> Any:

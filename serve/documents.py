@@ -46,6 +46,8 @@ class Model(_Answer):
     max_model_len: int
     """Most tokens of prompt and answer together."""
     drafters: list[str]
+    synthetic_costs: str = ""
+    """Only where replicas sleep for a scaling experiment, and speeds mean nothing."""
 
 
 class ModelList(_Answer):

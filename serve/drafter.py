@@ -6,6 +6,7 @@ token loop itself goes over the socket (see `decoding.remote.channel`).
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator
 
@@ -21,6 +22,8 @@ from serve.config import ServeConfig
 from serve.metrics.publisher import Publisher
 from serve.metrics.readings import read_host
 from serve.metrics.sink import Nowhere, Sink
+
+_LOGGER = logging.getLogger("ray.serve")
 
 
 class DrafterReplica:
@@ -38,6 +41,8 @@ class DrafterReplica:
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        if config.engine.synthetic.is_on:
+            _LOGGER.warning(config.engine.synthetic.notice)
         head = TargetHead.load(config.target, num_head_layers(tuple(config.drafters.values())))
         tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         drafters = {
@@ -45,7 +50,13 @@ class DrafterReplica:
             for name, entry in config.drafters.items()
         }
         capacity = min(head.spec.max_positions, config.engine.capacity or head.spec.max_positions)
-        self.host = DraftHost(drafters, capacity, config.engine.tree.num_expanded, config.session_idle_seconds)
+        self.host = DraftHost(
+            drafters,
+            capacity,
+            config.engine.tree.num_expanded,
+            config.session_idle_seconds,
+            config.engine.synthetic.draft,
+        )
         self._publisher = Publisher(sink or Nowhere(), lambda: read_host(self.host))
         secret = secrets.token_hex(32)
         host = host or _node_address()

@@ -37,6 +37,8 @@ class Gateway:
             targets: handle of the target deployment, or what can be called as one.
             sink: of metrics.
         """
+        if config.engine.synthetic.is_on:
+            _LOGGER.warning(config.engine.synthetic.notice)
         self.config = config
         self.tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         self._targets = targets

@@ -1,5 +1,6 @@
 """A target replica: the engine, and who drafts for it. Plain Python; `serve.app` makes it a deployment."""
 
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from serve.metrics.publisher import Publisher
 from serve.metrics.readings import read_engine
 from serve.metrics.sink import Nowhere, Sink
 
+_LOGGER = logging.getLogger("ray.serve")
+
 
 class TargetReplica:
     """Answers sequences of tokens; text is the gateway's business."""
@@ -35,6 +38,8 @@ class TargetReplica:
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        if config.engine.synthetic.is_on:
+            _LOGGER.warning(config.engine.synthetic.notice)
         self._config = config
         self._target = Target.load(config.target)
         self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
@@ -77,7 +82,8 @@ class TargetReplica:
     def _sources(self) -> Mapping[str, DraftSource]:
         if self._places is None:
             sizes = self._target.spec.max_positions, self._config.engine.tree.num_expanded
-            return {name: LocalDrafts(drafter, *sizes) for name, drafter in self._drafters.items()}
+            cost = self._config.engine.synthetic.draft
+            return {name: LocalDrafts(drafter, *sizes, cost) for name, drafter in self._drafters.items()}
         timeout, debts = self._config.draft_timeout_ms / 1000, 1 + self._config.engine.num_groups
         return {
             name: RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)

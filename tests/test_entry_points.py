@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY_POINTS = [
     *sorted(path for path in REPOSITORY.glob("pipelines/*.py") if path.stem != "__init__"),
     *sorted(path for path in REPOSITORY.glob("sweeps/*.py") if "__main__" in path.read_text(encoding="utf-8")),
+    REPOSITORY / "serve" / "benchmark.py",
     REPOSITORY / "serve" / "deploy.py",
 ]
 MODULES = [f"{path.parent.name}.{path.stem}" for path in ENTRY_POINTS]

@@ -15,6 +15,7 @@ from torch import Tensor
 from moray.batch import TapNeeds, Taps
 from moray.decoding.picking import picks_of
 from moray.decoding.sampling import Sampler
+from moray.decoding.synthetic import NO_COST, SyntheticCost
 from moray.drafters.base import Drafter, Memory
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
@@ -83,15 +84,17 @@ class DraftSource(ABC):
 class LocalDrafts(DraftSource):
     """A drafter in the same process as the target."""
 
-    def __init__(self, drafter: Drafter, capacity: int, max_expanded: int) -> None:
+    def __init__(self, drafter: Drafter, capacity: int, max_expanded: int, cost: SyntheticCost = NO_COST) -> None:
         """
         Args:
             drafter: may be shared.
             capacity: most tokens of a sequence.
             max_expanded: most nodes of a tree that are expanded.
+            cost: of a draft, if it is made up.
         """
         self.drafter = drafter
         self._sizes = capacity, max_expanded
+        self._cost = cost
         self._states: dict[int, object] = {}
         self._known: dict[int, int] = {}
         self._free: list[object] = []
@@ -139,7 +142,8 @@ class LocalDrafts(DraftSource):
             roots = torch.tensor([ask.root for ask in asks], device=self.drafter.head.weight.device)
             states = [self._states[ask.number] for ask in asks]
             picks = picks_of([ask.sampler for ask in asks], [ask.position for ask in asks], shape)
-            trees = self.drafter.propose_many(states, roots, shape, picks)
+            with self._cost.spent(len(asks)):
+                trees = self.drafter.propose_many(states, roots, shape, picks)
             drafted |= zip((ask.number for ask in asks), trees, strict=True)
         return drafted
 

@@ -218,7 +218,7 @@ class Engine:
         began = time.perf_counter()
         with stats.timed("propose") as propose:
             trees = self._propose(rows)
-        with stats.timed("verify") as verify:
+        with stats.timed("verify") as verify, self.config.synthetic.verify.spent(len(running)):
             begins = [sequence.length for sequence in running]
             output = self._rows.verify(rows.start, begins, trees)
             logits = self.target.logits(output.last)

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from moray.config import Config
+from moray.decoding.synthetic import SyntheticCosts
 from moray.trees.shapes import AdaptiveShape, Shape
 
 
@@ -26,3 +27,5 @@ class EngineConfig(Config):
     that takes about as long as the target."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Of the drafts. An adaptive one follows batch size and acceptance, down to no draft at all."""
+    synthetic: SyntheticCosts = SyntheticCosts()
+    """For scaling experiments only: sleeps, as an accelerator would be waited for. None by default."""

@@ -68,11 +68,13 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(server):
-    """Its address."""
+async def serving(server, beside=None):
+    """Its address; `beside` answers at /beside."""
     app = web.Application()
-    app.router.add_get("/v1/models", server.models)
-    app.router.add_post("/v1/chat/completions", server.chat)
+    for prefix, answering in (("", server), ("/beside", beside)):
+        if answering is not None:
+            app.router.add_get(f"{prefix}/v1/models", answering.models)
+            app.router.add_post(f"{prefix}/v1/chat/completions", answering.chat)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -82,14 +84,16 @@ async def serving(server):
         await runner.cleanup()
 
 
-def load(server=None, **given):
-    """Run a benchmark against a server, on a port of its own."""
+def load(server=None, prepare=lambda name: None, beside=None, **given):
+    """Run a benchmark against a server, on a port of its own; `beside` answers the variant "b"."""
 
     async def run():
-        async with serving(server or Server()) as url:
+        async with serving(server or Server(), beside) as url:
             settings = {"url": url, "questions": "q", "num_requests": 4, "num_warmups": 1} | given
+            if beside is not None:
+                settings["urls"] = {"b": f"{url}/beside/v1"}
             console = Console(file=io.StringIO(), width=100)
-            return await _benchmark(validate(ServeBenchmarkConfig, settings), QUESTIONS, console)
+            return await _benchmark(validate(ServeBenchmarkConfig, settings), QUESTIONS, console, prepare)
 
     return asyncio.run(run())
 
@@ -128,6 +132,19 @@ def test_variants_take_turns_and_their_texts_are_compared():
     assert "Serving Benchmark Result" in out.getvalue()
     assert "equal texts: 0 of 4" in out.getvalue()
     assert "<svg" in render_load(result)
+
+
+def test_variants_may_be_asked_at_addresses_of_their_own_each_after_it_is_prepared():
+    server, beside, prepared = Server(), Server(), []
+
+    def prepare(name):
+        prepared.append((name, len(server.bodies), len(beside.bodies)))
+
+    variants = {"a": {}, "b": {}}
+    result = load(server, prepare, beside, variants=variants, num_requests=2, num_warmups=0, rounds=2)
+    assert (len(server.bodies), len(beside.bodies)) == (4, 4)
+    assert prepared == [("a", 0, 0), ("b", 2, 0), ("b", 2, 2), ("a", 2, 4)]
+    assert result["levels"][0]["equal_texts"]["equal"] == 4
 
 
 @pytest.mark.parametrize(

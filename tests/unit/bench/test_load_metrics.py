@@ -129,7 +129,13 @@ def test_variants_are_compared_round_by_round():
     fast, slow = Round((answered(),), 1.0), Round((answered(text="abd"),), 2.0)
     figures = [measure([each], GoodputConfig()) for each in (fast, slow)]
     found = ratios(figures[0], figures[1], [(figures[0], figures[1]), (figures[0], figures[0])])
-    assert found["output_throughput"] == {"ratio": 2.0, "low": 1.0, "high": 2.0, "rounds": [2.0, 1.0]}
+    assert found["output_throughput"] == {
+        "ratio": 2.0,
+        "low": 1.0,
+        "high": 2.0,
+        "quartiles": (1.25, 1.5, 1.75),
+        "rounds": [2.0, 1.0],
+    }
     same = equal_texts({"on": [fast, fast], "off": [fast, slow]})
     assert (same["compared"], same["equal"], same["share"]) == (2, 1, 0.5)
     assert same["different"][0]["texts"] == {"on": "abc", "off": "abd"}
@@ -149,6 +155,8 @@ def test_an_address_is_taken_with_and_without_its_version():
         ({"variants": {"on": {"stream": False}}}, "variants.on sets stream"),
         ({"variants": {}}, "variants"),
         ({"baseline": "of"}, "baseline is 'of'; the variants are default"),
+        ({"urls": {"of": "http://b"}}, "urls names 'of'; the variants are default"),
+        ({"urls": {"default": "b:1"}}, "an address such as"),
         ({"levels": []}, "levels"),
         ({"levels": [{"request_rate": 0}]}, "request_rate"),
     ],

@@ -1,7 +1,8 @@
 """Loads an endpoint level by level, variant against variant, and gathers the figures."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +18,15 @@ from moray.bench.specbench import Question, read_questions
 from moray.errors import DataError
 
 
-def benchmark_endpoint(config: ServeBenchmarkConfig, console: Console) -> dict[str, Any]:
+def benchmark_endpoint(
+    config: ServeBenchmarkConfig, console: Console, prepare: Callable[[str], None] = lambda name: None
+) -> dict[str, Any]:
     """Measure every variant at every level; after Ctrl-C what is returned says of fewer levels.
+
+    Args:
+        config: what is sent, and where.
+        console: for progress.
+        prepare: called with a variant's name before each of its rounds; its time does not count.
 
     Raises:
         KeyboardInterrupt: before the first level was over.
@@ -26,13 +34,22 @@ def benchmark_endpoint(config: ServeBenchmarkConfig, console: Console) -> dict[s
         DataError: a warm-up fails.
     """
     questions = read_questions(config.questions, config.num_questions)
-    return asyncio.run(_benchmark(config, questions, console))
+    return asyncio.run(_benchmark(config, questions, console, prepare))
 
 
-async def _benchmark(config: ServeBenchmarkConfig, questions: Sequence[Question], console: Console) -> dict[str, Any]:
+async def _benchmark(
+    config: ServeBenchmarkConfig,
+    questions: Sequence[Question],
+    console: Console,
+    prepare: Callable[[str], None] = lambda name: None,
+) -> dict[str, Any]:
     total = sum(config.num_warmups + config.rounds * _count(config, level) for level in config.levels)
-    async with Client(config) as client:
-        await client.find_model()
+    async with AsyncExitStack() as stack:
+        by_url: dict[str, Client] = {}
+        for url in dict.fromkeys(map(config.url_of, config.variants)):
+            by_url[url] = await stack.enter_async_context(Client(config.model_copy(update={"url": url})))
+            await by_url[url].find_model()
+        clients = {name: by_url[config.url_of(name)] for name in config.variants}
         with Progress(console=console, refresh_per_second=2, transient=True) as progress:
             task = progress.add_task("serve", total=len(config.variants) * total)
             levels: list[dict[str, Any]] = []
@@ -40,14 +57,21 @@ async def _benchmark(config: ServeBenchmarkConfig, questions: Sequence[Question]
                 for level in config.levels:
                     rated = _rated(level, levels, config.baseline_name)
                     progress.update(task, description=name_of(rated))
-                    levels.append(await _level(client, config, questions, rated, lambda: progress.advance(task)))
+                    levels.append(
+                        await _level(clients, config, questions, rated, lambda: progress.advance(task), prepare)
+                    )
             except asyncio.CancelledError:  # Ctrl-C
                 if not levels:
                     raise
+    models = dict.fromkeys(client.model for client in by_url.values())
     interrupted = len(levels) < len(config.levels)
     notes = [f"interrupted: {len(levels)} of {len(config.levels)} levels were measured"] if interrupted else []
-    found = {"model": client.model, "levels": levels, "interrupted": interrupted, "notes": notes + _notes(levels)}
-    return found | record(config)
+    return {
+        "model": ", ".join(models),
+        "levels": levels,
+        "interrupted": interrupted,
+        "notes": notes + _notes(levels),
+    } | record(config)
 
 
 def _count(config: ServeBenchmarkConfig, level: LevelConfig) -> int:
@@ -69,22 +93,25 @@ def _rated(level: LevelConfig, levels: Sequence[dict[str, Any]], base: str) -> L
 
 
 async def _level(
-    client: Client,
+    clients: Mapping[str, Client],
     config: ServeBenchmarkConfig,
     questions: Sequence[Question],
     level: LevelConfig,
     done: Callable[[], None],
+    prepare: Callable[[str], None],
 ) -> dict[str, Any]:
     if config.num_warmups:
         for name in config.variants:
-            await _warm_up(client, config, questions, level, name, done)
+            prepare(name)
+            await _warm_up(clients[name], config, questions, level, name, done)
     rounds: dict[str, list[Round]] = {name: [] for name in config.variants}
     count = _count(config, level)
     for number in range(config.rounds):
         for name in order_of(list(config.variants), number):
+            prepare(name)
             rounds[name].append(
                 await run_round(
-                    client,
+                    clients[name],
                     questions,
                     level,
                     fields=config.variants[name],
@@ -111,8 +138,8 @@ async def _warm_up(
     failed = [each for each in warm.records if each.outcome == "failed"]
     if failed:
         raise DataError(
-            f"the warm-up of variant '{name}' failed at '{config.url}' ({failed[0].error}); nothing was measured: mend "
-            "the request or the server, or measure all the same with num_warmups=0"
+            f"the warm-up of variant '{name}' failed at '{config.url_of(name)}' ({failed[0].error}); nothing was "
+            "measured: mend the request or the server, or measure all the same with num_warmups=0"
         )
 
 

@@ -55,6 +55,9 @@ class ServeBenchmarkConfig(Config):
     """As for pipelines.evaluate: Spec-Bench JSON Lines, rows of {prompt}, or chats; the first turn is asked."""
     num_questions: int | None = Field(default=None, ge=1)
     """How many different ones, spread evenly over categories; None for all."""
+    urls: Mapping[str, str] = Field(default_factory=dict)
+    """By variant, addresses of those that are not at `url`: two servers, side by side. The same
+    key is sent to all."""
     levels: tuple[LevelConfig, ...] = Field(default=(LevelConfig(),), min_length=1)
     """Loads that are measured one after another."""
     num_requests: int = Field(default=32, ge=1)
@@ -89,12 +92,12 @@ class ServeBenchmarkConfig(Config):
     @field_validator("url")
     @classmethod
     def _check_url(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("an address such as http://127.0.0.1:8000 is needed")
-        if "@" in parts.netloc or parts.query or parts.fragment:
-            raise ValueError("only host, port and path are accepted; name the variable of a key as api_key_env")
-        return value.rstrip("/").removesuffix("/v1")
+        return _address(value)
+
+    @field_validator("urls")
+    @classmethod
+    def _check_urls(cls, value: Mapping[str, str]) -> Mapping[str, str]:
+        return {name: _address(url) for name, url in value.items()}
 
     @model_validator(mode="after")
     def _check(self) -> "ServeBenchmarkConfig":
@@ -108,9 +111,25 @@ class ServeBenchmarkConfig(Config):
             raise ValueError("a level has both times_first and request_rate; leave one of them out")
         if self.baseline is not None and self.baseline not in self.variants:
             raise ValueError(f"baseline is '{self.baseline}'; the variants are {', '.join(self.variants)}")
+        for name in self.urls:
+            if name not in self.variants:
+                raise ValueError(f"urls names '{name}'; the variants are {', '.join(self.variants)}")
         return self
 
     @property
     def baseline_name(self) -> str:
         """Variant that ratios are taken over."""
         return self.baseline or list(self.variants)[-1]
+
+    def url_of(self, variant: str) -> str:
+        """Where a variant is asked."""
+        return self.urls.get(variant, self.url)
+
+
+def _address(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("an address such as http://127.0.0.1:8000 is needed")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("only host, port and path are accepted; name the variable of a key as api_key_env")
+    return value.rstrip("/").removesuffix("/v1")

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moray.bench.load.rounds import Round
+from moray.bench.spread import quartiles
 
 RATIOS = {
     "output_throughput": ("output_throughput",),
@@ -21,7 +22,7 @@ _MAX_SHOWN = 3
 def ratios(
     above: dict[str, Any], below: dict[str, Any], rounds: Sequence[tuple[dict[str, Any], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Ratios of two variants' figures: of all rounds together, and the lowest and highest of single rounds."""
+    """Ratios of two variants' figures: of all rounds together, and how those of single rounds spread."""
     found = {}
     for name, keys in RATIOS.items():
         single = [_ratio(_at(a, keys), _at(b, keys)) for a, b in rounds]
@@ -30,6 +31,7 @@ def ratios(
             "ratio": _ratio(_at(above, keys), _at(below, keys)),
             "low": min(known, default=None),
             "high": max(known, default=None),
+            "quartiles": quartiles(known) if known else None,
             "rounds": single,
         }
     return found

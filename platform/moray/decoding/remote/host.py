@@ -18,6 +18,7 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.picking import picks_of
 from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest, Entry, described
 from moray.decoding.sampling import Sampler
+from moray.decoding.synthetic import NO_COST, SyntheticCost
 from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.trees.shapes import GrowableShape
@@ -59,7 +60,12 @@ class DraftHost:
     """Answers messages of any number of targets, one after the other."""
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], capacity: int, max_expanded: int, idle_seconds: float = 60.0
+        self,
+        drafters: Mapping[str, Drafter],
+        capacity: int,
+        max_expanded: int,
+        idle_seconds: float = 60.0,
+        cost: SyntheticCost = NO_COST,
     ) -> None:
         """
         Args:
@@ -67,11 +73,13 @@ class DraftHost:
             capacity: most tokens of a sequence.
             max_expanded: most nodes of a tree that are expanded.
             idle_seconds: a session that nobody has asked for so long is forgotten.
+            cost: of a draft, if it is made up.
         """
         self.stats = HostStats()
         self._drafters = drafters
         self._sizes = capacity, max_expanded
         self._idle_seconds = idle_seconds
+        self._cost = cost
         self._sessions: dict[str, _Session] = {}
         self._free: dict[str, list[object]] = {name: [] for name in drafters}
         self._swept = time.monotonic()
@@ -161,7 +169,8 @@ class DraftHost:
         samplers = [Sampler(params[wish.entry.params], size, device, wish.entry.sequence) for wish in wishes]
         roots = torch.tensor([wish.root for wish in wishes], device=device)
         picks = picks_of(samplers, [wish.session.known for wish in wishes], shape, are_certain=True)
-        return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
+        with self._cost.spent(len(wishes)):
+            return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
 
     def _begin(self, name: str, drafter_name: str, drafter: Drafter) -> _Session:
         self._close(name)

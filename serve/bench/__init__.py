@@ -1,0 +1,1 @@
+"""Benchmarks that deploy the application themselves, as the load generator of the library may not."""

@@ -1,0 +1,120 @@
+"""What `serve.benchmark` deploys and how it is loaded. Torch-free, Ray-free."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from moray.bench.load.config import LevelConfig, ServeBenchmarkConfig
+from moray.cluster.configs import RayConfig
+from moray.config import Config, merge, validate
+from moray.decoding.synthetic import SyntheticCosts
+from serve.config import ServeConfig, read_args
+
+
+class LoadConfig(Config):
+    """What is asked, and on which Ray."""
+
+    application: ServeConfig
+    """What is deployed, but for what is varied."""
+    questions: str
+    """As for pipelines.benchmark serve."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """How many different ones, spread evenly over categories; None for all."""
+    num_requests: int = Field(default=48, ge=1)
+    """Of every way, in every round."""
+    max_tokens: int = Field(default=96, ge=1)
+    """Tokens of every answer: all go on to there."""
+    rounds: int = Field(default=2, ge=1)
+    """In which all ways take turns, forwards and backwards."""
+    wait_seconds: float = Field(default=300.0, gt=0)
+    """For replicas to start."""
+    ray: RayConfig = RayConfig()
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
+
+    def requests_to(self, url: str, **fields: Any) -> ServeBenchmarkConfig:
+        """The load generator's settings."""
+        same = self.model_dump(include={"questions", "num_questions", "num_requests", "max_tokens", "rounds"})
+        return validate(ServeBenchmarkConfig, {"url": url, "ignore_eos": True, **same, **fields})
+
+    def args_with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """`args` of an application that differs so.
+
+        Raises:
+            ConfigError: naming the key and the value.
+        """
+        args = merge(self.application.model_dump(mode="json", exclude_unset=True), dict(changes))
+        read_args(args)
+        return args
+
+
+class PoolConfig(Config):
+    """Numbers of replicas."""
+
+    targets: int = Field(ge=1)
+    drafters: int = Field(ge=1)
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.targets} target{'s'[: self.targets > 1]}, {self.drafters} drafter{'s'[: self.drafters > 1]}"
+
+
+class ScalingBenchmarkConfig(LoadConfig):
+    """What more replicas are worth, with passes and drafts of synthetic cost."""
+
+    pools: tuple[PoolConfig, ...] = Field(min_length=1)
+    """Measured one after another, by scaling one application up and down; ratios are taken over the first."""
+    regimes: Mapping[str, SyntheticCosts] = Field(min_length=1)
+    """By name, what passes and drafts cost."""
+    num_streams: int = Field(default=16, ge=1)
+    """Requests under way at any time."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ScalingBenchmarkConfig":
+        if self.application.placement != "pool" or not self.application.drafters:
+            raise ValueError("application.placement must be pool, with a drafter: nothing else can be scaled")
+        if self.num_requests < 2 * self.num_streams:
+            raise ValueError(f"num_requests is {self.num_requests}; {2 * self.num_streams} keep num_streams busy")
+        return self
+
+
+Part = Literal["Gateway", "Target", "Drafter", "others"]
+
+
+class WayConfig(Config):
+    """One way to be measured."""
+
+    application: str
+    """Of `applications`."""
+    cores: Mapping[Part, tuple[int, ...]] = Field(default_factory=dict)
+    """Where the processes of a deployment run, and all others: Ray, its proxy and the load generator; numbered as the
+    system does. What is not named runs anywhere."""
+
+
+class SideBySideConfig(LoadConfig):
+    """Several applications that run at the same time and are asked in turn, on this machine alone."""
+
+    applications: Mapping[str, dict[str, Any]] = Field(min_length=1)
+    """By name, what differs from `application`."""
+    ways: Mapping[str, WayConfig] = Field(min_length=1)
+    pairs: tuple[tuple[str, str], ...] = Field(min_length=1)
+    """Of ways, of which ratios are taken: the first over the second."""
+    levels: tuple[LevelConfig, ...] = Field(min_length=1)
+    """Loads that are measured one after another."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "SideBySideConfig":
+        for name, changes in self.applications.items():
+            if not name.isascii() or not name.replace("-", "").isalnum():
+                raise ValueError(f"applications holds '{name}'; names of letters, digits and - are accepted")
+            self.args_with(changes)
+        for name, way in self.ways.items():
+            if way.application not in self.applications:
+                known = ", ".join(self.applications)
+                raise ValueError(f"ways.{name}.application is '{way.application}'; there are {known}")
+        for name in (name for pair in self.pairs for name in pair):
+            if name not in self.ways:
+                raise ValueError(f"pairs names '{name}'; the ways are {', '.join(self.ways)}")
+        return self

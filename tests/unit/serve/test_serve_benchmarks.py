@@ -1,0 +1,118 @@
+"""What serve.benchmark is told, what it deploys, and that an application of synthetic costs says so."""
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from moray.config import load_config, validate
+from moray.errors import ConfigError
+from serve.api import _model
+from serve.bench import applications
+from serve.bench.configs import PoolConfig, ScalingBenchmarkConfig, SideBySideConfig
+from serve.bench.side_by_side import benchmark_side_by_side
+from serve.config import ServeConfig, read_args
+from serve.documents import Model
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "configs" / "benchmarks"
+APPLICATION = {"target": {"model": "t"}, "drafters": {"moa": "m"}}
+SCALING = {
+    "application": APPLICATION,
+    "questions": "q",
+    "num_requests": 32,
+    "pools": [{"targets": 1, "drafters": 1}],
+    "regimes": {"slow": {"draft": {"ms": 5}}},
+}
+SIDE_BY_SIDE = {
+    "application": APPLICATION,
+    "questions": "q",
+    "applications": {"pool": {}, "inside": {"placement": "in_process"}},
+    "ways": {"a": {"application": "pool"}, "b": {"application": "inside"}},
+    "pairs": [["a", "b"]],
+    "levels": [{"max_concurrency": 1}],
+}
+
+
+@pytest.mark.parametrize("name", ["placement-demo", "groups-demo"])
+def test_presets_compare_applications_that_differ(name):
+    config = load_config(SideBySideConfig, [str(BENCHMARKS / f"{name}.yaml")])
+    args = [config.args_with(changes) for changes in config.applications.values()]
+    assert len({str(own) for own in args}) == len(args)
+    assert {way.application for way in config.ways.values()} == set(config.applications)
+
+
+def test_the_scaling_preset_scales_each_pool_alone_and_both():
+    config = load_config(ScalingBenchmarkConfig, [str(BENCHMARKS / "scaling-demo.yaml")])
+    assert {(pool.targets, pool.drafters) for pool in config.pools} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    for costs in config.regimes.values():
+        args = config.args_with({"engine": {"synthetic": costs.model_dump()}})
+        assert read_args(args).engine.synthetic == costs
+        assert read_args(args).engine.num_groups == config.application.engine.num_groups
+
+
+@pytest.mark.parametrize(
+    ("config_class", "values", "changes", "message"),
+    [
+        (ScalingBenchmarkConfig, SCALING, {"num_requests": 31}, "num_requests is 31; 32"),
+        (ScalingBenchmarkConfig, SCALING, {"application": {"target": {"model": "t"}}}, "placement must be pool"),
+        (SideBySideConfig, SIDE_BY_SIDE, {"applications": {"a b": {}}}, "applications holds 'a b'"),
+        (SideBySideConfig, SIDE_BY_SIDE, {"applications": {"pool": {"treads": 1}}}, "unknown key 'treads'"),
+        (SideBySideConfig, SIDE_BY_SIDE, {"ways": {"a": {"application": "x"}}}, "ways.a.application is 'x'"),
+        (SideBySideConfig, SIDE_BY_SIDE, {"pairs": [["a", "c"]]}, "pairs names 'c'; the ways are a, b"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(config_class, values, changes, message):
+    validate(config_class, values)
+    with pytest.raises(ConfigError, match=message):
+        validate(config_class, values | changes)
+
+
+def test_a_core_that_is_not_there_is_named_before_anything_starts():
+    ways = {"a": {"application": "pool", "cores": {"Target": [10_000]}}, "b": {"application": "inside"}}
+    config = validate(SideBySideConfig, SIDE_BY_SIDE | {"ways": ways})
+    with pytest.raises(ConfigError, match=r"ways\.a\.cores\.Target is 10000; the cores here are \d"):
+        benchmark_side_by_side(config, Console(quiet=True))
+
+
+def test_only_deployments_that_exist_are_scaled():
+    pool = PoolConfig(targets=2, drafters=3)
+    counts = [{d["name"]: d["num_replicas"] for d in applications._deployments(args, pool)} for args in (
+        APPLICATION, APPLICATION | {"placement": "in_process"},
+    )]  # fmt: skip
+    assert counts == [{"Gateway": 1, "Target": 2, "Drafter": 3}, {"Gateway": 1, "Target": 2}]
+    assert pool.name == "2 targets, 3 drafters"
+
+
+def test_every_thread_is_put_on_its_cores_and_set_free_again():
+    config = validate(SideBySideConfig, SIDE_BY_SIDE)
+    before = os.sched_getaffinity(0)
+    one = min(before)
+    process = applications.Applications(config)
+    try:
+        process.pin("pool", {"others": (one,)})
+        threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+        assert all(os.sched_getaffinity(thread) == {one} for thread in threads)
+    finally:
+        process.pin("", {})
+    assert os.sched_getaffinity(0) == before
+    assert applications._part(["ray::ServeReplica:pool:Drafter.handle"], "pool") == "Drafter"
+    assert applications._part(["ray::ServeReplica:pool:Drafter"], "other") == "others"
+
+
+def test_a_model_says_that_its_speed_is_made_up():
+    def shown(engine: dict[str, Any]) -> dict[str, Any]:
+        async def describe() -> dict[str, Any]:
+            return {"capacity": 64, "drafters": ["moa"]}
+
+        config = validate(ServeConfig, APPLICATION | {"engine": engine})
+        gateway: Any = SimpleNamespace(config=config, describe=describe)
+        found = asyncio.run(_model(gateway))
+        assert Model.model_validate(found)
+        return found
+
+    assert "synthetic_costs" not in shown({})
+    assert shown({"synthetic": {"draft": {"ms": 5}}})["synthetic_costs"].startswith("SYNTHETIC COSTS ARE ON")
