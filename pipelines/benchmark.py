@@ -96,7 +96,7 @@ def main_channels(config: ChannelsBenchmarkConfig) -> None:
     from moray.cluster.channel_benchmark import benchmark_channels, print_channels_benchmark
 
     console = Console()
-    print_channels_benchmark(_reported(config.report, lambda: benchmark_channels(config, console)), console)
+    print_channels_benchmark(reported(config.report, lambda: benchmark_channels(config, console)), console)
 
 
 def main_tree(config: TreeSearchConfig) -> None:
