@@ -118,3 +118,9 @@ class SideBySideConfig(LoadConfig):
             if name not in self.ways:
                 raise ValueError(f"pairs names '{name}'; the ways are {', '.join(self.ways)}")
         return self
+
+    def requests_to_all(self, urls: Mapping[str, str]) -> ServeBenchmarkConfig:
+        """The load generator's settings, with the address of each way."""
+        levels = self.model_dump(mode="json")["levels"]
+        first = next(iter(urls.values()))
+        return self.requests_to(first, urls=dict(urls), levels=levels, variants={name: {} for name in urls})

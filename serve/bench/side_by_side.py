@@ -37,9 +37,7 @@ def benchmark_side_by_side(config: SideBySideConfig, console: Console) -> dict[s
         args = {name: config.args_with(changes) for name, changes in config.applications.items()}
         applications.deploy(args, PoolConfig(targets=1, drafters=1))
         urls = {name: applications.url(way.application) for name, way in config.ways.items()}
-        load = config.requests_to(
-            next(iter(urls.values())), urls=urls, levels=config.levels, variants={name: {} for name in urls}
-        )
+        load = config.requests_to_all(urls)
 
         def prepare(name: str) -> None:
             applications.pin(config.ways[name].application, config.ways[name].cores)

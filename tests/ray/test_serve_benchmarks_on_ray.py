@@ -34,7 +34,7 @@ def load(tiny_target, tmp_path_factory):
     }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_pools_are_scaled_and_set_beside_the_model(ray_session, load):
     one, more = {"targets": 1, "drafters": 1}, {"targets": 1, "drafters": 2}
     slow = {"verify": {"ms": 5}, "draft": {"ms_per_sequence": 10}}
@@ -53,7 +53,7 @@ def test_pools_are_scaled_and_set_beside_the_model(ray_session, load):
     assert "SYNTHETIC PER-STEP COST" in out.getvalue()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_applications_are_asked_in_turn(ray_session, load):
     config = validate(
         SideBySideConfig,

@@ -43,6 +43,9 @@ def test_presets_compare_applications_that_differ(name):
     args = [config.args_with(changes) for changes in config.applications.values()]
     assert len({str(own) for own in args}) == len(args)
     assert {way.application for way in config.ways.values()} == set(config.applications)
+    load = config.requests_to_all({way: f"http://127.0.0.1:1/{way[0]}" for way in config.ways})
+    assert (load.levels, list(load.variants), load.rounds) == (config.levels, list(config.ways), config.rounds)
+    assert load.ignore_eos
 
 
 def test_the_scaling_preset_scales_each_pool_alone_and_both():
