@@ -45,11 +45,13 @@ class DrafterReplica:
             for name, entry in config.drafters.items()
         }
         capacity = min(head.spec.max_positions, config.engine.capacity or head.spec.max_positions)
-        self.host = DraftHost(drafters, capacity, config.engine.tree.num_expanded, config.session_idle_seconds)
+        self.host = DraftHost(
+            drafters, capacity, config.num_expanded, config.session_idle_seconds, run_ahead=config.run_ahead
+        )
         self._publisher = Publisher(sink or Nowhere(), lambda: read_host(self.host))
         secret = secrets.token_hex(32)
         host = host or _node_address()
-        self._server = SocketServer(self._answer, host, secret)
+        self._server = SocketServer(self._answer, host, secret, self.host.go_on if config.run_ahead else None)
         self.endpoint = Endpoint(host, self._server.port, secret, replica or f"{host}:{self._server.port}")
 
     def _answer(self, frame: bytearray) -> bytes:

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import torch
 
-from moray.bench.configs import DecodeBenchmarkConfig, EngineBenchmarkConfig, EvaluateConfig, TreeSearchConfig
+from moray.bench.configs import (
+    DecodeBenchmarkConfig,
+    EngineBenchmarkConfig,
+    EvaluateConfig,
+    StalenessConfig,
+    TreeSearchConfig,
+)
 from moray.bench.specbench import Question, read_questions
 from moray.distill.checkpoint import drafter_files, load_drafter, read_contract
 from moray.drafters.base import Drafter
@@ -19,7 +25,7 @@ from moray.text import ChatTokenizer
 
 
 def load_target(
-    config: EvaluateConfig | DecodeBenchmarkConfig | EngineBenchmarkConfig | TreeSearchConfig,
+    config: EvaluateConfig | DecodeBenchmarkConfig | EngineBenchmarkConfig | StalenessConfig | TreeSearchConfig,
     categories: tuple[str, ...] = (),
 ) -> tuple[list[Question], ChatTokenizer, Target]:
     """What every measurement begins with: torch's threads, the questions, and the target that answers them."""
