@@ -197,7 +197,7 @@ def print_staleness(result: dict[str, Any], console: Console) -> None:
     """The rows as a table."""
     title = f"tau of chains of {result['settings']['depth']} whose memory ends `lag` tokens before the root"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("drafter", "lag", "cycles", "tau", "95 %", "tau / tau at 0", "95 %"):
+    for heading in ("drafter", "lag", "cycles", "tau", "95 %", "relative", "95 %"):
         table.add_column(heading, justify="left" if heading == "drafter" else "right")
     for row in result["rows"]:
         table.add_row(
