@@ -19,7 +19,7 @@ from moray.decoding.request import Request
 from moray.decoding.speculate import PlainDecoder
 from moray.decoding.together import answer_together
 from moray.errors import UnreachableError
-from moray.trees.shapes import ChainShape, FixedShape, num_expanded_ahead
+from moray.trees.shapes import ChainShape, FixedShape, GrowableShape, num_expanded_ahead
 
 CAPACITY, DEPTH = 128, 2
 CHAIN = ChainShape(type="chain", depth=DEPTH)
@@ -79,7 +79,7 @@ class Texts:
         self.told = [len(text) - 1 for text in self.texts]
         return chains
 
-    def drafted_anew(self, shape=CHAIN) -> list[list[int]]:
+    def drafted_anew(self, shape: GrowableShape = CHAIN) -> list[list[int]]:
         """What a host drafts that never ran ahead, and is told everything at once."""
         return self.asked(self.new_host(False), [0] * len(PARAMS), [0] * len(PARAMS), shape)
 
@@ -116,8 +116,8 @@ def test_drafts_after_any_guess_are_those_of_who_never_guessed(tiny, drafter, va
         work(texts.host, levels)
         guesses = [texts.guess(number) for number in range(len(PARAMS))]
         if rights == [None] * len(PARAMS) and None not in guesses:
-            long = texts.drafted_anew(LONG)
-            assert [[*c, *g] for c, g in zip(chains, guesses, strict=True)] == long, "as a chain drafted at once"
+            drafted = [[*chain, *(guess or ())] for chain, guess in zip(chains, guesses, strict=True)]
+            assert drafted == texts.drafted_anew(LONG), "as a chain drafted at once"
         rights = [texts.verify(number, chain, outcome) for number, chain in enumerate(chains)]
     if not variant.startswith("ngram"):  # which often has nothing to say
         assert texts.host.stats.ahead == {"right": 2 * len(PARAMS), "wrong": 4 * len(PARAMS), "unfinished": 9}
