@@ -27,6 +27,10 @@ with the target beside it, and as the published recipe has it:
 
     python -m pipelines.benchmark channels --json runs/channels.json
 
+`staleness` measures what tau is worth when a drafter's memory is some tokens late, as it is while running ahead:
+
+    python -m pipelines.benchmark staleness --json runs/staleness.json
+
 `serve` loads an OpenAI-compatible endpoint, ours or another, and times its answers; without a YAML file with the demo's
 questions, speculation on and off:
 
@@ -45,6 +49,7 @@ from moray.bench.configs import (
     DecodeBenchmarkConfig,
     EngineBenchmarkConfig,
     ShapedBenchmarkConfig,
+    StalenessConfig,
     TreeSearchConfig,
 )
 from moray.bench.load.config import ServeBenchmarkConfig
@@ -54,7 +59,7 @@ from moray.commands import Command, run_commands
 
 _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 _DEMO, _DEMO_TREE = _BENCHMARKS / "decode-demo.yaml", _BENCHMARKS / "tree-demo.yaml"
-_DEMO_ENGINE = _BENCHMARKS / "engine-demo.yaml"
+_DEMO_ENGINE, _DEMO_STALENESS = _BENCHMARKS / "engine-demo.yaml", _BENCHMARKS / "staleness-demo.yaml"
 _DEMO_CACHE, _DEMO_TRAIN = _BENCHMARKS / "cache-demo.yaml", _BENCHMARKS / "train-demo.yaml"
 _DEMO_CHANNELS = _BENCHMARKS / "channels-demo.yaml"
 _DEMO_SERVE = _BENCHMARKS / "serve-demo.yaml"
@@ -97,6 +102,16 @@ def main_channels(config: ChannelsBenchmarkConfig) -> None:
 
     console = Console()
     print_channels_benchmark(reported(config.report, lambda: benchmark_channels(config, console)), console)
+
+
+def main_staleness(config: StalenessConfig) -> None:
+    """Measure tau with memory that is late; without a YAML file of the demo's MoA and EAGLE."""
+    from rich.console import Console
+
+    from moray.bench.staleness import benchmark_staleness, print_staleness
+
+    console = Console()
+    print_staleness(reported(config.report, lambda: benchmark_staleness(config, console)), console)
 
 
 def main_tree(config: TreeSearchConfig) -> None:
@@ -173,6 +188,7 @@ COMMANDS = {
     "engine": Command(EngineBenchmarkConfig, main_engine, default=_DEMO_ENGINE),
     "serve": Command(ServeBenchmarkConfig, main_serve, default=_DEMO_SERVE, flags=("url", "html")),
     "shaped": Command(ShapedBenchmarkConfig, main_shaped),
+    "staleness": Command(StalenessConfig, main_staleness, default=_DEMO_STALENESS),
     "train": Command(TrainBenchmarkConfig, main_train, default=_DEMO_TRAIN),
     "tree": Command(TreeSearchConfig, main_tree, default=_DEMO_TREE),
 }

@@ -7,8 +7,10 @@ from pydantic import Field, model_validator
 
 from moray.config import Config, merge, read_override, validate
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.synthetic import NO_COST
 from moray.drafters.configs import UsableConfig
 from moray.targets.spec import TargetConfig
+from moray.trees.shapes import MAX_DEPTH, num_expanded_ahead
 
 
 class ApiConfig(Config):
@@ -44,6 +46,9 @@ class ServeConfig(Config):
     engine: EngineConfig = EngineConfig()
     draft_timeout_ms: float = Field(default=100.0, gt=0)
     """A cycle goes on without drafts from the pool that have not come by then."""
+    run_ahead: bool = False
+    """While the target verifies a chain, drafters of the pool go on below it, with memory that is a cycle older: if all
+    of it is accepted and the target's own token is what they expect, the next draft is there at once."""
     session_idle_seconds: float = Field(default=60.0, gt=0)
     """A drafter replica forgets a sequence that nobody has asked for so long."""
     threads: int | None = Field(default=None, ge=1)
@@ -56,7 +61,27 @@ class ServeConfig(Config):
     def _check(self) -> "ServeConfig":
         if any(not name or name.strip() != name for name in self.drafters):
             raise ValueError("drafters holds a name that is empty or begins or ends with a space; rename it")
+        if self.run_ahead:
+            self._check_run_ahead()
         return self
+
+    def _check_run_ahead(self) -> None:
+        tree = self.engine.tree
+        if self.placement != "pool":
+            raise ValueError(f"run_ahead is true, but placement '{self.placement}'; drafters run ahead in a pool alone")
+        if tree.max_children > 1:
+            raise ValueError(f"run_ahead is true, but engine.tree is {tree.name}; drafters run ahead of chains alone")
+        if self.engine.synthetic.draft != NO_COST:
+            raise ValueError("run_ahead is true, but engine.synthetic.draft has costs; running ahead would escape them")
+        if num_expanded_ahead(tree.depth) > MAX_DEPTH:
+            raise ValueError(
+                f"run_ahead is true, but engine.tree.depth {tree.depth}; at most {(MAX_DEPTH - 1) // 2} can be doubled"
+            )
+
+    @property
+    def num_expanded(self) -> int:
+        """Most nodes that a drafter of the pool expands below one sequence."""
+        return num_expanded_ahead(self.engine.tree.depth) if self.run_ahead else self.engine.tree.num_expanded
 
     @property
     def model_name(self) -> str:

@@ -53,14 +53,15 @@ class DrafterReplica:
         self.host = DraftHost(
             drafters,
             capacity,
-            config.engine.tree.num_expanded,
+            config.num_expanded,
             config.session_idle_seconds,
-            config.engine.synthetic.draft,
+            run_ahead=config.run_ahead,
+            cost=config.engine.synthetic.draft,
         )
         self._publisher = Publisher(sink or Nowhere(), lambda: read_host(self.host))
         secret = secrets.token_hex(32)
         host = host or _node_address()
-        self._server = SocketServer(self._answer, host, secret)
+        self._server = SocketServer(self._answer, host, secret, self.host.go_on if config.run_ahead else None)
         self.endpoint = Endpoint(host, self._server.port, secret, replica or f"{host}:{self._server.port}")
 
     def _answer(self, frame: bytearray) -> bytes:

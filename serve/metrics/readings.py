@@ -63,6 +63,8 @@ def read_host(host: DraftHost) -> Iterator[Reading]:
     yield Reading(series.DRAFTER_REQUESTS, stats.num_requests)
     yield Reading(series.DRAFTER_DRAFTS, stats.num_drafts)
     yield Reading(series.DRAFTER_MISSES, stats.num_misses)
+    for outcome, count in stats.ahead.copy().items():
+        yield Reading(series.DRAFTER_AHEAD, count, (outcome,))
     yield Reading(series.DRAFTER_EXPIRED, stats.num_expired)
     yield Reading(series.DRAFTER_SECONDS, stats.seconds)
     for size, count in stats.batch_sizes.copy().items():

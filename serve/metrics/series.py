@@ -78,6 +78,11 @@ DRAFTER_SESSIONS = _gauge("drafter_sessions", "Sequences that hold a drafting st
 DRAFTER_REQUESTS = _counter("drafter_requests", "Messages answered")
 DRAFTER_DRAFTS = _counter("drafter_drafts", "Drafts made")
 DRAFTER_MISSES = _counter("drafter_misses", "Drafts refused: the sequence is known otherwise, or not at all")
+DRAFTER_AHEAD = _counter(
+    "drafter_ahead",
+    "Chains asked for that were to be drafted ahead: the guess was right, wrong or unfinished",
+    "outcome",
+)
 DRAFTER_EXPIRED = _counter("drafter_expired", "Sequences forgotten because nobody asked for them")
 DRAFTER_SECONDS = _counter("drafter_busy_seconds", "Time of answering messages")
 DRAFTER_BATCH = _histogram("drafter_batch_size", "Drafts per message", _BATCH_SIZES)

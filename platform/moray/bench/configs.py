@@ -9,7 +9,7 @@ from moray.config import Config
 from moray.decoding.params import CompileMode, SamplingParams
 from moray.drafters.configs import TrainableConfig, UsableConfig
 from moray.targets.spec import TargetConfig
-from moray.trees.shapes import AdaptiveShape, ChainShape, Shape
+from moray.trees.shapes import MAX_DEPTH, AdaptiveShape, ChainShape, Shape
 
 ChannelName = Literal["socket", "actor", "handle", "handle tuned", "compiled graph"]
 
@@ -158,6 +158,42 @@ class ChannelsBenchmarkConfig(Config):
             values = getattr(self, key)
             if len(set(values)) < len(values):
                 raise ValueError(f"{key} is {list(values)}; name each of them once")
+        return self
+
+
+class StalenessConfig(Config):
+    """What `pipelines.benchmark staleness` measures: tau of chains whose memory is late."""
+
+    target: TargetConfig
+    drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
+    """As for `pipelines.benchmark decode`."""
+    questions: str
+    """As for pipelines.evaluate; of several turns the first."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """How many, spread evenly over categories; None for all."""
+    depth: int = Field(default=6, ge=1)
+    """Tokens of a draft."""
+    lags: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2, 4, 6, 8, 12), min_length=1)
+    """How many tokens before the root memory ends. 0, as decoding has it, is what the others are compared with."""
+    max_new_tokens: int = Field(default=96, ge=2)
+    max_context: int = Field(default=8192, ge=2)
+    """Most tokens of prompt and answer together, if the target takes more."""
+    threads: int | None = Field(default=1, ge=1)
+    """torch threads; None for torch's own choice."""
+    report: str | None = None
+    """JSON file to write; the same as `--json FILE`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "StalenessConfig":
+        if 0 not in self.lags or len(set(self.lags)) < len(self.lags):
+            raise ValueError(f"lags are {list(self.lags)}; name 0, and each once")
+        if self.depth + max(self.lags) > MAX_DEPTH:
+            raise ValueError(
+                f"depth is {self.depth} and the largest of lags {max(self.lags)}; together at most {MAX_DEPTH} levels "
+                "can be drafted"
+            )
+        if self.depth >= self.max_new_tokens:
+            raise ValueError(f"depth is {self.depth}; it must be less than max_new_tokens, {self.max_new_tokens}")
         return self
 
 

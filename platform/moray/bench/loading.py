@@ -10,6 +10,7 @@ from moray.bench.configs import (
     DecodeBenchmarkConfig,
     EngineBenchmarkConfig,
     EvaluateConfig,
+    StalenessConfig,
     TreeSearchConfig,
 )
 from moray.bench.specbench import Question, read_questions
@@ -25,7 +26,12 @@ from moray.text import ChatTokenizer
 
 
 def load_target(
-    config: EvaluateConfig | DecodeBenchmarkConfig | EngineBenchmarkConfig | ChannelsBenchmarkConfig | TreeSearchConfig,
+    config: EvaluateConfig
+    | DecodeBenchmarkConfig
+    | EngineBenchmarkConfig
+    | ChannelsBenchmarkConfig
+    | StalenessConfig
+    | TreeSearchConfig,
     categories: tuple[str, ...] = (),
 ) -> tuple[list[Question], ChatTokenizer, Target]:
     """What every measurement begins with: torch's threads, the questions, and the target that answers them."""

@@ -228,3 +228,8 @@ GrowableShape = ChainShape | FixedShape | DynamicShape | SparseShape
 AnyShape = GrowableShape | AdaptiveShape
 
 Shape = Annotated[AnyShape, Field(discriminator="type")]
+
+
+def num_expanded_ahead(depth: int) -> int:
+    """Most nodes that a drafter expands for a chain, the next root and a chain of the same depth below that."""
+    return 2 * depth + 1

@@ -44,6 +44,20 @@ def test_a_file_s_values_are_taken_as_they_are():
         ({"target.model": "x", "threads": "many"}, "'threads' is"),
         ({"target.model": "x", "threads": "[1"}, "not valid YAML"),
         ({"target..model": "x"}, "has an empty key"),
+        ({"target.model": "x", "run_ahead": "true", "placement": "in_process"}, "in a pool alone"),
+        (
+            {"target.model": "x", "run_ahead": "true", "engine.tree": "{type: fixed, branching: [2]}"},
+            "fixed-2; drafters",
+        ),
+        ({"target.model": "x", "run_ahead": "true", "engine.tree": "{type: chain, depth: 32}"}, "depth 32; at most 31"),
+        (
+            {
+                "target.model": "x",
+                "run_ahead": "true",
+                "engine": "{tree: {type: chain, depth: 4}, synthetic: {draft: {ms: 5}}}",
+            },
+            "engine.synthetic.draft has costs",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(args, message):
@@ -54,3 +68,8 @@ def test_what_is_wrong_is_named(args, message):
 
 def test_a_folder_with_an_equals_sign_stays_one():
     assert read_args({"target.model": "a=b"}) == ServeConfig.model_validate({"target": {"model": "a=b"}})
+
+
+def test_who_runs_ahead_holds_more_nodes():
+    args = {"target.model": "x", "engine.tree": "{type: chain, depth: 5}"}
+    assert (read_args(args).num_expanded, read_args(args | {"run_ahead": "true"}).num_expanded) == (5, 11)

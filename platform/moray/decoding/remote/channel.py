@@ -153,14 +153,19 @@ class _Guest:
 class SocketServer:
     """Answers frames in a thread of its own, one at a time."""
 
-    def __init__(self, answer: Callable[[bytearray], bytes], host: str, secret: str) -> None:
+    def __init__(
+        self, answer: Callable[[bytearray], bytes], host: str, secret: str, go_on: Callable[[], bool] | None = None
+    ) -> None:
         """
         Args:
             answer: called with each frame; a connection whose frame makes it fail is closed.
             host: address to listen at.
             secret: hexadecimal, 32 bytes; who does not send it first is not listened to.
+            go_on: called whenever no frame waits, after one was answered, for as long as it says that there is more to
+                do; frames wait for it, so it should be brief.
         """
         self._answer = answer
+        self._go_on = go_on
         self._secret = bytes.fromhex(secret)
         assert len(self._secret) == _SECRET_BYTES
         self._listener = socket.create_server((host, 0))
@@ -184,8 +189,14 @@ class SocketServer:
         self._thread.join()
 
     def _run(self) -> None:
+        is_busy = False
         while True:
-            for key, _ in self._selector.select():
+            events = self._selector.select(0 if is_busy else None)
+            if not events:
+                is_busy = self._work()
+                continue
+            is_busy = self._go_on is not None
+            for key, _ in events:
                 if key.fileobj is self._woken:
                     self._end()
                     return
@@ -193,6 +204,14 @@ class SocketServer:
                     self._welcome()
                 else:
                     self._serve(key.fileobj, key.data)  # type: ignore[arg-type]
+
+    def _work(self) -> bool:
+        """Go on with what nobody waits for; whether there is more of it."""
+        try:
+            return self._go_on is not None and self._go_on()
+        except Exception:  # what is asked for is still answered
+            _LOGGER.exception("drafting ahead failed")
+            return False
 
     def _welcome(self) -> None:
         try:

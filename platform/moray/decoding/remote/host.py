@@ -1,27 +1,28 @@
 """A drafter's side: drafting states of many sequences, whoever their target is.
 
 Every message says how far the sequence was known before it. Where that is not so (this process is new, or the
-sequence was idle for too long) the answer is a miss: nothing is guessed.
+sequence was idle for too long) the answer is a miss: nothing is guessed. While no message waits, the host may draft on
+below what it answered (see `remote.ahead`).
 """
 
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moray.decoding.params import SamplingParams
 from moray.decoding.picking import picks_of
+from moray.decoding.remote.ahead import Ahead, Drawn, Session, Told, can_run_ahead
 from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest, Entry, described
 from moray.decoding.sampling import Sampler
 from moray.decoding.synthetic import NO_COST, SyntheticCost
 from moray.drafters.base import Drafter
 from moray.errors import DataError
-from moray.trees.shapes import GrowableShape
+from moray.trees.shapes import ChainShape, GrowableShape
 from moray.trees.tree import TokenTree
 
 _MOST_GONE = 10_000
@@ -38,22 +39,19 @@ class HostStats:
     seconds: float = 0.0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     """How many messages asked for so many drafts."""
-
-
-@dataclass
-class _Session:
-    drafter: str
-    state: object
-    known: int
-    used: float
+    ahead: Counter[str] = field(default_factory=Counter)
+    """What came of drafting ahead by the time that a chain was asked for: "right", "wrong" or "unfinished"."""
 
 
 class _Wish(NamedTuple):
     """A draft that an entry asks for."""
 
-    entry: Entry
+    session: Session
     root: int
-    session: _Session
+    shape: GrowableShape
+    drawn: Drawn
+    guessed: tuple[int, ...] | None
+    """Root and chain, if they have been drafted ahead."""
 
 
 class DraftHost:
@@ -65,14 +63,18 @@ class DraftHost:
         capacity: int,
         max_expanded: int,
         idle_seconds: float = 60.0,
+        *,
+        run_ahead: bool = False,
         cost: SyntheticCost = NO_COST,
     ) -> None:
         """
         Args:
             drafters: by the names that messages use.
             capacity: most tokens of a sequence.
-            max_expanded: most nodes of a tree that are expanded.
+            max_expanded: most nodes of a tree that are expanded, with those expanded ahead.
             idle_seconds: a session that nobody has asked for so long is forgotten.
+            run_ahead: draft on below chains that were answered with, as far as `max_expanded` goes; somebody has to
+                call `go_on`.
             cost: of a draft, if it is made up.
         """
         self.stats = HostStats()
@@ -80,7 +82,9 @@ class DraftHost:
         self._sizes = capacity, max_expanded
         self._idle_seconds = idle_seconds
         self._cost = cost
-        self._sessions: dict[str, _Session] = {}
+        self._runs_ahead = run_ahead
+        self._aheads: deque[Ahead] = deque()
+        self._sessions: dict[str, Session] = {}
         self._free: dict[str, list[object]] = {name: [] for name in drafters}
         self._swept = time.monotonic()
         self._lock = threading.Lock()
@@ -101,26 +105,44 @@ class DraftHost:
                 self._close(session)
             self._sweep()
             trees: list[DraftedTree] = []
-            wishes: dict[tuple[str, int], dict[int, _Wish]] = {}
+            wishes: dict[int, _Wish] = {}
             asked: set[str] = set()
             at = 0
             for place, entry in enumerate(request.entries):
                 if entry.session in asked:
                     raise DataError("a message goes on with a sequence after asking for a draft of it")
                 end = at + len(entry.tokens)
-                session = self._take_in(entry, {name: rows[None, at:end] for name, rows in tensors.items()})
+                session = self._find(entry)
+                if session is not None:
+                    wish = self._wish(session, entry, request)
+                    if wish is not None:
+                        wishes[place] = wish
+                        asked.add(entry.session)
+                    memory = {name: rows[None, at:end] for name, rows in tensors.items()}
+                    self._tell(session, entry, memory, is_late=wish is not None and wish.guessed is not None)
                 trees.append(DraftedTree(session=entry.session, known=session.known if session else 0))
-                if session is not None and entry.root is not None:
-                    wishes.setdefault((entry.drafter, entry.shape), {})[place] = _Wish(entry, entry.root, session)
-                    asked.add(entry.session)
                 at = end
-            for (drafter, shape), together in wishes.items():
-                drafted = self._draft(drafter, request.shapes[shape], request.params, list(together.values()))
-                for place, tree in zip(together, drafted, strict=True):
-                    trees[place] = trees[place].model_copy(update=described(tree))
+            for place, fields in self._drafts(wishes).items():
+                trees[place] = trees[place].model_copy(update=fields)
             seconds = time.perf_counter() - begin
             self._count(trees, seconds)
             return DraftReply(number=request.number, trees=tuple(trees), seconds=seconds)
+
+    @torch.inference_mode()
+    def go_on(self) -> bool:
+        """Draft one level ahead, for a time when no message waits; whether there is more of that to do."""
+        with self._lock:
+            if not self._aheads:
+                return False
+            try:
+                if self._aheads[0].grow():
+                    return True
+            except Exception:
+                for session in self._aheads.popleft().sessions:  # who knows what they hold: to be told again
+                    self._close(session.name)
+                raise
+            self._aheads.popleft()
+            return bool(self._aheads)
 
     def open(self, session: str) -> None:
         """A sequence may begin here, even if it has been closed before."""
@@ -138,10 +160,11 @@ class DraftHost:
     def _close(self, name: str) -> None:
         session = self._sessions.pop(name, None)
         if session is not None:
+            session.ahead = None
             self._free[session.drafter].append(session.state)
 
-    def _take_in(self, entry: Entry, memory: dict[str, Tensor]) -> _Session | None:
-        """Extend an entry's session by what it tells; None: a miss."""
+    def _find(self, entry: Entry) -> Session | None:
+        """An entry's session; None: a miss."""
         drafter = self._drafters.get(entry.drafter)
         if drafter is None:
             raise DataError(f"drafter '{entry.drafter}' is not here; there are {', '.join(self._drafters)}")
@@ -151,33 +174,81 @@ class DraftHost:
         if session is None or session.known != entry.known or session.drafter != entry.drafter:
             self.stats.num_misses += 1
             return None
-        device, session.used = drafter.head.weight.device, time.monotonic()
-        if session.known + len(entry.tokens) > self._sizes[0]:
-            raise DataError(f"a sequence has more than {self._sizes[0]} tokens")
-        if entry.tokens:
-            tokens = torch.tensor(entry.tokens, device=device)
-            known = {name: rows.to(device) for name, rows in memory.items()}
-            drafter.extend(session.state, tokens, known, entry.num_kept)
-            session.known += len(entry.tokens)
+        session.used = time.monotonic()
         return session
 
-    def _draft(
-        self, name: str, shape: GrowableShape, params: Sequence[SamplingParams], wishes: list[_Wish]
-    ) -> list[TokenTree]:
-        drafter = self._drafters[name]
+    def _wish(self, session: Session, entry: Entry, request: DraftRequest) -> _Wish | None:
+        """The draft that an entry asks for, if any, and what has been drafted ahead of it."""
+        if entry.root is None:
+            return None
+        shape, drawn = request.shapes[entry.shape], (request.params[entry.params], entry.sequence)
+        guessed = None
+        if isinstance(shape, ChainShape) and session.ahead is not None:
+            guess = session.guess
+            if guess is not None and guess.is_right(entry.tokens, entry.root, drawn):
+                guessed = guess.chain[: shape.depth + 1]
+            self.stats.ahead["unfinished" if guess is None else "wrong" if guessed is None else "right"] += 1
+        return _Wish(session, entry.root, shape, drawn, guessed)
+
+    def _tell(self, session: Session, entry: Entry, memory: dict[str, Tensor], *, is_late: bool) -> None:
+        """Let a session learn what an entry tells."""
+        if session.known + len(entry.tokens) > self._sizes[0]:
+            raise DataError(f"a sequence has more than {self._sizes[0]} tokens")
+        session.guess = session.ahead = None
+        drafter = self._drafters[session.drafter]
+        device = drafter.head.weight.device
+        session.settle(drafter)
+        if entry.tokens:
+            known = {name: rows.to(device) for name, rows in memory.items()}
+            told = Told(torch.tensor(entry.tokens, device=device), known, entry.num_kept)
+            session.learn(drafter, told, is_late=is_late)
+
+    def _drafts(self, wishes: Mapping[int, _Wish]) -> dict[int, dict[str, Any]]:
+        """What is wished for, as fields of `DraftedTree`."""
+        found: dict[int, dict[str, Any]] = {}
+        groups: dict[tuple[str, GrowableShape], list[int]] = {}
+        for place, wish in wishes.items():
+            if wish.guessed is not None:
+                found[place] = {"tokens": wish.guessed, "max_depth": len(wish.guessed) - 1, "is_chain": True}
+            else:
+                groups.setdefault((wish.session.drafter, wish.shape), []).append(place)
+        for (name, shape), places in groups.items():
+            trees = self._draft(self._drafters[name], shape, [wishes[place] for place in places])
+            found |= {place: described(tree) for place, tree in zip(places, trees, strict=True)}
+        if self._runs_ahead:
+            self._plan_ahead([(wish, found[place]["tokens"]) for place, wish in wishes.items()])
+        return found
+
+    def _draft(self, drafter: Drafter, shape: GrowableShape, wishes: list[_Wish]) -> list[TokenTree]:
         device, size = drafter.head.weight.device, drafter.spec.vocab_size
-        samplers = [Sampler(params[wish.entry.params], size, device, wish.entry.sequence) for wish in wishes]
+        samplers = [Sampler(params, size, device, sequence) for params, sequence in (wish.drawn for wish in wishes)]
         roots = torch.tensor([wish.root for wish in wishes], device=device)
         picks = picks_of(samplers, [wish.session.known for wish in wishes], shape, are_certain=True)
+        for wish in wishes:
+            wish.session.num_expanded = shape.num_expanded
         with self._cost.spent(len(wishes)):
             return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
 
-    def _begin(self, name: str, drafter_name: str, drafter: Drafter) -> _Session:
+    def _plan_ahead(self, answered: list[tuple[_Wish, tuple[int, ...]]]) -> None:
+        """Go on below the chains among these answers when there is time, those of one length together."""
+        groups: dict[tuple[str, int, int, bool], list[tuple[_Wish, tuple[int, ...]]]] = {}
+        for wish, tokens in answered:
+            is_guessed, depth = wish.guessed is not None, wish.shape.depth
+            if isinstance(wish.shape, ChainShape) and (is_guessed or len(tokens) == depth + 1):
+                key = wish.session.drafter, len(tokens), depth, is_guessed
+                groups.setdefault(key, []).append((wish, tokens))
+        for (name, num_nodes, depth, _), group in groups.items():
+            drafter = self._drafters[name]
+            if can_run_ahead(drafter, num_nodes, depth, self._sizes[1]):
+                sessions, drawn = [wish.session for wish, _ in group], [wish.drawn for wish, _ in group]
+                self._aheads.append(Ahead(drafter, sessions, [tokens for _, tokens in group], drawn, depth))
+
+    def _begin(self, name: str, drafter_name: str, drafter: Drafter) -> Session:
         self._close(name)
         free = self._free[drafter_name]
         state = free.pop() if free else drafter.new_state(*self._sizes)
         drafter.reset(state)
-        self._sessions[name] = _Session(drafter_name, state, 0, time.monotonic())
+        self._sessions[name] = Session(name, drafter_name, state, time.monotonic())
         return self._sessions[name]
 
     def _sweep(self) -> None:

@@ -1,0 +1,213 @@
+"""What tau is worth when memory is late: drafts whose memory ends some tokens before the root.
+
+The target answers plainly and greedily once. Then the drafter goes along each answer as it would in decoding, a chain
+below every root, but that of the last `lag` tokens before the root it knows the tokens and not the memory:
+
+    text          t0 .. t4   t5   t6   t7        t0..t4 and their memory given to `extend`, t7 the root, lag 2
+    step          level 0: t5  level 1: t6  level 2: t7  level 3: d1  level 4: d2     its own from t7 on
+    counted       d1 d2 d3 as far as they are the answer's; the next root stands behind them and the token after
+
+It is what running ahead drafts with (see `decoding.remote.ahead`); a lag of 0 is ordinary decoding.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from moray.batch import Taps
+from moray.bench.configs import StalenessConfig
+from moray.bench.loading import load_drafters, load_target, nothing_fits
+from moray.bench.recording import record
+from moray.bench.specbench import Question
+from moray.bench.spread import ratio_interval, ratio_of_ratios_interval
+from moray.bench.wording import interval, number
+from moray.decoding.params import SamplingParams
+from moray.decoding.session import TargetSession
+from moray.decoding.speculate import PlainDecoder
+from moray.drafters.base import Drafter
+from moray.errors import ConfigError
+from moray.targets.model import Target
+from moray.text import ChatTokenizer
+
+_GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt and the target's own greedy answer to it."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+class LateDrafter:
+    """Drafts chains along known texts, with memory that is late."""
+
+    def __init__(self, session: TargetSession, drafter: Drafter, depth: int, most_lag: int) -> None:
+        """
+        Args:
+            session: of the target, whose capacity is the most tokens of a text.
+            drafter: a state of its own is made for it.
+            depth: tokens of a chain.
+            most_lag: that `count` is asked for.
+
+        Raises:
+            ConfigError: the drafter cannot draft so deep.
+        """
+        deepest = depth + most_lag
+        if drafter.max_depth is not None and drafter.max_depth < deepest:
+            raise ConfigError(
+                f"drafters holds a {type(drafter).__name__.lower()}, which drafts {drafter.max_depth} levels; depth "
+                f"{depth} and a lag of {most_lag} need {deepest}: leave it out, or give less of either"
+            )
+        self._session = session
+        self._drafter = drafter
+        self._depth = depth
+        self._state = drafter.new_state(session.capacity, deepest)
+        self._text = torch.empty(0, dtype=torch.long, device=session.target.device)
+        self._first_root = 0
+        self._memory: dict[str, Tensor] = {}
+
+    @torch.inference_mode()
+    def take(self, answer: Answer) -> None:
+        """Observe the taps of a whole text, which `count` is about from now on."""
+        self._text = torch.tensor([*answer.prompt, *answer.tokens], device=self._text.device)
+        self._first_root = len(answer.prompt)
+        pieces: dict[str, list[Tensor]] = {}
+
+        def observe(tokens: Int[Tensor, " new"], taps: Taps) -> None:
+            for name, rows in self._drafter.observe(taps).items():
+                pieces.setdefault(name, []).append(rows.clone())
+
+        self._session.begin(self._drafter.observed)
+        self._session.prefill(self._text[:-1].tolist(), observe)
+        self._memory = {name: torch.cat(rows, dim=1) for name, rows in pieces.items()}
+
+    @torch.inference_mode()
+    def count(self, lag: int) -> list[int]:
+        """Of each cycle, how many drafted tokens the answer agrees with.
+
+        The last root is one behind which a whole chain of the answer is known: what is accepted there is known too.
+        """
+        self._drafter.reset(self._state)
+        accepted: list[int] = []
+        known, num_kept, root = 0, 0, self._first_root
+        while root + self._depth < self._text.shape[0]:
+            end = root - lag
+            part = {name: rows[:, known:end] for name, rows in self._memory.items()}
+            self._drafter.extend(self._state, self._text[known:end], part, num_kept)
+            known = end
+            accepted.append(self._agreement(known, root))
+            root += 1 + accepted[-1]
+            num_kept = min(1 + accepted[-1], lag + self._depth)  # expanded one right after the other, and true
+        return accepted
+
+    def _agreement(self, known: int, root: int) -> int:
+        """How many tokens drafted below a root are the answer's, of a state that knows the tokens before `known`."""
+        drafted: list[Tensor] = []
+        for level in range(root + self._depth - known):
+            place = known + level
+            token = self._text[place : place + 1] if place <= root else drafted[-1]
+            logits = self._drafter.step(self._state, token, None, level)
+            if logits is None:
+                break
+            if place >= root:
+                drafted.append(logits.argmax(dim=-1))
+        if not drafted:
+            return 0
+        truth = self._text[root + 1 : root + 1 + len(drafted)]
+        return int((torch.cat(drafted) == truth).long().cumprod(dim=0).sum())
+
+
+def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, Any]:
+    """Measure tau at every lag, drafter by drafter.
+
+    Raises:
+        ConfigError: a drafter cannot draft as deep as it takes.
+        DataError: not one prompt fits into the target's context, or has as many tokens as memory may be late.
+    """
+    questions, tokenizer, target = load_target(config)
+    drafters = load_drafters(config.drafters, target, tokenizer)
+    capacity = min(target.spec.max_positions, config.max_context)
+    session = TargetSession(target, capacity, max_nodes=1)
+    most_lag = max(config.lags)
+    late = {name: LateDrafter(session, drafter, config.depth, most_lag) for name, drafter in drafters.items()}
+    asked = _answers(config, session, questions, tokenizer, target)
+    answers = list(track(asked, "answers", len(questions), console=console))
+    if not answers:
+        raise nothing_fits(config.questions, capacity - config.max_new_tokens)
+    rows = []
+    for name, drafter in late.items():
+        counts: dict[int, list[tuple[float, float]]] = {lag: [] for lag in config.lags}
+        for answer in track(answers, name, console=console):
+            drafter.take(answer)
+            for lag, pairs in counts.items():
+                accepted = drafter.count(lag)
+                pairs.append((float(sum(accepted) + len(accepted)), float(len(accepted))))
+        rows += _rows(name, counts)
+    return {"rows": rows, "num_answers": len(answers), "num_tokens": sum(len(a.tokens) for a in answers)} | record(
+        config
+    )
+
+
+def _answers(
+    config: StalenessConfig,
+    session: TargetSession,
+    questions: Collection[Question],
+    tokenizer: ChatTokenizer,
+    target: Target,
+) -> Iterator[Answer]:
+    """The target's answers to the first turns, of those that are long enough for one root."""
+    decoder = PlainDecoder(target, session.capacity, session)
+    eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
+    for question in questions:
+        prompt = tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}])
+        if max(config.lags) < len(prompt) <= session.capacity - config.max_new_tokens:
+            tokens = decoder.generate(prompt, _GREEDY, config.max_new_tokens, eos_ids).tokens
+            if len(tokens) > config.depth:
+                yield Answer(prompt, tokens)
+
+
+def _rows(name: str, counts: Mapping[int, list[tuple[float, float]]]) -> list[dict[str, Any]]:
+    """tau = (accepted + 1 per cycle) / cycles, over all answers; intervals are over answers."""
+    taus = {lag: sum(above for above, _ in pairs) / sum(below for _, below in pairs) for lag, pairs in counts.items()}
+    return [
+        {
+            "drafter": name,
+            "lag": lag,
+            "num_cycles": int(sum(below for _, below in pairs)),
+            "tau": taus[lag],
+            "tau_interval": ratio_interval(pairs),
+            "relative": taus[lag] / taus[0],
+            "relative_interval": ratio_of_ratios_interval(pairs, counts[0]),
+        }
+        for lag, pairs in counts.items()
+    ]
+
+
+def print_staleness(result: dict[str, Any], console: Console) -> None:
+    """The rows as a table."""
+    title = f"tau of chains of {result['settings']['depth']} whose memory ends `lag` tokens before the root"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("drafter", "lag", "cycles", "tau", "95 %", "relative", "95 %"):
+        table.add_column(heading, justify="left" if heading == "drafter" else "right")
+    for row in result["rows"]:
+        table.add_row(
+            row["drafter"],
+            str(row["lag"]),
+            str(row["num_cycles"]),
+            number(row["tau"]),
+            interval(row["tau_interval"]),
+            number(row["relative"]),
+            interval(row["relative_interval"]),
+        )
+    console.print(table)
+    console.print(f"{result['num_answers']} answers, {result['num_tokens']} tokens", highlight=False)

@@ -1,0 +1,174 @@
+"""Drafting on while the target verifies: below a chain that was answered with, for the outcome that is likeliest.
+
+    answered      r  d1 d2 d3                  root and chain
+    run ahead                  g  e1 e2 e3     g: the target's own token, if it accepts all and thinks like the drafter
+    asked next    r  d1 d2 d3, root g          what was guessed: e1 e2 e3 are the answer, at once
+
+So drafts are made of memory that ends before r, older by a whole cycle than it would be. Where the guess was wrong
+nothing has to be undone: a tree's nodes lie behind the verified tokens, and of those the first are what is told next.
+Where it was right the state learns of the verified tokens after the answer, and g e1 e2 are expanded again, led along
+what was answered, before it goes on below them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from moray.decoding.params import SamplingParams
+from moray.decoding.picking import picks_of
+from moray.decoding.sampling import Sampler
+from moray.drafters.base import Drafter
+from moray.trees.grow import SelectMany
+from moray.trees.shapes import MAX_DEPTH, ChainShape
+
+Drawn = tuple[SamplingParams, int]
+"""What a drafted token depends on besides its place: the sampling parameters, and the sequence's number."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Verified tokens, as `Drafter.extend` takes them."""
+
+    tokens: Int[Tensor, " new"]
+    memory: Mapping[str, Tensor]
+    num_kept: int
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What was drafted ahead of one sequence, and when it is the answer."""
+
+    verified: tuple[int, ...]
+    """What must be told to be verified."""
+    chain: tuple[int, ...]
+    """The next root, and the draft below it."""
+    drawn: Drawn
+
+    def is_right(self, verified: tuple[int, ...], root: int, drawn: Drawn) -> bool:
+        """Whether this is what was guessed."""
+        return (verified, root, drawn) == (self.verified, self.chain[0], self.drawn)
+
+
+@dataclass
+class Session:
+    """One sequence at its drafter."""
+
+    name: str
+    drafter: str
+    state: Any
+    used: float
+    """When it was last asked for."""
+    known: int = 0
+    """Verified tokens that have been told."""
+    num_expanded: int = 0
+    """Nodes of the tree answered last that the state holds, from the root on."""
+    late: Told | None = None
+    """The last of the known tokens, which the state has still to learn of."""
+    guess: Guess | None = None
+    ahead: "Ahead | None" = None
+    """What drafts for it at the moment."""
+
+    def learn(self, drafter: Drafter, told: Told, *, is_late: bool = False) -> None:
+        """Take in verified tokens: now, or, `is_late`, once `settle` is called."""
+        self.settle(drafter)
+        self.known += told.tokens.shape[0]
+        self.late = told
+        if not is_late:
+            self.settle(drafter)
+
+    def settle(self, drafter: Drafter) -> None:
+        """Let the state learn of what is late; what was drafted ahead is done with."""
+        if self.late is not None:
+            told, self.late = self.late, None
+            drafter.extend(self.state, told.tokens, told.memory, min(told.num_kept, self.num_expanded))
+            self.num_expanded = 0
+
+
+class Ahead:
+    """Chains of several sequences of one drafter, and the drafting on below them, level by level."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        sessions: Sequence[Session],
+        chains: Sequence[tuple[int, ...]],
+        drawn: Sequence[Drawn],
+        depth: int,
+    ) -> None:
+        """
+        Args:
+            drafter: of all of them.
+            sessions: of which equally many nodes are expanded, or that have something late to learn.
+            chains: what was answered with, the roots first.
+            drawn: how.
+            depth: levels to be drafted below the next root.
+        """
+        self._drafter = drafter
+        self._sessions = list(sessions)
+        self._drawn = list(drawn)
+        self._depth = depth
+        self._num_answered = len(chains[0])
+        self._end = self._num_answered + 1 + depth
+        self._level = sessions[0].num_expanded if sessions[0].late is None else 0
+        self._positions = [session.known + self._num_answered - 1 for session in sessions]  # of the last ones answered
+        self._going = list(range(len(self._sessions)))
+        self._chains = torch.tensor(chains)
+        self._picks: SelectMany | None = None
+        for session in self._sessions:
+            session.ahead = self
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Those that it still drafts for."""
+        return [self._sessions[number] for number in self._going if self._sessions[number].ahead is self]
+
+    def grow(self) -> bool:
+        """Expand the next level; whether there is another one."""
+        self._keep([place for place, number in enumerate(self._going) if self._sessions[number].ahead is self])
+        sessions = self.sessions
+        if not sessions:
+            return False
+        if self._picks is None:
+            self._picks = self._begin()
+        tokens = self._chains[:, self._level : self._level + 1]
+        left, logits = self._drafter.step_many([session.state for session in sessions], tokens, None, self._level)
+        for session in sessions:
+            session.num_expanded = self._level + 1
+        self._keep(list(left))  # the others know of nothing that might follow
+        if self._going and self._level + 1 == self._chains.shape[1]:
+            picked = self._picks(self._going, logits, self._level + 1 - self._num_answered, 1)
+            self._chains = torch.cat([self._chains, picked.tokens.flatten(1)], dim=1)
+        self._level += 1
+        if self._going and self._chains.shape[1] < self._end:
+            return True
+        self._finish()
+        return False
+
+    def _begin(self) -> SelectMany:
+        """What need not be done before the answer is sent; gives how the next tokens are picked."""
+        for session in self.sessions:
+            session.settle(self._drafter)
+        device, size = self._drafter.head.weight.device, self._drafter.spec.vocab_size
+        self._chains = self._chains.to(device)
+        samplers = [Sampler(params, size, device, sequence) for params, sequence in self._drawn]
+        return picks_of(samplers, self._positions, ChainShape(type="chain", depth=self._depth + 1), are_certain=True)
+
+    def _keep(self, places: list[int]) -> None:
+        if len(places) < len(self._going):
+            self._going = [self._going[place] for place in places]
+            self._chains = self._chains[places]
+
+    def _finish(self) -> None:
+        for number, chain in zip(self._going, self._chains.tolist(), strict=True):
+            verified, rest = tuple(chain[: self._num_answered]), tuple(chain[self._num_answered :])
+            self._sessions[number].guess = Guess(verified, rest, self._drawn[number])
+
+
+def can_run_ahead(drafter: Drafter, num_answered: int, depth: int, max_expanded: int) -> bool:
+    """Whether a drafter can go on so deep below a chain of so many nodes, of which a state holds `max_expanded`."""
+    levels = num_answered + depth
+    return levels <= min(max_expanded, MAX_DEPTH, drafter.max_depth or MAX_DEPTH)
