@@ -4,15 +4,14 @@ On CPUs torch's kernel handles grouped key/value heads and masks together, so th
 that the stock backend makes for each query head (`repeat_kv`) are not needed: 12 % off a verify pass of the
 demo target. On a GPU the stock backend picks better kernels and stays. Both also take, in place of a mask, the
 rule of a whole training sequence (see `visibility`).
+
+What is imported inside functions costs two seconds, and many processes import this module without running a target.
 """
 
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from moray.targets.visibility import Visible, attend_visible
 
@@ -49,6 +48,8 @@ def stock_attention(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """transformers' own "sdpa", with the same shapes."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     if isinstance(attention_mask, Visible):
         return attend_visible(query, key, value, attention_mask, scaling).transpose(1, 2), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
@@ -56,6 +57,9 @@ def stock_attention(
 
 def attention_backend(device_type: str) -> str:
     """The backend to load a target with."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
     name, attention = (GROUPED, grouped_attention) if device_type == "cpu" else (STOCK, stock_attention)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, sdpa_mask)
