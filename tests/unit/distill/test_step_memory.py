@@ -56,19 +56,23 @@ def test_checkpointing_has_the_same_gradients_in_less_memory(monkeypatch, tiny, 
     monkeypatch.setattr(moa, "_LAYER_NUMBERS", 16 * tiny.target.spec.num_layers * tiny.target.spec.kv_width)
     drafter = build(tiny, VARIANTS[name]).train()
     batch = batch_of(tiny.target, [tiny.prompt(0, 60), tiny.prompt(1, 41)], 5, drafter.needs)
-    gradients, left, peaks = [], [], []
+    gradients, left = [], []
     for recomputes in (False, True):
         drafter.recomputes = recomputes
         step(drafter, batch)
         gradients.append([p.grad.clone() for p in drafter.parameters() if p.grad is not None])
         view = draw_view(batch, drafter.config.verified_period, 0.5, torch.Generator().manual_seed(0))
         left.append(memory_use(lambda view=view: drafter(batch, view)).left)
-        # It varies from run to run by a few tensors; why is not known.
-        peaks.append(min(memory_use(lambda: step(drafter, batch)).peak for _ in range(3)))
     assert len(gradients[0]) == len(list(drafter.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert left[1] < 0.8 * left[0]
-    assert peaks[1] <= 1.05 * peaks[0]  # of medusa-1 the loss takes most
+    # Peaks vary from run to run by a few tensors; why is not known. Of medusa-1 the loss takes most.
+    assert any(peak_of_step(drafter, batch, True) <= 1.05 * peak_of_step(drafter, batch, False) for _ in range(3))
+
+
+def peak_of_step(drafter: Drafter, batch: TrainBatch, recomputes: bool) -> int:
+    drafter.recomputes = recomputes
+    return memory_use(lambda: step(drafter, batch)).peak
 
 
 def test_layer_self_attention_in_pieces_is_the_same(monkeypatch, tiny):
