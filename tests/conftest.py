@@ -31,12 +31,11 @@ TENSOR_PACKAGES = [
 jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Processes that share the tests take them file by file, so that what a file sets up is set up once; one process
     takes all that use Ray."""
-    for item in items:
-        folder = item.path.relative_to(REPOSITORY / "tests").parts[0]
-        item.add_marker(pytest.mark.xdist_group("ray" if folder == "ray" else str(item.path)))
+    folder = item.path.relative_to(REPOSITORY / "tests").parts[0]
+    item.add_marker(pytest.mark.xdist_group("ray" if folder == "ray" else str(item.path)))
 
 
 @pytest.fixture(scope="session")
