@@ -4,7 +4,7 @@ PIP := .venv/bin/python -m pip
 STAMP := .venv/.installed
 # Tests run in so many processes; all that use Ray share one of them (tests/conftest.py).
 WORKERS ?= 2
-PYTEST := .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST := .venv/bin/python -m pytest -n $(WORKERS)
 
 # pyright's wrapper asks npm for a newer version unless told not to, and would download one if its bundled
 # copy were switched off.

@@ -17,6 +17,7 @@ os.environ.update(
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -31,11 +32,18 @@ TENSOR_PACKAGES = [
 jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Processes that share the tests take them file by file, so that what a file sets up is set up once; one process
-    takes all that use Ray."""
-    folder = item.path.relative_to(REPOSITORY / "tests").parts[0]
-    item.add_marker(pytest.mark.xdist_group("ray" if folder == "ray" else str(item.path)))
+    takes all that use Ray. (xdist 3.8's own groups are lost with pytest 9.2.)"""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/ray" if file.startswith("tests/ray/") else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
