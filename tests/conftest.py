@@ -10,6 +10,7 @@ os.environ.update(
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.25",
     RAY_DATA_USE_DATASOURCE_V2="0",
     RAY_metrics_report_interval_ms="1000",
+    RAY_worker_niceness="0",  # by default others would starve them that share the cores
     OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
