@@ -1,57 +1,79 @@
 """Special tokens that are spelt out in the contents of messages: text there, and nothing else.
 
 Tokenizers take `<|im_end|>` for the end of a turn wherever it stands, so whoever writes it into a message could write
-the turns of others. Contents are therefore marked before a template sees them, and cut out behind it. Where no content
-spells a special token nothing is done at all. What the tokenizer does not call special, such as `<think>` often, and
-plain words of a template, such as Vicuna's `USER:`, are left alone.
+the turns of others. Templates join and cut contents, so it is their renderings that are compared: one of the contents
+as they are, one in which no special token can begin in a content. Where both hold the same special tokens nothing is
+done at all; otherwise the second is tokenised. What the tokenizer does not call special, such as `<think>` often, is
+left alone unless the template writes it around a user's turn; so are plain words of a template, such as Vicuna's
+`USER:`, and tokens of one character.
 """
 
+import json
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from moray.chat_template import Message
+from moray.chat_template import ChatTemplate, Message
 from moray.errors import DataError
 
+CONTENT_RULE = 2
+"""Version of how contents are read, which a cache of tokens keeps: raise it whenever a chat's tokens may change.
+1: special tokens that one content spells are text. 2: also those that a template puts together from contents, and
+tokens around a user's turn that the tokenizer does not call special."""
+
 _SPACE = re.compile(r"\s*")
+_NO_WORD = re.compile(r"[^\w\s]")
 _MARKS = range(0xE100, 0xF8FF)
 """Private-use characters: no template trims, tests or produces them."""
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and how to read texts that spell them."""
+    """The special tokens of a tokenizer, and how to read chats that spell them."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a fast one of transformers."""
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = {t.content: (number, t) for number, t in added if t.special and len(t.content) > 1}
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._spelt = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._tokenizer = tokenizer
-        self._splitting: Any = None
+    def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
+        """`tokenizer` is a fast one of transformers; `template` renders its chats."""
+        added = {t.content: (number, t) for number, t in tokenizer.added_tokens_decoder.items() if len(t.content) > 1}
+        controls = _control_tokens(template, [text for text, (_, token) in added.items() if not token.special])
+        self._special = {text: found for text, found in added.items() if found[1].special or text in controls}
+        self._spelt = _any_of(self._special)
+        self._beginning = _any_of({text[0] for text in self._special})
+        # Templates look for tokens such as `</think>`: these stay whole where no special token can begin in them.
+        begun = {text[:length] for text in self._special for length in range(1, len(text) + 1)}
+        others = [text for text in added.keys() - begun if self._beginning.match(text) and not self._spelt.match(text)]
+        whole = trie_pattern(text for text in others if not self._beginning.search(text, 1)) or r"(?!)"
+        self._whole = re.compile(f"({whole})")
+        self._tokenizer, self._template = tokenizer, template
+        self._splitting: tuple[Any, Any] | None = None
 
-    def are_spelt_in(self, messages: Sequence[Message]) -> bool:
-        """Whether a content would be read as more than text."""
-        return any(self._spelt.search(message["content"]) for message in messages)
+    def marked(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> tuple[Sequence[Message], str]:
+        """The messages to render so that contents are text, and the mark in them.
 
-    def mark(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """The messages with a mark behind every character of a special token that a content spells, and the mark.
+        The messages as they are and an empty mark where that is so by itself; otherwise with the mark, a character
+        that no content holds, behind every character of a content with which a special token could begin.
 
         Raises:
-            DataError: the contents use all characters that could be marks.
+            DataError: the template refuses the chat, or its contents use all characters that could be marks.
         """
+        if not any(self._beginning.search(message["content"]) for message in messages):
+            return messages, ""
         used = {character for message in messages for character in message["content"]}
         mark = next((chr(code) for code in _MARKS if chr(code) not in used), None)
         if mark is None:
-            raise DataError("a chat spells special tokens and uses all private-use characters; leave some of them out")
+            raise DataError(
+                "a chat may spell special tokens and uses all private-use characters; leave some of them out"
+            )
+        guarded = [Message(role=m["role"], content=self._mark(m["content"], mark)) for m in messages]
+        as_is, safe = (self._template.render(chat, add_generation_prompt) for chat in (messages, guarded))
+        return (messages, "") if self._spelt.findall(as_is) == self._spelt.findall(safe) else (guarded, mark)
 
-        def marked(found: re.Match[str]) -> str:
-            return "".join(character + mark for character in found.group())
-
-        return [Message(role=m["role"], content=self._spelt.sub(marked, m["content"])) for m in messages], mark
+    def _mark(self, content: str, mark: str) -> str:
+        broken = {ord(text[0]): text[0] + mark for text in self._special}
+        parts = self._whole.split(content)  # text, whole token, text, whole token, ..., text
+        parts[::2] = [part.translate(broken) for part in parts[::2]]
+        return "".join(parts)
 
     def tokenise(self, text: str, mark: str) -> tuple[list[int], np.ndarray]:
         """Ids of a rendering of marked messages, and their offsets [seq, 2] in it without the marks.
@@ -74,7 +96,11 @@ class SpecialTokens:
         pieces.append((text[end:], None))
         plain = [(piece.replace(mark, ""), number) for piece, number in pieces]
         between = [piece for piece, number in plain if number is None]
-        encoded = iter(self._backend().encode_batch(between, add_special_tokens=False))
+        at_start, further_on = self._backends()
+        encoded = iter(
+            at_start.encode_batch(between[:1], add_special_tokens=False)
+            + further_on.encode_batch(between[1:], add_special_tokens=False)
+        )
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         begin = 0
@@ -89,17 +115,68 @@ class SpecialTokens:
             begin += len(piece)
         return ids, np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
 
-    def _backend(self) -> Any:
-        """A tokenizer of its own that reads special tokens as text: threads may use both at a time."""
+    def _backends(self) -> tuple[Any, Any]:
+        """Tokenizers that read special tokens as text: for what begins a text, and for what stands further on. They
+        are this object's own: threads may use them and the tokenizer at a time."""
         if self._splitting is None:
             from tokenizers import Tokenizer
 
-            splitting = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
-            splitting.encode_special_tokens = True
-            splitting.no_padding()
-            splitting.no_truncation()
-            self._splitting = splitting
+            parts = json.loads(self._tokenizer.backend_tokenizer.to_str())
+            for token in parts["added_tokens"]:
+                token["special"] = token["content"] in self._special
+            at_start = Tokenizer.from_str(json.dumps(parts))
+            _forget_prefix(parts["pre_tokenizer"])
+            further_on = Tokenizer.from_str(json.dumps(parts))
+            for splitting in (at_start, further_on):
+                splitting.encode_special_tokens = True
+                splitting.no_padding()
+                splitting.no_truncation()
+            self._splitting = at_start, further_on
         return self._splitting
+
+
+def _forget_prefix(pre_tokenizer: Any) -> None:
+    """Change the JSON of a pre-tokenizer that writes a space before what begins a text, so that it never does."""
+    for part in (pre_tokenizer or {}).get("pretokenizers", []):
+        _forget_prefix(part)
+    if pre_tokenizer and pre_tokenizer.get("prepend_scheme") == "first":
+        pre_tokenizer["prepend_scheme"] = "never"
+
+
+def _control_tokens(template: ChatTemplate, added: Collection[str]) -> set[str]:
+    """Those of the added tokens that a template writes around a user's turn; words and white space are none.
+
+    What stands in a default system turn before it, such as an explanation of `<think>`, is not around it.
+    """
+    place = chr(_MARKS.start)
+    before, _, behind = template.render([Message(role="user", content=place)]).partition(place)
+    tokens = _any_of(text for text in added if _NO_WORD.search(text))
+    ends = tokens.findall(behind)
+    header = _any_of(ends).split(before)[-1]
+    return {*ends, *tokens.findall(header)}
+
+
+def _any_of(words: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of some words at each place; nothing if there are none."""
+    return re.compile(trie_pattern(words) or r"(?!)")
+
+
+def trie_pattern(words: Iterable[str]) -> str:
+    """A pattern of the longest of some words, with one branch per character that may come next.
+
+    An alternation of the words, of which there may be hundreds, would try each of them wherever one could begin.
+    {"<s>", "</s>", "<s>>"} gives `<(?:s>(?:>)?|/s>)`.
+    """
+    rests: dict[str, list[str]] = {}
+    may_end = False
+    for word in words:
+        may_end = may_end or not word
+        if word:
+            rests.setdefault(word[0], []).append(word[1:])
+    branches = [re.escape(character) + trie_pattern(rest) for character, rest in rests.items()]
+    if may_end and branches:
+        return f"(?:{'|'.join(branches)})?"
+    return f"(?:{'|'.join(branches)})" if len(branches) > 1 else "".join(branches)
 
 
 def without_marks(text: str, mark: str, spans: Sequence[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:

@@ -65,7 +65,7 @@ class ChatTokenizer:
         self.name = name
         self.tokenizer: Any = tokenizer  # transformers' own annotations are unions too wide to use
         self._template = ChatTemplate(tokenizer, name)
-        self._special_tokens = SpecialTokens(tokenizer)
+        self._special_tokens = SpecialTokens(tokenizer, self._template)
 
     @classmethod
     def load(cls, path_or_name: str, template: str | None = None) -> "ChatTokenizer":
@@ -93,14 +93,11 @@ class ChatTokenizer:
         """
         if max_length < 1:
             raise ConfigError(f"max_length is {max_length}; it must be at least 1")
-        if self._special_tokens.are_spelt_in(messages):
-            marked, mark = self._special_tokens.mark(messages)
-            rendered, found = self._template.render_with_spans(marked)
-            ids, offsets = self._tokenise(rendered, mark)
-            text, spans = without_marks(rendered, mark, found)
-        else:
-            text, spans = self._template.render_with_spans(messages)
-            ids, offsets = self._tokenise(text)
+        chat, mark = self._special_tokens.marked(messages)
+        text, spans = self._template.render_with_spans(chat)
+        ids, offsets = self._tokenise(text, mark)
+        if mark:
+            text, spans = without_marks(text, mark, spans)
         mask = _mask_tokens(text, offsets, spans)
         return TokenisedChat(np.asarray(ids[:max_length], dtype=np.int32), mask[:max_length])
 
@@ -113,10 +110,8 @@ class ChatTokenizer:
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokenise a chat up to where the target begins its answer."""
-        mark = ""
-        if self._special_tokens.are_spelt_in(messages):
-            messages, mark = self._special_tokens.mark(messages)
-        return self._tokenise(self._template.render(messages, add_generation_prompt=True), mark)[0]
+        chat, mark = self._special_tokens.marked(messages, add_generation_prompt=True)
+        return self._tokenise(self._template.render(chat, add_generation_prompt=True), mark)[0]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """Text of token ids, with no spaces tidied away."""
@@ -139,7 +134,11 @@ class ChatTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hashes of whatever decides the tokens of a chat: "TOKENIZER.TEMPLATE" (see `fingerprint_parts`)."""
+        """Hashes of what decides the tokens of a chat: "TOKENIZER.TEMPLATE" (see `fingerprint_parts`).
+
+        How contents that spell special tokens are read is not in it, for it says nothing against a trained drafter;
+        caches of tokens note it beside (`special_tokens.CONTENT_RULE`).
+        """
         parts = json.loads(self.tokenizer.backend_tokenizer.to_str())
         for passing in ("truncation", "padding"):  # how it was last called, not what it is
             parts.pop(passing, None)
@@ -152,8 +151,8 @@ class ChatTokenizer:
         return len(self.tokenizer)
 
     def _tokenise(self, text: str, mark: str = "") -> tuple[list[int], np.ndarray]:
-        """Ids of a rendered chat and their character offsets [seq, 2]; the template wrote the special tokens, but for
-        those that are marked (see `SpecialTokens`)."""
+        """Ids of a rendered chat and their character offsets [seq, 2], those of marked chats (see `SpecialTokens`)
+        in the rendering without marks."""
         try:
             if mark:
                 return self._special_tokens.tokenise(text, mark)

@@ -12,6 +12,7 @@ from moray.activations.shards import ShardPlan, plan_shards, tap_columns
 from moray.activations.store import CacheStore
 from moray.activations.survey import find_parts
 from moray.activations.ultrachat import ChatChunk, ChatsConfig, plan_chunks
+from moray.special_tokens import CONTENT_RULE
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec
 from moray.text import ChatTokenizer
 
@@ -59,6 +60,7 @@ class Wanted:
             "target": self.spec.model_dump(mode="json"),
             "dtype": self.target.dtype,
             "text_fingerprint": self.tokenizer.fingerprint,
+            "content_rule": CONTENT_RULE,
             "chats": self.chats.model_dump(mode="json", exclude={"max_bad_rows"}),
             "files": {chunk.label: chunk.file_bytes for chunk in self.chunks},
             "cache": self.cache.claimed,
