@@ -231,6 +231,19 @@ def test_what_ends_while_it_is_drafted_for_is_let_go(tiny, learnt):
     assert texts.ask() == texts.drafted_anew()
 
 
+def test_what_no_turn_is_left_for_does_not_pile_up(tiny, learnt):
+    texts = Texts(tiny("llama"), learnt("llama", "moa-0"))
+    for _ in range(6):
+        for number, chain in enumerate(texts.ask()):
+            texts.verify(number, chain, 1)
+        living = [ahead for ahead in texts.host._aheads if ahead.sessions]
+        assert 1 <= len(texts.host._aheads) == len(living) <= len(PARAMS)
+    assert texts.host.stats.ahead_seconds == 0
+    assert texts.host.go_on(), "those who wait come first"
+    assert {session.num_expanded for session in texts.host._sessions.values()} == {DEPTH + 1}
+    assert texts.host.stats.ahead_seconds > 0
+
+
 def test_whose_drafting_ahead_fails_is_forgotten_and_told_again(tiny, learnt, monkeypatch):
     texts = Texts(tiny("llama"), learnt("llama", "moa-0"))
     texts.ask()
