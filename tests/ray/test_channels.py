@@ -22,7 +22,7 @@ from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
 from moray.decoding.speculate import PlainDecoder
 from moray.decoding.together import answer_together
-from moray.errors import UnreachableError
+from moray.errors import ConfigError, UnreachableError
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +115,18 @@ def test_answers_come_in_order_whenever_they_are_looked_for(ways, kind, channel)
     channel.send(frames[2])
     assert channel.receive(30.0) == frames[2]
     ways[kind].prepare(None)
+
+
+def test_serve_is_not_taken_over_where_it_runs(ways):
+    from ray import serve
+
+    from moray.cluster.own_serve import own_serve
+
+    running = set(serve.status().applications)
+    assert len(running) == 2
+    with pytest.raises(ConfigError, match="Serve runs on this Ray already"), own_serve():
+        pass
+    assert set(serve.status().applications) == running
 
 
 @pytest.mark.parametrize("kind", KINDS)

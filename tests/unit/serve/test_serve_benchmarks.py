@@ -81,6 +81,14 @@ def test_a_core_that_is_not_there_is_named_before_anything_starts():
         benchmark_side_by_side(config, Console(quiet=True))
 
 
+@pytest.mark.parametrize(("name", "ray"), [("ray.address", {"address": "10.0.0.1:6379"}), ("RAY_ADDRESS", {})])
+def test_no_cluster_is_joined_whose_applications_would_end(monkeypatch, name, ray):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    config = validate(SideBySideConfig, SIDE_BY_SIDE | {"ray": ray})
+    with pytest.raises(ConfigError, match=f"{name} is '10.0.0.1:6379', but this benchmark deploys on a Ray of its own"):
+        benchmark_side_by_side(config, Console(quiet=True))
+
+
 def test_only_deployments_that_exist_are_scaled():
     pool = PoolConfig(targets=2, drafters=3)
     counts = [{d["name"]: d["num_replicas"] for d in applications._deployments(args, pool)} for args in (
