@@ -25,8 +25,9 @@ _COMMON: dict[str, Any] = {
 }
 
 _REFUSED = 1000
-"""Calls that a target replica may have beyond those that run and wait in it: it refuses them at once. In Serve's own
-queue, which a full replica would leave them to, they would wait for a place as well, and not in their order."""
+"""Calls that a target replica may have beyond those that run and wait in it: it refuses them at once, but for answers
+that another replica had begun. In Serve's own queue, which a full replica would leave them to, they would wait for a
+place as well, and not in their order."""
 
 
 def build_app(args: dict[str, Any]) -> Application:

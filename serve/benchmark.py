@@ -30,13 +30,19 @@ def main(config: ScalingBenchmarkConfig) -> None:
 
 
 def main_side_by_side(config: SideBySideConfig) -> None:
-    """Ask several applications in turn; without a YAML file the demo's, drafters in a pool and in process."""
+    """Ask several applications in turn; without a YAML file the demo's, drafters in a pool and in process.
+
+    After Ctrl-C, what was measured is printed and written all the same; the exit code says that it is not all.
+    """
     from rich.console import Console
 
     from serve.bench.side_by_side import benchmark_side_by_side, print_side_by_side
 
     console = Console()
-    print_side_by_side(reported(config.report, lambda: benchmark_side_by_side(config, console)), console)
+    result = reported(config.report, lambda: benchmark_side_by_side(config, console))
+    print_side_by_side(result, console)
+    if result["interrupted"]:
+        raise KeyboardInterrupt
 
 
 _SCALING = Command(ScalingBenchmarkConfig, main, default=_BENCHMARKS / "scaling-demo.yaml")
@@ -47,4 +53,4 @@ COMMANDS = {
 }
 
 if __name__ == "__main__":
-    run_commands(COMMANDS, __doc__ or "", sys.argv[1:])
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:], again="the same command begins anew")

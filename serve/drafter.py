@@ -8,14 +8,16 @@ token loop itself goes over the socket (see `decoding.remote.channel`).
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 import torch
 
 from moray.bench.loading import build_drafters, num_head_layers
+from moray.decoding.remote.ahead import can_run_ahead
 from moray.decoding.remote.channel import Endpoint, SocketServer
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import pack, unpack_request
+from moray.drafters.base import Drafter
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig
@@ -49,6 +51,8 @@ class DrafterReplica:
             name: build_drafters((entry,), lambda _: head, tokenizer).popitem()[1]
             for name, entry in config.drafters.items()
         }
+        if config.run_ahead:
+            _warn_who_cannot_run_ahead(drafters, config)
         capacity = min(head.spec.max_positions, config.engine.capacity or head.spec.max_positions)
         self.host = DraftHost(
             drafters,
@@ -85,6 +89,17 @@ class DrafterReplica:
         """Called by Serve; a replica that answers nobody is replaced."""
         if not self._server.is_alive:
             raise RuntimeError("the thread that answers target replicas has ended")
+
+
+def _warn_who_cannot_run_ahead(drafters: Mapping[str, Drafter], config: ServeConfig) -> None:
+    depth = config.engine.tree.depth
+    for name, drafter in drafters.items():
+        if not can_run_ahead(drafter, 1 + depth, depth, config.num_expanded):
+            _LOGGER.warning(
+                "run_ahead is true, but drafter '%s' will not run ahead: max_depth is %s, and to go on below a chain "
+                "of depth %d it needs %d; name a shorter chain in engine.tree.depth",
+                *(name, drafter.max_depth, depth, config.num_expanded),
+            )
 
 
 def _node_address() -> str:

@@ -52,8 +52,13 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Update]:
+    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Update]:
         """Answer a request; whoever stops listening frees its place at once.
+
+        Args:
+            request: what is asked.
+            is_resumed: another replica had let it in and was lost. It has waited for its place already, so it is let
+                in beyond the limit: refused, a half-written answer would end. There are at most as many as had places.
 
         Raises:
             OverloadedError: too many wait already.
@@ -62,7 +67,7 @@ class EngineThread:
         """
         if self.failure is not None:
             raise _failed(self.failure)
-        if self.num_open >= self._most:
+        if self.num_open >= self._most and not is_resumed:
             raise OverloadedError(f"{self.num_open} sequences run or wait here, and no more may: try again later")
         answer = _Answer(request)
         self._open.append(answer)

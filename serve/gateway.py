@@ -25,6 +25,10 @@ from serve.metrics.statuses import StatusCounter
 _LOGGER = logging.getLogger("ray.serve")
 _RETRY_AFTER = 1
 """Seconds that a client is asked to wait when all places are taken."""
+_MOST_REFUSALS = 2
+"""Replicas that a request asks for a place: Serve looks at two of them, and a third may have room."""
+_PAUSE = 0.5
+"""Seconds before an answer that cannot be taken up again for the moment is tried once more."""
 
 
 class Gateway:
@@ -77,10 +81,12 @@ class Gateway:
         from ray.serve.exceptions import RayServeException
 
         tokens: list[int] = []
-        failures = 0
+        failures = refusals = 0
+        is_resumed = False
         while True:
             rest = request.model_copy(update={"generated": tuple(tokens)})
-            stream = self._targets.options(stream=True, session_id=uuid.uuid4().hex).generate.remote(rest)
+            targets = self._targets.options(stream=True, session_id=uuid.uuid4().hex)
+            stream = targets.generate.remote(rest, is_resumed)
             try:
                 async for update in stream:
                     tokens += update.tokens
@@ -90,10 +96,18 @@ class Gateway:
                         return
                 raise RayServeException("a target replica ended a stream before its answer")
             except (RayError, RayServeException) as error:
-                _refuse(error)
+                if _is_refusal(error):
+                    refusals += 1
+                    if is_resumed:  # its client was promised an answer; only Serve's own queue refuses it
+                        await asyncio.sleep(_PAUSE)
+                    elif refusals == _MOST_REFUSALS:
+                        raise _overloaded() from None
+                    continue
+                _raise_lasting(error)
                 failures += 1
                 if failures > self.config.api.num_retries:
                     raise ApiError(503, "target replicas keep failing: try again later", retry_after=5) from error
+                is_resumed = True
                 self._sink.add(series.RETRIES, 1)
                 _LOGGER.warning("a target replica was lost after %d tokens; another goes on", len(tokens))
                 await asyncio.sleep(min(0.1 * 2**failures, 2.0))
@@ -102,13 +116,17 @@ class Gateway:
                     stream.cancel()
 
 
-def _refuse(error: Exception) -> None:
-    """Raise what another replica would say as well; return from what is one replica's trouble."""
-    from ray.exceptions import RayActorError, RayTaskError
+def _is_refusal(error: Exception) -> bool:
+    """Whether a replica, or all of them, had no place."""
     from ray.serve.exceptions import BackPressureError
 
-    if isinstance(error, BackPressureError | OverloadedError):
-        raise _overloaded() from None
+    return isinstance(error, BackPressureError | OverloadedError)
+
+
+def _raise_lasting(error: Exception) -> None:
+    """Raise what another replica would say as well; return from what is one replica's trouble."""
+    from ray.exceptions import RayActorError, RayTaskError
+
     if isinstance(error, DataError) and isinstance(error, RayTaskError):
         raise ApiError(400, str(error.cause)) from None
     if isinstance(error, RayTaskError) and not isinstance(error, EngineFailedError | RayActorError):

@@ -102,9 +102,9 @@ class TargetReplica:
             "num_leases": 0 if self._places is None else self._places.num_leases,
         }
 
-    async def generate(self, request: Request) -> AsyncGenerator[Update]:
+    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Update]:
         """Answer one sequence (see `EngineThread.generate`)."""
-        async for update in self.running.generate(request):
+        async for update in self.running.generate(request, is_resumed):
             yield update
 
     def check_health(self) -> None:

@@ -82,8 +82,8 @@ class LocalTargets:
             raise RuntimeError("no replica")
         return await self.replica.describe()
 
-    def _generate(self, request: Request) -> _Stream:
-        return _Stream(self._failing() if self.failure else self.replica.generate(request))
+    def _generate(self, request: Request, is_resumed: bool) -> _Stream:
+        return _Stream(self._failing() if self.failure else self.replica.generate(request, is_resumed))
 
     async def _failing(self) -> AsyncIterator[Update]:
         assert self.failure is not None

@@ -107,17 +107,18 @@ def _cores() -> set[int]:
 
 @contextmanager
 def running(config: LoadConfig) -> Iterator[Applications]:
-    """Ray and Serve for the length of a benchmark."""
+    """Ray and Serve for the length of a benchmark.
+
+    Raises:
+        ConfigError: an address names a cluster, or Serve runs already: neither is the benchmark's to end.
+    """
+    from moray.cluster.own_serve import check_own_ray, own_serve
     from moray.cluster.session import ray_session
 
-    with ray_session(config.ray):
-        from ray import serve
-
+    check_own_ray(config.ray)
+    with ray_session(config.ray), own_serve():
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        try:
-            yield Applications(config)
-        finally:
-            serve.shutdown()
+        yield Applications(config)
 
 
 def _deployments(args: Mapping[str, Any], pool: PoolConfig) -> list[dict[str, Any]]:

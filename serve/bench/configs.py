@@ -13,7 +13,7 @@ from serve.config import ServeConfig, read_args
 
 
 class LoadConfig(Config):
-    """What is asked, and on which Ray."""
+    """What is asked, and how large the Ray is that is started for it."""
 
     application: ServeConfig
     """What is deployed, but for what is varied."""

@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moray.bench.load.benchmark import benchmark_endpoint, name_of
 from moray.bench.load.config import LevelConfig
@@ -25,10 +26,11 @@ _SHOWN = {
 
 
 def benchmark_side_by_side(config: SideBySideConfig, console: Console) -> dict[str, Any]:
-    """Measure every way at every level.
+    """Measure every way at every level; after Ctrl-C what is returned says of fewer levels.
 
     Raises:
-        ConfigError: a core is not there.
+        KeyboardInterrupt: before the first level was over.
+        ConfigError: a core is not there, or Ray or Serve are not the benchmark's own.
         DeployError: an application does not run in time.
         DataError: a warm-up fails.
     """
@@ -87,6 +89,8 @@ def print_side_by_side(result: dict[str, Any], console: Console) -> None:
         equal = level["equal_texts"]
         if equal is not None:
             console.print(f"equal texts: {equal['equal']} of {equal['compared']}", highlight=False)
+    for note in result["notes"]:
+        console.print(Text(f"note: {note}"))
 
 
 def _worded(found: dict[str, Any]) -> str:

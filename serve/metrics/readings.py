@@ -67,5 +67,6 @@ def read_host(host: DraftHost) -> Iterator[Reading]:
         yield Reading(series.DRAFTER_AHEAD, count, (outcome,))
     yield Reading(series.DRAFTER_EXPIRED, stats.num_expired)
     yield Reading(series.DRAFTER_SECONDS, stats.seconds)
+    yield Reading(series.DRAFTER_AHEAD_SECONDS, stats.ahead_seconds)
     for size, count in stats.batch_sizes.copy().items():
         yield Reading(series.DRAFTER_BATCH, count, at=size)

@@ -85,6 +85,7 @@ DRAFTER_AHEAD = _counter(
 )
 DRAFTER_EXPIRED = _counter("drafter_expired", "Sequences forgotten because nobody asked for them")
 DRAFTER_SECONDS = _counter("drafter_busy_seconds", "Time of answering messages")
+DRAFTER_AHEAD_SECONDS = _counter("drafter_ahead_seconds", "Time of drafting ahead, while no message waited")
 DRAFTER_BATCH = _histogram("drafter_batch_size", "Drafts per message", _BATCH_SIZES)
 
 # --- Gateways ---

@@ -1,6 +1,7 @@
 """Drafting on while the target verifies: no text and no later draft depends on it, whatever was guessed."""
 
 import secrets
+import threading
 import time
 
 import pytest
@@ -9,12 +10,13 @@ from shape_checks import unchecked
 from side_by_side import COUPLED, GREEDY
 from tiny_batches import taps_of
 
+from moray.bench.conversations import OnePlace
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel, SocketServer
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftRequest, Entry, pack, unpack_request
-from moray.decoding.remote.source import Places, RemoteDrafts
+from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
 from moray.decoding.speculate import PlainDecoder
 from moray.decoding.together import answer_together
@@ -140,23 +142,6 @@ class DirectChannel(Channel):
         pass
 
 
-class OnePlace(Places):
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-
-    def open(self, session):
-        pass
-
-    def find(self, session):
-        return self._endpoint
-
-    def lose(self, session):
-        pass
-
-    def close(self, session):
-        pass
-
-
 def answered(tiny, drafter, shape, endpoint, connect, num_groups=1) -> tuple[Engine, RemoteDrafts, list[list[int]]]:
     """Three sequences at a time: the text that the drafter knows by heart, sampled ones and others."""
     source = RemoteDrafts(drafter, "d", OnePlace(endpoint), timeout=10, connect=connect, max_debts=1 + num_groups)
@@ -192,19 +177,31 @@ def test_the_engine_gives_the_plain_text_and_guesses_come_true(tiny, learnt, nam
     assert (host.stats.num_misses, source.stats.num_misses) == (0, 0)
 
 
+class PatientChannel(SocketChannel):
+    """Over a socket, to a host that is asked again when it has drafted ahead what it can."""
+
+    def __init__(self, endpoint: Endpoint, host: DraftHost) -> None:
+        super().__init__(endpoint)
+        self._host = host
+
+    def send(self, frame):
+        deadline = time.monotonic() + 20
+        while self._host._aheads:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        super().send(frame)
+
+
 def test_over_sockets_the_host_runs_ahead_by_itself(tiny, learnt):
     target, drafter = tiny("llama"), learnt("llama", "moa-0")
     host, secret = DraftHost({"d": drafter}, CAPACITY, LONG.depth, run_ahead=True), secrets.token_hex(32)
     server = SocketServer(lambda frame: pack(host.handle(*unpack_request(frame))), "127.0.0.1", secret, host.go_on)
     try:
         endpoint = Endpoint("127.0.0.1", server.port, secret, "x")
-        _, _, made = answered(target, drafter, CHAIN, endpoint, SocketChannel)
+        _, _, made = answered(target, drafter, CHAIN, endpoint, lambda where: PatientChannel(where, host))
         assert made == plain(target)
-        assert sum(host.stats.ahead.values()) > 0
-        deadline = time.monotonic() + 20
-        while host.go_on() and time.monotonic() < deadline:
-            pass
-        assert not host.go_on()
+        assert host.stats.ahead["right"] > 0
+        assert host.stats.ahead["wrong"] > 0
     finally:
         server.close()
 
@@ -231,6 +228,19 @@ def test_what_ends_while_it_is_drafted_for_is_let_go(tiny, learnt):
     assert texts.ask() == texts.drafted_anew()
 
 
+def test_what_no_turn_is_left_for_does_not_pile_up(tiny, learnt):
+    texts = Texts(tiny("llama"), learnt("llama", "moa-0"))
+    for _ in range(6):
+        for number, chain in enumerate(texts.ask()):
+            texts.verify(number, chain, 1)
+        living = [ahead for ahead in texts.host._aheads if ahead.sessions]
+        assert 1 <= len(texts.host._aheads) == len(living) <= len(PARAMS)
+    assert texts.host.stats.ahead_seconds == 0
+    assert texts.host.go_on(), "those who wait come first"
+    assert {session.num_expanded for session in texts.host._sessions.values()} == {DEPTH + 1}
+    assert texts.host.stats.ahead_seconds > 0
+
+
 def test_whose_drafting_ahead_fails_is_forgotten_and_told_again(tiny, learnt, monkeypatch):
     texts = Texts(tiny("llama"), learnt("llama", "moa-0"))
     texts.ask()
@@ -246,24 +256,42 @@ def test_whose_drafting_ahead_fails_is_forgotten_and_told_again(tiny, learnt, mo
 
 def test_messages_come_first_and_trouble_in_between_hurts_nobody():
     calls: list[str] = []
+    begun, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+    is_trouble = threading.Event()
 
     def go_on() -> bool:
+        if "answer" not in calls:  # a connection is no frame
+            return False
         calls.append("ahead")
-        if len(calls) > 50:
+        begun.release()
+        if is_trouble.is_set():
             raise RuntimeError("no more")
-        return True
+        return may_go_on.acquire(timeout=20)
 
     secret = secrets.token_hex(32)
     server = SocketServer(lambda frame: calls.append("answer") or b"yes", "127.0.0.1", secret, go_on)
     try:
         friend = SocketChannel(Endpoint("127.0.0.1", server.port, secret, "x"))
+        friend.send(b"hello")
+        assert friend.receive(20) == b"yes"
         for _ in range(3):
+            assert begun.acquire(timeout=20), "somebody drafts ahead, with more to do behind it"
+            num_calls = len(calls)
             friend.send(b"one")
             friend.send(b"two")
+            assert friend.receive(0.05) is None
+            may_go_on.release()
             assert (friend.receive(20), friend.receive(20)) == (b"yes", b"yes")
-        assert calls.count("answer") == 6
+            assert calls[num_calls : num_calls + 2] == ["answer", "answer"]
+        assert begun.acquire(timeout=20)
+        is_trouble.set()
+        may_go_on.release()
+        assert begun.acquire(timeout=20), "the next one fails"
+        friend.send(b"three")
+        assert friend.receive(20) == b"yes"
         assert server.is_alive
     finally:
+        may_go_on.release()
         server.close()
     with pytest.raises(UnreachableError):
         friend.receive(5)

@@ -22,7 +22,7 @@ from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
 from moray.decoding.speculate import PlainDecoder
 from moray.decoding.together import answer_together
-from moray.errors import UnreachableError
+from moray.errors import ConfigError, UnreachableError
 
 pytestmark = pytest.mark.slow
 
@@ -117,10 +117,23 @@ def test_answers_come_in_order_whenever_they_are_looked_for(ways, kind, channel)
     ways[kind].prepare(None)
 
 
+def test_serve_is_not_taken_over_where_it_runs(ways):
+    from ray import serve
+
+    from moray.cluster.own_serve import own_serve
+
+    running = set(serve.status().applications)
+    assert len(running) == 2
+    with pytest.raises(ConfigError, match="Serve runs on this Ray already"), own_serve():
+        pass
+    assert set(serve.status().applications) == running
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_message_that_cannot_be_answered_ends_the_channel(kind, channel):
     channel.send(b"damaged")
-    with pytest.raises(UnreachableError):
+    reason = None if kind == "socket" else "the drafter failed: DataError: "  # a socket is only closed
+    with pytest.raises(UnreachableError, match=reason):
         channel.receive(30.0)
 
 

@@ -37,7 +37,7 @@ def load(tiny_target, tmp_path_factory):
 @pytest.mark.timeout(600)
 def test_pools_are_scaled_and_set_beside_the_model(ray_session, load):
     one, more = {"targets": 1, "drafters": 1}, {"targets": 1, "drafters": 2}
-    slow = {"verify": {"ms": 5}, "draft": {"ms_per_sequence": 10}}
+    slow = {"verify": {"ms": 20}, "draft": {"ms_per_sequence": 40}}  # a busy machine's own work is little beside it
     config = validate(
         ScalingBenchmarkConfig, load | {"pools": [one, more], "regimes": {"slow": slow}, "num_streams": 4}
     )
@@ -46,8 +46,9 @@ def test_pools_are_scaled_and_set_beside_the_model(ray_session, load):
     assert (first["ratio"], first["predicted_ratio"], second["predicted_ratio"]) == (1.0, 1.0, 2.0)
     assert first["tau"] > 2, "the drafter is the target itself"
     for row in (first, second):
-        assert 0 < row["tokens_per_second"] <= 1.5 * row["predicted_tokens_per_second"]
+        assert 0.4 <= row["tokens_per_second"] / row["predicted_tokens_per_second"] <= 1.5
         assert row["bound"] == "drafters"
+    assert second["ratio"] > 1.2, "two drafters sleep side by side"
     out = io.StringIO()
     print_scaling(result, Console(file=out, width=100))
     assert "SYNTHETIC PER-STEP COST" in out.getvalue()

@@ -57,14 +57,14 @@ class StandIn:
     def options(self, **_: Any) -> "StandIn":
         return self
 
-    def _generate(self, request: Request) -> "_Stream":
+    def _generate(self, request: Request, is_resumed: bool) -> "_Stream":
         self.requests.append(request)
-        return _Stream(self._updates(request))
+        return _Stream(self._updates(request, is_resumed))
 
-    async def _updates(self, request: Request) -> AsyncIterator[Update]:
+    async def _updates(self, request: Request, is_resumed: bool) -> AsyncIterator[Update]:
         count = 0
         try:
-            async for update in self.replica.generate(request):
+            async for update in self.replica.generate(request, is_resumed):
                 if count == self.break_after:
                     self.break_after = None
                     raise RuntimeError("the test breaks this stream")

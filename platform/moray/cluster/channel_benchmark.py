@@ -28,8 +28,9 @@ from moray.bench.recording import record
 from moray.bench.spread import quartiles
 from moray.bench.wording import count, number
 from moray.cluster.channels.replay import Cycle, RecordedDrafter, replay
-from moray.cluster.channels.ways import Way, open_ways
+from moray.cluster.channels.ways import Way, needs_serve, open_ways
 from moray.cluster.configs import RayConfig
+from moray.cluster.own_serve import check_own_ray
 from moray.cluster.session import ray_session
 from moray.decoding.remote.channel import Channel
 from moray.decoding.remote.messages import unpack_reply
@@ -42,8 +43,11 @@ def benchmark_channels(config: ChannelsBenchmarkConfig, console: Console) -> dic
     """Measure every channel at every batch size.
 
     Raises:
+        ConfigError: a channel is Serve's, and Ray is named by an address or has Serve running already.
         DataError: not one prompt fits into the target's context, or a channel changes replies.
     """
+    if needs_serve(config.channels):
+        check_own_ray(RayConfig())
     passes = 1 + config.rounds + config.drafted_rounds
     with Progress(console=console, refresh_per_second=2, transient=True) as bar:
         task = bar.add_task("record", total=len(config.batches) * (1 + passes * len(config.channels)))

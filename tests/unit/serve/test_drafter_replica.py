@@ -1,13 +1,20 @@
 """A drafter replica without Ray: it runs ahead if it is told to, and what came of it is published."""
 
+import logging
 import time
 
-from tiny_targets import save_chat_target
+from tiny_drafters import build
+from tiny_targets import TinyTarget, save_chat_target
 
 from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.channel import SocketChannel
 from moray.decoding.remote.messages import DraftedTree, DraftRequest, Entry, pack, unpack_reply
+from moray.distill.checkpoint import save_drafter
+from moray.drafters.configs import MedusaConfig
+from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
 from moray.trees.shapes import ChainShape
 from serve.config import ServeConfig
 from serve.drafter import DrafterReplica
@@ -49,3 +56,24 @@ def test_it_runs_ahead_while_nobody_asks(tmp_path):
     finally:
         channel.close()
         replica._server.close()
+
+
+def test_a_drafter_that_is_not_deep_enough_to_run_ahead_is_named(tmp_path, caplog):
+    folder = save_chat_target(tmp_path / "target")
+    target = TinyTarget("chat", folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
+    fingerprint = ChatTokenizer.load(str(folder)).fingerprint
+    for name, num_heads in (("few", 6), ("enough", 7)):
+        (tmp_path / name).mkdir()
+        save_drafter(tmp_path / name, build(target, MedusaConfig(type="medusa", num_heads=num_heads)), fingerprint)
+    settings = {
+        "target": {"model": str(folder), "device": "cpu"},
+        "drafters": {name: str(tmp_path / name) for name in ("few", "enough")},
+        "engine": {"tree": SHAPE.model_dump()},
+        "run_ahead": True,
+    }
+    with caplog.at_level(logging.WARNING, "ray.serve"):
+        DrafterReplica(validate(ServeConfig, settings), host="127.0.0.1")._server.close()
+    (record,) = caplog.records
+    assert "drafter 'few' will not run ahead: max_depth is 6, and to go on below a chain of depth 3 it needs 7" in (
+        record.getMessage()
+    )

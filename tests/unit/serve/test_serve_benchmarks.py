@@ -1,6 +1,7 @@
 """What serve.benchmark is told, what it deploys, and that an application of synthetic costs says so."""
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ from rich.console import Console
 from moray.config import load_config, validate
 from moray.errors import ConfigError
 from serve.api import _model
-from serve.bench import applications
+from serve.bench import applications, side_by_side
 from serve.bench.configs import PoolConfig, ScalingBenchmarkConfig, SideBySideConfig
 from serve.bench.side_by_side import benchmark_side_by_side
+from serve.benchmark import main_side_by_side
 from serve.config import ServeConfig, read_args
 from serve.documents import Model
 
@@ -79,6 +81,27 @@ def test_a_core_that_is_not_there_is_named_before_anything_starts():
     config = validate(SideBySideConfig, SIDE_BY_SIDE | {"ways": ways})
     with pytest.raises(ConfigError, match=r"ways\.a\.cores\.Target is 10000; the cores here are \d"):
         benchmark_side_by_side(config, Console(quiet=True))
+
+
+@pytest.mark.parametrize(("name", "ray"), [("ray.address", {"address": "10.0.0.1:6379"}), ("RAY_ADDRESS", {})])
+def test_no_cluster_is_joined_whose_applications_would_end(monkeypatch, name, ray):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    config = validate(SideBySideConfig, SIDE_BY_SIDE | {"ray": ray})
+    with pytest.raises(ConfigError, match=f"{name} is '10.0.0.1:6379', but this benchmark deploys on a Ray of its own"):
+        benchmark_side_by_side(config, Console(quiet=True))
+
+
+def test_what_was_measured_before_an_interrupt_is_printed_and_written(monkeypatch, tmp_path, capsys):
+    notes = ["interrupted: 0 of 1 levels were measured"]
+    result = {"levels": [], "synthetic": [], "interrupted": True, "notes": notes}
+    monkeypatch.setattr(side_by_side, "benchmark_side_by_side", lambda config, console: result)
+    report = tmp_path / "report.json"
+    with pytest.raises(KeyboardInterrupt):
+        main_side_by_side(validate(SideBySideConfig, SIDE_BY_SIDE | {"report": str(report)}))
+    assert json.loads(report.read_text()) == result
+    assert f"note: {notes[0]}" in capsys.readouterr().out
+    result["interrupted"] = False
+    main_side_by_side(validate(SideBySideConfig, SIDE_BY_SIDE))
 
 
 def test_only_deployments_that_exist_are_scaled():

@@ -6,8 +6,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from moray.cluster.channels.trouble import unreachable
 from moray.decoding.remote.channel import Channel
-from moray.errors import UnreachableError
 
 
 class ActorChannel(Channel):
@@ -22,7 +22,7 @@ class ActorChannel(Channel):
         try:
             self._owed.append(self._actor.answer.remote(frame))
         except RayError as error:
-            raise UnreachableError(f"the drafter is gone: {type(error).__name__}") from None
+            raise unreachable(error) from error
 
     def receive(self, seconds: float) -> bytes | None:
         if not self._owed:
@@ -32,7 +32,7 @@ class ActorChannel(Channel):
         except GetTimeoutError:
             return None
         except RayError as error:
-            raise UnreachableError(f"the drafter is gone: {type(error).__name__}") from None
+            raise unreachable(error) from error
         self._owed.popleft()
         return reply
 

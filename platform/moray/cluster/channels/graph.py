@@ -10,8 +10,8 @@ from typing import Any
 from ray.dag import InputNode
 from ray.exceptions import RayChannelTimeoutError
 
+from moray.cluster.channels.trouble import unreachable
 from moray.decoding.remote.channel import Channel
-from moray.errors import UnreachableError
 
 _SUBMIT_SECONDS = 2.0
 
@@ -29,8 +29,8 @@ class GraphChannel(Channel):
     def send(self, frame: bytes) -> None:
         try:
             self._owed.append(self._graph.execute(frame))
-        except Exception as error:  # noqa: BLE001 - a graph whose actor has died fails in several ways
-            raise UnreachableError(f"the drafter is gone: {type(error).__name__}") from None
+        except Exception as error:  # a graph whose actor has died fails in several ways
+            raise unreachable(error) from error
 
     def receive(self, seconds: float) -> bytes | None:
         if not self._owed:
@@ -41,8 +41,8 @@ class GraphChannel(Channel):
             reply = result.get()
         except RayChannelTimeoutError:
             return None
-        except Exception as error:  # noqa: BLE001 - see `send`
-            raise UnreachableError(f"the drafter is gone: {type(error).__name__}") from None
+        except Exception as error:  # see `send`
+            raise unreachable(error) from error
         self._owed.popleft()
         return reply
 

@@ -4,8 +4,12 @@ import uuid
 from collections import deque
 from typing import Any
 
+from grpc import RpcError
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from moray.cluster.channels.trouble import failed, unreachable
 from moray.decoding.remote.channel import Channel
-from moray.errors import UnreachableError
 
 
 class HandleChannel(Channel):
@@ -25,8 +29,8 @@ class HandleChannel(Channel):
     def send(self, frame: bytes) -> None:
         try:
             self._owed.append(self._handle.answer.remote(frame, self._replica))
-        except Exception as error:  # noqa: BLE001 - whatever Serve says of it, nothing is sent
-            raise UnreachableError(f"the drafter is gone: {type(error).__name__}") from None
+        except Exception as error:  # whatever Serve says of it, nothing is sent
+            raise unreachable(error) from error
 
     def receive(self, seconds: float) -> bytes | None:
         if not self._owed:
@@ -35,8 +39,10 @@ class HandleChannel(Channel):
             reply = self._owed[0].result(timeout_s=seconds)
         except TimeoutError:
             return None
-        except Exception as error:  # noqa: BLE001 - by gRPC an error comes as what it is, not as one of Ray's
-            raise UnreachableError(f"the drafter is gone: {type(error).__name__}") from None
+        except (RayError, RayServeException, RpcError) as error:
+            raise unreachable(error) from error
+        except Exception as error:  # by gRPC the answerer's own comes as what it is, not as one of Ray's
+            raise failed(error) from error
         self._owed.popleft()
         return reply
 

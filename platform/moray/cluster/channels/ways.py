@@ -12,6 +12,7 @@ from moray.cluster.channels.actor import ActorChannel
 from moray.cluster.channels.far_side import Answerer, FarSide, ServedFarSide
 from moray.cluster.channels.graph import GraphChannel
 from moray.cluster.channels.handle import HandleChannel
+from moray.cluster.own_serve import own_serve
 from moray.decoding.remote.channel import Channel, SocketChannel
 
 _START_SECONDS = 120.0
@@ -114,6 +115,11 @@ class ServeWay(Way):
         serve.delete(self._application, _blocking=False)
 
 
+def needs_serve(names: Sequence[ChannelName]) -> bool:
+    """Whether a channel among these is one of Serve's."""
+    return any(name.startswith("handle") for name in names)
+
+
 @contextmanager
 def open_ways(names: Sequence[ChannelName], make: Callable[[], Answerer]) -> Iterator[dict[ChannelName, Way]]:
     """A process for each kind of channel, where a Ray session is open; Serve runs without HTTP, and ends with them.
@@ -123,9 +129,12 @@ def open_ways(names: Sequence[ChannelName], make: Callable[[], Answerer]) -> Ite
     Args:
         names: kinds of channels.
         make: makes the answerer in each process; pickled.
+
+    Raises:
+        ConfigError: Serve is needed, and runs already.
     """
     with ExitStack() as stack:
-        if any(name.startswith("handle") for name in names):
+        if needs_serve(names):
             stack.enter_context(_serving())
         ways: dict[ChannelName, Way] = {}
         for name in names:
@@ -140,8 +149,6 @@ def _serving() -> Iterator[None]:
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what starts and ends is no news to whoever measures
-    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
-    try:
+    with own_serve():
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
         yield
-    finally:
-        serve.shutdown()

@@ -37,6 +37,9 @@ class HostStats:
     num_misses: int = 0
     num_expired: int = 0
     seconds: float = 0.0
+    """Answering messages."""
+    ahead_seconds: float = 0.0
+    """Drafting ahead, while no message waited."""
     batch_sizes: Counter[int] = field(default_factory=Counter)
     """How many messages asked for so many drafts."""
     ahead: Counter[str] = field(default_factory=Counter)
@@ -134,6 +137,7 @@ class DraftHost:
         with self._lock:
             if not self._aheads:
                 return False
+            begin = time.perf_counter()
             try:
                 if self._aheads[0].grow():
                     return True
@@ -141,6 +145,8 @@ class DraftHost:
                 for session in self._aheads.popleft().sessions:  # who knows what they hold: to be told again
                     self._close(session.name)
                 raise
+            finally:
+                self.stats.ahead_seconds += time.perf_counter() - begin
             self._aheads.popleft()
             return bool(self._aheads)
 
@@ -230,7 +236,11 @@ class DraftHost:
             return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
 
     def _plan_ahead(self, answered: list[tuple[_Wish, tuple[int, ...]]]) -> None:
-        """Go on below the chains among these answers when there is time, those of one length together."""
+        """Go on below the chains among these answers when there is time, those of one length together.
+
+        What nobody waits for any more is let go here: while messages never cease, `go_on` gets no turn to find it.
+        """
+        self._aheads = deque(ahead for ahead in self._aheads if ahead.sessions)
         groups: dict[tuple[str, int, int, bool], list[tuple[_Wish, tuple[int, ...]]]] = {}
         for wish, tokens in answered:
             is_guessed, depth = wish.guessed is not None, wish.shape.depth

@@ -1,0 +1,108 @@
+"""Targets that have no place left: an answer that was begun goes on all the same, and a new request looks twice."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+from served_api import LocalTargets, _Stream
+
+from moray.decoding.engine_config import EngineConfig
+from moray.decoding.request import Request, Update
+from moray.targets.spec import TargetConfig
+from serve.config import ApiConfig, ServeConfig
+from serve.errors import ApiError
+from serve.gateway import Gateway
+from serve.target import TargetReplica
+
+REQUEST = Request(prompt=(5, 6, 7), max_new_tokens=12)
+
+
+class Targets(LocalTargets):
+    """The handle of several replicas, the first of which is full; the calls go where a test says."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        super().__init__(TargetReplica(config))
+        self.free = TargetReplica(config)
+        self.calls: list[Any] = []
+        self.num_calls = 0
+
+    def _generate(self, request: Request, is_resumed: bool) -> _Stream:
+        self.num_calls += 1
+        call = self.calls.pop(0) if self.calls else self.replica.generate
+        return _Stream(call(request, is_resumed))
+
+
+def dies_after(updates: list[Update], error: Exception) -> Any:
+    """A replica that gives so much of an answer."""
+
+    async def generate(request: Request, is_resumed: bool) -> AsyncIterator[Update]:
+        for update in updates:
+            yield update
+        raise error
+
+    return generate
+
+
+@pytest.fixture
+def config(chat_target):
+    """One sequence at a time, and nobody waits."""
+    return ServeConfig(
+        target=TargetConfig(model=str(chat_target), device="cpu"),
+        engine=EngineConfig(max_sequences=1, kv_tokens=512),
+        max_waiting=0,
+        api=ApiConfig(model_name="tiny"),
+    )
+
+
+def with_a_full_target(config, test) -> None:
+    """Run `test(gateway, targets, updates)`, with what the answer is when there is room."""
+
+    async def run() -> None:
+        targets = Targets(config)
+        gateway = Gateway(config, targets)
+        try:
+            expected = [update async for update in targets.free.generate(REQUEST)]
+            taken = targets.replica.generate(REQUEST.model_copy(update={"max_new_tokens": 100}))
+            await anext(taken)
+            await test(gateway, targets, expected)
+            await taken.aclose()  # until here its place is taken, though the engine has long been through with it
+        finally:
+            for replica in (targets.replica, targets.free):
+                replica.running.close()
+
+    asyncio.run(run())
+
+
+def tokens_of(updates: list[Update]) -> list[int]:
+    return [token for update in updates for token in update.tokens]
+
+
+@pytest.mark.parametrize("num_updates", [0, 2])
+@pytest.mark.parametrize("is_queue_full", [False, True])
+def test_an_answer_that_was_begun_goes_on_at_a_full_target(config, num_updates, is_queue_full):
+    from ray.serve.exceptions import BackPressureError
+
+    async def test(gateway, targets, expected):
+        targets.calls = [dies_after(expected[:num_updates], RayError("the replica died"))]
+        if is_queue_full:
+            targets.calls.append(dies_after([], BackPressureError(num_queued_requests=1, max_queued_requests=1)))
+        answer = [update async for update in gateway.generate(REQUEST)]
+        assert tokens_of(answer) == tokens_of(expected)
+        assert answer[-1].finish_reason == expected[-1].finish_reason
+        assert targets.num_calls == 2 + is_queue_full
+
+    with_a_full_target(config, test)
+
+
+def test_a_new_request_looks_for_a_place_twice(config):
+    async def test(gateway, targets, expected):
+        with pytest.raises(ApiError, match="all places are taken") as caught:
+            await anext(gateway.generate(REQUEST))
+        assert (caught.value.status, targets.num_calls) == (429, 2)
+        targets.calls = [targets.replica.generate, targets.free.generate]
+        assert tokens_of([update async for update in gateway.generate(REQUEST)]) == tokens_of(expected)
+        assert targets.num_calls == 4
+
+    with_a_full_target(config, test)
