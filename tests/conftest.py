@@ -70,3 +70,12 @@ def ray_session() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def unchecked_shapes() -> Iterator[None]:
+    """Thousands of tiny cycles: checking the tensors' shapes, as other tests do, would cost several times as much."""
+    from shape_checks import unchecked
+
+    with unchecked():
+        yield

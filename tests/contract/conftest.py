@@ -132,10 +132,3 @@ def four_tokens(tmp_path_factory) -> TinyTarget:
 def four_tokens_two_layers(tmp_path_factory) -> TinyTarget:
     """The same with a last layer that a drafter may run."""
     return load_target(tmp_path_factory.mktemp("four_deep"), num_hidden_layers=2, **FOUR_TOKENS)
-
-
-@pytest.fixture
-def unchecked_shapes():
-    """Thousands of tiny cycles: checking the tensors' shapes, as other tests do, would cost several times as much."""
-    with unchecked():
-        yield

@@ -103,6 +103,7 @@ def test_rows_that_accept_different_paths_stay_apart(tiny, half_right, shape, pa
     assert {0, 1, 2} <= accepted, "paths of every length"
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_sparse_trees_and_the_other_rules(tiny, half_right):
     """Rejection and typical acceptance draw by sequence and position: alone, the same text comes out."""
     sparse = SparseShape(type="sparse", paths=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
@@ -117,6 +118,7 @@ def test_sparse_trees_and_the_other_rules(tiny, half_right):
             assert [g.accepted for g in generations] == [g.accepted for g in expected]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_one_sequence_has_the_cycles_of_the_decoder_for_one(tiny):
     prompt = tiny.prompt()
     for variant in ("moa-1", "eagle-0", "pretrained-0", "ngram-0"):
@@ -128,6 +130,7 @@ def test_one_sequence_has_the_cycles_of_the_decoder_for_one(tiny):
                 assert getattr(generation, name) == getattr(expected, name), (variant, shape.name, name)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_neighbours_change_no_cycle(tiny):
     """What is observed of a row is what is observed of it alone, so its drafts are accepted as alone."""
     prompts = prompts_of(tiny)

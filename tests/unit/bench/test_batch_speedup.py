@@ -15,14 +15,6 @@ CHAIN = SHAPES["chain"]
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 
-@pytest.fixture
-def unchecked_shapes():
-    from shape_checks import unchecked
-
-    with unchecked():
-        yield
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> TinyTarget:
     return load_target(tmp_path_factory.mktemp("batch"))

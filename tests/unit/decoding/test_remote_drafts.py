@@ -124,6 +124,7 @@ def _unchecked():
         yield
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("variant", ["moa-0", "moa-2", "eagle-0", "independent-0", "medusa-0", "ngram-0"])

@@ -58,6 +58,7 @@ def test_a_restricted_drafter_is_saved_and_loaded_as_it_is(tiny, name, tmp_path)
     assert torch.equal(scores(tiny, loaded), scores(tiny, drafter))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("name", TRAINED)
 def test_text_does_not_depend_on_it(tiny, name):
     drafter = build(tiny, VARIANTS[name])

@@ -161,8 +161,8 @@ class SocketServer:
             answer: called with each frame; a connection whose frame makes it fail is closed.
             host: address to listen at.
             secret: hexadecimal, 32 bytes; who does not send it first is not listened to.
-            go_on: called whenever nothing has come, for as long as it says that there is more to do; frames wait for it,
-                so it should be brief.
+            go_on: called whenever nothing has come, for as long as it says that there is more to do; frames wait for
+                it, so it should be brief.
         """
         self._answer = answer
         self._go_on = go_on
