@@ -55,7 +55,9 @@ class RayCluster:
         with (self._folder / "log").open("w") as log:
             self._process = psutil.Popen(
                 ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
-                 "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", f"--num-cpus={num_cpus}",
+                 "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
+                 f"--dashboard-agent-listen-port={free_port()}",  # another Ray of this machine has the usual one
+                 f"--num-cpus={num_cpus}",
                  f"--object-store-memory={200 * 2**20}", f"--temp-dir={self._folder / 'ray'}"],
                 env=self.environment | {"MORAY_RUNS": str(runs)}, cwd=self._folder, stdout=log, stderr=log,
             )  # fmt: skip
@@ -81,8 +83,12 @@ class RayCluster:
 
     def submit(self, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
         """A job of the shipped runtime environment, until it ends."""
-        runtime_env = ("--runtime-env", "configs/runtime_env.yaml")
-        return self.run("ray", "job", "submit", *runtime_env, "--", *words, **changes)
+        command = ("ray", "job", "submit", "--runtime-env", "configs/runtime_env.yaml", "--", *words)
+        deadline = time.monotonic() + 60
+        while "No available agent to submit job" in (job := self.run(*command, **changes)).stderr:
+            assert time.monotonic() < deadline, job.stderr
+            time.sleep(1)  # a head takes jobs only some time after it has started
+        return job
 
     def get(self, path: str, token: str | None = None) -> Any:
         """Of the dashboard, without the token unless it is given."""
