@@ -14,7 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from moray.bench.configs import EngineBenchmarkConfig
-from moray.bench.loading import load_drafters, load_target, nothing_fits
+from moray.bench.loading import first_prompts, load_drafters, load_target
 from moray.bench.recording import record
 from moray.bench.spread import quartiles
 from moray.bench.wording import number, percent, times
@@ -43,10 +43,7 @@ def benchmark_engine(config: EngineBenchmarkConfig, console: Console) -> dict[st
     questions, tokenizer, target = load_target(config)
     drafters = load_drafters(config.drafters, target, tokenizer)
     room = target.spec.max_positions - config.max_new_tokens
-    asked = [tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
-    prompts = [prompt for prompt in asked if len(prompt) <= room]
-    if not prompts:
-        raise nothing_fits(config.questions, room)
+    prompts = first_prompts(questions, tokenizer, room, config.questions)
     eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
     pairs = [(name, size) for name in drafters for size in config.batches]
     costs = {name: _costs(config, target, drafter) for name, drafter in drafters.items()}

@@ -1,6 +1,6 @@
 """From what a configuration names to a target, questions, and drafters that decode."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +40,19 @@ def load_target(
     questions = read_questions(config.questions, config.num_questions, categories)
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
     return questions, tokenizer, Target.load(config.target)
+
+
+def first_prompts(questions: Sequence[Question], tokenizer: ChatTokenizer, room: int, path: str) -> list[list[int]]:
+    """The questions' first turns as prompts, without those of more than `room` tokens.
+
+    Raises:
+        DataError: none is left, of `path`.
+    """
+    asked = [tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    prompts = [prompt for prompt in asked if len(prompt) <= room]
+    if not prompts:
+        raise nothing_fits(path, room)
+    return prompts
 
 
 def nothing_fits(questions: str, capacity: int) -> DataError:

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from moray.bench.configs import ChannelName, ChannelsBenchmarkConfig
 from moray.bench.conversations import Conversation, longest_of, record_conversation
-from moray.bench.loading import load_drafters, load_target, nothing_fits
+from moray.bench.loading import first_prompts, load_drafters, load_target
 from moray.bench.recording import record
 from moray.bench.spread import quartiles
 from moray.bench.wording import count, number
@@ -70,10 +70,7 @@ def _record(config: ChannelsBenchmarkConfig, done: Callable[[], None]) -> tuple[
     questions, tokenizer, target = load_target(config)
     _, drafter = load_drafters((config.drafter,), target, tokenizer).popitem()
     room = target.spec.max_positions - config.max_new_tokens
-    asked = [tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
-    prompts = [prompt for prompt in asked if len(prompt) <= room]
-    if not prompts:
-        raise nothing_fits(config.questions, room)
+    prompts = first_prompts(questions, tokenizer, room, config.questions)
     eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
     conversations = {}
     for size in config.batches:
