@@ -47,7 +47,7 @@ def test_memory_follows_the_number_of_tokens_and_not_the_length_of_sequences(mon
     drafter = build(tiny, VARIANTS[name]).train()
     peaks = [peak(tiny, drafter, 256 // seq, seq) for seq in (64, 256)]
     assert max(peaks) < 1.1 * min(peaks)
-    assert peak(tiny, drafter, 2, 256) < 2.1 * peaks[-1]
+    assert peak(tiny, drafter, 2, 256) < 2.2 * peaks[-1]
 
 
 @pytest.mark.parametrize("name", TRAINED)
