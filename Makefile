@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip
 STAMP := .venv/.installed
-# Tests run in so many processes; all that use Ray share one of them (tests/conftest.py).
+# Tests run in so many processes; those on Ray by folder (tests/conftest.py).
 WORKERS ?= 2
 PYTEST := .venv/bin/python -m pytest -n $(WORKERS)
 

@@ -35,14 +35,14 @@ jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Processes that share the tests take them file by file, so that what a file sets up is set up once; one process
-    takes all that use Ray. (xdist 3.8's own groups are lost with pytest 9.2.)"""
+    """Processes that share the tests take them file by file, so that what a file sets up is set up once; those on Ray
+    by folder, each with a Ray of its own. (xdist 3.8's own groups are lost with pytest 9.2.)"""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "tests/ray" if file.startswith("tests/ray/") else file
+            return file.rpartition("/")[0] if file.startswith("tests/ray/") else file
 
     return ByFile(config, log)
 

@@ -6,7 +6,8 @@ named `NAME@REPLICA` goes to that replica and nowhere else while it lives. Calls
 Serve 2.60.0's base router indexes waiting calls by `internal_request_id`, which all calls made inside one request
 share: of several, it forgets all but the first, which then wait for ever. That is also what its own routers that are
 not first-in-first-out do. Here calls are indexed by their metadata, one object per call. The three methods that do so
-are private to Serve, which is why Ray's version is pinned exactly; tests/ray/test_sticky_router.py hangs without them.
+are private to Serve, which is why Ray's version is pinned exactly; tests/ray/serving/test_sticky_router.py hangs
+without them.
 """
 
 import random

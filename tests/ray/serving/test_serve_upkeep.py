@@ -8,10 +8,10 @@ import time
 import aiohttp
 import psutil
 import pytest
-from served_app import MODEL, ServedApp, plain_texts, questions
+from served_app import MODEL, NUM_QUESTIONS, questions
 
 pytestmark = pytest.mark.slow
-NUM_QUESTIONS, AT_ONCE = 48, 16
+AT_ONCE = 16
 SCALING = {
     "min_replicas": 1,
     "max_replicas": 2,
@@ -22,18 +22,6 @@ SCALING = {
 }
 MOST_GROWTH = 3 << 20
 """Bytes of one process over a thousand requests: allocators come to rest slowly."""
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_target):
-    return plain_texts(tiny_target, questions(NUM_QUESTIONS))
-
-
-@pytest.fixture(scope="module")
-def app(ray_session, tiny_target):
-    app = ServedApp(tiny_target, {})
-    yield app
-    app.close()
 
 
 @pytest.mark.timeout(600)

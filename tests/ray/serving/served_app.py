@@ -20,6 +20,8 @@ from moray.text import ChatTokenizer
 
 APPLICATION = "moray-test"
 MODEL = "tiny"
+NUM_QUESTIONS = 50
+"""Of the tests that compare all texts."""
 
 
 @dataclass(frozen=True)

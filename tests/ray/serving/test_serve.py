@@ -5,22 +5,10 @@ import threading
 import time
 
 import pytest
-from served_app import Question, ServedApp, plain_texts, questions
+from served_app import NUM_QUESTIONS, Question, ServedApp, questions
 
 pytestmark = pytest.mark.slow
-NUM_QUESTIONS, AT_ONCE = 50, 16
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_target):
-    return plain_texts(tiny_target, questions(NUM_QUESTIONS))
-
-
-@pytest.fixture(scope="module")
-def app(ray_session, tiny_target):
-    app = ServedApp(tiny_target, {})
-    yield app
-    app.close()
+AT_ONCE = 16
 
 
 @pytest.mark.timeout(600)
