@@ -97,6 +97,7 @@ def _row_groups(manifest: Manifest) -> dict[str, list[list[int]]]:
     return {name: info.row_groups for name, info in manifest.shards.items()}
 
 
+@pytest.mark.slow
 def test_added_columns_are_those_of_a_cache_made_with_all_at_once(
     cache: Path,
     few_columns: Path,

@@ -51,6 +51,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_a_quantised_cache_is_close_to_the_unquantised_one(
     tiny_cache: Path, tiny_target: Path, chats_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

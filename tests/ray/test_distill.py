@@ -252,6 +252,7 @@ def test_a_run_is_not_taken_up_for_another_target(
         is_complete(config)
 
 
+@pytest.mark.slow
 def test_a_list_of_checkpoints_that_a_kill_cut_short_costs_nothing(
     distilled: DistilConfig, tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
@@ -277,6 +278,7 @@ def test_a_list_of_checkpoints_that_a_kill_cut_short_costs_nothing(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_ray_has_not_listed_counts(
     distilled: DistilConfig, tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:

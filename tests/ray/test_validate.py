@@ -52,6 +52,7 @@ def validated(
     return config
 
 
+@pytest.mark.slow
 def test_every_checkpoint_has_a_row_and_the_last_one_too(validated: DistilConfig) -> None:
     folder = Path(validated.output)
     rows = read_validation(folder)
@@ -65,6 +66,7 @@ def test_every_checkpoint_has_a_row_and_the_last_one_too(validated: DistilConfig
     assert [is_validated(validated, step) for step in (10, 15, 20, 24)] == [True, False, True, False]
 
 
+@pytest.mark.slow
 def test_tensorboard_and_mlflow_show_the_same(validated: DistilConfig) -> None:
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 ROW_KEYS = {
     "drafter",
     "tree",

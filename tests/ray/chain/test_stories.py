@@ -11,7 +11,7 @@ from pipelines import cache_activations, distill, evaluate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 NUM_HELD_OUT = 40
 
 
