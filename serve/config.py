@@ -16,7 +16,7 @@ from moray.trees.shapes import MAX_DEPTH, num_expanded_ahead
 class ApiConfig(Config):
     """Limits and rules of the HTTP interface."""
 
-    model_name: str | None = None
+    model_name: str | None = Field(default=None, min_length=1)
     """What clients call the model; None: the last part of the target's name."""
     api_keys_file: str | None = None
     """File with one bearer key per line; None: everybody may ask."""
@@ -61,6 +61,11 @@ class ServeConfig(Config):
     def _check(self) -> "ServeConfig":
         if any(not name or name.strip() != name for name in self.drafters):
             raise ValueError("drafters holds a name that is empty or begins or ends with a space; rename it")
+        if self.engine.num_groups > 1 and (self.placement != "pool" or not self.drafters):
+            raise ValueError(
+                f"engine.num_groups is {self.engine.num_groups}, but there is no pool of drafters to work meanwhile: "
+                "leave it at 1"
+            )
         if self.run_ahead:
             self._check_run_ahead()
         return self
@@ -77,6 +82,8 @@ class ServeConfig(Config):
             raise ValueError(
                 f"run_ahead is true, but engine.tree.depth {tree.depth}; at most {(MAX_DEPTH - 1) // 2} can be doubled"
             )
+        if not self.drafters:
+            raise ValueError("run_ahead is true, but drafters is empty; name one, or leave it out")
 
     @property
     def num_expanded(self) -> int:

@@ -53,10 +53,9 @@ class DrafterReplica:
         }
         if config.run_ahead:
             _warn_who_cannot_run_ahead(drafters, config)
-        capacity = min(head.spec.max_positions, config.engine.capacity or head.spec.max_positions)
         self.host = DraftHost(
             drafters,
-            capacity,
+            config.engine.most_positions(head.spec.max_positions),
             config.num_expanded,
             config.session_idle_seconds,
             run_ahead=config.run_ahead,

@@ -5,7 +5,6 @@ updates go to the event loop in one call.
 """
 
 import asyncio
-import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field
 from moray.decoding.engine import Engine
 from moray.decoding.request import Request, Update
 from moray.errors import MorayError
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class OverloadedError(MorayError):
@@ -39,14 +36,23 @@ class _Answer:
 class EngineThread:
     """Runs an engine for as long as it has something to do, and sleeps otherwise."""
 
-    def __init__(self, engine: Engine, max_waiting: int) -> None:
-        """Must be made where an event loop runs; its streams belong to it."""
+    def __init__(
+        self, engine: Engine, max_waiting: int, on_failure: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """Must be made where an event loop runs; its streams belong to it.
+
+        Args:
+            engine: that nobody else touches from now on.
+            max_waiting: sequences beyond those that run.
+            on_failure: called in the event loop when a defect has ended the engine, once all streams know.
+        """
         self.engine = engine
         self._most = engine.config.max_sequences + max_waiting
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[int, _Answer] = {}
         self._open: list[_Answer] = []
+        self._on_failure = on_failure
         self.failure: BaseException | None = None
         """What ended the thread, if anything has."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -100,8 +106,7 @@ class EngineThread:
         try:
             while self._handle_inbox():
                 self._deliver(self.engine.step())
-        except BaseException as error:
-            _LOGGER.exception("the engine has failed")
+        except BaseException as error:  # noqa: BLE001 - a thread's end is told to everybody
             self.failure = error
             self._loop.call_soon_threadsafe(self._fail, error)
 
@@ -140,10 +145,12 @@ class EngineThread:
     def _fail(self, error: BaseException) -> None:
         for answer in self._open:
             answer.updates.put_nowait(_failed(error))
+        if self._on_failure is not None:
+            self._on_failure(error)
 
 
 def _failed(error: BaseException) -> EngineFailedError:
-    return EngineFailedError(f"the engine has failed: {type(error).__name__}: {error}")
+    return EngineFailedError(f"the engine has failed: {type(error).__name__}")  # its words may quote a prompt
 
 
 def _put(pairs: list[tuple[_Answer, Update]]) -> None:

@@ -2,18 +2,20 @@
 
 import asyncio
 import logging
+import uuid
 from typing import Any
 
 from moray.decoding.remote.channel import Endpoint
-from moray.decoding.remote.source import Places
+from moray.decoding.remote.places import Places
 
 _LOGGER = logging.getLogger("ray.serve")
 _PAUSE_SECONDS = 0.2
-"""Before a lease that was lost is asked for anew."""
+"""Before a lease that was lost is asked for anew; twice as long each time that the same session has lost it."""
+_LONGEST_PAUSE_SECONDS = 10.0
 
 
 class LeasedPlaces(Places):
-    """Serve's router chooses the replica: the less busy of two, and always the same for one session."""
+    """Serve's router chooses the replica: the less busy of two; a lease keeps a session there."""
 
     def __init__(self, drafters: Any) -> None:
         """`drafters` is the handle of the drafter deployment."""
@@ -21,6 +23,8 @@ class LeasedPlaces(Places):
         self._loop: Any = None
         self._found: dict[str, Endpoint] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._pauses: dict[str, float] = {}
+        """Of sessions that have lost a lease: seconds before the next is asked for."""
 
     def start(self) -> None:
         """Called where the event loop runs that keeps the leases, before any is asked for."""
@@ -56,18 +60,22 @@ class LeasedPlaces(Places):
     def _again(self, session: str) -> None:
         if session in self._tasks:
             self._tasks[session].cancel()
-            self._begin(session, _PAUSE_SECONDS)
+            pause = self._pauses.get(session, _PAUSE_SECONDS)
+            self._pauses[session] = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._begin(session, pause)
 
     def _end(self, session: str) -> None:
         task = self._tasks.pop(session, None)
         if task is not None:
             task.cancel()
         self._found.pop(session, None)
+        self._pauses.pop(session, None)
 
     async def _hold(self, session: str, pause: float) -> None:
         while True:
             await asyncio.sleep(pause)
-            lease = self._drafters.options(stream=True, session_id=session).lease.remote(session)
+            # A new name for each lease: by the old one Serve's router would find the replica that was just given up.
+            lease = self._drafters.options(stream=True, session_id=uuid.uuid4().hex).lease.remote(session)
             try:
                 async for endpoint in lease:
                     self._found[session] = endpoint

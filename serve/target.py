@@ -1,6 +1,8 @@
 """A target replica: the engine, and who drafts for it. Plain Python; `serve.app` makes it a deployment."""
 
+import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -18,12 +20,15 @@ from moray.text import ChatTokenizer
 from moray.trees.shapes import AdaptiveShape
 from serve.config import ServeConfig
 from serve.engine_thread import EngineThread
+from serve.failures import describe
 from serve.leases import LeasedPlaces
 from serve.metrics.publisher import Publisher
 from serve.metrics.readings import read_engine
 from serve.metrics.sink import Nowhere, Sink
 
 _LOGGER = logging.getLogger("ray.serve")
+_LAST_SECONDS = 0.1
+"""In which those whom a failed engine was answering are told."""
 
 
 class TargetReplica:
@@ -67,7 +72,7 @@ class TargetReplica:
         if self._thread is None:
             if self._places is not None:
                 self._places.start()
-            self._thread = EngineThread(self._engine, self._config.max_waiting)
+            self._thread = EngineThread(self._engine, self._config.max_waiting, self._end)
             self._publisher.start()
         return self._thread
 
@@ -81,14 +86,20 @@ class TargetReplica:
 
     def _sources(self) -> Mapping[str, DraftSource]:
         if self._places is None:
-            sizes = self._target.spec.max_positions, self._config.engine.tree.num_expanded
-            cost = self._config.engine.synthetic.draft
+            engine = self._config.engine
+            sizes = engine.most_positions(self._target.spec.max_positions), engine.tree.num_expanded
+            cost = engine.synthetic.draft
             return {name: LocalDrafts(drafter, *sizes, cost) for name, drafter in self._drafters.items()}
         timeout, debts = self._config.draft_timeout_ms / 1000, 1 + self._config.engine.num_groups
         return {
             name: RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)
             for name, drafter in self._drafters.items()
         }
+
+    def _end(self, error: BaseException) -> None:
+        """End this process: alive, a replica that refuses everybody at once would look the least busy of all."""
+        _LOGGER.critical("the engine has failed: %s", describe(error, self._config.api.log_prompts))
+        asyncio.get_running_loop().call_later(_LAST_SECONDS, os._exit, 1)
 
     async def describe(self) -> dict[str, Any]:
         """What the gateway has to know, and how busy this replica is."""

@@ -73,6 +73,19 @@ def test_long_prompts_are_read_in_pieces(tiny):
     assert together(target, prompts, GREEDY, 2048) == alone(target, prompts, GREEDY)
 
 
+def test_answers_go_on_however_many_requests_end_with_their_first_token(tiny):
+    """Each step brings another first token, which must not put off the cycle of all others for ever."""
+    target, (prompt,) = tiny("llama").target, prompts_of(1, 20)
+    engine = engine_of(target, 1024)
+    number = engine.submit(request(prompt))
+    answer: list[int] = []
+    for _ in range(3 * NEW_TOKENS):
+        engine.submit(Request(prompt=(1, 2, 3), max_new_tokens=1))
+        for update in engine.step():
+            answer += update.tokens if update.number == number else []
+    assert answer == alone(target, [prompt], GREEDY)[0][0]
+
+
 def test_prompts_may_come_while_others_are_answered(tiny):
     """As the later turns of a conversation do: longer ones among shorter ones, so that rows are cut anew."""
     target, prompts = tiny("llama").target, prompts_of(16, 200, seed=2)

@@ -13,7 +13,8 @@ from moray.decoding.engine_config import EngineConfig
 from moray.decoding.remote.channel import Channel, Endpoint
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import pack, unpack_request
-from moray.decoding.remote.source import Places, RemoteDrafts
+from moray.decoding.remote.places import Places
+from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
 from moray.drafters.base import Drafter
 from moray.errors import DataError

@@ -33,7 +33,6 @@ class BatchPlanner:
     def know(self, costs: Mapping[int, Costs]) -> None:
         """What was measured: by rows of a pass, ascending; `draft` is what drafts for all of them take."""
         self._costs, self._sizes = costs, sorted(costs)
-        self._planned = 0
 
     def next_shape(self, num_rows: int, num_drafted: int) -> GrowableShape | None:
         """What to draft for `num_drafted` of the rows of the next pass; None for no draft at all."""
@@ -56,6 +55,11 @@ class BatchPlanner:
     def record(self, num_levels: int, num_accepted: int) -> None:
         """What became of one sequence's draft."""
         self._acceptance.record(0, num_levels, num_accepted)
+
+    def forget(self) -> None:
+        """A cycle has passed without any draft: what is not tried for long is believed to be as it was at first."""
+        self._draft.forget()
+        self._acceptance.record(0, 0, 0)
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
         """What a pass over rows of at most `num_nodes` tokens took."""

@@ -42,8 +42,8 @@ class Drafting:
         self._stats = stats
 
     def expect(self, number: int, num_running: int) -> None:
-        """A sequence begins beside so many others; if drafts are likely to be wanted, the source may prepare."""
-        if self.planner.next_shape(num_running + 1, num_running + 1) is not None:
+        """A sequence, one of so many, begins; if drafts are likely to be wanted, the source may prepare."""
+        if self.planner.next_shape(num_running, num_running) is not None:
             self.source.open(number)
 
     def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
@@ -65,8 +65,10 @@ class Drafting:
 
     def collect(self, running: list[EngineSequence], rows: list[int]) -> dict[int, TokenTree]:
         """The drafts asked for, by row; those that did not come in time are missing."""
-        rows = [row for row in rows if running[row].asked is not None]
+        has_rows, rows = bool(rows), [row for row in rows if running[row].asked is not None]
         if not rows:
+            if has_rows:
+                self.planner.forget()
             return {}
         begin = time.perf_counter()
         found = self.source.collect([running[row].number for row in rows])

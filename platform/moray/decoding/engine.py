@@ -27,7 +27,7 @@ from moray.decoding.roster import Roster
 from moray.decoding.sequence import EngineSequence
 from moray.decoding.stop import Decode
 from moray.decoding.target_rows import TargetRows
-from moray.errors import DataError
+from moray.errors import ConfigError, DataError
 from moray.targets.model import Target, TargetOutput
 from moray.trees.grow import root_alone
 from moray.trees.tree import TokenTree
@@ -70,14 +70,18 @@ class Engine:
         self._eos_ids = frozenset(eos_ids)
         self._decode = decode
         longest = min(target.spec.max_positions, self._rows.cache.num_slots - most_nodes)
-        self.capacity = min(longest, config.capacity or longest)
+        if longest < max(1, config.capacity or 1):
+            raise ConfigError(
+                f"engine.capacity is {config.capacity}, but the target's context is {target.spec.max_positions}, and "
+                f"engine.kv_tokens {config.kv_tokens} less a tree of {most_nodes} nodes: give less of it, or more"
+            )
+        self.capacity = config.capacity or longest
         """Most tokens of prompt and answer together."""
         self._roster = Roster(self._rows.cache, config, most_nodes)
         self._num_submitted = 0
         self._updates: list[Update] = []
         self._is_second = True
-
-    # --- What callers do ---
+        self._is_put_off = False
 
     def submit(self, request: Request) -> int:
         """Put a request in line; returns its number.
@@ -143,14 +147,16 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """One chunk of prompts, and one cycle unless first tokens have come: they wait for nothing. Returns news."""
+        """One chunk of prompts, and one cycle; first tokens do not wait for it, but never put it off twice in a row.
+        Returns news."""
         self.stats.num_steps += 1
         with self.stats.timed("admit"):
             self._admit()
         if self._roster.reading:
             with self.stats.timed("prefill"):
                 self._read()
-        if self._roster.running and not self._updates:
+        self._is_put_off = bool(self._updates) and not self._is_put_off
+        if self._roster.running and not self._is_put_off:
             self._cycle()
         updates, self._updates = self._updates, []
         ended = {update.number for update in updates if update.finish_reason is not None}
@@ -169,8 +175,6 @@ class Engine:
             if sequence.number in gone and sequence.drafting is not None:
                 sequence.drafting.source.close(sequence.number)
         self._roster.settle(gone)
-
-    # --- Prompts ---
 
     def _read(self) -> None:
         """Read the next chunk of every prompt in line; choose the first token where that was its last."""
@@ -205,8 +209,6 @@ class Engine:
         for row, (sequence, token) in enumerate(zip(sequences, torch.cat(chosen).tolist(), strict=True)):
             self._emit(sequence, Accepted([], [], token), None, logits[row : row + 1])
             self.stats.num_tokens += 1
-
-    # --- One cycle ---
 
     def _cycle(self) -> None:
         """Propose, verify, accept and commit for the running sequences whose turn it is.

@@ -29,3 +29,7 @@ class EngineConfig(Config):
     """Of the drafts. An adaptive one follows batch size and acceptance, down to no draft at all."""
     synthetic: SyntheticCosts = SyntheticCosts()
     """For scaling experiments only: sleeps, as an accelerator would be waited for. None by default."""
+
+    def most_positions(self, max_positions: int) -> int:
+        """Most tokens that a sequence can come to, of a target with such a context: what drafters need room for."""
+        return min(max_positions, self.capacity or max_positions, self.kv_tokens)

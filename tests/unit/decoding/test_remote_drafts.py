@@ -3,6 +3,8 @@
 import secrets
 import socket
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +17,13 @@ from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.params import SamplingParams
+from moray.decoding.remote import places
+from moray.decoding.remote import source as source_module
 from moray.decoding.remote.channel import Endpoint, SocketChannel, SocketServer
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, pack, unpack_reply, unpack_request
-from moray.decoding.remote.source import Places, RemoteDrafts
+from moray.decoding.remote.places import Places
+from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
 from moray.decoding.sampling import Sampler
 from moray.decoding.speculate import PlainDecoder
@@ -263,6 +268,55 @@ def test_cancelled_sequences_leave_both_sides(tiny, pool_of):
     assert not engine.is_busy
     assert engine.kv_used == 0
     assert sorted(pool.opened) == sorted(pool.closed)
+
+
+def test_what_cannot_be_reached_is_left_alone_for_longer_and_longer(monkeypatch, tiny, pool_of):
+    """Each attempt stops the engine for as long as it may take: there are few."""
+    now, attempts = [0.0], []
+    monkeypatch.setattr(places, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def connect(place):
+        attempts.append(now[0])
+        raise UnreachableError("a firewall")
+
+    pool, requests = pool_of(), requests_of(tiny)
+    engine = engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10, connect=connect))
+    answers = {engine.submit(request): [] for request in requests}
+    while engine.is_busy:
+        now[0] += 0.25
+        for update in engine.step():
+            answers[update.number] += update.tokens
+    assert list(answers.values()) == alone(tiny, requests)
+    pauses = [after - before for before, after in pairwise(attempts)]
+    assert len(pauses) >= 2
+    assert pauses[0] >= 1.0
+    assert all(after >= 1.9 * before for before, after in pairwise(pauses))
+
+
+def test_many_sequences_are_told_in_several_messages(monkeypatch, tiny, pool_of):
+    """One after the other, where their memory does not fit into one message; each is drafted for all the same."""
+    monkeypatch.setattr(source_module, "_MAX_TOLD_BYTES", 4096)
+    pool, requests = pool_of(), requests_of(tiny)
+    sent, engine = [], engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10), SHAPES["fixed"])
+    monkeypatch.setattr(source_module, "pack", lambda request, tensors: sent.append(request) or pack(request, tensors))
+    made = answer_together(engine, requests)
+    assert [generation.tokens for generation in made] == alone(tiny, requests)
+    assert engine.stats.num_missed > 0, "all were told at once"
+    assert {entry.session for request in sent for entry in request.entries} == set(pool.opened)
+
+
+def test_a_drafter_that_ends_while_nobody_drafts_there_is_noticed(tiny, pool_of):
+    channels = []
+    pool, requests = pool_of(), requests_of(tiny, count=1)
+    source = RemoteDrafts(
+        pool.drafter, "d", pool, timeout=10, connect=lambda place: channels.append(SocketChannel(place)) or channels[-1]
+    )
+    for number in range(2):
+        answer_together(engine_of(tiny, source), requests)
+        assert len(channels) == number + 1
+        pool.start()
+        pool.kill()
+    assert channels[0]._socket.fileno() == -1, "its socket is closed"
 
 
 # --- The wire ---

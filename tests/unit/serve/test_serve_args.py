@@ -71,5 +71,5 @@ def test_a_folder_with_an_equals_sign_stays_one():
 
 
 def test_who_runs_ahead_holds_more_nodes():
-    args = {"target.model": "x", "engine.tree": "{type: chain, depth: 5}"}
+    args = {"target.model": "x", "drafters.d": "y", "engine.tree": "{type: chain, depth: 5}"}
     assert (read_args(args).num_expanded, read_args(args | {"run_ahead": "true"}).num_expanded) == (5, 11)

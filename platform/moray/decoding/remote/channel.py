@@ -21,7 +21,10 @@ from moray.errors import UnreachableError
 _LOGGER = logging.getLogger(__name__)
 _LENGTH = struct.Struct(">Q")
 _SECRET_BYTES = 32
-_CONNECT_SECONDS = 2.0
+_CONNECT_SECONDS = 0.5
+_SEND_SECONDS = 2.0
+_LEAST_RATE = 50e6
+"""Bytes per second; a slower way is given up."""
 
 
 class Channel(ABC):
@@ -81,7 +84,7 @@ class SocketChannel(Channel):
 
     def send(self, frame: bytes) -> None:
         try:
-            self._socket.settimeout(_CONNECT_SECONDS)
+            self._socket.settimeout(_SEND_SECONDS + len(frame) / _LEAST_RATE)
             self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
         except OSError as error:
             raise UnreachableError(f"the drafter is gone: {error}") from None
@@ -112,7 +115,7 @@ class _Inbox:
         """Take what is there.
 
         Raises:
-            OSError: the other side has closed, or sends too much.
+            OSError: the other side has closed.
         """
         new = connection.recv(1 << 20)
         if not new:
@@ -128,7 +131,11 @@ class _Inbox:
         return taken
 
     def next(self) -> bytearray | None:
-        """The next whole frame."""
+        """The next whole frame.
+
+        Raises:
+            OSError: too long a one was announced.
+        """
         if len(self._bytes) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._bytes)
@@ -219,7 +226,7 @@ class SocketServer:
         except OSError:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(_CONNECT_SECONDS)
+        connection.settimeout(_SEND_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ, _Guest(_Inbox()))
 
     def _serve(self, connection: socket.socket, guest: _Guest) -> None:

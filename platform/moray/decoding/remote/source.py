@@ -7,7 +7,6 @@ not asked again before it has: nothing piles up.
 
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from moray.decoding.drafts import Ask, DraftSource
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel
 from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, pack, restored, unpack_reply
+from moray.decoding.remote.places import Places, Shunned
 from moray.drafters.base import Drafter, Memory
 from moray.errors import DataError, UnreachableError
 from moray.trees.shapes import GrowableShape
@@ -27,26 +27,8 @@ from moray.trees.tree import TokenTree
 
 _STALL_SECONDS = 5.0
 """A drafter that has not answered for so long is given up."""
-
-
-class Places(ABC):
-    """Who says which drafter process has a place for a sequence; called from the engine's thread, never waits."""
-
-    @abstractmethod
-    def open(self, session: str) -> None:
-        """Look for a place."""
-
-    @abstractmethod
-    def find(self, session: str) -> Endpoint | None:
-        """The place, once there is one."""
-
-    @abstractmethod
-    def lose(self, session: str) -> None:
-        """The place that was found does not answer: look for another."""
-
-    @abstractmethod
-    def close(self, session: str) -> None:
-        """The place is not needed any longer."""
+_MAX_TOLD_BYTES = 8 << 20
+"""Of one message, but for its first sequence; the others are told with the next ones."""
 
 
 @dataclass
@@ -81,6 +63,12 @@ class _Told:
     place: Endpoint | None = None
     request: int | None = None
     """Of the request that asked for its draft and is not answered yet."""
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Of memory that its present place has not been sent."""
+        count = len(self.tokens) - self.num_sent
+        return sum(count * rows[0][0].numel() * rows[0].element_size() for rows in self.memory.values())
 
 
 @dataclass
@@ -131,6 +119,7 @@ class RemoteDrafts(DraftSource):
         self._told: dict[int, _Told] = {}
         self._lines: dict[Endpoint, _Line] = {}
         self._closed: dict[Endpoint, list[str]] = {}
+        self._shunned = Shunned()
         self._device = drafter.head.weight.device
         self._num_requests = 0
         self._ready: dict[int, TokenTree] = {}
@@ -160,7 +149,7 @@ class RemoteDrafts(DraftSource):
         if told is None:
             return False
         if told.place is None:
-            told.place, told.num_sent = self._places.find(told.session), 0
+            told.place, told.num_sent = self._find(told.session), 0
         line = None if told.place is None else self._lines.get(told.place)
         if told.place is not None and line is not None and line.debts:
             while self._receive(told.place, line, 0.0):  # it may have answered since
@@ -210,7 +199,13 @@ class RemoteDrafts(DraftSource):
             if told.place is not None:
                 self._closed.setdefault(told.place, []).append(told.session)
 
-    # --- One drafter process ---
+    def _find(self, session: str) -> Endpoint | None:
+        """Its place, unless that was given up lately: then it looks for another."""
+        place = self._places.find(session)
+        if place is None or place not in self._shunned:
+            return place
+        self._places.lose(session)
+        return None
 
     def _send(self, place: Endpoint, asks: list[Ask]) -> None:
         """One message for all sequences that have their place there."""
@@ -218,8 +213,12 @@ class RemoteDrafts(DraftSource):
         params: dict[SamplingParams, int] = {}
         entries: list[Entry] = []
         tensors: dict[str, list[Tensor]] = {}
+        num_bytes = 0
         for ask in asks:
             told = self._told[ask.number]
+            num_bytes += told.num_unsent_bytes
+            if entries and num_bytes > _MAX_TOLD_BYTES:
+                break
             for name, rows in told.memory.items():
                 tensors.setdefault(name, []).append(_last(rows, len(told.tokens) - told.num_sent))
             entries.append(
@@ -236,6 +235,7 @@ class RemoteDrafts(DraftSource):
                 )
             )
             told.num_sent, told.num_kept = len(told.tokens), 0
+        asks = asks[: len(entries)]
         self._num_requests += 1
         request = DraftRequest(
             number=self._num_requests,
@@ -247,6 +247,7 @@ class RemoteDrafts(DraftSource):
         frame = pack(request, tensors)
         try:
             if place not in self._lines:
+                self._drop_dead_lines()
                 self._lines[place] = _Line(self._connect(place))
             line = self._lines[place]
             line.channel.send(frame)
@@ -270,6 +271,7 @@ class RemoteDrafts(DraftSource):
                     raise UnreachableError("the drafter does not answer")
                 return False
             reply = unpack_reply(frame)
+            self._shunned.forgive(place)
             self.stats.num_bytes_received += len(frame)
             self.stats.drafting_seconds += reply.seconds
             self._take_in(line, reply)
@@ -292,6 +294,12 @@ class RemoteDrafts(DraftSource):
             elif drafted.tokens:
                 self._ready[number] = restored(drafted, self._device, shape, self._drafter.spec.vocab_size)
 
+    def _drop_dead_lines(self) -> None:
+        """Processes that have ended while no sequence had its place there: nobody has noticed."""
+        for place, line in [*self._lines.items()]:
+            if not line.debts and all(told.place != place for told in self._told.values()):
+                self._receive(place, line, 0.0)
+
     def _give_up(self, place: Endpoint) -> None:
         """A process is gone: its sequences look for another."""
         line = self._lines.pop(place, None)
@@ -299,6 +307,7 @@ class RemoteDrafts(DraftSource):
             line.channel.close()
         self._closed.pop(place, None)
         self.stats.num_lost += 1
+        self._shunned.add(place)
         for told in self._told.values():
             if told.place == place:
                 told.place, told.num_sent, told.request = None, 0, None
