@@ -46,14 +46,15 @@ def test_drafts_that_take_too_long_end_and_come_back():
     assert cycles_without(planner) > 5
 
 
-def test_an_engine_tries_again_though_all_was_refused(tmp_path):
+def test_an_engine_says_when_it_has_not_drafted(monkeypatch, tmp_path):
     tiny = load_target(tmp_path)
     source = LocalDrafts(build(tiny, VARIANTS["moa-0"]), 320, 64)
     engine = Engine(tiny.target, EngineConfig(kv_tokens=1024, tree=SHAPE), (), drafts={"d": source})
-    engine.drafting["d"].planner.know({1: Costs(verify=[(1, 1e-4), (8, 1e-4)], draft=[(1, 5e-5), (6, 3e-4)])})
-    engine.submit(Request(prompt=tuple(tiny.prompt()), params=GREEDY, max_new_tokens=300))
+    planner, forgotten = engine.drafting["d"].planner, []
+    planner.know({1: Costs(verify=[(1, 1e-4), (8, 1e-4)], draft=[(1, 5e-5), (6, 3e-4)])})
+    monkeypatch.setattr(planner, "forget", lambda: forgotten.append(True))
+    engine.submit(Request(prompt=tuple(tiny.prompt()), params=GREEDY, max_new_tokens=100))
     levels = []
     while engine.is_busy:
         levels += [update.num_levels for update in engine.step()]
-    given_up = levels.index(0, 1)  # the first token is chosen without a draft
-    assert any(levels[given_up:]), "no draft since"
+    assert len(forgotten) == levels.count(0) - 1 > 0, "the first token is chosen without a cycle"
