@@ -120,14 +120,14 @@ def choices_for(
     choices: list[Choice] = []
     for prompt in prompts:
         most = _most_tokens(body, len(prompt), config, capacity)
-        for number in range(body.n):
+        for _ in range(body.n):
             request = Request(
                 prompt=tuple(prompt),
                 params=params,
                 max_new_tokens=most,
                 stop=body.stop_strings,
                 ignore_eos=body.ignore_eos,
-                sequence=number,
+                sequence=len(choices),  # not the same for equal prompts
                 presence_penalty=body.presence_penalty,
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=bias,
