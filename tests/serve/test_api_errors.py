@@ -283,6 +283,17 @@ def test_long_prompts_are_tokenised_beside_the_event_loop(running, monkeypatch):
     assert [thread is running._thread for thread in threads] == [True, True, False, False]
 
 
+def test_what_asks_for_too_many_answers_is_not_tokenised(running, refuse, monkeypatch):
+    texts = []
+    monkeypatch.setattr(running.gateway.tokenizer, "encode_text", texts.append)
+    monkeypatch.setattr(running.gateway.tokenizer, "encode_prompt", texts.append)
+    for body in ({"prompt": ["word"] * 9}, {"prompt": ["word"] * 3, "n": 3}, {"n": 9}):
+        error = refuse(**body)
+        assert error.param == "n"
+        assert "at most 8" in error.message
+    assert texts == []
+
+
 def test_a_strange_host_does_no_harm(running):
     with socket.create_connection(running.address) as connection:
         connection.sendall(b"GET /health/ HTTP/1.1\r\nHost: [::\r\nConnection: close\r\n\r\n")
