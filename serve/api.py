@@ -51,7 +51,7 @@ def build_api(gateway: "Gateway") -> FastAPI:
     @api.get("/health", responses=responses(Health, 503))
     async def health() -> Any:
         """Whether answers can be had."""
-        await gateway.describe()
+        await gateway.check()
         return {"status": "ok"}
 
     @guarded.get("/models", responses=responses(ModelList, 401, 429, 503))

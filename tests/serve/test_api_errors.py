@@ -329,6 +329,30 @@ def test_without_a_target_nothing_is_ready(serve_target):
         assert httpx.get(running.url + "/health").json() == {"status": "ok"}
 
 
+def test_health_follows_the_targets(serve_target, monkeypatch):
+    def health():
+        return httpx.get(running.url + "/health").status_code
+
+    monkeypatch.setattr("serve.gateway._FRESH", 0.0)
+    with serve_target() as running:
+        assert health() == 200
+        running.targets.is_ready = False
+        assert health() == 503
+        assert running.client().models.list().data, "what the targets can do is known"
+        running.targets.is_ready = True
+        assert health() == 200
+
+
+def test_health_asks_the_targets_at_most_once_a_second(serve_target, monkeypatch):
+    monkeypatch.setattr("serve.gateway._FRESH", 60.0)
+    with serve_target() as running:
+        calls, describe = [], running.targets.describe.remote
+        monkeypatch.setattr(running.targets.describe, "remote", lambda: calls.append(1) or describe())
+        for _ in range(3):
+            assert httpx.get(running.url + "/health").status_code == 200
+    assert len(calls) == 1
+
+
 def test_a_defect_is_a_500_in_the_same_shape(serve_target):
     with serve_target() as running:
         client = running.client()
