@@ -22,7 +22,7 @@ class Access:
     """Middleware that answers 401 to who has no key, and 429 to who asks too often."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes], requests_per_minute: int | None) -> None:
-        """Without keys everybody may ask, and addresses are what is limited."""
+        """Without keys everybody may ask, and addresses are what is limited. Each gateway replica counts for itself."""
         self._app = app
         self._keys = tuple(keys)
         self._limit = None if requests_per_minute is None else RateLimit(requests_per_minute)
@@ -54,7 +54,7 @@ class Access:
 
     def _key_number(self, scope: Scope) -> int:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        key = given.strip().encode("latin-1")  # as the header's bytes were
+        key = given.strip(" \t").encode("latin-1")  # as the header's bytes were
         equal = [hmac.compare_digest(key, known) for known in self._keys]  # all of them, so that time tells nothing
         if scheme.lower() != "bearer" or not any(equal):
             message = "no valid key came with the request: send the header Authorization: Bearer KEY"

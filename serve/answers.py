@@ -98,14 +98,9 @@ def choices_for(
     """
     check_model(body.model, config)
     _check_drafter(body.speculation.drafter, config)
+    _check_number(body, config)  # before anything is tokenised
     vocab_size = min(vocab_size, tokenizer.vocab_size)
     prompts = _prompts(body, tokenizer, vocab_size)
-    if body.n * len(prompts) > config.api.max_choices:
-        raise ApiError(
-            400,
-            f"{body.n * len(prompts)} answers are asked for; at most {config.api.max_choices} are made at once",
-            "n",
-        )
     seed = secrets.randbits(63) if body.seed is None else body.seed
     top_k = max(body.top_k, 0)
     params = SamplingParams(temperature=body.temperature, top_k=top_k, top_p=body.top_p, min_p=body.min_p, seed=seed)
@@ -120,14 +115,14 @@ def choices_for(
     choices: list[Choice] = []
     for prompt in prompts:
         most = _most_tokens(body, len(prompt), config, capacity)
-        for number in range(body.n):
+        for _ in range(body.n):
             request = Request(
                 prompt=tuple(prompt),
                 params=params,
                 max_new_tokens=most,
                 stop=body.stop_strings,
                 ignore_eos=body.ignore_eos,
-                sequence=number,
+                sequence=len(choices),  # not the same for equal prompts
                 presence_penalty=body.presence_penalty,
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=bias,
@@ -151,6 +146,12 @@ def _check_drafter(drafter: str | None, config: ServeConfig) -> None:
     if drafter is not None and drafter not in config.drafters:
         known = ", ".join(config.drafters) or "none at all"
         raise ApiError(400, f"speculation.drafter is '{drafter}'; there are: {known}", "speculation")
+
+
+def _check_number(body: ChatRequest | CompletionRequest, config: ServeConfig) -> None:
+    number = body.n * (1 if isinstance(body, ChatRequest) else len(_separate(body.prompt)))
+    if number > config.api.max_choices:
+        raise ApiError(400, f"{number} answers are asked for; at most {config.api.max_choices} are made at once", "n")
 
 
 def _prompts(body: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer, vocab_size: int) -> list[list[int]]:

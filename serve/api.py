@@ -43,7 +43,7 @@ def build_api(gateway: "Gateway") -> FastAPI:
     api = FastAPI(title="Moray", version="1", docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
     api.add_middleware(HeadAsGet)
-    api.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    api.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, max_seconds=config.max_body_seconds)
     api.add_middleware(Access, keys=keys, requests_per_minute=config.requests_per_minute)
     api.add_middleware(FailureGuard, log_prompts=config.log_prompts)  # the last is the outermost
     guarded = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False))] if keys else [])
@@ -51,7 +51,7 @@ def build_api(gateway: "Gateway") -> FastAPI:
     @api.get("/health", responses=responses(Health, 503))
     async def health() -> Any:
         """Whether answers can be had."""
-        await gateway.describe()
+        await gateway.check()
         return {"status": "ok"}
 
     @guarded.get("/models", responses=responses(ModelList, 401, 429, 503))

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
 
 from serve.config import read_args
 from serve.drafter import DrafterReplica
@@ -29,6 +29,9 @@ _REFUSED = 1000
 that another replica had begun. In Serve's own queue, which a full replica would leave them to, they would wait for a
 place as well, and not in their order."""
 
+_WAITING = 1000
+"""Requests that may wait in each of Serve's proxies for a place in a gateway; Serve refuses more with 429."""
+
 
 def build_app(args: dict[str, Any]) -> Application:
     """Target and gateway, and a pool of drafters between them if there are any."""
@@ -39,5 +42,10 @@ def build_app(args: dict[str, Any]) -> Application:
         drafter = serve.deployment(name="Drafter", max_ongoing_requests=1000, **_COMMON)(DrafterReplica)
         pool = drafter.bind(config, sink=RaySink())
     target = serve.deployment(name="Target", max_ongoing_requests=most + _REFUSED, max_queued_requests=most, **_COMMON)
-    gateway = serve.deployment(name="Gateway", max_ongoing_requests=1000)(serve.ingress()(Gateway))
+    gateway = serve.deployment(
+        name="Gateway",
+        max_ongoing_requests=1000,
+        max_queued_requests=_WAITING,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
+    )(serve.ingress()(Gateway))
     return gateway.bind(config, target(TargetReplica).bind(config, pool, RaySink()), RaySink())

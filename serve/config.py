@@ -22,12 +22,15 @@ class ApiConfig(Config):
     """File with one bearer key per line; None: everybody may ask."""
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
     """Of one request."""
+    max_body_seconds: float = Field(default=30.0, gt=0)
+    """For a request to arrive in; one that takes longer is answered with 408."""
     max_choices: int = Field(default=8, ge=1)
     """Answers that one request may ask for: `n` times its prompts."""
     default_max_tokens: int = Field(default=512, ge=1)
     """Most tokens of an answer whose request does not say, as far as the context has room."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Of one key, or of one address where there are no keys; None: any number."""
+    """Of one key, or of one address where there are no keys, at one gateway replica: each counts for itself, so that
+    several let through as many times more. None: any number."""
     num_retries: int = Field(default=5, ge=0)
     """How often in a row, without a token in between, an answer is taken up again after its replica has died."""
     log_prompts: bool = False

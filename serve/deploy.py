@@ -12,14 +12,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 
 from moray.cluster.configs import RayConfig
 from moray.config import Config, run_entry_point
-from moray.errors import MorayError
+from moray.errors import ConfigError, MorayError
+from moray.explain import did_you_mean, explain
 from serve.config import read_args
 
 _SENT_ALONG = ("working_dir", "py_modules", "env_vars")
+_LOOPBACK = {"host": "127.0.0.1"}
+"""Ray itself would listen on every address."""
 _POLL_SECONDS = 0.5
 
 
@@ -29,6 +32,7 @@ class DeployConfig(Config):
     applications: tuple[dict[str, Any], ...] = Field(min_length=1)
     """name, route_prefix, import_path, args (`ServeConfig`) and deployments (overrides by name)."""
     http_options: dict[str, Any] = Field(default_factory=dict)
+    """host, port and more; on loopback if no host is named."""
     proxy_location: str = "HeadOnly"
     logging_config: dict[str, Any] | None = None
     wait_seconds: float = Field(default=1800.0, gt=0)
@@ -57,6 +61,7 @@ def deploy(config: DeployConfig) -> Any:
     """Deploy and wait where a connection to Ray is open; returns what Serve was told.
 
     Raises:
+        ConfigError: naming the key that Ray or we do not take.
         DeployError: an application has failed, or is not ready in time.
     """
     _check(config)
@@ -68,9 +73,41 @@ def deploy(config: DeployConfig) -> Any:
 
 
 def _check(config: DeployConfig) -> None:
-    """Say what is misspelt before anything starts."""
+    """Say what is misspelt before anything starts; Ray leaves keys that it does not know alone."""
+    from ray.serve import schema
+
+    _check_keys("http_options", config.http_options, schema.HTTPOptionsSchema)
+    for number, application in enumerate(config.applications):
+        _check_keys(f"applications.{number}", application, schema.ServeApplicationSchema)
+        deployments = application.get("deployments")
+        for index, deployment in enumerate(deployments if isinstance(deployments, list | tuple) else ()):
+            _check_deployment(f"applications.{number}.deployments.{index}", deployment)
+    try:
+        schema.ServeDeploySchema.model_validate(_values(config, {}))
+    except ValidationError as error:
+        raise ConfigError(explain(schema.ServeDeploySchema, error)) from None
     for application in config.applications:
         read_args(application.get("args", {}))
+
+
+def _check_deployment(where: str, deployment: Any) -> None:
+    from ray.serve.config import AutoscalingConfig
+    from ray.serve.schema import DeploymentSchema, RayActorOptionsSchema
+
+    _check_keys(where, deployment, DeploymentSchema)
+    for key, schema in {"autoscaling_config": AutoscalingConfig, "ray_actor_options": RayActorOptionsSchema}.items():
+        if deployment.get(key) is not None:
+            _check_keys(f"{where}.{key}", deployment[key], schema)
+
+
+def _check_keys(where: str, values: Any, schema: type[BaseModel]) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"'{where}' is {values!r:.80}: a mapping of keys is needed")
+    for key in values:
+        if key not in schema.model_fields:
+            names = list(schema.model_fields)
+            nearest = did_you_mean(str(key), names)
+            raise ConfigError(f"unknown key '{where}.{key}'{nearest}; accepted are {', '.join(names)}")
 
 
 def _schema(config: DeployConfig) -> Any:
@@ -80,9 +117,13 @@ def _schema(config: DeployConfig) -> Any:
 
     brought = ray.get_runtime_context().runtime_env
     environment = {key: brought[key] for key in _SENT_ALONG if key in brought}
+    return ServeDeploySchema.model_validate(_values(config, environment))
+
+
+def _values(config: DeployConfig, environment: Mapping[str, Any]) -> dict[str, Any]:
     applications = [{"runtime_env": environment, **application} for application in config.applications]
     values = config.model_dump(exclude={"wait_seconds", "ray"}, exclude_none=True)
-    return ServeDeploySchema.model_validate(values | {"applications": applications})
+    return values | {"applications": applications, "http_options": _LOOPBACK | config.http_options}
 
 
 def _send(schema: Any) -> None:

@@ -17,12 +17,15 @@ _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
 
 
+_MAX_PROBLEMS = 100
+"""Of one body that are looked at; `serve.schemas` keeps them few."""
 _BREAKS = str.maketrans({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)})
 """Ends of lines to some readers of event streams, though not by the standard."""
 
@@ -93,7 +96,7 @@ async def _http(request: Request, error: HTTPException) -> Response:
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
-    found = error.errors()
+    found = error.errors()[:_MAX_PROBLEMS]
     first = found[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}").response

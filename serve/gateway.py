@@ -6,6 +6,7 @@ prompt and the tokens so far: the same text goes on, for randomness is a functio
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -27,6 +28,8 @@ _RETRY_AFTER = 1
 """Seconds that a client is asked to wait when all places are taken."""
 _MOST_REFUSALS = 2
 """Replicas that a request asks for a place: Serve looks at two of them, and a third may have room."""
+_FRESH = 1.0
+"""Seconds for which targets that have answered are taken to be there."""
 _PAUSE = 0.5
 """Seconds before an answer that cannot be taken up again for the moment is tried once more."""
 
@@ -48,6 +51,8 @@ class Gateway:
         self._targets = targets
         self._sink = sink or Nowhere()
         self._description: dict[str, Any] | None = None
+        self._described_at = float("-inf")
+        self._checking = asyncio.Lock()
 
     def __serve_build_asgi_app__(self) -> Any:
         from serve.api import build_api
@@ -55,18 +60,32 @@ class Gateway:
         return StatusCounter(build_api(self), self._sink)
 
     async def describe(self) -> dict[str, Any]:
-        """What the targets can do.
+        """What the targets can do; they are asked once.
 
         Raises:
             ApiError: 503 while there is none.
         """
         if self._description is None:
-            try:
-                self._description = await asyncio.wait_for(self._targets.describe.remote(), timeout=30)
-            except Exception as error:
-                raise ApiError(503, "no target replica is ready yet: try again", retry_after=_RETRY_AFTER) from error
-            assert self._description is not None
+            await self._ask(timeout=30)
+        assert self._description is not None
         return self._description
+
+    async def check(self) -> None:
+        """Whether there are targets now; they are asked about once a second, however often this is called.
+
+        Raises:
+            ApiError: 503 while there is none.
+        """
+        async with self._checking:
+            if time.monotonic() - self._described_at > _FRESH:
+                await self._ask(timeout=5)
+
+    async def _ask(self, timeout: float) -> None:
+        try:
+            self._description = await asyncio.wait_for(self._targets.describe.remote(), timeout)
+        except Exception as error:
+            raise ApiError(503, "no target replica is ready: try again", retry_after=_RETRY_AFTER) from error
+        self._described_at = time.monotonic()
 
     def generate(self, request: Request) -> AsyncGenerator[Update]:
         """Answer one sequence, on as many replicas as it takes.

@@ -1,4 +1,4 @@
-"""How large a request may be: bodies are read to their end, or refused, before anything else looks at them."""
+"""How large and how slow a request may be: bodies are read to their end, or refused, before all else sees them."""
 
 import asyncio
 
@@ -14,34 +14,53 @@ _MAX_DISCARDING = 2.0
 
 
 class BodyLimit:
-    """Middleware that answers 413 to bodies that are too large, whether they say so or not."""
+    """Middleware that answers 413 to bodies that are too large, whether they say so or not, and 408 to endless ones."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        """`max_bytes` is the most that one body may hold."""
+    def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
+        """`max_bytes` is the most that one body may hold, `max_seconds` the longest that it may take to arrive."""
         self._app = app
         self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        try:
+            body = await self._read(Headers(scope=scope), receive)
+        except ApiError as error:
+            if error.status == 413:
+                await _discard(receive)
+            refusal = error.response
+            refusal.headers["Connection"] = "close"
+            return await refusal(scope, receive, send)
+        if body is not None:
+            await self._app(scope, _replay(body, receive), send)
+        return None
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The whole body; None where the client has left.
+
+        Raises:
+            ApiError: it is too large, or takes too long.
+        """
         body = bytearray()
-        is_too_large = self._says_too_large(Headers(scope=scope))
-        while not is_too_large:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            is_too_large = len(body) > self._max_bytes
-            if not message.get("more_body", False):
-                break
-        if not is_too_large:
-            return await self._app(scope, _replay(bytes(body), receive), send)
-        del body
-        await _discard(receive)
-        message = f"the body is larger than {self._max_bytes} bytes, the most that is accepted: shorten it"
-        refusal = ApiError(413, message, code="request_too_large").response
-        refusal.headers["Connection"] = "close"
-        return await refusal(scope, receive, send)
+        is_too_large, is_whole = self._says_too_large(headers), False
+        try:
+            async with asyncio.timeout(self._max_seconds):
+                while not is_too_large and not is_whole:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    is_too_large = len(body) > self._max_bytes
+                    is_whole = not message.get("more_body", False)
+        except TimeoutError:
+            problem = f"the body has not arrived within {self._max_seconds:g} s: send it faster, or shorten it"
+            raise ApiError(408, problem, code="request_timeout") from None
+        if is_too_large:
+            problem = f"the body is larger than {self._max_bytes} bytes, the most that is accepted: shorten it"
+            raise ApiError(413, problem, code="request_too_large")
+        return bytes(body)
 
     def _says_too_large(self, headers: Headers) -> bool:
         said = headers.get("content-length", "")

@@ -5,7 +5,7 @@ Fields that are null count as left out.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.config import JsonDict
@@ -37,6 +37,9 @@ _BIAS_SCHEMA: JsonDict = {"propertyNames": {"type": "string", "pattern": "^[0-9]
 """What is checked with words of our own is documented apart."""
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Item = TypeVar("_Item")
+Items = Annotated[list[_Item], Field(fail_fast=True)]
+"""A list of which the first wrong item is told: a body may hold hundreds of thousands, each of them an error."""
 
 
 class _Strict(BaseModel):
@@ -52,7 +55,10 @@ class _Strict(BaseModel):
         if not isinstance(values, dict):
             return values
         left = {key: value for key, value in values.items() if value is not None and key not in cls.ignored}
-        return {key: value for key, value in left.items() if not cls._is_neutral(key, value)}
+        left = {key: value for key, value in left.items() if not cls._is_neutral(key, value)}
+        known = cls.model_fields.keys()
+        unknown = [key for key in left if key not in known][:1]  # one is told; a body may hold any number
+        return {key: value for key, value in left.items() if key in known or key in unknown}
 
     @classmethod
     def _is_neutral(cls, key: str, value: Any) -> bool:
@@ -98,13 +104,13 @@ class _Sampled(_Strict):
     model: str = Field(max_length=200)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)] = Field(
         default_factory=dict, max_length=1024, json_schema_extra=_BIAS_SCHEMA
     )
     max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     n: int = Field(default=1, ge=1, le=1024)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | list[str] = Field(default_factory=list, json_schema_extra=_STOP_SCHEMA)
+    stop: str | Items[str] = Field(default_factory=list, json_schema_extra=_STOP_SCHEMA)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(default=1.0, ge=0, le=2)
@@ -146,7 +152,7 @@ class ChatMessage(_Strict):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     name: str | None = None
 
     @property
@@ -158,7 +164,7 @@ class ChatMessage(_Strict):
 class ChatRequest(_Sampled):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    messages: Items[ChatMessage] = Field(min_length=1, max_length=4096)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -178,7 +184,7 @@ class ChatRequest(_Sampled):
 class CompletionRequest(_Sampled):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | Items[str] | Items[Token] | Items[Items[Token]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @property

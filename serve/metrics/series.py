@@ -1,7 +1,8 @@
 """Everything that is published: names, kinds, tags and what they mean. No Ray, no torch.
 
-Words are vLLM's where it has them, with our prefix. Ray puts `ray_` before every name and `_total` behind a counter's,
-and adds the tags `application`, `deployment` and `replica`.
+First what target replicas publish, then drafter replicas, then gateways. Words are vLLM's where it has them, with our
+prefix. Ray puts `ray_` before every name and `_total` behind a counter's, and adds the tags `application`, `deployment`
+and `replica`.
 
 Ray's exporter knows of a histogram only its buckets: the `_sum` that it shows is made up from their middles. What has
 to be exact (tau, means) is therefore two counters.
@@ -44,8 +45,6 @@ def _histogram(name: str, meaning: str, buckets: tuple[float, ...] = _SECONDS) -
     return Series(f"moray_{name}", "histogram", meaning, (), buckets)
 
 
-# --- Target replicas ---
-
 RUNNING = _gauge("num_requests_running", "Sequences that hold a place in an engine")
 WAITING = _gauge("num_requests_waiting", "Sequences in line for one")
 KV_USAGE = _gauge("kv_cache_usage_perc", "Share of the key/value memory that is set aside for sequences, 0 to 1")
@@ -72,8 +71,6 @@ CHANNEL_MISSES = _counter("channel_misses", "Drafts refused: the replica knew th
 CHANNEL_LATE = _counter("channel_late", "Drafts that a cycle went on without", "drafter")
 CHANNEL_LOST = _counter("channel_lost", "Drafter replicas given up", "drafter")
 
-# --- Drafter replicas ---
-
 DRAFTER_SESSIONS = _gauge("drafter_sessions", "Sequences that hold a drafting state")
 DRAFTER_REQUESTS = _counter("drafter_requests", "Messages answered")
 DRAFTER_DRAFTS = _counter("drafter_drafts", "Drafts made")
@@ -87,8 +84,6 @@ DRAFTER_EXPIRED = _counter("drafter_expired", "Sequences forgotten because nobod
 DRAFTER_SECONDS = _counter("drafter_busy_seconds", "Time of answering messages")
 DRAFTER_AHEAD_SECONDS = _counter("drafter_ahead_seconds", "Time of drafting ahead, while no message waited")
 DRAFTER_BATCH = _histogram("drafter_batch_size", "Drafts per message", _BATCH_SIZES)
-
-# --- Gateways ---
 
 TIME_TO_FIRST_TOKEN = _histogram("time_to_first_token_seconds", "From a sequence's arrival to its first token")
 TIME_PER_OUTPUT_TOKEN = _histogram("time_per_output_token_seconds", "Mean time per token after the first, by sequence")

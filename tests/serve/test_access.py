@@ -11,7 +11,8 @@ from moray.errors import ConfigError
 from serve.access import read_keys
 from serve.rate_limit import RateLimit
 
-KEYS = ("first-secret", "zweiter-schlüssel")
+KEYS = ("first-secret", "zweiter-schlüssel", "clé-à", "чех")
+"""Of those in other letters two end in bytes that are spaces in Latin-1: 0xA0 and 0x85."""
 
 
 class Clock:
@@ -27,15 +28,16 @@ class Clock:
 @pytest.fixture
 def keys_file(tmp_path):
     path = tmp_path / "keys"
-    path.write_text("\n".join(("", f"  {KEYS[0]}  ", KEYS[1], KEYS[0], "")), encoding="utf-8")
+    path.write_text("\n".join(("", f"  {KEYS[0]}  ", *KEYS[1:], KEYS[0], "")), encoding="utf-8")
     return str(path)
 
 
 def test_only_keys_open_the_door(serve_target, keys_file, caplog):
     with serve_target(api_keys_file=keys_file) as running, caplog.at_level(logging.DEBUG):
         assert running.client(KEYS[0]).models.list().data
-        encoded = f"Bearer {KEYS[1]}".encode()
-        assert httpx.get(running.url + "/v1/models", headers={b"Authorization": encoded}).status_code == 200
+        for key in KEYS[1:]:
+            encoded = f"Bearer  {key}".encode()
+            assert httpx.get(running.url + "/v1/models", headers={b"Authorization": encoded}).status_code == 200
         for wrong in ("none", "first-secre", "first-secret2", "FIRST-SECRET", "first-secret second"):
             with pytest.raises(openai.AuthenticationError) as caught:
                 running.client(wrong).chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}])

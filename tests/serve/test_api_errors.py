@@ -1,5 +1,6 @@
 """Every refusal has the right status, names the field, and is the right exception of the official client."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -7,8 +8,14 @@ import threading
 import httpx
 import openai
 import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from ray.exceptions import RayTaskError
 from served_api import MODEL
+from starlette.requests import Request
+
+from serve.errors import _invalid
+from serve.schemas import ChatRequest, CompletionRequest
 
 CHAT = [{"role": "user", "content": "one two three"}]
 
@@ -101,6 +108,41 @@ def test_bad_values_are_named(refuse, field, value, says):
     error = refuse(**{field: value})
     assert says in error.message
     assert error.param == field
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, {"prompt": [0.5] * 1000}, "prompt"),
+        (CompletionRequest, {"prompt": [[0.5] * 100] * 100}, "prompt"),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 1000}, "stop"),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {str(token): "x" for token in range(1000)}}, "logit_bias"),
+        (CompletionRequest, {"prompt": "x", **{f"invented{number}": 1 for number in range(1000)}}, "invented0"),
+        (ChatRequest, {"messages": [1] * 1000}, "messages"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 1000}]}, "messages"),
+    ],
+)
+def test_of_a_thousand_bad_items_one_is_told(refuse, kind, body, param):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"model": MODEL, **body})
+    assert caught.value.error_count() <= 4, "at most one for each type that a field may have"
+    assert refuse(**body).param == param
+
+
+def test_of_many_problems_few_are_looked_at():
+    looked_at = set()
+
+    class Problem(dict):
+        def __getitem__(self, key):
+            if key != "number":
+                looked_at.add(self["number"])
+            return super().__getitem__(key)
+
+    problems = [Problem(type="int_type", loc=("body", "prompt", n), msg="x", number=n) for n in range(10_000)]
+    error = RequestValidationError(problems, body={"prompt": "x"})
+    response = asyncio.run(_invalid(Request({"type": "http"}), error))
+    assert response.status_code == 400
+    assert 0 < len(looked_at) <= 100
 
 
 def test_top_logprobs_want_logprobs(refuse):
@@ -241,6 +283,17 @@ def test_long_prompts_are_tokenised_beside_the_event_loop(running, monkeypatch):
     assert [thread is running._thread for thread in threads] == [True, True, False, False]
 
 
+def test_what_asks_for_too_many_answers_is_not_tokenised(running, refuse, monkeypatch):
+    texts = []
+    monkeypatch.setattr(running.gateway.tokenizer, "encode_text", texts.append)
+    monkeypatch.setattr(running.gateway.tokenizer, "encode_prompt", texts.append)
+    for body in ({"prompt": ["word"] * 9}, {"prompt": ["word"] * 3, "n": 3}, {"n": 9}):
+        error = refuse(**body)
+        assert error.param == "n"
+        assert "at most 8" in error.message
+    assert texts == []
+
+
 def test_a_strange_host_does_no_harm(running):
     with socket.create_connection(running.address) as connection:
         connection.sendall(b"GET /health/ HTTP/1.1\r\nHost: [::\r\nConnection: close\r\n\r\n")
@@ -274,6 +327,30 @@ def test_without_a_target_nothing_is_ready(serve_target):
         assert httpx.get(running.url + "/health").status_code == 503
         running.targets.is_ready = True
         assert httpx.get(running.url + "/health").json() == {"status": "ok"}
+
+
+def test_health_follows_the_targets(serve_target, monkeypatch):
+    def health():
+        return httpx.get(running.url + "/health").status_code
+
+    monkeypatch.setattr("serve.gateway._FRESH", 0.0)
+    with serve_target() as running:
+        assert health() == 200
+        running.targets.is_ready = False
+        assert health() == 503
+        assert running.client().models.list().data, "what the targets can do is known"
+        running.targets.is_ready = True
+        assert health() == 200
+
+
+def test_health_asks_the_targets_at_most_once_a_second(serve_target, monkeypatch):
+    monkeypatch.setattr("serve.gateway._FRESH", 60.0)
+    with serve_target() as running:
+        calls, describe = [], running.targets.describe.remote
+        monkeypatch.setattr(running.targets.describe, "remote", lambda: calls.append(1) or describe())
+        for _ in range(3):
+            assert httpx.get(running.url + "/health").status_code == 200
+    assert len(calls) == 1
 
 
 def test_a_defect_is_a_500_in_the_same_shape(serve_target):

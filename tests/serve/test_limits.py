@@ -66,6 +66,19 @@ def test_a_body_that_never_comes_is_not_waited_for_long(small):
         assert b" 413 " in connection.makefile("rb").readline()
 
 
+def test_a_body_that_never_ends_is_not_waited_for_long(serve_target):
+    with serve_target(max_body_seconds=0.5) as running:
+        for start in (b"Content-Length: 999\r\n\r\nsome", b"Transfer-Encoding: chunked\r\n\r\n4\r\nsome\r\n"):
+            with socket.create_connection(running.address, timeout=10) as connection:
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + start)
+                head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+            assert b" 408 " in head.splitlines()[0]
+            assert json.loads(body)["error"]["code"] == "request_timeout"
+        assert running.client().completions.create(model=MODEL, prompt="x", max_tokens=40).choices, (
+            "answers may take longer"
+        )
+
+
 def ask_in_every_way(running):
     """Whole and streamed, answered and refused, and with a defect whose error quotes the prompt."""
     client = running.client()

@@ -165,6 +165,18 @@ def test_several_answers_differ_and_are_told_apart(chat):
     assert set(reasons) == {0, 1, 2}
 
 
+def test_answers_to_equal_prompts_differ_as_those_to_one_do(complete):
+    options = {"temperature": 1, "seed": 5}
+
+    def texts(prompt, **more):
+        return [choice.text for choice in complete(prompt, **options, **more).choices]
+
+    apart = texts(["one two"] * 4)
+    assert len(set(apart)) == 4
+    assert texts("one two", n=4) == apart == texts(["one two"] * 2, n=2)
+    assert texts("one two") == apart[:1]
+
+
 def test_a_seed_gives_the_same_text_again(running, chat, plain):
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=11)
     options = {"temperature": 0.9, "top_p": 0.9, "max_tokens": 24}

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 
 from moray.batch import TapNeeds, Taps
-from moray.decoding.costs import Costs, growing_sizes
+from moray.decoding.costs import Costs, ascending, growing_sizes
 from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.params import SamplingParams
 from moray.decoding.row_cache import RowCache
@@ -43,8 +43,8 @@ def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: 
     runs += [partial(_draft, local, sampler, shape, count, length, depth) for count in rows for depth in levels]
     best = _fastest(runs, target.device)
     seconds = iter(best)
-    verify = [_ascending(sizes, list(islice(seconds, len(sizes)))) for _ in rows]
-    draft = [_ascending(levels, list(islice(seconds, len(levels)))) for _ in rows]
+    verify = [ascending(sizes, list(islice(seconds, len(sizes)))) for _ in rows]
+    draft = [ascending(levels, list(islice(seconds, len(levels)))) for _ in rows]
     return {count: Costs(*own) for count, *own in zip(rows, verify, draft, strict=True)}
 
 
@@ -95,12 +95,3 @@ def _fastest(runs: list[Callable[[], None]], device: torch.device) -> list[float
 def _powers(most: int) -> list[int]:
     """1, 2, 4, ... and `most` itself."""
     return sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
-
-
-def _ascending(sizes: list[int], seconds: list[float]) -> list[tuple[int, float]]:
-    """More work is never faster: what says so is noise."""
-    points, most = [], 0.0
-    for size, value in zip(sizes, seconds, strict=True):
-        most = max(most, value)
-        points.append((size, most))
-    return points

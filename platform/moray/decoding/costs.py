@@ -54,12 +54,12 @@ def measure_costs(
             run()
             best[index] = min(best[index], clock() - begin)
     seconds = iter(best)
-    passed = _ascending(passes, list(islice(seconds, len(passes))))
-    return {effort: Costs(passed, _ascending(levels, list(islice(seconds, len(levels))))) for effort in drafts}
+    passed = ascending(passes, list(islice(seconds, len(passes))))
+    return {effort: Costs(passed, ascending(levels, list(islice(seconds, len(levels))))) for effort in drafts}
 
 
-def _ascending(sizes: Sequence[int], seconds: Sequence[float]) -> list[tuple[int, float]]:
-    """More work is never faster: what says so is noise."""
+def ascending(sizes: Sequence[int], seconds: Sequence[float]) -> list[tuple[int, float]]:
+    """Points of `Costs` from what was measured: more work is never faster, what says so is noise."""
     return list(zip(sizes, accumulate(seconds, max), strict=True))
 
 

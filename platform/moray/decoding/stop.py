@@ -41,13 +41,9 @@ class StopStrings:
         self.decode = decode
 
     def text_before(self, tokens: Sequence[int]) -> str:
-        """The text of an answer up to its first stop string, or all of it if there is none.
-
-        Of several, the string that ends first counts; of those that end together, the longest.
-        """
+        """The text of an answer up to its first stop string (see `shown_length`)."""
         text = self.decode(tokens)
-        found = [(text.find(string) + len(string), text.find(string)) for string in self.strings if string in text]
-        return text[: min(found)[1]] if found else text
+        return text[: shown_length(text, self.strings)]
 
 
 class Ending:
@@ -72,6 +68,15 @@ class Ending:
                 return tokens[:count]
         self._room -= len(tokens)
         return tokens
+
+
+def shown_length(text: str, strings: Sequence[str]) -> int:
+    """Characters in front of the first stop string, or all of them if there is none.
+
+    Of several, the string that ends first counts; of those that end together, the longest.
+    """
+    found = [(text.find(string) + len(string), text.find(string)) for string in strings if string in text]
+    return min(found)[1] if found else len(text)
 
 
 def longest_answer(max_new_tokens: int, room: int) -> int:

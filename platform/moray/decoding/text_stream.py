@@ -6,7 +6,7 @@ All that was let out is the beginning of `StopStrings.text_before`'s text, and w
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moray.decoding.stop import SettledText, StopStrings
+from moray.decoding.stop import SettledText, StopStrings, shown_length
 
 
 class Piece(NamedTuple):
@@ -39,8 +39,7 @@ class TextStream:
         """The answer has ended: the rest, up to a stop string if it ended with one."""
         self._hold(self._settled.unsettled)
         text = "".join(piece.text for piece in self._held)
-        found = [(text.find(string) + len(string), text.find(string)) for string in self._strings if string in text]
-        return self._let_out(min(found)[1] if found else len(text))
+        return self._let_out(shown_length(text, self._strings))
 
     def _hold(self, text: str) -> None:
         if text:
