@@ -9,3 +9,12 @@ def test_the_line_before_the_gateways_is_bounded():
     assert 0 < gateway.max_queued_requests <= 10_000
     refusal = gateway._deployment_config.backpressure_config
     assert (refusal.status_code, refusal.retry_after_s) == (429, 1)
+
+
+def test_two_cores_have_room_for_all_of_it():
+    """Ray's own default is a CPU for each: the gateway would wait for a third for ever."""
+    gateway = build_app({"target.model": "x", "drafters.d": "y"})._bound_deployment
+    target = gateway.init_args[1]._bound_deployment
+    drafter = target.init_args[1]._bound_deployment
+    cpus = [deployment.ray_actor_options.get("num_cpus", 1) for deployment in (gateway, target, drafter)]
+    assert sum(cpus) <= 2, cpus
