@@ -89,6 +89,7 @@ async def _model(gateway: "Gateway") -> dict[str, Any]:
 
 
 async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | CompletionRequest) -> Response:
+    gateway.refuse_while_full()
     description = await gateway.describe()
     choices = await _choices(gateway, body, description)
     wording = Wording(body, gateway.config.model_name)

@@ -28,6 +28,8 @@ _RETRY_AFTER = 1
 """Seconds that a client is asked to wait when all places are taken."""
 _MOST_REFUSALS = 2
 """Replicas that a request asks for a place: Serve looks at two of them, and a third may have room."""
+_FULL = 0.1
+"""Seconds for which new requests are refused unasked after one has found no place: asking costs the targets more."""
 _FRESH = 1.0
 """Seconds for which targets that have answered are taken to be there."""
 _PAUSE = 0.5
@@ -51,7 +53,7 @@ class Gateway:
         self._targets = targets
         self._sink = sink or Nowhere()
         self._description: dict[str, Any] | None = None
-        self._described_at = float("-inf")
+        self._described_at = self._full_until = float("-inf")
         self._checking = asyncio.Lock()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -87,6 +89,15 @@ class Gateway:
             raise ApiError(503, "no target replica is ready: try again", retry_after=_RETRY_AFTER) from error
         self._described_at = time.monotonic()
 
+    def refuse_while_full(self) -> None:
+        """Called before anything is done for a new request.
+
+        Raises:
+            ApiError: 429 where another has just found that all places are taken.
+        """
+        if time.monotonic() < self._full_until:
+            raise _overloaded()
+
     def generate(self, request: Request) -> AsyncGenerator[Update]:
         """Answer one sequence, on as many replicas as it takes.
 
@@ -120,6 +131,7 @@ class Gateway:
                     if is_resumed:  # its client was promised an answer; only Serve's own queue refuses it
                         await asyncio.sleep(_PAUSE)
                     elif refusals == _MOST_REFUSALS:
+                        self._full_until = time.monotonic() + _FULL
                         raise _overloaded() from None
                     continue
                 _raise_lasting(error)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from served_api import LocalTargets, _Stream
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.request import Request, Update
 from moray.targets.spec import TargetConfig
+from serve import gateway as gateway_module
 from serve.config import ApiConfig, ServeConfig
 from serve.errors import ApiError
 from serve.gateway import Gateway
@@ -104,5 +106,24 @@ def test_a_new_request_looks_for_a_place_twice(config):
         targets.calls = [targets.replica.generate, targets.free.generate]
         assert tokens_of([update async for update in gateway.generate(REQUEST)]) == tokens_of(expected)
         assert targets.num_calls == 4
+
+    with_a_full_target(config, test)
+
+
+def test_those_behind_one_that_found_no_place_are_refused_unasked_for_a_moment(config, monkeypatch):
+    """At many times the load it can bear, a target must not spend its time on refusals."""
+    now = [50.0]
+    monkeypatch.setattr(gateway_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def test(gateway, targets, expected):
+        gateway.refuse_while_full()
+        with pytest.raises(ApiError):
+            await anext(gateway.generate(REQUEST))
+        with pytest.raises(ApiError, match="all places are taken") as caught:
+            gateway.refuse_while_full()
+        assert (caught.value.status, caught.value.retry_after) == (429, 1)
+        now[0] += 0.5
+        gateway.refuse_while_full()
+        assert targets.num_calls == 2
 
     with_a_full_target(config, test)
