@@ -49,4 +49,4 @@ def build_app(args: dict[str, Any]) -> Application:
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         ray_actor_options={"num_cpus": 0},  # two cores are enough for a target and a drafter beside it
     )(serve.ingress()(Gateway))
-    return gateway.bind(config, target(TargetReplica).bind(config, pool, RaySink()), RaySink())
+    return gateway.bind(config, target(TargetReplica).bind(config, pool, RaySink(), ends_process=True), RaySink())

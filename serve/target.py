@@ -34,18 +34,23 @@ _LAST_SECONDS = 0.1
 class TargetReplica:
     """Answers sequences of tokens; text is the gateway's business."""
 
-    def __init__(self, config: ServeConfig, drafters: Any = None, sink: Sink | None = None) -> None:
+    def __init__(
+        self, config: ServeConfig, drafters: Any = None, sink: Sink | None = None, ends_process: bool = False
+    ) -> None:
         """
         Args:
             config: of the application.
             drafters: handle of the drafter deployment, where drafters are one.
             sink: of metrics.
+            ends_process: once the engine has failed. Alive, a replica that refuses everybody at once would look the
+                least busy of all.
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         if config.engine.synthetic.is_on:
             _LOGGER.warning(config.engine.synthetic.notice)
         self._config = config
+        self._ends_process = ends_process
         self._target = Target.load(config.target)
         self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         self._drafters = {
@@ -97,9 +102,9 @@ class TargetReplica:
         }
 
     def _end(self, error: BaseException) -> None:
-        """End this process: alive, a replica that refuses everybody at once would look the least busy of all."""
         _LOGGER.critical("the engine has failed: %s", describe(error, self._config.api.log_prompts))
-        asyncio.get_running_loop().call_later(_LAST_SECONDS, os._exit, 1)
+        if self._ends_process:
+            asyncio.get_running_loop().call_later(_LAST_SECONDS, os._exit, 1)
 
     async def describe(self) -> dict[str, Any]:
         """What the gateway has to know, and how busy this replica is."""

@@ -19,12 +19,13 @@ SECRET = "squirrel"
 
 
 def test_a_replica_whose_engine_has_failed_ends_once_its_callers_know(monkeypatch, caplog, chat_target):
-    """Alive it would refuse at once, look the least busy, and draw all requests upon itself."""
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)
 
     async def run() -> None:
-        replica = TargetReplica(ServeConfig(target=TargetConfig(model=str(chat_target), device="cpu")))
+        replica = TargetReplica(
+            ServeConfig(target=TargetConfig(model=str(chat_target), device="cpu")), ends_process=True
+        )
         replica._engine.step = lambda: (_ for _ in ()).throw(ValueError(SECRET))
         with pytest.raises(EngineFailedError, match="ValueError") as told:
             async for _ in replica.generate(Request(prompt=(1, 2), max_new_tokens=4)):

@@ -18,3 +18,8 @@ def test_two_cores_have_room_for_all_of_it():
     drafter = target.init_args[1]._bound_deployment
     cpus = [deployment.ray_actor_options.get("num_cpus", 1) for deployment in (gateway, target, drafter)]
     assert sum(cpus) <= 2, cpus
+
+
+def test_a_target_whose_engine_fails_does_not_live_on():
+    gateway = build_app({"target.model": "x"})._bound_deployment
+    assert gateway.init_args[1]._bound_deployment.init_kwargs == {"ends_process": True}
