@@ -96,6 +96,7 @@ class Gateway:
             ApiError: 429 where another has just found that all places are taken.
         """
         if time.monotonic() < self._full_until:
+            self._sink.add(series.REQUESTS, 1, "refused")
             raise _overloaded()
 
     def generate(self, request: Request) -> AsyncGenerator[Update]:
