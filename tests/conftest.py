@@ -47,6 +47,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+class _FailuresAtOnce:
+    """What fails is shown when it does: a run that is ended by its time limit never comes to pytest's own report."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called by pytest, in the process that shares the tests out."""
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(
+                f"FAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext}"
+            )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Called by pytest, in every process."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_FailuresAtOnce(config))
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real tokenizers, chats and models beside the repository; skips where it is absent."""

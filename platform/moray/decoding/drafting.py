@@ -5,6 +5,7 @@ and values are still in the cache then; hidden states, which are not kept there,
 """
 
 import time
+from collections.abc import Collection, Iterable
 
 import torch
 from jaxtyping import Float
@@ -108,6 +109,34 @@ class Drafting:
             own = {name: tensor[index : index + 1, :count] for name, tensor in memory.items()}
             source.extend(sequence.number, tokens, own, min(sequence.num_kept, count))
             sequence.num_kept = 0
+
+
+def ask_all(
+    draftings: Iterable[Drafting], sequences: list[EngineSequence], rows: Collection[int], num_rows: int
+) -> None:
+    """Let drafts begin, each with its own drafter: those who draft elsewhere need not wait for the next pass."""
+    for drafting in draftings:
+        drafting.ask(sequences, [row for row in rows if sequences[row].drafting is drafting], num_rows)
+
+
+def collect_all(
+    draftings: Iterable[Drafting], sequences: list[EngineSequence], rows: Collection[int]
+) -> dict[int, TokenTree]:
+    """The drafts asked for, of all drafters, by row."""
+    found: dict[int, TokenTree] = {}
+    for drafting in draftings:
+        found |= drafting.collect(sequences, [row for row in rows if sequences[row].drafting is drafting])
+    return found
+
+
+def is_waiting(sequence: EngineSequence, most_cycles: int) -> bool:
+    """Whether a sequence that has begun should wait for its first draft: in a cycle now it would make others wait, for
+    the draft stands in line behind theirs. Drafts are made in the order in which they are asked for: after one cycle of
+    all others it is there, or late."""
+    drafting, is_asked = sequence.drafting, sequence.asked is not None
+    if drafting is None or not is_asked or sequence.num_passed_over >= most_cycles:
+        return False
+    return drafting.source.is_under_way(sequence.number)
 
 
 def _hidden(

@@ -73,6 +73,10 @@ class DraftSource(ABC):
         """Begin to draft."""
 
     @abstractmethod
+    def is_under_way(self, number: int) -> bool:
+        """Whether somebody else is at work at the draft that was asked for, so that `collect` would have to wait."""
+
+    @abstractmethod
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
         """The drafts asked for, by sequence; those that have not come in time are missing, and never come."""
 
@@ -130,6 +134,9 @@ class LocalDrafts(DraftSource):
 
     def ask(self, asks: Sequence[Ask]) -> None:
         self._asks.update({ask.number: ask for ask in asks})
+
+    def is_under_way(self, number: int) -> bool:
+        return False
 
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
         by_shape: dict[GrowableShape, list[Ask]] = {}

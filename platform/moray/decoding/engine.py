@@ -1,6 +1,6 @@
 """Answers many sequences at once, with drafts or without: continuous batching of speculative decoding.
 
-    step  = admit waiting sequences + read a chunk of prompts + one cycle of all running sequences
+    step  = admit waiting sequences + read a chunk of prompts + one cycle of the running sequences
     cycle = propose (here or elsewhere) + one target pass over the trees of all + accept + commit + observe
 
 What an answer is does not depend on its neighbours: greedy it is the target's own, sampled its noise is a function of
@@ -13,11 +13,11 @@ import time
 from collections.abc import Collection, Mapping
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from moray.decoding.accept import Accepted, accept_rows
-from moray.decoding.drafting import Drafting
+from moray.decoding.drafting import Drafting, ask_all, collect_all, is_waiting
 from moray.decoding.drafts import DraftSource
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.engine_stats import EngineStats
@@ -156,8 +156,10 @@ class Engine:
             with self.stats.timed("prefill"):
                 self._read()
         self._is_put_off = bool(self._updates) and not self._is_put_off
-        if self._roster.running and not self._is_put_off:
-            self._cycle()
+        if not self._is_put_off:
+            self._join()
+            if self._roster.running:
+                self._cycle()
         updates, self._updates = self._updates, []
         ended = {update.number for update in updates if update.finish_reason is not None}
         self._settle(ended)
@@ -178,7 +180,7 @@ class Engine:
 
     def _read(self) -> None:
         """Read the next chunk of every prompt in line; choose the first token where that was its last."""
-        first, reading = len(self._roster.running), self._roster.reading
+        first, reading = len(self._roster.read), self._roster.reading
         left = [len(sequence.tokens) - sequence.num_read for sequence in reading]
         new = min(max(1, self.config.prefill_tokens // len(reading)), max(left))
         counts = [min(new, rest) for rest in left]
@@ -187,7 +189,7 @@ class Engine:
         ready: list[int] = []
         for row, (sequence, count) in enumerate(zip(reading, counts, strict=True)):
             sequence.num_read += count
-            self._keep_hidden(sequence, output, row, slice(0, count))
+            sequence.keep_hidden(output.hidden, row, slice(0, count))
             if sequence.num_read == len(sequence.tokens):
                 ready.append(row)
         self.stats.num_prompt_tokens += sum(counts)
@@ -197,6 +199,15 @@ class Engine:
             self._begin(begun, self.target.logits(last))
             self._settle({s.number for s in begun if s.ending.finish_reason is not None})
             self._roster.settle(begun={s.number for s in begun})
+
+    def _join(self) -> None:
+        """Let those that have begun into the cycles, as soon as nobody would have to wait for their first drafts."""
+        roster, num_groups = self._roster, self.config.num_groups
+        if roster.starting:
+            num_read = len(roster.read)
+            self._ask(range(len(roster.running), num_read), -(-num_read // num_groups))
+            most = num_groups if roster.running else 0
+            roster.settle(joined={s.number for s in roster.starting if not is_waiting(s, most)})
 
     def _begin(self, sequences: list[EngineSequence], logits: Float[Tensor, "rows vocab"]) -> None:
         """Choose the first tokens of sequences whose prompts have been read."""
@@ -238,8 +249,9 @@ class Engine:
             for drafting in self.drafting.values():
                 drafting.planner.record_pass(len(running), most, verify.seconds)
                 drafting.planner.record_rest(len(running), rest)
-        with stats.timed("propose"):
-            self._ask([row for row in rows if self._roster.running[row].ending.finish_reason is None], len(rows))
+        for sequence in self._roster.starting:
+            sequence.num_passed_over += 1
+        self._ask([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))
 
     def _next_group(self) -> range:
         """Rows whose turn it is: all of them, or the first half and the second in turn."""
@@ -250,20 +262,15 @@ class Engine:
         self._is_second = not self._is_second
         return range(half, count) if self._is_second else range(half)
 
-    def _ask(self, rows: list[int], num_rows: int) -> None:
-        """Let drafts begin that are not under way: those who draft elsewhere need not wait for the next pass."""
-        for drafting in self.drafting.values():
-            drafting.ask(
-                self._roster.running, [row for row in rows if self._roster.running[row].drafting is drafting], num_rows
-            )
+    def _ask(self, rows: Collection[int], num_rows: int) -> None:
+        """Let the drafts of some rows begin; `num_rows` are in the pass that they are for."""
+        with self.stats.timed("propose"):
+            ask_all(self.drafting.values(), self._roster.read, rows, num_rows)
 
     def _propose(self, rows: range) -> list[TokenTree]:
         """A tree for every sequence in some rows, of its root alone where nothing was drafted."""
         running = self._roster.running
-        self._ask(list(rows), len(rows))
-        found: dict[int, TokenTree] = {}
-        for drafting in self.drafting.values():
-            found |= drafting.collect(running, [row for row in rows if running[row].drafting is drafting])
+        found = collect_all(self.drafting.values(), running, rows)
         roots = self._rows.to_device([[running[row].tokens[-1]] for row in rows])
         return [found.get(row) or root_alone(root) for row, root in zip(rows, roots, strict=True)]
 
@@ -290,16 +297,9 @@ class Engine:
         for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
             if output.hidden:
                 path = torch.tensor([0, *result.path], device=self.target.device)
-                self._keep_hidden(sequence, output, row, path)
+                sequence.keep_hidden(output.hidden, row, path)
             if tree.num_nodes > 1:
                 sequence.num_kept = tree.num_kept(len(result.path))
-
-    def _keep_hidden(
-        self, sequence: EngineSequence, output: TargetOutput, row: int, index: slice | Int[Tensor, " some"]
-    ) -> None:
-        if sequence.drafting is not None:
-            for depth in sequence.drafting.observed.hidden_depths:
-                sequence.hidden.setdefault(depth, []).append(output.hidden[depth][row, index])
 
     def _emit(
         self, sequence: EngineSequence, result: Accepted, tree: TokenTree | None, logits: Float[Tensor, "nodes vocab"]

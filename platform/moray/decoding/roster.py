@@ -1,7 +1,8 @@
 """Which sequences wait, which have a row, and which row: first come, first served, and no gaps.
 
-    row 0 .. r-1         running, their prompts read
-    row r .. r+p-1       reading their prompts
+    row 0 .. r-1         running: verified in cycles
+    row r .. r+b-1       starting: their prompts are read, their first drafts are under way
+    row r+b .. r+b+p-1   reading their prompts
     behind them          free
 
 A sequence is admitted once there are slots for all that it may come to, so none has ever to be put out again.
@@ -25,6 +26,7 @@ class Roster:
         """`most_nodes` are those of the largest tree, its root among them, which need slots behind a sequence."""
         self.waiting: deque[EngineSequence] = deque()
         self.running: list[EngineSequence] = []
+        self.starting: list[EngineSequence] = []
         self.reading: list[EngineSequence] = []
         self._cache = cache
         self._config = config
@@ -33,12 +35,17 @@ class Roster:
     @property
     def num_held(self) -> int:
         """Sequences that have a row."""
-        return len(self.running) + len(self.reading)
+        return len(self.running) + len(self.starting) + len(self.reading)
+
+    @property
+    def read(self) -> list[EngineSequence]:
+        """Those whose prompts have been read, by row."""
+        return [*self.running, *self.starting]
 
     @property
     def held(self) -> list[EngineSequence]:
-        """Them, by row."""
-        return [*self.running, *self.reading]
+        """All that have a row, by row."""
+        return [*self.read, *self.reading]
 
     @property
     def used_share(self) -> float:
@@ -66,13 +73,18 @@ class Roster:
             width, count = wider, count + 1
         return width, count
 
-    def settle(self, gone: Collection[int] = (), begun: Collection[int] = ()) -> None:
-        """Close the gaps of those that are gone, and let those begin to run whose prompts have been read."""
+    def settle(self, gone: Collection[int] = (), begun: Collection[int] = (), joined: Collection[int] = ()) -> None:
+        """Close the gaps of those that are gone, let those begin whose prompts have been read, and those join the
+        cycles that have begun."""
         before, num_slots = self.held, self._num_used_slots
-        running = [s for s in self.running if s.number not in gone] + [s for s in self.reading if s.number in begun]
-        reading = [s for s in self.reading if s.number not in gone and s.number not in begun]
+        left = [[s for s in part if s.number not in gone] for part in (self.running, self.starting, self.reading)]
+        running = left[0] + [s for s in left[1] if s.number in joined]
+        starting = [s for s in left[1] if s.number not in joined] + [s for s in left[2] if s.number in begun]
+        reading = [s for s in left[2] if s.number not in begun]
         rows = {sequence.number: row for row, sequence in enumerate(before)}
-        self.running, self.reading = _placed(running, 0, rows), _placed(reading, len(running), rows)
+        self.running = _placed(running, 0, rows)
+        self.starting = _placed(starting, len(running), rows)
+        self.reading = _placed(reading, len(running) + len(starting), rows)
         moves = {rows[s.number]: row for row, s in enumerate(self.held) if rows[s.number] != row}
         self._cache.reorder(moves, num_slots)
 
@@ -82,7 +94,7 @@ class Roster:
     @property
     def _num_used_slots(self) -> int:
         """Of the longest sequence."""
-        return max((*(s.length for s in self.running), *(s.num_read for s in self.reading)), default=0)
+        return max((*(s.length for s in self.read), *(s.num_read for s in self.reading)), default=0)
 
 
 def _placed(sequences: list[EngineSequence], first: int, rows: dict[int, int]) -> list[EngineSequence]:

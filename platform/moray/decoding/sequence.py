@@ -1,10 +1,10 @@
 """One sequence in the engine: what it has come to, and what is known of it elsewhere."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from moray.decoding.adjust import Adjustment
@@ -51,6 +51,8 @@ class EngineSequence:
         """See `Drafter.extend`; of the first tokens that it has not been given yet."""
         self.asked: int | None = None
         """Levels of the draft that was asked for and not collected yet."""
+        self.num_passed_over = 0
+        """Cycles of others since it began, while its first draft is under way."""
         self.drafting: Drafting | None = None
         """Who drafts for it."""
         self.ending.cut([*request.generated])
@@ -65,6 +67,13 @@ class EngineSequence:
     def need(self) -> int:
         """Tokens that it may come to."""
         return len(self.request.prompt) + self.request.max_new_tokens
+
+    def keep_hidden(
+        self, hidden: Mapping[int, Float[Tensor, "rows nodes hidden"]], row: int, index: slice | Int[Tensor, " some"]
+    ) -> None:
+        """Keep, of a pass's hidden states by depth, those of some tokens of a row, as far as its drafter reads them."""
+        for depth in self.drafting.observed.hidden_depths if self.drafting is not None else ():
+            self.hidden.setdefault(depth, []).append(hidden[depth][row, index])
 
     def take_hidden(self, depth: int, count: int) -> Float[Tensor, "count hidden"]:
         """The first `count` of the hidden states kept at a depth, which are not kept any longer."""

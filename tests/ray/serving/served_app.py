@@ -76,6 +76,7 @@ class ServedApp:
             "draft_timeout_ms": 1000,
             "threads": 1,
         } | args
+        self._handles: dict[str, Any] = {}
         self.deploy(num_replicas)
 
     def deploy(
@@ -150,8 +151,9 @@ class ServedApp:
         """What one replica says of itself."""
         from ray import serve
 
-        handle = serve.get_deployment_handle(deployment, APPLICATION)
-        return handle.describe.remote().result(timeout_s=30)
+        if deployment not in self._handles:  # each has a router of its own, which first has to find the replicas
+            self._handles[deployment] = serve.get_deployment_handle(deployment, APPLICATION)
+        return self._handles[deployment].describe.remote().result(timeout_s=30)
 
     def wait_until_idle(self, seconds: float) -> float:
         """Wait until nothing runs in the one target and the one drafter; returns the seconds that it took."""

@@ -150,11 +150,8 @@ class RemoteDrafts(DraftSource):
             return False
         if told.place is None:
             told.place, told.num_sent = self._find(told.session), 0
+        self._look(told.place)  # it may have answered since
         line = None if told.place is None else self._lines.get(told.place)
-        if told.place is not None and line is not None and line.debts:
-            while self._receive(told.place, line, 0.0):  # it may have answered since
-                pass
-            line = self._lines.get(told.place) if told.place is not None else None
         is_free = line is None or len(line.debts) < self._max_debts
         return told.place is not None and told.request is None and is_free
 
@@ -175,6 +172,12 @@ class RemoteDrafts(DraftSource):
                 by_place.setdefault(place, []).append(ask)
         for place, group in by_place.items():
             self._send(place, group)
+
+    def is_under_way(self, number: int) -> bool:
+        told = self._told.get(number)
+        if told is not None and told.request is not None:
+            self._look(told.place)
+        return told is not None and told.request is not None
 
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
         begin, drafted = time.monotonic(), self.stats.drafting_seconds
@@ -279,6 +282,12 @@ class RemoteDrafts(DraftSource):
             self._give_up(place)
             return False
         return True
+
+    def _look(self, place: Endpoint | None) -> None:
+        """Take in what has come, without waiting."""
+        line = None if place is None else self._lines.get(place)
+        while place is not None and line is not None and line.debts and self._receive(place, line, 0.0):
+            pass
 
     def _take_in(self, line: _Line, reply: DraftReply) -> None:
         debt = line.debts.pop(reply.number, None)

@@ -1,0 +1,153 @@
+"""Who begins while others run does not make them wait for its first draft, which stands in line behind theirs."""
+
+import pytest
+from side_by_side import GREEDY
+from tiny_drafters import VARIANTS, build
+from tiny_targets import TinyTarget, load_target
+
+from moray.decoding.drafts import LocalDrafts
+from moray.decoding.engine import Engine
+from moray.decoding.engine_config import EngineConfig
+from moray.decoding.request import Request
+from moray.decoding.speculate import PlainDecoder
+from moray.trees.shapes import ChainShape
+
+CAPACITY = 320
+NEW_TOKENS = 60
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+
+class Elsewhere(LocalDrafts):
+    """Drafts that are there when they are asked for, but for those of some sequences, which are under way for long."""
+
+    def __init__(self, drafter) -> None:
+        super().__init__(drafter, CAPACITY, 64)
+        self.slow: set[int] = set()
+        self.waited_for: list[int] = []
+
+    def is_under_way(self, number):
+        return number in self.slow and number in self._asks
+
+    def collect(self, numbers):
+        self.waited_for += [number for number in numbers if self.is_under_way(number)]
+        return super().collect([number for number in numbers if not self.is_under_way(number)])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyTarget:
+    return load_target(tmp_path_factory.mktemp("starting"))
+
+
+class Run:
+    """An engine, its texts, and who got tokens in which step."""
+
+    def __init__(self, tiny, num_groups: int) -> None:
+        self.source = Elsewhere(build(tiny, VARIANTS["moa-0"]))
+        config = EngineConfig(
+            max_sequences=4,
+            kv_tokens=4 * 384,
+            capacity=CAPACITY,
+            num_groups=num_groups,
+            tree=ChainShape(type="chain", depth=3),
+        )
+        self.engine = Engine(tiny.target, config, (), drafts={"d": self.source})
+        self.tiny = tiny
+        self.prompts: list[list[int]] = []
+        self.texts: list[list[int]] = []
+        self.drafted: dict[int, int] = {}
+
+    def submit(self) -> int:
+        prompt = self.tiny.prompt(len(self.prompts), 20)
+        number = self.engine.submit(Request(prompt=tuple(prompt), params=GREEDY, max_new_tokens=NEW_TOKENS))
+        self.prompts.append(prompt)
+        self.texts.append([])
+        self.drafted[number] = 0
+        return number
+
+    def step(self) -> set[int]:
+        """Who got tokens."""
+        updates = self.engine.step()
+        for update in updates:
+            self.texts[update.number] += update.tokens
+            self.drafted[update.number] += update.num_levels > 0
+        return {update.number for update in updates if update.tokens}
+
+    def finish(self) -> None:
+        """The rest; texts are the target's own."""
+        while self.engine.is_busy:
+            self.step()
+        decoder = PlainDecoder(self.tiny.target, CAPACITY)
+        assert self.texts == [decoder.generate(p, GREEDY, NEW_TOKENS, ()).tokens for p in self.prompts]
+
+
+def running(tiny, num_groups: int, count: int) -> Run:
+    """An engine with so many in its cycles."""
+    run = Run(tiny, num_groups)
+    numbers = {run.submit() for _ in range(count)}
+    while not all(run.drafted[number] for number in numbers):
+        run.step()
+    return run
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_it_joins_once_its_draft_is_there_and_nobody_has_waited(tiny, num_groups):
+    run = running(tiny, num_groups, 3)
+    new = run.submit()
+    run.source.slow = {new}
+    while new not in run.step():  # its first token
+        pass
+    assert run.step() - {new}, "a cycle of the others"
+    assert len(run.texts[new]) == 1, "it was passed over"
+    run.source.slow.clear()
+    for _ in range(num_groups):
+        run.step()
+    assert run.drafted[new] == 1, "the draft that was asked for at first is used"
+    assert not run.source.waited_for
+    run.finish()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_it_is_passed_over_once_by_each_group_and_no_longer(tiny, num_groups):
+    run = running(tiny, num_groups, 3)
+    new = run.submit()
+    run.source.slow = {new}
+    while new not in run.step():
+        pass
+    for _ in range(num_groups):
+        assert run.step()
+        assert not run.source.waited_for
+    for _ in range(num_groups):
+        run.step()
+    assert run.source.waited_for == [new], "its draft stands behind nobody's any longer"
+    assert len(run.texts[new]) == 2, "what comes too late is done without"
+    run.finish()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_who_runs_alone_waits_for_nobody(tiny, num_groups):
+    run = Run(tiny, num_groups)
+    run.source.slow = {run.submit()}
+    while not run.source.waited_for:
+        run.step()
+    assert run.engine.stats.num_steps <= 3
+    run.source.slow.clear()
+    run.finish()
+    assert run.drafted[0]
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_who_leaves_before_it_has_joined_leaves_no_gap(tiny, num_groups):
+    run = running(tiny, num_groups, 2)
+    first, second = run.submit(), run.submit()
+    run.source.slow = {first, second}
+    while not run.texts[second]:
+        run.step()
+    run.engine.cancel(first)
+    run.texts[first].clear()
+    run.source.slow.clear()
+    while run.engine.is_busy:
+        run.step()
+    assert not run.texts[first]
+    run.texts.pop(first)
+    run.prompts.pop(first)
+    run.finish()
