@@ -1,7 +1,12 @@
 """A request router for Ray Serve that keeps a session on its replica.
 
-A new session goes to the less busy of two random replicas, and stays there for as long as that one lives; a session
-named `NAME@REPLICA` goes to that replica and nowhere else while it lives. Calls without a session go to any.
+A new session goes to the replica that has the fewest calls of this process, and stays there for as long as that one
+lives; a session named `NAME@REPLICA` goes to that replica and nowhere else while it lives. Calls without a session go
+where a new one would.
+
+Why not the less busy of two, as Serve's own router says: of calls made at the same instant Serve chooses places before
+it counts any of them, so that of sixteen leases on two drafters twelve came to one. Calls of other processes are not
+counted here; each spreads its own.
 
 Serve 2.60.0's base router indexes waiting calls by `internal_request_id`, which all calls made inside one request
 share: of several, it forgets all but the first, which then wait for ever. That is also what its own routers that are
@@ -11,10 +16,46 @@ without them.
 """
 
 import random
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+_MOST_SECONDS = 1.0
+"""Between choosing a replica for a call and sending it: what takes longer was sent elsewhere, or given up."""
+
+
+class _Load:
+    """How many calls of this process each replica has: sent and not ended, or about to be sent."""
+
+    def __init__(self) -> None:
+        self._sent: Counter[ReplicaID] = Counter()
+        self._chosen: defaultdict[ReplicaID, deque[float]] = defaultdict(deque)
+        """When it was chosen for calls that have not been sent."""
+
+    def of(self, replica: ReplicaID) -> int:
+        chosen, now = self._chosen[replica], time.monotonic()
+        while chosen and chosen[0] < now - _MOST_SECONDS:
+            chosen.popleft()
+        return self._sent[replica] + len(chosen)
+
+    def choose(self, replica: ReplicaID) -> None:
+        self._chosen[replica].append(time.monotonic())
+
+    def send(self, replica: ReplicaID) -> None:
+        if self._chosen[replica]:
+            self._chosen[replica].popleft()
+        self._sent[replica] += 1
+
+    def end(self, replica: ReplicaID) -> None:
+        self._sent[replica] = max(0, self._sent[replica] - 1)
+
+    def keep(self, replicas: Collection[ReplicaID]) -> None:
+        """Forget all others."""
+        self._sent = Counter({replica: self._sent[replica] for replica in replicas})
+        self._chosen = defaultdict(deque, {replica: self._chosen[replica] for replica in replicas})
 
 
 class StickyRouter(RequestRouter):
@@ -25,6 +66,7 @@ class StickyRouter(RequestRouter):
         forgotten."""
         self._replica_of: OrderedDict[str, str] = OrderedDict()
         self._max_sessions = kwargs.get("max_sessions", 10_000)
+        self._load = _Load()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -40,9 +82,13 @@ class StickyRouter(RequestRouter):
             wanted = session.rpartition("@")[2] if "@" in session else self._replica_of.get(session)
             own = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
             if own:
+                self._load.choose(own[0].replica_id)
                 return [own]
             self._replica_of.pop(session, None)  # its replica is gone; the new one will say that it knows nothing
-        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        shuffled = random.sample(candidate_replicas, len(candidate_replicas))
+        first, *others = sorted(shuffled, key=lambda replica: self._load.of(replica.replica_id))
+        self._load.choose(first.replica_id)
+        return [[first], others[:1]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember where a session is."""
@@ -53,6 +99,23 @@ class StickyRouter(RequestRouter):
         self._replica_of.move_to_end(session)
         while len(self._replica_of) > self._max_sessions:
             self._replica_of.popitem(last=False)
+
+    # --- What each replica has ---
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Called by Serve when it has sent a call."""
+        super().on_send_request(replica_id)
+        self._load.send(replica_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Called by Serve when a call has ended, however it did."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._load.end(replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Serve when there are others."""
+        super().update_replicas(replicas)
+        self._load.keep({replica.replica_id for replica in replicas})
 
     # --- One index entry per call ---
 

@@ -1,6 +1,9 @@
 """The router of our deployments: sessions stay where they are, and calls made side by side in a request all return."""
 
 import asyncio
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import unfixed_router
@@ -18,29 +21,30 @@ def ask(ray_session, free_app):
 
     def deploy(router_class, name):
         class Callee:
-            async def who(self):
-                await asyncio.sleep(0.01)
+            async def who(self, seconds):
+                await asyncio.sleep(seconds)
                 return serve.get_replica_context().replica_id.unique_id
 
         class Caller:
             def __init__(self, callee):
                 self._callee = callee
 
-            async def ask(self, sessions):
-                calls = [self._callee.options(session_id=session).who.remote() for session in sessions]
+            async def ask(self, sessions, seconds):
+                calls = [self._callee.options(session_id=session).who.remote(seconds) for session in sessions]
                 return await asyncio.gather(*calls)
 
         options = {"ray_actor_options": {"num_cpus": 0}}
         callee = serve.deployment(
             name="Callee",
             num_replicas=3,
+            max_ongoing_requests=100,
             request_router_config=RequestRouterConfig(request_router_class=router_class),
             **options,
         )(Callee)
         handle = serve.run(
             serve.deployment(name="Caller", **options)(Caller).bind(callee.bind()), name=name, route_prefix=f"/{name}"
         )
-        return lambda sessions, seconds=30: handle.ask.remote(sessions).result(timeout_s=seconds)
+        return lambda sessions, seconds=30, lasts=0.01: handle.ask.remote(sessions, lasts).result(timeout_s=seconds)
 
     return deploy
 
@@ -58,13 +62,20 @@ def test_sessions_stay_and_siblings_return(ask):
     """Twenty-four calls inside one request: without the router's own index all but the first would wait for ever."""
     call = ask(STICKY, "sticky")
     sessions = [f"session-{number}" for number in range(NUM_CALLS)]
-    first = call(sessions)
-    assert len(set(first)) == 3, "sessions are spread over the replicas"
+    first = call(sessions, lasts=2.0)
+    assert sorted(Counter(first).values()) == [8, 8, 8], "sessions that begin together are spread evenly"
     for _ in range(3):
         assert call(sessions) == first
     replica = first[0]
     assert set(call([f"any-{number}@{replica}" for number in range(NUM_CALLS)])) == {replica}
     assert len(call([""] * NUM_CALLS)) == NUM_CALLS, "calls without a session return too"
+    with ThreadPoolExecutor(2) as threads:
+        busy = threads.submit(call, [f"long-{number}@{replica}" for number in range(4)], lasts=4.0)
+        time.sleep(1.0)
+        later = Counter(call([f"later-{number}" for number in range(8)]))
+        assert replica not in later, "it has more calls than the others come to"
+        assert set(busy.result()) == {replica}
+    assert sorted(Counter(call([f"last-{number}" for number in range(NUM_CALLS)], lasts=2.0)).values()) == [8, 8, 8]
 
 
 @pytest.mark.slow
