@@ -60,7 +60,7 @@ def test_applications_are_asked_in_turn(ray_session, load):
         SideBySideConfig,
         load
         | {
-            "applications": {"pool": {}, "inside": {"placement": "in_process"}},
+            "applications": {"pool": {}, "inside": {"placement": "in_process", "engine": {"num_groups": 1}}},
             "ways": {
                 "pool": {"application": "pool", "cores": {"Drafter": [0]}},
                 "inside": {"application": "inside"},

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 URI = "s3://moray-caches/tiny"
 READ = """
 import json, sys

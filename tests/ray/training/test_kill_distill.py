@@ -2,7 +2,7 @@
 end as those of an unbroken run; bit for bit where the number of workers is the same."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,13 @@ def _digest(output: Path) -> str:
     return hashlib.sha256((output / "drafter.safetensors").read_bytes()).hexdigest()
 
 
+def _has_logged(output: Path, step: int) -> Callable[[], bool]:
+    return lambda: any(row["step"] >= step for row in read_metrics(output))
+
+
 def _half_way(output: Path) -> Callable[[], bool]:
     """Two checkpoints are written and more is still to come."""
-    return lambda: any(row["step"] >= 2 * CHECKPOINT_STEPS + 5 for row in read_metrics(output))
+    return _has_logged(output, 2 * CHECKPOINT_STEPS + 5)
 
 
 def _starts(output: Path) -> list[int]:
@@ -85,11 +89,14 @@ def _starts(output: Path) -> list[int]:
     return starts
 
 
-def _check(output: Path, unbroken: Path) -> None:
-    first, second = _starts(output)
+def _check(output: Path, unbroken: Path, at_least: Sequence[int] = (2 * CHECKPOINT_STEPS,)) -> None:
+    """It went on `at_least` there each time, and nothing is different for it."""
+    first, *later = _starts(output)
     assert first == 0
-    assert second % CHECKPOINT_STEPS == 0
-    assert 2 * CHECKPOINT_STEPS <= second < MAX_STEPS, "it began anew instead of going on"
+    assert len(later) == len(at_least)
+    for start, least in zip(later, at_least, strict=True):
+        assert start % CHECKPOINT_STEPS == 0
+        assert least <= start < MAX_STEPS, "it began anew instead of going on"
     assert _rows(output) == _rows(unbroken)
     assert _digest(output) == _digest(unbroken)
 
@@ -121,24 +128,7 @@ def test_after_a_kill_of_the_driver_the_same_command_ends_with_the_same_weights(
     assert other.output.startswith(f"error: '{output}' holds a run with train.seed = 0, now it is 1")
 
 
-def test_after_a_kill_of_a_worker_the_run_goes_on_by_itself_and_ends_with_the_same_weights(
-    arguments: list[str],
-    unbroken: Path,
-    start_pipeline: Callable[..., Any],
-    kill: Callable[[int], None],
-    tmp_path: Path,
-) -> None:
-    output = tmp_path / "drafter"
-    run = start_pipeline("distill", *arguments, f"output={output}")
-    run.wait_until(_half_way(output))
-    workers = run.processes("RayTrainWorker")
-    assert len(workers) == 2, workers
-    kill(max(workers))
-    assert run.finish() == 0, run.output
-    _check(output, unbroken)
-
-
-def test_after_a_kill_of_the_controller_the_run_goes_on_by_itself_and_ends_with_the_same_weights(
+def test_after_kills_of_a_worker_and_the_controller_the_run_goes_on_by_itself_and_ends_with_the_same_weights(
     arguments: list[str],
     unbroken: Path,
     start_pipeline: Callable[..., Any],
@@ -148,11 +138,15 @@ def test_after_a_kill_of_the_controller_the_run_goes_on_by_itself_and_ends_with_
     """With room for one group of workers: what the dead controller had reserved must be given back."""
     output = tmp_path / "drafter"
     run = start_pipeline("distill", *arguments, f"output={output}", "ray.num_cpus=3")
-    run.wait_until(_half_way(output))
+    run.wait_until(_has_logged(output, 2 * CHECKPOINT_STEPS + 5))
+    workers = run.processes("RayTrainWorker")
+    assert len(workers) == 2, workers
+    kill(max(workers))
+    run.wait_until(_has_logged(output, 4 * CHECKPOINT_STEPS + 5))
     (controller,) = run.processes("TrainController")
     kill(controller)
     assert run.finish() == 0, run.output
-    _check(output, unbroken)
+    _check(output, unbroken, [2 * CHECKPOINT_STEPS, 4 * CHECKPOINT_STEPS])
 
 
 def test_a_run_goes_on_with_fewer_workers_to_the_same_weights(
