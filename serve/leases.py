@@ -15,7 +15,7 @@ _LONGEST_PAUSE_SECONDS = 10.0
 
 
 class LeasedPlaces(Places):
-    """Serve's router chooses the replica: the less busy of two; a lease keeps a session there."""
+    """Serve's router chooses the replica (see `cluster.sticky_router`); a lease keeps a session there."""
 
     def __init__(self, drafters: Any) -> None:
         """`drafters` is the handle of the drafter deployment."""

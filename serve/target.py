@@ -95,7 +95,7 @@ class TargetReplica:
             sizes = engine.most_positions(self._target.spec.max_positions), engine.tree.num_expanded
             cost = engine.synthetic.draft
             return {name: LocalDrafts(drafter, *sizes, cost) for name, drafter in self._drafters.items()}
-        timeout, debts = self._config.draft_timeout_ms / 1000, 1 + self._config.engine.num_groups
+        timeout, debts = self._config.draft_timeout_ms / 1000, 2 * self._config.engine.num_groups
         return {
             name: RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)
             for name, drafter in self._drafters.items()

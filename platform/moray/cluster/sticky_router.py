@@ -1,12 +1,12 @@
 """A request router for Ray Serve that keeps a session on its replica.
 
-A new session goes to the replica that has the fewest calls of this process, and stays there for as long as that one
-lives; a session named `NAME@REPLICA` goes to that replica and nowhere else while it lives. Calls without a session go
-where a new one would.
+A new session goes to the replica that has the fewest calls, and stays there for as long as that one lives; a session
+named `NAME@REPLICA` goes to that replica and nowhere else while it lives. Calls without a session go where a new one
+would.
 
-Why not the less busy of two, as Serve's own router says: of calls made at the same instant Serve chooses places before
-it counts any of them, so that of sixteen leases on two drafters twelve came to one. Calls of other processes are not
-counted here; each spreads its own.
+Serve's own count of a replica's calls has those of other processes, but is late for what is made at the same instant:
+places are chosen before any of it is counted, and of sixteen leases on two drafters twelve came to one. So the calls of
+this process are counted here as well, from the choice on.
 
 Serve 2.60.0's base router indexes waiting calls by `internal_request_id`, which all calls made inside one request
 share: of several, it forgets all but the first, which then wait for ever. That is also what its own routers that are
@@ -86,9 +86,13 @@ class StickyRouter(RequestRouter):
                 return [own]
             self._replica_of.pop(session, None)  # its replica is gone; the new one will say that it knows nothing
         shuffled = random.sample(candidate_replicas, len(candidate_replicas))
-        first, *others = sorted(shuffled, key=lambda replica: self._load.of(replica.replica_id))
-        self._load.choose(first.replica_id)
-        return [[first], others[:1]]
+        by_load = sorted(shuffled, key=lambda replica: self._num_calls(replica.replica_id))
+        self._load.choose(by_load[0].replica_id)
+        return [[replica] for replica in by_load]
+
+    def _num_calls(self, replica: ReplicaID) -> int:
+        """As far as is known: of this process, or of all when its queue was heard of last."""
+        return max(self._load.of(replica), self.replica_queue_len_cache.get(replica) or 0)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Remember where a session is."""
@@ -99,8 +103,6 @@ class StickyRouter(RequestRouter):
         self._replica_of.move_to_end(session)
         while len(self._replica_of) > self._max_sessions:
             self._replica_of.popitem(last=False)
-
-    # --- What each replica has ---
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Called by Serve when it has sent a call."""

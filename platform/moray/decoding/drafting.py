@@ -129,7 +129,7 @@ def collect_all(
     return found
 
 
-def is_waiting(sequence: EngineSequence, most_cycles: int) -> bool:
+def awaits_first_draft(sequence: EngineSequence, most_cycles: int) -> bool:
     """Whether a sequence that has begun should wait for its first draft: in a cycle now it would make others wait, for
     the draft stands in line behind theirs. Drafts are made in the order in which they are asked for: after one cycle of
     all others it is there, or late."""

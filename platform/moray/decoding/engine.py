@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.decoding.accept import Accepted, accept_rows
-from moray.decoding.drafting import Drafting, ask_all, collect_all, is_waiting
+from moray.decoding.drafting import Drafting, ask_all, awaits_first_draft, collect_all
 from moray.decoding.drafts import DraftSource
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.engine_stats import EngineStats
@@ -152,14 +152,13 @@ class Engine:
         self.stats.num_steps += 1
         with self.stats.timed("admit"):
             self._admit()
+        self._join()
         if self._roster.reading:
             with self.stats.timed("prefill"):
                 self._read()
         self._is_put_off = bool(self._updates) and not self._is_put_off
-        if not self._is_put_off:
-            self._join()
-            if self._roster.running:
-                self._cycle()
+        if self._roster.running and not self._is_put_off:
+            self._cycle()
         updates, self._updates = self._updates, []
         ended = {update.number for update in updates if update.finish_reason is not None}
         self._settle(ended)
@@ -180,7 +179,7 @@ class Engine:
 
     def _read(self) -> None:
         """Read the next chunk of every prompt in line; choose the first token where that was its last."""
-        first, reading = len(self._roster.read), self._roster.reading
+        first, reading = len(self._roster.decoding), self._roster.reading
         left = [len(sequence.tokens) - sequence.num_read for sequence in reading]
         new = min(max(1, self.config.prefill_tokens // len(reading)), max(left))
         counts = [min(new, rest) for rest in left]
@@ -204,10 +203,10 @@ class Engine:
         """Let those that have begun into the cycles, as soon as nobody would have to wait for their first drafts."""
         roster, num_groups = self._roster, self.config.num_groups
         if roster.starting:
-            num_read = len(roster.read)
-            self._ask(range(len(roster.running), num_read), -(-num_read // num_groups))
-            most = num_groups if roster.running else 0
-            roster.settle(joined={s.number for s in roster.starting if not is_waiting(s, most)})
+            count = len(roster.decoding)
+            self._ask(range(len(roster.running), count), -(-count // num_groups))
+            most = min(num_groups, len(roster.running))
+            roster.settle(joined={s.number for s in roster.starting if not awaits_first_draft(s, most)})
 
     def _begin(self, sequences: list[EngineSequence], logits: Float[Tensor, "rows vocab"]) -> None:
         """Choose the first tokens of sequences whose prompts have been read."""
@@ -265,11 +264,12 @@ class Engine:
     def _ask(self, rows: Collection[int], num_rows: int) -> None:
         """Let the drafts of some rows begin; `num_rows` are in the pass that they are for."""
         with self.stats.timed("propose"):
-            ask_all(self.drafting.values(), self._roster.read, rows, num_rows)
+            ask_all(self.drafting.values(), self._roster.decoding, rows, num_rows)
 
     def _propose(self, rows: range) -> list[TokenTree]:
         """A tree for every sequence in some rows, of its root alone where nothing was drafted."""
         running = self._roster.running
+        self._ask(rows, len(rows))  # once more, where it was not possible or not worth it
         found = collect_all(self.drafting.values(), running, rows)
         roots = self._rows.to_device([[running[row].tokens[-1]] for row in rows])
         return [found.get(row) or root_alone(root) for row, root in zip(rows, roots, strict=True)]

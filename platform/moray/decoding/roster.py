@@ -38,14 +38,14 @@ class Roster:
         return len(self.running) + len(self.starting) + len(self.reading)
 
     @property
-    def read(self) -> list[EngineSequence]:
+    def decoding(self) -> list[EngineSequence]:
         """Those whose prompts have been read, by row."""
         return [*self.running, *self.starting]
 
     @property
     def held(self) -> list[EngineSequence]:
         """All that have a row, by row."""
-        return [*self.read, *self.reading]
+        return [*self.decoding, *self.reading]
 
     @property
     def used_share(self) -> float:
@@ -94,7 +94,7 @@ class Roster:
     @property
     def _num_used_slots(self) -> int:
         """Of the longest sequence."""
-        return max((*(s.length for s in self.read), *(s.num_read for s in self.reading)), default=0)
+        return max((*(s.length for s in self.decoding), *(s.num_read for s in self.reading)), default=0)
 
 
 def _placed(sequences: list[EngineSequence], first: int, rows: dict[int, int]) -> list[EngineSequence]:

@@ -138,7 +138,7 @@ def test_after_kills_of_a_worker_and_the_controller_the_run_goes_on_by_itself_an
     """With room for one group of workers: what the dead controller had reserved must be given back."""
     output = tmp_path / "drafter"
     run = start_pipeline("distill", *arguments, f"output={output}", "ray.num_cpus=3")
-    run.wait_until(_has_logged(output, 2 * CHECKPOINT_STEPS + 5))
+    run.wait_until(_half_way(output))
     workers = run.processes("RayTrainWorker")
     assert len(workers) == 2, workers
     kill(max(workers))

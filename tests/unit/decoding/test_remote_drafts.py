@@ -139,7 +139,7 @@ def _unchecked():
 )
 def test_text_and_drafts_are_those_of_a_drafter_in_process(tiny, pool_of, variant, shape, num_groups):
     pool, requests = pool_of(variant), requests_of(tiny)
-    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10, max_debts=1 + num_groups)
+    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10, max_debts=2 * num_groups)
     remote = engine_of(tiny, source, shape, num_groups=num_groups)
     made = answer_together(remote, requests)
     local = answer_together(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), shape), requests)
@@ -237,6 +237,39 @@ def test_a_draft_that_comes_too_late_is_never_taken_for_that_of_another_root(tin
     source.extend(0, torch.tensor([5]), {}, 0)
     source.ask([Ask(0, 9, 6, CHAIN, sampler)])
     assert source.collect([0]) == {}
+
+
+def test_a_draft_is_under_way_until_it_is_there_or_its_drafter_is_gone(tiny, pool_of):
+    pool, lines = pool_of("ngram-0"), []
+    source = RemoteDrafts(
+        pool.drafter, "d", pool, timeout=0.01, connect=lambda place: lines.append(SocketChannel(place)) or lines[-1]
+    )
+    sampler = Sampler(GREEDY, tiny.target.spec.vocab_size, torch.device("cpu"), 0)
+    source.open(0)
+    source.extend(0, torch.tensor([3, 4, 5, 3, 4]), {}, 0)
+    assert source.can_draft(0)
+    assert not source.is_under_way(0), "it was not asked for"
+
+    def wait() -> None:
+        deadline = time.monotonic() + 10
+        while source.is_under_way(0):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    pool.delay = 0.2
+    source.ask([Ask(0, 5, 5, CHAIN, sampler)])
+    assert source.is_under_way(0)
+    wait()
+    assert source.collect([0])[0].num_nodes > 1
+    source.extend(0, torch.tensor([5]), {}, 0)
+    assert source.can_draft(0)
+    source.ask([Ask(0, 3, 6, CHAIN, sampler)])
+    assert source.is_under_way(0)
+    lines[0].close()
+    wait()
+    assert source.collect([0]) == {}
+    assert source.stats.num_lost == 1
+    assert source.stats.num_late == 0
 
 
 def test_a_drafter_that_has_forgotten_says_so_and_is_told_again(tiny, pool_of):

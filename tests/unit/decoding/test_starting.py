@@ -89,37 +89,51 @@ def running(tiny, num_groups: int, count: int) -> Run:
     return run
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_it_joins_once_its_draft_is_there_and_nobody_has_waited(tiny, num_groups):
-    run = running(tiny, num_groups, 3)
+def begin(run: Run) -> int:
+    """One more, whose first draft is under way; returns its number once it has its first token."""
     new = run.submit()
-    run.source.slow = {new}
-    while new not in run.step():  # its first token
+    run.source.slow |= {new}
+    while new not in run.step():
         pass
-    assert run.step() - {new}, "a cycle of the others"
-    assert len(run.texts[new]) == 1, "it was passed over"
+    return new
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_it_joins_when_its_draft_is_there(tiny, num_groups):
+    run = running(tiny, num_groups, 3)
+    new = begin(run)
     run.source.slow.clear()
     for _ in range(num_groups):
+        run.step()
+    assert run.drafted[new] == 1
+    run.finish()
+
+
+def test_it_is_passed_over_until_then(tiny):
+    run = running(tiny, 2, 3)
+    new = begin(run)
+    assert run.step() - {new}, "a cycle of others"
+    assert len(run.texts[new]) == 1
+    run.source.slow.clear()
+    for _ in range(2):
         run.step()
     assert run.drafted[new] == 1, "the draft that was asked for at first is used"
     assert not run.source.waited_for
     run.finish()
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_it_is_passed_over_once_by_each_group_and_no_longer(tiny, num_groups):
-    run = running(tiny, num_groups, 3)
-    new = run.submit()
-    run.source.slow = {new}
-    while new not in run.step():
-        pass
-    for _ in range(num_groups):
+@pytest.mark.parametrize(("num_groups", "num_others", "most"), [(1, 3, 1), (2, 3, 2), (2, 1, 1)])
+def test_it_is_passed_over_once_by_each_group_and_no_longer(tiny, num_groups, num_others, most):
+    run = running(tiny, num_groups, num_others)
+    new = begin(run)
+    for _ in range(most):
         assert run.step()
         assert not run.source.waited_for
     for _ in range(num_groups):
         run.step()
     assert run.source.waited_for == [new], "its draft stands behind nobody's any longer"
     assert len(run.texts[new]) == 2, "what comes too late is done without"
+    run.source.slow.clear()
     run.finish()
 
 
@@ -135,19 +149,34 @@ def test_who_runs_alone_waits_for_nobody(tiny, num_groups):
     assert run.drafted[0]
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_who_leaves_before_it_has_joined_leaves_no_gap(tiny, num_groups):
-    run = running(tiny, num_groups, 2)
+def test_who_began_later_may_join_sooner(tiny):
+    """Their rows change places."""
+    run = running(tiny, 2, 2)
+    first, second = run.submit(), run.submit()
+    run.source.slow = {first}
+    while not (run.texts[first] and run.texts[second]):
+        run.step()
+    while not run.drafted[second]:
+        run.step()
+    assert len(run.texts[first]) == 1
+    run.source.slow.clear()
+    run.finish()
+    assert run.drafted[first]
+
+
+def test_who_leaves_before_it_has_joined_leaves_no_gap(tiny):
+    run = running(tiny, 2, 2)
     first, second = run.submit(), run.submit()
     run.source.slow = {first, second}
-    while not run.texts[second]:
+    while not (run.texts[first] and run.texts[second]):
         run.step()
+    run.step()
+    assert run.source.is_under_way(first)
     run.engine.cancel(first)
-    run.texts[first].clear()
     run.source.slow.clear()
     while run.engine.is_busy:
         run.step()
-    assert not run.texts[first]
-    run.texts.pop(first)
+    assert len(run.texts.pop(first)) == 1, "nothing came after it had left"
     run.prompts.pop(first)
     run.finish()
+    assert run.engine.kv_used == 0

@@ -175,3 +175,14 @@ def _validated(kind: type[AnyConfig], words: bytes) -> AnyConfig:
         return kind.model_validate_json(words)
     except ValueError as error:
         raise DataError(f"a message between target and drafter is damaged: {str(error)[:200]}") from None
+
+
+def last_rows(pieces: list[Tensor], count: int) -> Tensor:
+    """The last `count` rows, out of pieces one behind the other."""
+    taken: list[Tensor] = []
+    for piece in reversed(pieces):
+        if count <= 0:
+            break
+        taken.append(piece[max(0, piece.shape[0] - count) :])
+        count -= piece.shape[0]
+    return torch.cat(taken[::-1]) if taken else pieces[0][:0]

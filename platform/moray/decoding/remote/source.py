@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from moray.batch import TapNeeds, Taps
 from moray.decoding.drafts import Ask, DraftSource
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel
-from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, pack, restored, unpack_reply
+from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, last_rows, pack, restored, unpack_reply
 from moray.decoding.remote.places import Places, Shunned
 from moray.drafters.base import Drafter, Memory
 from moray.errors import DataError, UnreachableError
@@ -108,8 +107,8 @@ class RemoteDrafts(DraftSource):
             name: that the drafter processes know it by.
             places: where sequences are drafted.
             timeout: seconds that a cycle waits for drafts; what comes later is not used.
-            max_debts: requests that one drafter process may leave unanswered: one of each group of the engine, and one
-                of sequences that have just begun.
+            max_debts: requests that one drafter process may leave unanswered: one of each group of the engine, and as
+                many of sequences that have just begun.
             connect: opens a channel.
         """
         self.stats = RemoteStats()
@@ -150,8 +149,7 @@ class RemoteDrafts(DraftSource):
             return False
         if told.place is None:
             told.place, told.num_sent = self._find(told.session), 0
-        self._look(told.place)  # it may have answered since
-        line = None if told.place is None else self._lines.get(told.place)
+        line = self._look(told.place)  # it may have answered since
         is_free = line is None or len(line.debts) < self._max_debts
         return told.place is not None and told.request is None and is_free
 
@@ -223,7 +221,7 @@ class RemoteDrafts(DraftSource):
             if entries and num_bytes > _MAX_TOLD_BYTES:
                 break
             for name, rows in told.memory.items():
-                tensors.setdefault(name, []).append(_last(rows, len(told.tokens) - told.num_sent))
+                tensors.setdefault(name, []).append(last_rows(rows, len(told.tokens) - told.num_sent))
             entries.append(
                 Entry(
                     session=told.session,
@@ -283,11 +281,12 @@ class RemoteDrafts(DraftSource):
             return False
         return True
 
-    def _look(self, place: Endpoint | None) -> None:
-        """Take in what has come, without waiting."""
+    def _look(self, place: Endpoint | None) -> _Line | None:
+        """Take in what has come, without waiting; the line to a place, if it is open then."""
         line = None if place is None else self._lines.get(place)
         while place is not None and line is not None and line.debts and self._receive(place, line, 0.0):
             pass
+        return None if place is None else self._lines.get(place)
 
     def _take_in(self, line: _Line, reply: DraftReply) -> None:
         debt = line.debts.pop(reply.number, None)
@@ -321,14 +320,3 @@ class RemoteDrafts(DraftSource):
             if told.place == place:
                 told.place, told.num_sent, told.request = None, 0, None
                 self._places.lose(told.session)
-
-
-def _last(pieces: list[Tensor], count: int) -> Tensor:
-    """The last `count` rows, out of pieces one behind the other."""
-    taken: list[Tensor] = []
-    for piece in reversed(pieces):
-        if count <= 0:
-            break
-        taken.append(piece[max(0, piece.shape[0] - count) :])
-        count -= piece.shape[0]
-    return torch.cat(taken[::-1]) if taken else pieces[0][:0]
