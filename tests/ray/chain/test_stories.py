@@ -41,7 +41,7 @@ def test_the_chain_on_a_real_pretrained_model_is_lossless(shared_data: Path, tmp
     assert len(rows) == 2
     assert all(row["lossless"] for row in rows)
     assert all(row["num_prompts"] == 10 for row in rows)
-    assert min(row["tau"] for row in rows) > 1.5, "the drafter has learned nothing"
+    assert min(row["tau"] for row in rows) > 1.25, "the drafter has learned nothing"
 
 
 def run(pipeline: object, arguments: list[str]) -> None:

@@ -160,7 +160,7 @@ class ServedApp:
         begin = time.monotonic()
         while True:
             target, drafter = self.describe("Target"), self.describe("Drafter")
-            busy = target["num_open"], target["num_running"], target["num_leases"], drafter["num_sessions"]
+            busy = *(target[name] for name in ("num_open", "num_running", "num_leases")), *drafter.values()
             if not any(busy):
                 return time.monotonic() - begin
             assert time.monotonic() - begin < seconds, busy

@@ -50,6 +50,23 @@ def test_whoever_is_killed_nothing_is_lost(app, expected, victims):
     _wait_for_drafts(app, asked)
 
 
+@pytest.mark.timeout(300)
+def test_a_killed_target_holds_no_places(app):
+    """Ray does not end the calls of a process that was killed: what its sequences held of a drafter is free soon."""
+    app.deploy({"Target": 2})
+    asked = [Question("one two three", 0.0, number, 200) for number in range(AT_ONCE)]
+    answers: list[tuple[str, int]] = []
+    thread = threading.Thread(target=lambda: answers.extend(app.ask_all(asked, AT_ONCE)))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while app.describe("Drafter")["num_sessions"] < AT_ONCE // 2:
+        assert time.monotonic() < deadline
+    app.kill("Target")
+    thread.join()
+    assert len(answers) == AT_ONCE
+    app.wait_until_idle(5)
+
+
 def _wait_for_drafts(app: ServedApp, asked: list[Question]) -> None:
     """Speculation comes back by itself."""
     deadline = time.monotonic() + 60

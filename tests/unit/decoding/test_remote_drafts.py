@@ -390,7 +390,7 @@ def test_only_who_knows_the_secret_is_listened_to():
         with pytest.raises(UnreachableError):
             stranger.receive(5)
         flood = socket.create_connection(("127.0.0.1", server.port))
-        flood.sendall(bytes.fromhex(secret) + b"\xff" * 8)
+        flood.sendall(bytes.fromhex(secret) + b"\0" * 16 + b"\xff" * 8)
         assert flood.recv(1) == b"", "a frame too long to be one ends the connection"
         friend = SocketChannel(Endpoint("127.0.0.1", server.port, secret, "x"))
         friend.send(b"hello")
@@ -402,6 +402,73 @@ def test_only_who_knows_the_secret_is_listened_to():
         server.close()
     with pytest.raises(UnreachableError):
         friend.receive(5)
+
+
+def test_who_has_lost_all_connections_has_left():
+    gone: list[str] = []
+    secret = secrets.token_hex(32)
+    server = SocketServer(lambda frame: b"yes", "127.0.0.1", secret, left=gone.append)
+    first, second = secrets.token_hex(16), secrets.token_hex(16)
+    try:
+        one, other, third = (
+            SocketChannel(Endpoint("127.0.0.1", server.port, secret, "x", holder)) for holder in (first, first, second)
+        )
+        for channel in (one, other, third):
+            channel.send(b"hello")
+            assert channel.receive(5) == b"yes"
+        one.close()
+        third.close()
+        _wait_for(lambda: gone == [second])
+        other.close()
+        _wait_for(lambda: gone == [second, first])
+        stranger = SocketChannel(Endpoint("127.0.0.1", server.port, secrets.token_hex(32), "x", first))
+        with pytest.raises(UnreachableError):
+            stranger.receive(5)
+        assert gone == [second, first], "whoever was not let in has held nothing"
+    finally:
+        server.close()
+
+
+def _wait_for(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_place_that_ends_under_a_sequence_is_looked_for_anew(tiny, pool_of):
+    """A lease that ended by itself: its drafter answers with misses for good, while another has a place."""
+    pool, request = pool_of(count=2), requests_of(tiny)[0]
+    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10)
+    engine = engine_of(tiny, source)
+    engine.submit(request)
+    tokens: list[int] = []
+    while engine.stats.num_drafts < 2:
+        tokens += [token for update in engine.step() for token in update.tokens]
+    first, (server, host) = next(iter(pool.servers.items()))
+    host.close(pool.opened[0])
+    del pool.servers[first]  # no place is to be found there any more, but its process goes on
+    num_drafts = engine.stats.num_drafts
+    while engine.is_busy:
+        tokens += [token for update in engine.step() for token in update.tokens]
+    server.close()
+    assert [tokens] == alone(tiny, [request])
+    assert engine.stats.num_drafts > num_drafts + 2
+    assert source.stats.num_misses == 1
+
+
+def test_a_sequence_that_is_asked_for_does_not_expire(tiny):
+    host = DraftHost({"d": build(tiny, VARIANTS["ngram-0"])}, CAPACITY, 64, idle_seconds=0.2)
+    assert host.expire("a"), "nobody has asked for it"
+    host.open("a")
+    entry = Entry(session="a", drafter="d", known=0, tokens=(1, 2), num_kept=0)
+    host.handle(DraftRequest(number=1, entries=(entry,)), {})
+    assert not host.expire("a")
+    time.sleep(0.3)
+    assert host.expire("a")
+    assert (host.num_sessions, host.stats.num_expired) == (0, 1)
+    (answer,) = host.handle(DraftRequest(number=2, entries=(entry,)), {}).trees
+    assert answer.known == 0, "what is still under way begins nothing"
 
 
 def test_idle_sessions_expire(tiny):

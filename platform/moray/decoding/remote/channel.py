@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from moray.errors import UnreachableError
 _LOGGER = logging.getLogger(__name__)
 _LENGTH = struct.Struct(">Q")
 _SECRET_BYTES = 32
+_HOLDER_BYTES = 16
 _CONNECT_SECONDS = 0.5
 _SEND_SECONDS = 2.0
 _LEAST_RATE = 50e6
@@ -61,13 +63,15 @@ class Endpoint:
     """Hexadecimal."""
     replica: str
     """Tells processes apart."""
+    holder: str = "00" * _HOLDER_BYTES
+    """Who is to connect, told along with the secret; hexadecimal."""
 
     def __repr__(self) -> str:
         return f"Endpoint({self.host}:{self.port}, {self.replica})"  # never the secret
 
 
 class SocketChannel(Channel):
-    """TCP, without delay; the first thing sent is the secret."""
+    """TCP, without delay; the first things sent are the secret and the name of who connects."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         """
@@ -77,7 +81,7 @@ class SocketChannel(Channel):
         try:
             self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout=_CONNECT_SECONDS)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(bytes.fromhex(endpoint.secret))
+            self._socket.sendall(bytes.fromhex(endpoint.secret + endpoint.holder))
         except OSError as error:
             raise UnreachableError(f"no drafter answers at {endpoint.host}:{endpoint.port}: {error}") from None
         self._inbox = _Inbox()
@@ -154,14 +158,20 @@ class _Guest:
     """One connection of a server."""
 
     inbox: _Inbox
-    is_let_in: bool = False
+    holder: str | None = None
+    """Who it is, once the secret has been told."""
 
 
 class SocketServer:
     """Answers frames in a thread of its own, one at a time."""
 
     def __init__(
-        self, answer: Callable[[bytearray], bytes], host: str, secret: str, go_on: Callable[[], bool] | None = None
+        self,
+        answer: Callable[[bytearray], bytes],
+        host: str,
+        secret: str,
+        go_on: Callable[[], bool] | None = None,
+        left: Callable[[str], None] | None = None,
     ) -> None:
         """
         Args:
@@ -170,9 +180,12 @@ class SocketServer:
             secret: hexadecimal, 32 bytes; who does not send it first is not listened to.
             go_on: called whenever nothing has come, for as long as it says that there is more to do; frames wait for
                 it, so it should be brief.
+            left: called with the name of a holder whose last connection has ended, as it does at once with a process.
         """
         self._answer = answer
         self._go_on = go_on
+        self._left = left
+        self._num_connections: Counter[str] = Counter()
         self._secret = bytes.fromhex(secret)
         assert len(self._secret) == _SECRET_BYTES
         self._listener = socket.create_server((host, 0))
@@ -232,13 +245,14 @@ class SocketServer:
     def _serve(self, connection: socket.socket, guest: _Guest) -> None:
         try:
             guest.inbox.fill(connection)
-            if not guest.is_let_in:
-                secret = guest.inbox.take(_SECRET_BYTES)
-                if secret is None:
+            if guest.holder is None:
+                words = guest.inbox.take(_SECRET_BYTES + _HOLDER_BYTES)
+                if words is None:
                     return
-                if not hmac.compare_digest(secret, self._secret):
+                if not hmac.compare_digest(words[:_SECRET_BYTES], self._secret):
                     raise ConnectionAbortedError("a wrong secret was sent")
-                guest.is_let_in = True
+                guest.holder = words[_SECRET_BYTES:].hex()
+                self._num_connections[guest.holder] += 1
             while (frame := guest.inbox.next()) is not None:
                 reply = self._answer(frame)
                 connection.sendall(_LENGTH.pack(len(reply)) + reply)
@@ -247,6 +261,16 @@ class SocketServer:
                 _LOGGER.warning("a connection for drafts is closed: %s: %s", type(error).__name__, error)
             self._selector.unregister(connection)
             connection.close()
+            self._say_goodbye(guest)
+
+    def _say_goodbye(self, guest: _Guest) -> None:
+        if guest.holder is None:
+            return
+        self._num_connections[guest.holder] -= 1
+        if not self._num_connections[guest.holder]:
+            del self._num_connections[guest.holder]
+            if self._left is not None:
+                self._left(guest.holder)
 
     def _end(self) -> None:
         for key in list(self._selector.get_map().values()):

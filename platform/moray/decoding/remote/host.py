@@ -163,6 +163,16 @@ class DraftHost:
             while len(self._gone) > _MOST_GONE:
                 self._gone.popitem(last=False)
 
+    def expire(self, session: str) -> bool:
+        """Whether nobody has asked for a sequence for too long, or ever; then it is forgotten for good."""
+        with self._lock:
+            known = self._sessions.get(session)
+            if known is not None and time.monotonic() - known.used <= self._idle_seconds:
+                return False
+            self.stats.num_expired += known is not None
+        self.close(session)
+        return True
+
     def _close(self, name: str) -> None:
         session = self._sessions.pop(name, None)
         if session is not None:

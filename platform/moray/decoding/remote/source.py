@@ -298,7 +298,7 @@ class RemoteDrafts(DraftSource):
             told.request = None
             if drafted.known != told.num_sent:
                 self.stats.num_misses += 1
-                told.num_sent = 0  # to be told again, from the beginning
+                told.place, told.num_sent = None, 0  # to be told again, from the beginning, wherever its place is now
             elif drafted.tokens:
                 self._ready[number] = restored(drafted, self._device, shape, self._drafter.spec.vocab_size)
 
