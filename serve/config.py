@@ -53,7 +53,7 @@ class ServeConfig(Config):
     """While the target verifies a chain, drafters of the pool go on below it, with memory that is a cycle older: if all
     of it is accepted and the target's own token is what they expect, the next draft is there at once."""
     session_idle_seconds: float = Field(default=60.0, gt=0)
-    """A drafter replica forgets a sequence that nobody has asked for so long."""
+    """A drafter replica forgets a sequence that nobody has asked for so long, and its place there is free again."""
     threads: int | None = Field(default=None, ge=1)
     """torch's threads in every replica; None leaves them to torch."""
     max_waiting: int = Field(default=64, ge=0)

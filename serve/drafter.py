@@ -6,11 +6,9 @@ itself goes over the socket (see `decoding.remote.channel`). Ray does not end th
 (2.60): a target's leases end here when its connections do, or when nobody has asked for a sequence for long.
 """
 
-import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import replace
 
 import torch
 
@@ -23,6 +21,7 @@ from moray.drafters.base import Drafter
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig
+from serve.lent import LentPlaces
 from serve.metrics.publisher import Publisher
 from serve.metrics.readings import read_host
 from serve.metrics.sink import Nowhere, Sink
@@ -63,57 +62,36 @@ class DrafterReplica:
             run_ahead=config.run_ahead,
             cost=config.engine.synthetic.draft,
         )
-        self._idle_seconds = config.session_idle_seconds
-        self._leases: dict[str, set[asyncio.Event]] = {}
-        """By holder; an event ends its lease."""
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._places = LentPlaces(self.host, config.session_idle_seconds)
         self._publisher = Publisher(sink or Nowhere(), lambda: read_host(self.host))
         secret = secrets.token_hex(32)
         host = host or _node_address()
         go_on = self.host.go_on if config.run_ahead else None
-        self._server = SocketServer(self._answer, host, secret, go_on, self._left)
+        self._server = SocketServer(self._answer, host, secret, go_on, self._places.leave)
         self.endpoint = Endpoint(host, self._server.port, secret, replica or f"{host}:{self._server.port}")
 
     def _answer(self, frame: bytearray) -> bytes:
         return pack(self.host.handle(*unpack_request(frame)))
-
-    def _left(self, holder: str) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._end_leases, holder)
-
-    def _end_leases(self, holder: str) -> None:
-        for end in self._leases.get(holder, ()):
-            end.set()
 
     async def lease(self, session: str, holder: str) -> AsyncGenerator[Endpoint]:
         """A place for a sequence, until whoever asked for it stops listening, is gone, or no longer uses it.
 
         Args:
             session: the sequence.
-            holder: name of the process that asks; 16 bytes, hexadecimal.
+            holder: name of the process that asks, by which it connects (see `SocketChannel`).
         """
         self._publisher.start()
-        self._loop = asyncio.get_running_loop()
-        end = asyncio.Event()
-        self._leases.setdefault(holder, set()).add(end)
-        self.host.open(session)
-        try:
-            yield replace(self.endpoint, holder=holder)
-            is_idle = False
-            while not (is_idle or end.is_set()):
-                try:
-                    await asyncio.wait_for(end.wait(), self._idle_seconds)
-                except TimeoutError:
-                    is_idle = self.host.expire(session)
-        finally:
-            self.host.close(session)
-            self._leases[holder].discard(end)
-            if not self._leases[holder]:
-                del self._leases[holder]
+        async with self._places.lend(session, holder) as end:
+            yield self.endpoint
+            await self._places.until_over(session, end)
 
     async def describe(self) -> dict[str, int]:
         """How busy this replica is."""
-        return {"num_sessions": self.host.num_sessions, "num_leases": sum(map(len, self._leases.values()))}
+        return {"num_sessions": self.host.num_sessions, "num_leases": len(self._places)}
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._server.close()
 
     def check_health(self) -> None:
         """Called by Serve; a replica that answers nobody is replaced."""

@@ -20,7 +20,8 @@ class LeasedPlaces(Places):
     def __init__(self, drafters: Any) -> None:
         """`drafters` is the handle of the drafter deployment."""
         self._drafters = drafters
-        self._holder = uuid.uuid4().hex
+        self.holder = uuid.uuid4().hex
+        """By which this process connects to drafters."""
         self._loop: Any = None
         self._found: dict[str, Endpoint] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -76,7 +77,7 @@ class LeasedPlaces(Places):
         while True:
             await asyncio.sleep(pause)
             # A new name for each lease: by the old one Serve's router would find the replica that was just given up.
-            lease = self._drafters.options(stream=True, session_id=uuid.uuid4().hex).lease.remote(session, self._holder)
+            lease = self._drafters.options(stream=True, session_id=uuid.uuid4().hex).lease.remote(session, self.holder)
             try:
                 async for endpoint in lease:
                     self._found[session] = endpoint
@@ -87,5 +88,5 @@ class LeasedPlaces(Places):
             finally:
                 self._found.pop(session, None)
                 lease.cancel()
-            # It has ended by itself: the replica is gone, or took this process to be, or was not asked for long.
+            # It has ended by itself: the replica is gone, or took this process to be gone, or to need it no longer.
             pause = _PAUSE_SECONDS

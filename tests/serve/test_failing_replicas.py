@@ -3,7 +3,9 @@
 import asyncio
 import os
 import secrets
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,16 +82,56 @@ def test_a_lost_place_is_looked_for_under_another_name():
     assert len(names) == len(set(names))
 
 
+def test_a_place_whose_lease_has_ended_is_looked_for_again():
+    """By itself: its drafter took this process to be gone, or has ended without an error."""
+
+    class Lease:
+        def __init__(self, is_over: bool) -> None:
+            self._is_over = is_over
+
+        async def __aiter__(self):
+            yield f"place {len(leases)}"
+            if not self._is_over:
+                await asyncio.Event().wait()
+
+        def cancel(self) -> None:
+            pass
+
+    leases: list[Lease] = []
+
+    class Drafters:
+        def options(self, **_: object) -> "Drafters":
+            return self
+
+        @property
+        def lease(self) -> SimpleNamespace:
+            def remote(session: str, holder: str) -> Lease:
+                leases.append(Lease(is_over=not leases))
+                return leases[-1]
+
+            return SimpleNamespace(remote=remote)
+
+    async def run() -> None:
+        places = LeasedPlaces(Drafters())
+        places.start()
+        places.open("a")
+        while places.find("a") != "place 2":
+            await asyncio.sleep(0.01)
+        places.close("a")
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 def test_a_target_that_is_gone_holds_no_places(chat_target):
     """Ray does not end its calls; its connections end with it."""
 
-    async def run() -> None:
-        replica = drafter_of(chat_target)
+    async def run(replica: DrafterReplica) -> None:
         gone, other = secrets.token_hex(16), secrets.token_hex(16)
         leases = [replica.lease(name, holder) for name, holder in (("a", gone), ("b", gone), ("c", other))]
         places = [await anext(lease) for lease in leases]
         ends = [asyncio.create_task(anext(lease, "over")) for lease in leases]
-        channels = [await asyncio.to_thread(SocketChannel, place) for place in places]
+        assert len(set(places)) == 1
+        channels = [await asyncio.to_thread(SocketChannel, places[0], holder) for holder in (gone, gone, other)]
         for channel in channels:  # the secret is told before a frame is answered
             channel.send(pack(DraftRequest(number=1, entries=())))
             assert await asyncio.to_thread(channel.receive, 10.0)
@@ -102,15 +144,34 @@ def test_a_target_that_is_gone_holds_no_places(chat_target):
         assert await replica.describe() == {"num_sessions": 0, "num_leases": 1}
         ends[2].cancel()
         await asyncio.gather(*ends, return_exceptions=True)
+        assert await replica.describe() == {"num_sessions": 0, "num_leases": 0}
 
-    asyncio.run(run())
+    with drafter_of(chat_target) as replica:
+        asyncio.run(run(replica))
+
+
+def test_a_lease_that_ends_late_leaves_the_newer_one_its_place(chat_target):
+    """Both come from the same target: it has given up the old one and asked anew."""
+
+    async def run(replica: DrafterReplica) -> None:
+        old, new = replica.lease("a", "00" * 16), replica.lease("a", "00" * 16)
+        await anext(old)
+        await anext(new)
+        await old.aclose()
+        entry = Entry(session="a", drafter="lookup", known=0, tokens=(1, 2), num_kept=0)
+        (answer,) = replica.host.handle(DraftRequest(number=1, entries=(entry,)), {}).trees
+        assert answer.known == 2
+        await new.aclose()
+        assert await replica.describe() == {"num_sessions": 0, "num_leases": 0}
+
+    with drafter_of(chat_target) as replica:
+        asyncio.run(run(replica))
 
 
 def test_a_place_that_nobody_uses_ends(chat_target):
     """Whoever held it may be gone with its machine, or never have come."""
 
-    async def run() -> None:
-        replica = drafter_of(chat_target, session_idle_seconds=0.3)
+    async def run(replica: DrafterReplica) -> None:
         used, unused = replica.lease("a", "00" * 16), replica.lease("b", "00" * 16)
         places = [await anext(lease) for lease in (used, unused)]
         assert places[0] == places[1]
@@ -127,18 +188,20 @@ def test_a_place_that_nobody_uses_ends(chat_target):
         assert await replica.describe() == {"num_sessions": 1, "num_leases": 1}
         assert await asyncio.wait_for(end, 10) == "over"
         assert await replica.describe() == {"num_sessions": 0, "num_leases": 0}
+        assert replica.host.stats.num_expired == 1
 
-    asyncio.run(run())
+    with drafter_of(chat_target, session_idle_seconds=2.0) as replica:
+        asyncio.run(run(replica))
 
 
-def drafter_of(folder: Path, **settings: object) -> DrafterReplica:
+def drafter_of(folder: Path, **settings: object) -> AbstractContextManager[DrafterReplica]:
     """A drafter replica without Ray."""
     values = {
         "target": {"model": str(folder), "device": "cpu"},
         "drafters": {"lookup": {"type": "ngram"}},
         **settings,
     }
-    return DrafterReplica(validate(ServeConfig, values), "127.0.0.1")
+    return closing(DrafterReplica(validate(ServeConfig, values), "127.0.0.1"))
 
 
 @pytest.mark.parametrize(

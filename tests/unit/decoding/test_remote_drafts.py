@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+import threading
 import time
 from itertools import pairwise
 from types import SimpleNamespace
@@ -411,7 +412,7 @@ def test_who_has_lost_all_connections_has_left():
     first, second = secrets.token_hex(16), secrets.token_hex(16)
     try:
         one, other, third = (
-            SocketChannel(Endpoint("127.0.0.1", server.port, secret, "x", holder)) for holder in (first, first, second)
+            SocketChannel(Endpoint("127.0.0.1", server.port, secret, "x"), holder) for holder in (first, first, second)
         )
         for channel in (one, other, third):
             channel.send(b"hello")
@@ -421,10 +422,27 @@ def test_who_has_lost_all_connections_has_left():
         _wait_for(lambda: gone == [second])
         other.close()
         _wait_for(lambda: gone == [second, first])
-        stranger = SocketChannel(Endpoint("127.0.0.1", server.port, secrets.token_hex(32), "x", first))
+        stranger = SocketChannel(Endpoint("127.0.0.1", server.port, secrets.token_hex(32), "x"), first)
         with pytest.raises(UnreachableError):
             stranger.receive(5)
-        assert gone == [second, first], "whoever was not let in has held nothing"
+    finally:
+        server.close()
+    assert gone == [second, first], "whoever was not let in has held nothing"
+
+
+def test_a_failing_word_of_who_has_left_does_not_end_the_others():
+    def fail(holder: str) -> None:
+        raise RuntimeError(holder)
+
+    secret = secrets.token_hex(32)
+    server = SocketServer(lambda frame: b"yes", "127.0.0.1", secret, left=fail)
+    try:
+        for _ in range(2):
+            channel = SocketChannel(Endpoint("127.0.0.1", server.port, secret, "x"))
+            channel.send(b"hello")
+            assert channel.receive(5) == b"yes"
+            channel.close()
+        assert server.is_alive
     finally:
         server.close()
 
@@ -449,23 +467,59 @@ def test_a_place_that_ends_under_a_sequence_is_looked_for_anew(tiny, pool_of):
     host.close(pool.opened[0])
     del pool.servers[first]  # no place is to be found there any more, but its process goes on
     num_drafts = engine.stats.num_drafts
-    while engine.is_busy:
-        tokens += [token for update in engine.step() for token in update.tokens]
-    server.close()
+    try:
+        while engine.is_busy:
+            tokens += [token for update in engine.step() for token in update.tokens]
+    finally:
+        server.close()
     assert [tokens] == alone(tiny, [request])
     assert engine.stats.num_drafts > num_drafts + 2
     assert source.stats.num_misses == 1
 
 
-def test_a_sequence_that_is_asked_for_does_not_expire(tiny):
-    host = DraftHost({"d": build(tiny, VARIANTS["ngram-0"])}, CAPACITY, 64, idle_seconds=0.2)
-    assert host.expire("a"), "nobody has asked for it"
-    host.open("a")
+def test_ends_that_come_while_a_draft_is_under_way_wait_for_nobody(monkeypatch, tiny):
+    """Who says them is an event loop; in what order they came counts."""
+    drafter = build(tiny, VARIANTS["ngram-0"])
+    host = DraftHost({"d": drafter}, CAPACITY, 64)
+    entries = tuple(Entry(session=name, drafter="d", known=0, tokens=(1, 2), num_kept=0) for name in "abc")
+    host.handle(DraftRequest(number=1, entries=entries), {})
+    is_drafting, may_end, propose = threading.Event(), threading.Event(), type(drafter).propose_many
+
+    def slow(*args: object) -> object:
+        is_drafting.set()
+        assert may_end.wait(30)
+        return propose(drafter, *args)
+
+    monkeypatch.setattr(drafter, "propose_many", slow)
+    asks = tuple(entry.model_copy(update={"known": 2, "tokens": (), "root": 3}) for entry in entries)
+    thread = threading.Thread(
+        target=host.handle, args=(DraftRequest(number=2, entries=asks, shapes=(CHAIN,), params=(GREEDY,)), {})
+    )
+    thread.start()
+    assert is_drafting.wait(30)
+    host.close("a")
+    host.close("b")
+    host.open("b")
+    host.open("c")
+    host.close("c")
+    assert thread.is_alive()
+    assert host.num_sessions == 3
+    may_end.set()
+    thread.join()
+    assert host.num_sessions == 0
+    trees = host.handle(DraftRequest(number=3, entries=entries), {}).trees
+    assert [tree.known for tree in trees] == [0, 2, 0], "the one opened last may begin"
+
+
+def test_how_long_a_sequence_is_unused_and_that_it_is_gone_for_good(tiny):
+    host = DraftHost({"d": build(tiny, VARIANTS["ngram-0"])}, CAPACITY, 64)
+    assert host.seconds_unused("a") == float("inf"), "nobody has asked for it"
     entry = Entry(session="a", drafter="d", known=0, tokens=(1, 2), num_kept=0)
     host.handle(DraftRequest(number=1, entries=(entry,)), {})
-    assert not host.expire("a")
-    time.sleep(0.3)
-    assert host.expire("a")
+    time.sleep(0.1)
+    assert 0.1 <= host.seconds_unused("a") < 60
+    host.expire("a")
+    host.expire("a")
     assert (host.num_sessions, host.stats.num_expired) == (0, 1)
     (answer,) = host.handle(DraftRequest(number=2, entries=(entry,)), {}).trees
     assert answer.known == 0, "what is still under way begins nothing"

@@ -6,6 +6,7 @@ was told to. A broken channel is an event like any other.
 
 import hmac
 import logging
+import secrets
 import selectors
 import socket
 import struct
@@ -63,8 +64,6 @@ class Endpoint:
     """Hexadecimal."""
     replica: str
     """Tells processes apart."""
-    holder: str = "00" * _HOLDER_BYTES
-    """Who is to connect, told along with the secret; hexadecimal."""
 
     def __repr__(self) -> str:
         return f"Endpoint({self.host}:{self.port}, {self.replica})"  # never the secret
@@ -73,15 +72,22 @@ class Endpoint:
 class SocketChannel(Channel):
     """TCP, without delay; the first things sent are the secret and the name of who connects."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, holder: str | None = None) -> None:
         """
+        Args:
+            endpoint: where to connect.
+            holder: of places there, who gives them up by ending its connections; hexadecimal, 16 bytes; one that
+                nobody else has if left out.
+
         Raises:
             UnreachableError: nobody listens there.
         """
+        greeting = bytes.fromhex(endpoint.secret + (holder or secrets.token_hex(_HOLDER_BYTES)))
+        assert len(greeting) == _SECRET_BYTES + _HOLDER_BYTES
         try:
             self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout=_CONNECT_SECONDS)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(bytes.fromhex(endpoint.secret + endpoint.holder))
+            self._socket.sendall(greeting)
         except OSError as error:
             raise UnreachableError(f"no drafter answers at {endpoint.host}:{endpoint.port}: {error}") from None
         self._inbox = _Inbox()
@@ -158,8 +164,8 @@ class _Guest:
     """One connection of a server."""
 
     inbox: _Inbox
+    is_let_in: bool = False
     holder: str | None = None
-    """Who it is, once the secret has been told."""
 
 
 class SocketServer:
@@ -177,10 +183,12 @@ class SocketServer:
         Args:
             answer: called with each frame; a connection whose frame makes it fail is closed.
             host: address to listen at.
-            secret: hexadecimal, 32 bytes; who does not send it first is not listened to.
+            secret: hexadecimal, 32 bytes; who does not send it first is not listened to. After it comes the name of a
+                holder.
             go_on: called whenever nothing has come, for as long as it says that there is more to do; frames wait for
                 it, so it should be brief.
-            left: called with the name of a holder whose last connection has ended, as it does at once with a process.
+            left: called with the name of a holder when its last connection has ended; those of a process that dies end
+                at once.
         """
         self._answer = answer
         self._go_on = go_on
@@ -239,20 +247,17 @@ class SocketServer:
         except OSError:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
+        )  # of a machine that vanished nothing else tells
         connection.settimeout(_SEND_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ, _Guest(_Inbox()))
 
     def _serve(self, connection: socket.socket, guest: _Guest) -> None:
         try:
             guest.inbox.fill(connection)
-            if guest.holder is None:
-                words = guest.inbox.take(_SECRET_BYTES + _HOLDER_BYTES)
-                if words is None:
-                    return
-                if not hmac.compare_digest(words[:_SECRET_BYTES], self._secret):
-                    raise ConnectionAbortedError("a wrong secret was sent")
-                guest.holder = words[_SECRET_BYTES:].hex()
-                self._num_connections[guest.holder] += 1
+            if not self._is_greeted(guest):
+                return
             while (frame := guest.inbox.next()) is not None:
                 reply = self._answer(frame)
                 connection.sendall(_LENGTH.pack(len(reply)) + reply)
@@ -263,14 +268,33 @@ class SocketServer:
             connection.close()
             self._say_goodbye(guest)
 
+    def _is_greeted(self, guest: _Guest) -> bool:
+        """Whether all that has to come before frames has come.
+
+        Raises:
+            ConnectionAbortedError: it was not what is listened to.
+        """
+        if not guest.is_let_in and (secret := guest.inbox.take(_SECRET_BYTES)) is not None:
+            if not hmac.compare_digest(secret, self._secret):
+                raise ConnectionAbortedError("a wrong secret was sent")
+            guest.is_let_in = True
+        if guest.is_let_in and guest.holder is None and (name := guest.inbox.take(_HOLDER_BYTES)) is not None:
+            guest.holder = name.hex()
+            self._num_connections[guest.holder] += 1
+        return guest.holder is not None
+
     def _say_goodbye(self, guest: _Guest) -> None:
         if guest.holder is None:
             return
         self._num_connections[guest.holder] -= 1
-        if not self._num_connections[guest.holder]:
-            del self._num_connections[guest.holder]
+        if self._num_connections[guest.holder]:
+            return
+        del self._num_connections[guest.holder]
+        try:
             if self._left is not None:
                 self._left(guest.holder)
+        except Exception:  # the others are still served
+            _LOGGER.exception("a holder's end could not be told")
 
     def _end(self) -> None:
         for key in list(self._selector.get_map().values()):

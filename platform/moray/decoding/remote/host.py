@@ -5,12 +5,14 @@ sequence was idle for too long) the answer is a miss: nothing is guessed. While 
 below what it answered (see `remote.ahead`).
 """
 
+import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from moray.trees.shapes import ChainShape, GrowableShape
 from moray.trees.tree import TokenTree
 
 _MOST_GONE = 10_000
+Change = Literal["opened", "closed", "expired"]
 
 
 @dataclass
@@ -93,6 +96,8 @@ class DraftHost:
         self._lock = threading.Lock()
         self._gone: OrderedDict[str, None] = OrderedDict()
         """Sessions closed last."""
+        self._changes: deque[tuple[str, Change]] = deque()
+        """In their order; from any thread, made by whoever has the lock."""
 
     @property
     def num_sessions(self) -> int:
@@ -102,7 +107,7 @@ class DraftHost:
     @torch.inference_mode()
     def handle(self, request: DraftRequest, tensors: Mapping[str, Tensor]) -> DraftReply:
         """Take in what is told, and draft what is asked for."""
-        with self._lock:
+        with self._locked():
             begin = time.perf_counter()
             for session in request.closed:
                 self._close(session)
@@ -134,7 +139,7 @@ class DraftHost:
     @torch.inference_mode()
     def go_on(self) -> bool:
         """Draft one level ahead, for a time when no message waits; whether there is more of that to do."""
-        with self._lock:
+        with self._locked():
             if not self._aheads:
                 return False
             begin = time.perf_counter()
@@ -151,27 +156,54 @@ class DraftHost:
             return bool(self._aheads)
 
     def open(self, session: str) -> None:
-        """A sequence may begin here, even if it has been closed before."""
-        with self._lock:
-            self._gone.pop(session, None)
+        """A sequence may begin here, even if it has been closed before. Never waits, nor do `close` and `expire`."""
+        self._change(session, "opened")
 
     def close(self, session: str) -> None:
         """Forget a sequence for good: what is still under way for it begins nothing."""
-        with self._lock:
+        self._change(session, "closed")
+
+    def expire(self, session: str) -> None:
+        """Forget a sequence for good that nobody asks for."""
+        self._change(session, "expired")
+
+    def seconds_unused(self, session: str) -> float:
+        """Since a sequence was asked for; infinite if it is not known."""
+        known = self._sessions.get(session)
+        return math.inf if known is None else time.monotonic() - known.used
+
+    def _change(self, session: str, change: Change) -> None:
+        self._changes.append((session, change))
+        self._make_changes()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                self._make_changes_now()
+                yield
+        finally:
+            self._make_changes()
+
+    def _make_changes(self) -> None:
+        """Unless a draft is under way: whoever makes it does this afterwards."""
+        while self._changes and self._lock.acquire(blocking=False):
+            try:
+                self._make_changes_now()
+            finally:
+                self._lock.release()
+
+    def _make_changes_now(self) -> None:
+        while self._changes:
+            session, change = self._changes.popleft()
+            if change == "opened":
+                self._gone.pop(session, None)
+                continue
+            self.stats.num_expired += change == "expired" and session in self._sessions
             self._close(session)
             self._gone[session] = None
-            while len(self._gone) > _MOST_GONE:
+            if len(self._gone) > _MOST_GONE:
                 self._gone.popitem(last=False)
-
-    def expire(self, session: str) -> bool:
-        """Whether nobody has asked for a sequence for too long, or ever; then it is forgotten for good."""
-        with self._lock:
-            known = self._sessions.get(session)
-            if known is not None and time.monotonic() - known.used <= self._idle_seconds:
-                return False
-            self.stats.num_expired += known is not None
-        self.close(session)
-        return True
 
     def _close(self, name: str) -> None:
         session = self._sessions.pop(name, None)
