@@ -8,6 +8,7 @@ Reads YAML files in Ray Serve's own schema, waits until the application runs, an
 `serve deploy FILE` does the same with the code that the nodes have installed.
 """
 
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -145,7 +146,7 @@ def _wait(name: str, seconds: float) -> None:
     """
     from ray import serve
 
-    deadline = time.monotonic() + seconds
+    deadline, told = time.monotonic() + seconds, ""
     while True:
         application = serve.status().applications.get(name)
         state = application.status.value if application else "NOT_STARTED"
@@ -159,15 +160,18 @@ def _wait(name: str, seconds: float) -> None:
                 f"application '{name}' is {state} after {seconds:g} s: {message or 'replicas are starting'}; it goes "
                 "on starting: look with `serve status`, or give more wait_seconds"
             )
+        if message and message != told:
+            print(f"waiting: {message}", file=sys.stderr, flush=True)
+            told = message
         time.sleep(_POLL_SECONDS)
 
 
 def _messages(application: Any) -> str:
-    """The last line of what Serve says of each part that is in trouble."""
+    """The last line of what Serve says of each part that is in trouble, or is long in coming."""
     parts: Mapping[str, str] = {"": application.message} | {
         f"{name}: ": deployment.message
         for name, deployment in application.deployments.items()
-        if deployment.status.value not in {"HEALTHY", "UPDATING"}
+        if deployment.status.value != "HEALTHY"
     }
     return "; ".join(f"{name}{text.strip().splitlines()[-1]}" for name, text in parts.items() if text.strip())
 

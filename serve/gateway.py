@@ -32,6 +32,8 @@ _FULL = 0.1
 """Seconds for which new requests are refused unasked after one has found no place: asking costs the targets more."""
 _FRESH = 1.0
 """Seconds for which targets that have answered are taken to be there."""
+_READY_SECONDS = 3.0
+"""In which a target has to say that it is there: who asks waits no longer for one that is starting."""
 _PAUSE = 0.5
 """Seconds before an answer that cannot be taken up again for the moment is tried once more."""
 
@@ -68,7 +70,7 @@ class Gateway:
             ApiError: 503 while there is none.
         """
         if self._description is None:
-            await self._ask(timeout=30)
+            await self._ask()
         assert self._description is not None
         return self._description
 
@@ -80,11 +82,11 @@ class Gateway:
         """
         async with self._checking:
             if time.monotonic() - self._described_at > _FRESH:
-                await self._ask(timeout=5)
+                await self._ask()
 
-    async def _ask(self, timeout: float) -> None:
+    async def _ask(self) -> None:
         try:
-            self._description = await asyncio.wait_for(self._targets.describe.remote(), timeout)
+            self._description = await asyncio.wait_for(self._targets.describe.remote(), _READY_SECONDS)
         except Exception as error:
             raise ApiError(503, "no target replica is ready: try again", retry_after=_RETRY_AFTER) from error
         self._described_at = time.monotonic()

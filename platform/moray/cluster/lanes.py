@@ -1,6 +1,7 @@
 """How many lanes a run has, and how many workers may share them. Decided before anything starts."""
 
 import os
+import sys
 from pathlib import Path
 
 import ray
@@ -76,9 +77,7 @@ def _needs(config: DistilConfig, count: int) -> dict[str, float]:
 
 
 def _check_room(config: DistilConfig) -> None:
-    """Refuse workers for which this machine has no room: Ray would wait for them for ever."""
-    if not _is_fixed(config):
-        return
+    """Refuse workers for which this machine has no room: Ray would wait for them for ever. A cluster may grow."""
     workers, present = config.workers, ray.cluster_resources()
     needs = _needs(config, workers.fewest)
     for name, field in (("GPU", "use_gpu"), ("CPU", "cpus_per_worker")):
@@ -87,8 +86,16 @@ def _check_room(config: DistilConfig) -> None:
             if config.source.type != "disk":
                 beside.append(f"source.capture.num_targets={config.source.capture.num_targets} beside them")
             including = f", {' and '.join(beside)} included" if beside else ""
-            raise ConfigError(
+            lacking = (
                 f"workers.num_workers={workers.num_workers} with workers.{field}={getattr(workers, field)} needs "
-                f"{needs[name]:g} {name}s{including}; this machine has {present.get(name, 0):g}: lower them or name a "
-                "cluster in ray.address"
+                f"{needs[name]:g} {name}s{including}; this {'machine' if _is_fixed(config) else 'cluster'} has "
+                f"{present.get(name, 0):g}"
+            )
+            if _is_fixed(config):
+                raise ConfigError(f"{lacking}: lower them or name a cluster in ray.address")
+            print(
+                f"note: {lacking}, and training waits until it has grown; or stop the run and lower them, or start Ray "
+                "with a larger --num-cpus",
+                file=sys.stderr,
+                flush=True,
             )

@@ -80,13 +80,20 @@ class ServedApp:
         self.deploy(num_replicas)
 
     def deploy(
-        self, num_replicas: dict[str, int], scaling: dict[str, dict[str, float]] | None = None, **args: Any
+        self,
+        num_replicas: dict[str, int],
+        scaling: dict[str, dict[str, float]] | None = None,
+        num_cpus: dict[str, float] | None = None,
+        wait_seconds: float = 120,
+        **args: Any,
     ) -> None:
         """Deploy, or change the numbers of replicas or `args`; waits until all of them run.
 
         Args:
             num_replicas: by deployment; one where nothing is said.
             scaling: by deployment, its `autoscaling_config` in place of a number.
+            num_cpus: by deployment, of each replica; none where nothing is said.
+            wait_seconds: for all of them to run.
             args: of the application, in place of those before, from now on.
         """
         from serve.deploy import DeployConfig, main
@@ -95,7 +102,8 @@ class ServedApp:
         numbers = {name: {"num_replicas": num_replicas.get(name, 1)} for name in ("Gateway", "Target", "Drafter")}
         scaled = {name: {"autoscaling_config": config} for name, config in (scaling or {}).items()}
         deployments = [
-            {"name": name, "ray_actor_options": {"num_cpus": 0}} | number for name, number in (numbers | scaled).items()
+            {"name": name, "ray_actor_options": {"num_cpus": (num_cpus or {}).get(name, 0)}} | number
+            for name, number in (numbers | scaled).items()
         ]
         application = {
             "name": APPLICATION,
@@ -106,7 +114,9 @@ class ServedApp:
         }
         main(
             DeployConfig(
-                applications=(application,), http_options={"host": "127.0.0.1", "port": self.port}, wait_seconds=120
+                applications=(application,),
+                http_options={"host": "127.0.0.1", "port": self.port},
+                wait_seconds=wait_seconds,
             )
         )
 

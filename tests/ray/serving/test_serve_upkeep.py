@@ -10,6 +10,8 @@ import psutil
 import pytest
 from served_app import MODEL, NUM_QUESTIONS, questions
 
+from serve.deploy import DeployError
+
 pytestmark = pytest.mark.slow
 AT_ONCE = 16
 SCALING = {
@@ -102,3 +104,14 @@ def test_pools_grow_under_load_and_shrink_again(app, expected):
     wait_for(2, 24)
     wait_for(1, 1)
     assert [text for text, _ in app.ask_all(asked, 1)] == expected
+
+
+@pytest.mark.timeout(300)
+def test_who_deploys_is_told_what_it_waits_for(app, capsys):
+    """Serve says so after half a minute; before, nothing showed that it would wait for ever."""
+    with pytest.raises(DeployError, match="1000"):
+        app.deploy({}, num_cpus={"Target": 1000}, wait_seconds=50)
+    waiting = [line for line in capsys.readouterr().err.splitlines() if line.startswith("waiting: ")]
+    assert len(waiting) == 1
+    assert "Target: " in waiting[0]
+    assert "1000" in waiting[0]

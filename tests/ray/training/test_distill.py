@@ -200,6 +200,23 @@ def test_workers_that_the_machine_has_no_room_for_are_refused(
         distil(validate(DistilConfig, values))
 
 
+def test_a_cluster_that_is_too_small_is_said_to_be(
+    tiny_target: Path, tiny_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """It may grow; until then nothing happens, and nobody should have to guess why."""
+    from moray.cluster.lanes import num_workers
+
+    config = _config(tiny_target, tiny_cache, tmp_path / "run")
+    many = config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": 4})})
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert num_workers(many) == 4
+    told = " ".join(capsys.readouterr().err.split())
+    assert "num_workers=4 with workers.cpus_per_worker=1.0 needs 4.5 CPUs" in told
+    assert "this cluster has 4, and training waits until it has grown" in told
+    assert num_workers(config) == config.workers.num_workers
+    assert not capsys.readouterr().err
+
+
 def test_a_range_of_workers_is_cut_to_the_machine_and_to_the_run_s_lanes(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
