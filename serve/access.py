@@ -1,4 +1,4 @@
-"""Who may ask, and how often: bearer keys and a rate limit in front of everything under `/v1`.
+"""Who may ask, and how often: bearer keys and a rate limit in front of everything under `/v1`, and `/metrics`.
 
 Keys are neither logged nor repeated to anybody: they are known by their number in the file.
 """
@@ -15,7 +15,7 @@ from moray.errors import ConfigError
 from serve.errors import ApiError
 from serve.rate_limit import RateLimit
 
-_GUARDED = "/v1"
+_GUARDED = ("/v1", "/metrics")
 
 
 class Access:
@@ -89,4 +89,4 @@ def read_keys(path: str | None) -> tuple[bytes, ...]:
 
 def _is_guarded(scope: Scope) -> bool:
     path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-    return path == _GUARDED or path.startswith(_GUARDED + "/")
+    return any(path == guarded or path.startswith(guarded + "/") for guarded in _GUARDED)

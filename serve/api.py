@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI, Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from serve import errors, pages
 from serve.access import Access, read_keys
@@ -20,6 +20,7 @@ from serve.failures import FailureGuard, report
 from serve.head import HeadAsGet
 from serve.limits import BodyLimit
 from serve.listening import ClientGoneError, EventStream, until_client_leaves
+from serve.metrics.exporters import CONTENT_TYPE
 from serve.schemas import ChatRequest, CompletionRequest
 from serve.wording import Wording
 
@@ -46,13 +47,21 @@ def build_api(gateway: "Gateway") -> FastAPI:
     api.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, max_seconds=config.max_body_seconds)
     api.add_middleware(Access, keys=keys, requests_per_minute=config.requests_per_minute)
     api.add_middleware(FailureGuard, log_prompts=config.log_prompts)  # the last is the outermost
-    guarded = APIRouter(prefix="/v1", dependencies=[Security(HTTPBearer(auto_error=False))] if keys else [])
+    needs_key = [Security(HTTPBearer(auto_error=False))] if keys else []
+    guarded = APIRouter(prefix="/v1", dependencies=needs_key)
 
     @api.get("/health", responses=responses(Health, 503))
     async def health() -> Any:
         """Whether answers can be had."""
         await gateway.check()
         return {"status": "ok"}
+
+    told = responses(None, 401, 429, 503)
+
+    @api.get("/metrics", responses=told, response_class=PlainTextResponse, dependencies=needs_key)
+    async def metrics() -> Response:
+        """All replicas' numbers, for Prometheus."""
+        return Response(await gateway.metrics(), media_type=CONTENT_TYPE)
 
     @guarded.get("/models", responses=responses(ModelList, 401, 429, 503))
     async def models() -> Any:

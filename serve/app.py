@@ -15,6 +15,7 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from serve.config import read_args
 from serve.drafter import DrafterReplica
 from serve.gateway import Gateway
+from serve.metrics.exporters import RayExporters
 from serve.metrics.ray_sink import RaySink
 from serve.target import TargetReplica
 
@@ -49,4 +50,5 @@ def build_app(args: dict[str, Any]) -> Application:
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         ray_actor_options={"num_cpus": 0},  # two cores are enough for a target and a drafter beside it
     )(serve.ingress()(Gateway))
-    return gateway.bind(config, target(TargetReplica).bind(config, pool, RaySink(), ends_process=True), RaySink())
+    targets = target(TargetReplica).bind(config, pool, RaySink(), ends_process=True)
+    return gateway.bind(config, targets, RaySink(), RayExporters())

@@ -169,9 +169,9 @@ _ERRORS: dict[int, str] = {
 }
 
 
-def responses(body: type[BaseModel], *statuses: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """A route's answer and errors, as FastAPI takes them."""
-    answer: dict[str, Any] = {"model": body}
+def responses(body: type[BaseModel] | None, *statuses: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """A route's answer (without a `body`, text) and errors, as FastAPI takes them."""
+    answer: dict[str, Any] = {} if body is None else {"model": body}
     if streams:
         answer["content"] = {"text/event-stream": {"schema": _EVENT}}
     # "4XX" also keeps FastAPI from promising errors of its own.

@@ -19,6 +19,7 @@ from serve.config import ServeConfig
 from serve.engine_thread import EngineFailedError, OverloadedError
 from serve.errors import ApiError
 from serve.metrics import series
+from serve.metrics.exporters import Exporters, NoExporters
 from serve.metrics.latencies import watched
 from serve.metrics.sink import Nowhere, Sink
 from serve.metrics.statuses import StatusCounter
@@ -31,7 +32,7 @@ _MOST_REFUSALS = 2
 _FULL = 0.1
 """Seconds for which new requests are refused unasked after one has found no place: asking costs the targets more."""
 _FRESH = 1.0
-"""Seconds for which targets that have answered are taken to be there."""
+"""Seconds for which targets that have answered are taken to be there, and metrics to be the latest."""
 _READY_SECONDS = 3.0
 """In which a target has to say that it is there: who asks waits no longer for one that is starting."""
 _PAUSE = 0.5
@@ -41,12 +42,15 @@ _PAUSE = 0.5
 class Gateway:
     """One replica of the HTTP interface."""
 
-    def __init__(self, config: ServeConfig, targets: Any, sink: Sink | None = None) -> None:
+    def __init__(
+        self, config: ServeConfig, targets: Any, sink: Sink | None = None, exporters: Exporters | None = None
+    ) -> None:
         """
         Args:
             config: of the application.
             targets: handle of the target deployment, or what can be called as one.
             sink: of metrics.
+            exporters: of what all replicas have given to their sinks.
         """
         if config.engine.synthetic.is_on:
             _LOGGER.warning(config.engine.synthetic.notice)
@@ -54,6 +58,9 @@ class Gateway:
         self.tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         self._targets = targets
         self._sink = sink or Nowhere()
+        self._exporters = exporters or NoExporters()
+        self._exported, self._exported_at = "", float("-inf")
+        self._exporting = asyncio.Lock()
         self._description: dict[str, Any] | None = None
         self._described_at = self._full_until = float("-inf")
         self._checking = asyncio.Lock()
@@ -90,6 +97,21 @@ class Gateway:
         except Exception as error:
             raise ApiError(503, "no target replica is ready: try again", retry_after=_RETRY_AFTER) from error
         self._described_at = time.monotonic()
+
+    async def metrics(self) -> str:
+        """What all replicas have published, for Prometheus; gathered once a second, however often this is called.
+
+        Raises:
+            ApiError: 503 while nobody exports it.
+        """
+        async with self._exporting:
+            if time.monotonic() - self._exported_at > _FRESH:
+                try:
+                    self._exported = await self._exporters.read()
+                except OSError as error:
+                    raise ApiError(503, f"{error}: try again", retry_after=_RETRY_AFTER) from error
+                self._exported_at = time.monotonic()
+            return self._exported
 
     def refuse_while_full(self) -> None:
         """Called before anything is done for a new request.

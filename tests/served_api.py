@@ -21,6 +21,7 @@ from moray.targets.spec import TargetConfig
 from serve.api import build_api
 from serve.config import ApiConfig, ServeConfig
 from serve.gateway import Gateway
+from serve.metrics.exporters import Exporters
 from serve.target import TargetReplica
 
 MODEL = "tiny"
@@ -94,11 +95,11 @@ class LocalTargets:
 class Served:
     """A running interface, and what is behind it."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, exporters: Exporters | None = None) -> None:
         self.config = config
         self.replica = TargetReplica(config)
         self.targets = LocalTargets(self.replica)
-        self.gateway = Gateway(config, self.targets)
+        self.gateway = Gateway(config, self.targets, exporters=exporters)
         # Told to leave open connections alone when the test ends.
         server = uvicorn.Config(
             build_api(self.gateway),
@@ -159,7 +160,9 @@ class Served:
 
 
 @contextmanager
-def served(target: Path, max_waiting: int = 64, max_sequences: int = 8, **api: Any) -> Iterator[Served]:
+def served(
+    target: Path, max_waiting: int = 64, max_sequences: int = 8, exporters: Exporters | None = None, **api: Any
+) -> Iterator[Served]:
     """Serve a target on a free port."""
     config = ServeConfig(
         target=TargetConfig(model=str(target), device="cpu"),
@@ -167,7 +170,7 @@ def served(target: Path, max_waiting: int = 64, max_sequences: int = 8, **api: A
         max_waiting=max_waiting,
         api=ApiConfig(**{"model_name": MODEL, **api}),
     )
-    running = Served(config)
+    running = Served(config, exporters)
     running.start()
     try:
         yield running

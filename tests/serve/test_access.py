@@ -48,6 +48,8 @@ def test_only_keys_open_the_door(serve_target, keys_file, caplog):
             headers = {} if header is None else {"Authorization": header}
             assert httpx.get(running.url + "/v1/models", headers=headers).status_code == 401
         assert httpx.get(running.url + "/v1/nowhere").status_code == 401
+        assert httpx.get(running.url + "/metrics").status_code == 401
+        assert httpx.get(running.url + "/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).status_code == 200
         assert httpx.get(running.url + "/health").status_code == 200
         assert httpx.get(running.url + "/").status_code != 401
         assert httpx.get(running.url + "/openapi.json").json()["components"]["securitySchemes"]

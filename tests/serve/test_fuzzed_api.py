@@ -16,6 +16,7 @@ from served_api import MODEL
 MODES = {mode.value: mode for mode in schemathesis.GenerationMode}
 OPERATIONS = [
     ("GET", "/health"),
+    ("GET", "/metrics"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("POST", "/v1/chat/completions"),

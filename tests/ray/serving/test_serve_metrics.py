@@ -173,3 +173,14 @@ def test_both_sides_of_the_channel_agree(exported):
 def test_the_engine_s_phases_are_there(exported):
     assert {"verify", "propose", "accept", "prefill", "channel"} <= exported.tags(series.PHASE_SECONDS, "phase")
     assert exported.sum(series.PHASE_SECONDS) > 0
+
+
+def test_the_gateway_gathers_the_same(url, exported):
+    text = httpx.get(f"{url}/metrics").text
+    found = {(name, labels) for name, labels, _ in SAMPLE.findall(text)}
+    names = {name.removesuffix("_total") for name, _ in found}
+    assert names >= {f"ray_{each.name}" for each in (series.RUNNING, series.GENERATION_TOKENS, series.ANSWERS)}
+    assert all(dict(LABEL.findall(labels))["application"] == APPLICATION for _, labels in found)
+    assert exported.sum(series.GENERATION_TOKENS) == sum(
+        float(value) for name, _, value in SAMPLE.findall(text) if name == series.GENERATION_TOKENS.exported
+    )

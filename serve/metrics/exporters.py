@@ -1,0 +1,97 @@
+"""What has been published of one application, on all nodes, as one text that Prometheus reads: the body of `/metrics`.
+
+Every node of Ray exports what its replicas have told it, at a port of its own that also changes. Whoever scrapes the
+gateway in their place needs one address and sees one application.
+"""
+
+import asyncio
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import aiohttp
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LOGGER = logging.getLogger("ray.serve")
+_PREFIXES = ("ray_moray_", "ray_serve_")
+_SECONDS = 3.0
+"""In which a node has to answer; its series are missing otherwise, for a scrape does not wait long either."""
+_HEADER = re.compile(r"# (?:HELP|TYPE) (\S+)")
+
+
+@dataclass
+class _Family:
+    """All that is said of one metric."""
+
+    headers: dict[str, None] = field(default_factory=dict)
+    samples: list[str] = field(default_factory=list)
+
+
+def of_application(texts: Iterable[str], application: str) -> str:
+    """Join what nodes export: samples of one application, each metric's in one group, as the format demands.
+
+    Args:
+        texts: of the nodes.
+        application: the tag that samples must have.
+    """
+    escaped = application.replace("\\", "\\\\").replace('"', '\\"')
+    mark = f'application="{escaped}"'
+    families: dict[str, _Family] = {}
+    for text in texts:
+        family = None
+        for line in text.splitlines():
+            header = _HEADER.match(line)
+            if header is not None:
+                name = header[1]
+                family = families.setdefault(name, _Family()) if name.startswith(_PREFIXES) else None
+                if family is not None:
+                    family.headers[line] = None
+            elif family is not None and mark in line:
+                family.samples.append(line)
+    told = (family for family in families.values() if family.samples)
+    return "".join(f"{line}\n" for family in told for line in (*family.headers, *family.samples))
+
+
+class Exporters(ABC):
+    """Where what was published can be read."""
+
+    @abstractmethod
+    async def read(self) -> str:
+        """What is known of this replica's application.
+
+        Raises:
+            ConnectionError: nobody says.
+        """
+
+
+class NoExporters(Exporters):
+    """For replicas that are used without Ray."""
+
+    async def read(self) -> str:
+        return ""
+
+
+class RayExporters(Exporters):
+    """Those of all nodes that live. Nodes that do not answer in time are left out."""
+
+    async def read(self) -> str:
+        import ray
+        from ray import serve
+
+        nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+        urls = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_SECONDS)) as client:
+            answers = await asyncio.gather(*(_get(client, url) for url in urls), return_exceptions=True)
+        texts = [answer for answer in answers if isinstance(answer, str)]
+        if len(texts) < len(urls):
+            _LOGGER.warning("%d of %d nodes export no metrics at the moment", len(urls) - len(texts), len(urls))
+        if not texts:
+            raise ConnectionError("no node exports metrics")
+        return await asyncio.to_thread(of_application, texts, serve.get_replica_context().app_name)
+
+
+async def _get(client: aiohttp.ClientSession, url: str) -> str:
+    async with client.get(url, raise_for_status=True) as response:
+        return await response.text()
