@@ -140,8 +140,7 @@ class Gateway:
         is_resumed = False
         while True:
             rest = request.model_copy(update={"generated": tuple(tokens)})
-            targets = self._targets.options(stream=True, session_id=uuid.uuid4().hex)
-            stream = targets.generate.remote(rest, is_resumed)
+            stream = self._call(rest, is_resumed)
             try:
                 async for update in stream:
                     tokens += update.tokens
@@ -149,8 +148,8 @@ class Gateway:
                     yield update
                     if update.finish_reason is not None:
                         return
-                raise RayServeException("a target replica ended a stream before its answer")
-            except (RayError, RayServeException) as error:
+                raise EngineFailedError("a target replica ended a stream before its answer")
+            except Exception as error:
                 if _is_refusal(error):
                     refusals += 1
                     if is_resumed:  # its client was promised an answer; only Serve's own queue refuses it
@@ -159,7 +158,10 @@ class Gateway:
                         self._full_until = time.monotonic() + _FULL
                         raise _overloaded() from None
                     continue
-                _raise_lasting(error)
+                if isinstance(error, DataError):
+                    raise ApiError(400, str(error)) from None
+                if not _is_loss(error):
+                    raise
                 failures += 1
                 if failures > self.config.api.num_retries:
                     raise ApiError(503, "target replicas keep failing: try again later", retry_after=5) from error
@@ -171,6 +173,12 @@ class Gateway:
                 with suppress(RayError, RayServeException):  # raised again where no replica took the call
                     stream.cancel()
 
+    def _call(self, request: Request, is_resumed: bool) -> Any:
+        """One replica's stream. Not by Ray's objects but over gRPC: an update costs a fraction, and the call ends with
+        the connection, so that nothing goes on for a gateway that was killed."""
+        targets = self._targets.options(stream=True, session_id=uuid.uuid4().hex, _by_reference=False)
+        return targets.generate.remote(request, is_resumed)
+
 
 def _is_refusal(error: Exception) -> bool:
     """Whether a replica, or all of them, had no place."""
@@ -179,14 +187,15 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, BackPressureError | OverloadedError)
 
 
-def _raise_lasting(error: Exception) -> None:
-    """Raise what another replica would say as well; return from what is one replica's trouble."""
-    from ray.exceptions import RayActorError, RayTaskError
+def _is_loss(error: Exception) -> bool:
+    """Whether a replica, its engine or the connection to it has ended: not a defect that another would meet as well."""
+    import grpc
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from ray.serve.exceptions import RayServeException
 
-    if isinstance(error, DataError) and isinstance(error, RayTaskError):
-        raise ApiError(400, str(error.cause)) from None
-    if isinstance(error, RayTaskError) and not isinstance(error, EngineFailedError | RayActorError):
-        raise error
+    if isinstance(error, RayTaskError):
+        return isinstance(error, RayActorError)
+    return isinstance(error, RayError | RayServeException | grpc.RpcError | EngineFailedError)
 
 
 def _overloaded() -> ApiError:

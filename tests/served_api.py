@@ -11,12 +11,10 @@ from typing import Any
 
 import uvicorn
 from openai import OpenAI
-from ray.exceptions import RayTaskError
 
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.request import Request, Update
-from moray.errors import MorayError
 from moray.targets.spec import TargetConfig
 from serve.api import build_api
 from serve.config import ApiConfig, ServeConfig
@@ -28,7 +26,7 @@ MODEL = "tiny"
 
 
 class _Stream:
-    """What a call of a deployment's generator returns, with errors as Ray words them."""
+    """What a call of a deployment's generator returns."""
 
     def __init__(self, updates: AsyncIterator[Update]) -> None:
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -38,8 +36,6 @@ class _Stream:
         try:
             async for update in updates:
                 self._queue.put_nowait(update)
-        except MorayError as error:
-            self._queue.put_nowait(RayTaskError("generate", "a traceback", error).as_instanceof_cause())
         except Exception as error:  # noqa: BLE001 - raised where the stream is read
             self._queue.put_nowait(error)
         finally:
@@ -73,8 +69,9 @@ class LocalTargets:
         def __init__(self, call: Any) -> None:
             self.remote = call
 
-    def options(self, *, stream: bool, session_id: str) -> "LocalTargets":
+    def options(self, *, stream: bool, session_id: str, _by_reference: bool) -> "LocalTargets":
         assert stream
+        assert not _by_reference, "errors come as they were raised"
         assert uuid.UUID(session_id)
         return self
 

@@ -12,6 +12,7 @@ import yaml
 from kuberay_schema import SCHEMAS
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
+from serve_environment import VARIABLES
 
 from moray.config import load_config, read_yaml
 from pipelines import distill
@@ -73,6 +74,15 @@ def test_ray_takes_the_cluster_of_machines():
     torch, wheel = (command for command in config["setup_commands"] if "pip install" in command)
     assert torch.endswith("-c ~/moray/constraints.txt torch")
     assert "-c ~/moray/constraints.txt" in wheel
+
+
+@pytest.mark.parametrize("path", ["clusters/vm.yaml", "kuberay/Dockerfile"])
+def test_serve_is_as_fast_on_clusters(path):
+    faster = [f"{name}={value}" for name, value in VARIABLES.items() if name.startswith("RAY_SERVE_")]
+    assert len(faster) == 3
+    text = (CONFIGS / path).read_text()
+    starts = text.count("ray start ") if path.endswith(".yaml") else 1
+    assert all(text.count(line) == starts for line in faster)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from ray.exceptions import RayError
 from served_api import LocalTargets, _Stream
@@ -14,6 +15,7 @@ from moray.decoding.request import Request, Update
 from moray.targets.spec import TargetConfig
 from serve import gateway as gateway_module
 from serve.config import ApiConfig, ServeConfig
+from serve.engine_thread import EngineFailedError
 from serve.errors import ApiError
 from serve.gateway import Gateway
 from serve.target import TargetReplica
@@ -81,13 +83,20 @@ def tokens_of(updates: list[Update]) -> list[int]:
     return [token for update in updates for token in update.tokens]
 
 
+DIED = RayError("the replica died")
+HUNG_UP = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+@pytest.mark.parametrize(
+    "loss", [DIED, HUNG_UP, EngineFailedError("the engine has failed")], ids=lambda e: type(e).__name__
+)
 @pytest.mark.parametrize("num_updates", [0, 2])
 @pytest.mark.parametrize("is_queue_full", [False, True])
-def test_an_answer_that_was_begun_goes_on_at_a_full_target(config, num_updates, is_queue_full):
+def test_an_answer_that_was_begun_goes_on_at_a_full_target(config, num_updates, is_queue_full, loss):
     from ray.serve.exceptions import BackPressureError
 
     async def test(gateway, targets, expected):
-        targets.calls = [dies_after(expected[:num_updates], RayError("the replica died"))]
+        targets.calls = [dies_after(expected[:num_updates], loss)]
         if is_queue_full:
             targets.calls.append(dies_after([], BackPressureError(num_queued_requests=1, max_queued_requests=1)))
         answer = [update async for update in gateway.generate(REQUEST)]

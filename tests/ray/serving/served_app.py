@@ -162,7 +162,8 @@ class ServedApp:
         from ray import serve
 
         if deployment not in self._handles:  # each has a router of its own, which first has to find the replicas
-            self._handles[deployment] = serve.get_deployment_handle(deployment, APPLICATION)
+            handle = self._handles[deployment] = serve.get_deployment_handle(deployment, APPLICATION)
+            handle._init(_run_router_in_separate_loop=True)  # here is none
         return self._handles[deployment].describe.remote().result(timeout_s=30)
 
     def wait_until_idle(self, seconds: float) -> float:

@@ -4,6 +4,8 @@ import asyncio
 import threading
 import time
 
+import httpx
+import openai
 import pytest
 from served_app import NUM_QUESTIONS, Question, ServedApp, questions
 
@@ -113,8 +115,6 @@ def test_five_hundred_clients_that_leave_hold_nothing(app):
 @pytest.mark.timeout(300)
 def test_who_finds_no_place_is_told_to_come_again(ray_session, tiny_target, app):
     """More than run and wait at a time are refused with 429 at once, and those taken in are answered."""
-    import openai
-
     asked = [Question("one two three", 0.0, number, 150) for number in range(120)]
 
     async def run() -> list[object]:
@@ -129,3 +129,30 @@ def test_who_finds_no_place_is_told_to_come_again(ray_session, tiny_target, app)
     taken = {answer[0] for answer in answers if isinstance(answer, tuple)}
     assert len(taken) == 1
     app.wait_until_idle(5)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_gateway_leaves_nothing_running(app):
+    """Its clients are gone, and so is what they were being answered, long before the answers would have ended."""
+    slow = {"max_sequences": 16, "kv_tokens": 4096, "synthetic": {"verify": {"ms": 100}}}
+    app.deploy({}, engine=slow)
+    app.wait_until_idle(30)
+    asked = [Question("one two three", 0.0, number, 200) for number in range(AT_ONCE)]
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            app.ask_all(asked, AT_ONCE)
+        except (openai.OpenAIError, httpx.HTTPError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while app.describe("Target")["num_running"] < AT_ONCE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    app.kill("Gateway")
+    app.wait_until_idle(2.0)
+    thread.join()
+    assert failures, "nobody has got an answer"

@@ -44,6 +44,7 @@ def ask(ray_session, free_app):
         handle = serve.run(
             serve.deployment(name="Caller", **options)(Caller).bind(callee.bind()), name=name, route_prefix=f"/{name}"
         )
+        handle._init(_run_router_in_separate_loop=True)  # here is none
         return lambda sessions, seconds=30, lasts=0.01: handle.ask.remote(sessions, lasts).result(timeout_s=seconds)
 
     return deploy

@@ -96,6 +96,7 @@ class ServeWay(Way):
         target = serve.RunTarget(deployment.bind(make), name=self._application, route_prefix=None)
         self._handle: Any
         (self._handle,) = serve.run_many([target], wait_for_applications_running=False)  # the first call waits
+        self._handle._init(_run_router_in_separate_loop=True)  # whatever the environment says: callers have no loop
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._handle, method).remote(*arguments).result(timeout_s=_START_SECONDS)
