@@ -2,8 +2,9 @@
 
 A target holds a lease for every sequence that is drafted here: a streamed call that lasts as long as the sequence. So
 Serve sees how busy the replica is (routing, autoscaling), and a target learns at once when it is gone. The token loop
-itself goes over the socket (see `decoding.remote.channel`). Ray does not end the calls of a process that was killed
-(2.60): a target's leases end here when its connections do, or when nobody has asked for a sequence for long.
+itself goes over the socket (see `decoding.remote.channel`). A lease is a call over gRPC, so that it ends here with the
+process that holds it (Ray 2.60 does not end its own streamed calls of processes that were killed); that of a machine
+that has vanished ends once nobody has asked for its sequence for long.
 """
 
 import logging
@@ -67,23 +68,18 @@ class DrafterReplica:
         secret = secrets.token_hex(32)
         host = host or _node_address()
         go_on = self.host.go_on if config.run_ahead else None
-        self._server = SocketServer(self._answer, host, secret, go_on, self._places.leave)
+        self._server = SocketServer(self._answer, host, secret, go_on)
         self.endpoint = Endpoint(host, self._server.port, secret, replica or f"{host}:{self._server.port}")
 
     def _answer(self, frame: bytearray) -> bytes:
         return pack(self.host.handle(*unpack_request(frame)))
 
-    async def lease(self, session: str, holder: str) -> AsyncGenerator[Endpoint]:
-        """A place for a sequence, until whoever asked for it stops listening, is gone, or no longer uses it.
-
-        Args:
-            session: the sequence.
-            holder: name of the process that asks, by which it connects (see `SocketChannel`).
-        """
+    async def lease(self, session: str) -> AsyncGenerator[Endpoint]:
+        """A place for a sequence, until whoever asked for it stops listening, is gone, or no longer uses it."""
         self._publisher.start()
-        async with self._places.lend(session, holder) as end:
+        with self._places.lend(session):
             yield self.endpoint
-            await self._places.until_over(session, end)
+            await self._places.until_unused(session)
 
     async def describe(self) -> dict[str, int]:
         """How busy this replica is."""

@@ -20,8 +20,6 @@ class LeasedPlaces(Places):
     def __init__(self, drafters: Any) -> None:
         """`drafters` is the handle of the drafter deployment."""
         self._drafters = drafters
-        self.holder = uuid.uuid4().hex
-        """By which this process connects to drafters."""
         self._loop: Any = None
         self._found: dict[str, Endpoint] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -77,7 +75,9 @@ class LeasedPlaces(Places):
         while True:
             await asyncio.sleep(pause)
             # A new name for each lease: by the old one Serve's router would find the replica that was just given up.
-            lease = self._drafters.options(stream=True, session_id=uuid.uuid4().hex).lease.remote(session, self.holder)
+            # Over gRPC it ends with this process, however that ends.
+            drafters = self._drafters.options(stream=True, session_id=uuid.uuid4().hex, _by_reference=False)
+            lease = drafters.lease.remote(session)
             try:
                 async for endpoint in lease:
                     self._found[session] = endpoint
@@ -88,5 +88,5 @@ class LeasedPlaces(Places):
             finally:
                 self._found.pop(session, None)
                 lease.cancel()
-            # It has ended by itself: the replica is gone, or took this process to be gone, or to need it no longer.
+            # It has ended by itself: the replica is gone, or takes this process to need it no longer.
             pause = _PAUSE_SECONDS

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from moray.decoding.calibrate import calibrate
 from moray.decoding.costs import Costs
 from moray.decoding.drafts import DraftSource, LocalDrafts
 from moray.decoding.engine import Engine
-from moray.decoding.remote.channel import SocketChannel
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request, Update
 from moray.targets.model import Target
@@ -98,9 +96,8 @@ class TargetReplica:
             cost = engine.synthetic.draft
             return {name: LocalDrafts(drafter, *sizes, cost) for name, drafter in self._drafters.items()}
         timeout, debts = self._config.draft_timeout_ms / 1000, 2 * self._config.engine.num_groups
-        connect = partial(SocketChannel, holder=self._places.holder)
         return {
-            name: RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts, connect=connect)
+            name: RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)
             for name, drafter in self._drafters.items()
         }
 

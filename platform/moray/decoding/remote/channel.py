@@ -6,14 +6,12 @@ was told to. A broken channel is an event like any other.
 
 import hmac
 import logging
-import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +21,6 @@ from moray.errors import UnreachableError
 _LOGGER = logging.getLogger(__name__)
 _LENGTH = struct.Struct(">Q")
 _SECRET_BYTES = 32
-_HOLDER_BYTES = 16
 _CONNECT_SECONDS = 0.5
 _SEND_SECONDS = 2.0
 _LEAST_RATE = 50e6
@@ -70,24 +67,17 @@ class Endpoint:
 
 
 class SocketChannel(Channel):
-    """TCP, without delay; the first things sent are the secret and the name of who connects."""
+    """TCP, without delay; the first thing sent is the secret."""
 
-    def __init__(self, endpoint: Endpoint, holder: str | None = None) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         """
-        Args:
-            endpoint: where to connect.
-            holder: of places there, who gives them up by ending its connections; hexadecimal, 16 bytes; one that
-                nobody else has if left out.
-
         Raises:
             UnreachableError: nobody listens there.
         """
-        greeting = bytes.fromhex(endpoint.secret + (holder or secrets.token_hex(_HOLDER_BYTES)))
-        assert len(greeting) == _SECRET_BYTES + _HOLDER_BYTES
         try:
             self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout=_CONNECT_SECONDS)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.sendall(greeting)
+            self._socket.sendall(bytes.fromhex(endpoint.secret))
         except OSError as error:
             raise UnreachableError(f"no drafter answers at {endpoint.host}:{endpoint.port}: {error}") from None
         self._inbox = _Inbox()
@@ -165,35 +155,24 @@ class _Guest:
 
     inbox: _Inbox
     is_let_in: bool = False
-    holder: str | None = None
 
 
 class SocketServer:
     """Answers frames in a thread of its own, one at a time."""
 
     def __init__(
-        self,
-        answer: Callable[[bytearray], bytes],
-        host: str,
-        secret: str,
-        go_on: Callable[[], bool] | None = None,
-        left: Callable[[str], None] | None = None,
+        self, answer: Callable[[bytearray], bytes], host: str, secret: str, go_on: Callable[[], bool] | None = None
     ) -> None:
         """
         Args:
             answer: called with each frame; a connection whose frame makes it fail is closed.
             host: address to listen at.
-            secret: hexadecimal, 32 bytes; who does not send it first is not listened to. After it comes the name of a
-                holder.
+            secret: hexadecimal, 32 bytes; who does not send it first is not listened to.
             go_on: called whenever nothing has come, for as long as it says that there is more to do; frames wait for
                 it, so it should be brief.
-            left: called with the name of a holder when its last connection has ended; those of a process that dies end
-                at once.
         """
         self._answer = answer
         self._go_on = go_on
-        self._left = left
-        self._num_connections: Counter[str] = Counter()
         self._secret = bytes.fromhex(secret)
         assert len(self._secret) == _SECRET_BYTES
         self._listener = socket.create_server((host, 0))
@@ -247,16 +226,14 @@ class SocketServer:
         except OSError:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-        )  # of a machine that vanished nothing else tells
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may vanish
         connection.settimeout(_SEND_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ, _Guest(_Inbox()))
 
     def _serve(self, connection: socket.socket, guest: _Guest) -> None:
         try:
             guest.inbox.fill(connection)
-            if not self._is_greeted(guest):
+            if not self._is_let_in(guest):
                 return
             while (frame := guest.inbox.next()) is not None:
                 reply = self._answer(frame)
@@ -266,35 +243,18 @@ class SocketServer:
                 _LOGGER.warning("a connection for drafts is closed: %s: %s", type(error).__name__, error)
             self._selector.unregister(connection)
             connection.close()
-            self._say_goodbye(guest)
 
-    def _is_greeted(self, guest: _Guest) -> bool:
-        """Whether all that has to come before frames has come.
+    def _is_let_in(self, guest: _Guest) -> bool:
+        """Whether the secret has come, which has to be there before any frame.
 
         Raises:
-            ConnectionAbortedError: it was not what is listened to.
+            ConnectionAbortedError: it is another.
         """
         if not guest.is_let_in and (secret := guest.inbox.take(_SECRET_BYTES)) is not None:
             if not hmac.compare_digest(secret, self._secret):
                 raise ConnectionAbortedError("a wrong secret was sent")
             guest.is_let_in = True
-        if guest.is_let_in and guest.holder is None and (name := guest.inbox.take(_HOLDER_BYTES)) is not None:
-            guest.holder = name.hex()
-            self._num_connections[guest.holder] += 1
-        return guest.holder is not None
-
-    def _say_goodbye(self, guest: _Guest) -> None:
-        if guest.holder is None:
-            return
-        self._num_connections[guest.holder] -= 1
-        if self._num_connections[guest.holder]:
-            return
-        del self._num_connections[guest.holder]
-        try:
-            if self._left is not None:
-                self._left(guest.holder)
-        except Exception:  # the others are still served
-            _LOGGER.exception("a holder's end could not be told")
+        return guest.is_let_in
 
     def _end(self) -> None:
         for key in list(self._selector.get_map().values()):
