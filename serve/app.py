@@ -25,6 +25,10 @@ _COMMON: dict[str, Any] = {
     "health_check_period_s": 2,
 }
 
+_LAST_ANSWERS_SECONDS = 120
+"""That a gateway may take to send what it has begun when it is to go: its streams end with it, while an answer whose
+target goes is taken up by another. One that has nothing left goes at once."""
+
 _REFUSED = 1000
 """Calls that a target replica may have beyond those that run and wait in it: it refuses them at once, but for answers
 that another replica had begun. In Serve's own queue, which a full replica would leave them to, they would wait for a
@@ -43,12 +47,14 @@ def build_app(args: dict[str, Any]) -> Application:
         drafter = serve.deployment(name="Drafter", max_ongoing_requests=1000, **_COMMON)(DrafterReplica)
         pool = drafter.bind(config, sink=RaySink())
     target = serve.deployment(name="Target", max_ongoing_requests=most + _REFUSED, max_queued_requests=most, **_COMMON)
+    patient: dict[str, Any] = _COMMON | {"graceful_shutdown_timeout_s": _LAST_ANSWERS_SECONDS}
     gateway = serve.deployment(
         name="Gateway",
         max_ongoing_requests=1000,
         max_queued_requests=_WAITING,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         ray_actor_options={"num_cpus": 0},  # two cores are enough for a target and a drafter beside it
+        **patient,
     )(serve.ingress()(Gateway))
     targets = target(TargetReplica).bind(config, pool, RaySink(), ends_process=True)
     return gateway.bind(config, targets, RaySink(), RayExporters())

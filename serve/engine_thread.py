@@ -9,14 +9,18 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from moray.decoding.engine import Engine
 from moray.decoding.request import Request, Update
 from moray.errors import MorayError
 
 
-class OverloadedError(MorayError):
-    """No more sequences may wait at the moment."""
+class Admission(Enum):
+    """What every answer begins with: whether there is a place for it, to run or to wait."""
+
+    ADMITTED = "admitted"
+    REFUSED = "refused"
 
 
 class EngineFailedError(MorayError):
@@ -58,8 +62,9 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Update]:
-        """Answer a request; whoever stops listening frees its place at once.
+    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | Update]:
+        """Answer a request: its admission, and then updates if it is admitted. Whoever stops listening frees its place
+        at once.
 
         Args:
             request: what is asked.
@@ -67,18 +72,19 @@ class EngineThread:
                 in beyond the limit: refused, a half-written answer would end. There are at most as many as had places.
 
         Raises:
-            OverloadedError: too many wait already.
             DataError: the request cannot be served.
             EngineFailedError: before or meanwhile.
         """
         if self.failure is not None:
             raise _failed(self.failure)
         if self.num_open >= self._most and not is_resumed:
-            raise OverloadedError(f"{self.num_open} sequences run or wait here, and no more may: try again later")
+            yield Admission.REFUSED
+            return
         answer = _Answer(request)
         self._open.append(answer)
         self._inbox.put(lambda: self._submit(answer))
         try:
+            yield Admission.ADMITTED
             while True:
                 update = await answer.updates.get()
                 if isinstance(update, Exception):

@@ -9,15 +9,16 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from typing import Any
 
 from moray.decoding.request import Request, Update
 from moray.errors import DataError
 from moray.text import ChatTokenizer
+from serve.calls import end_call
 from serve.config import ServeConfig
-from serve.engine_thread import EngineFailedError, OverloadedError
+from serve.engine_thread import Admission, EngineFailedError
 from serve.errors import ApiError
+from serve.lately import Lately
 from serve.metrics import series
 from serve.metrics.exporters import Exporters, NoExporters
 from serve.metrics.latencies import watched
@@ -35,6 +36,10 @@ _FRESH = 1.0
 """Seconds for which targets that have answered are taken to be there, and metrics to be the latest."""
 _READY_SECONDS = 3.0
 """In which a target has to say that it is there: who asks waits no longer for one that is starting."""
+_PLACE_SECONDS = 60.0
+"""In which a target has to take a request in, or to refuse it: there may be none, and one may be long in starting."""
+_EXPORTED_SECONDS = 5.0
+"""In which metrics have to be gathered."""
 _PAUSE = 0.5
 """Seconds before an answer that cannot be taken up again for the moment is tried once more."""
 
@@ -59,11 +64,10 @@ class Gateway:
         self._targets = targets
         self._sink = sink or Nowhere()
         self._exporters = exporters or NoExporters()
-        self._exported, self._exported_at = "", float("-inf")
-        self._exporting = asyncio.Lock()
+        self._described = Lately(self._describe, _FRESH, _READY_SECONDS)
+        self._exported = Lately(self._exporters.read, _FRESH, _EXPORTED_SECONDS)
         self._description: dict[str, Any] | None = None
-        self._described_at = self._full_until = float("-inf")
-        self._checking = asyncio.Lock()
+        self._full_until = float("-inf")
 
     def __serve_build_asgi_app__(self) -> Any:
         from serve.api import build_api
@@ -77,7 +81,7 @@ class Gateway:
             ApiError: 503 while there is none.
         """
         if self._description is None:
-            await self._ask()
+            await self.check()
         assert self._description is not None
         return self._description
 
@@ -87,16 +91,13 @@ class Gateway:
         Raises:
             ApiError: 503 while there is none.
         """
-        async with self._checking:
-            if time.monotonic() - self._described_at > _FRESH:
-                await self._ask()
-
-    async def _ask(self) -> None:
         try:
-            self._description = await asyncio.wait_for(self._targets.describe.remote(), _READY_SECONDS)
+            self._description = await self._described.get()
         except Exception as error:
-            raise ApiError(503, "no target replica is ready: try again", retry_after=_RETRY_AFTER) from error
-        self._described_at = time.monotonic()
+            raise _not_ready() from error
+
+    async def _describe(self) -> dict[str, Any]:
+        return await self._targets.describe.remote()
 
     async def metrics(self) -> str:
         """What all replicas have published, for Prometheus; gathered once a second, however often this is called.
@@ -104,14 +105,10 @@ class Gateway:
         Raises:
             ApiError: 503 while nobody exports it.
         """
-        async with self._exporting:
-            if time.monotonic() - self._exported_at > _FRESH:
-                try:
-                    self._exported = await self._exporters.read()
-                except OSError as error:
-                    raise ApiError(503, f"{error}: try again", retry_after=_RETRY_AFTER) from error
-                self._exported_at = time.monotonic()
-            return self._exported
+        try:
+            return await self._exported.get()
+        except Exception as error:
+            raise ApiError(503, f"{error or 'no metrics'}: try again", retry_after=_RETRY_AFTER) from error
 
     def refuse_while_full(self) -> None:
         """Called before anything is done for a new request.
@@ -132,7 +129,6 @@ class Gateway:
         return watched(self._generate(request), self._sink)
 
     async def _generate(self, request: Request) -> AsyncGenerator[Update]:
-        from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 
         tokens: list[int] = []
@@ -142,36 +138,38 @@ class Gateway:
             rest = request.model_copy(update={"generated": tuple(tokens)})
             stream = self._call(rest, is_resumed)
             try:
+                if not await _is_admitted(stream):
+                    refusals += 1
+                    if is_resumed:  # its client was promised an answer; only Serve's own queue refuses it
+                        await asyncio.sleep(_PAUSE)
+                    elif refusals == _MOST_REFUSALS:
+                        self._full_until = time.monotonic() + _FULL
+                        raise _overloaded()
+                    continue
+                is_resumed = True  # from now on
                 async for update in stream:
                     tokens += update.tokens
                     failures = 0
                     yield update
                     if update.finish_reason is not None:
                         return
-                raise EngineFailedError("a target replica ended a stream before its answer")
+                raise RayServeException("a target replica ended a stream before its answer")
             except Exception as error:
-                if _is_refusal(error):
-                    refusals += 1
-                    if is_resumed:  # its client was promised an answer; only Serve's own queue refuses it
-                        await asyncio.sleep(_PAUSE)
-                    elif refusals == _MOST_REFUSALS:
-                        self._full_until = time.monotonic() + _FULL
-                        raise _overloaded() from None
-                    continue
+                if isinstance(error, TimeoutError) and not is_resumed:
+                    raise _not_ready() from error
                 if isinstance(error, DataError):
                     raise ApiError(400, str(error)) from None
                 if not _is_loss(error):
                     raise
                 failures += 1
-                if failures > self.config.api.num_retries:
+                # What has ended two engines in a row, without a token in between, may be this very request.
+                if failures > (1 if isinstance(error, EngineFailedError) else self.config.api.num_retries):
                     raise ApiError(503, "target replicas keep failing: try again later", retry_after=5) from error
-                is_resumed = True
                 self._sink.add(series.RETRIES, 1)
                 _LOGGER.warning("a target replica was lost after %d tokens; another goes on", len(tokens))
                 await asyncio.sleep(min(0.1 * 2**failures, 2.0))
             finally:
-                with suppress(RayError, RayServeException):  # raised again where no replica took the call
-                    stream.cancel()
+                end_call(stream)
 
     def _call(self, request: Request, is_resumed: bool) -> Any:
         """One replica's stream. Not by Ray's objects but over gRPC: an update costs a fraction, and the call ends with
@@ -180,22 +178,38 @@ class Gateway:
         return targets.generate.remote(request, is_resumed)
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether a replica, or all of them, had no place."""
-    from ray.serve.exceptions import BackPressureError
+async def _is_admitted(stream: Any) -> bool:
+    """Whether a replica has a place for a call; else it, or Serve's queue in front of all, is full.
 
-    return isinstance(error, BackPressureError | OverloadedError)
+    Raises:
+        TimeoutError: nobody has said so.
+        RayServeException: the replica is ending.
+    """
+    from ray.serve.exceptions import BackPressureError, RayServeException
+
+    try:
+        admission = await asyncio.wait_for(anext(stream, None), _PLACE_SECONDS)
+    except BackPressureError:
+        return False
+    if admission is None:
+        raise RayServeException("a target replica ended a stream before it began")
+    return admission is Admission.ADMITTED
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether a replica, its engine or the connection to it has ended: not a defect that another would meet as well."""
+    """Whether a replica, its engine or the connection to it has ended, or none was there in time: not a defect that
+    another would meet as well."""
     import grpc
     from ray.exceptions import RayActorError, RayError, RayTaskError
     from ray.serve.exceptions import RayServeException
 
     if isinstance(error, RayTaskError):
         return isinstance(error, RayActorError)
-    return isinstance(error, RayError | RayServeException | grpc.RpcError | EngineFailedError)
+    return isinstance(error, RayError | RayServeException | grpc.RpcError | EngineFailedError | TimeoutError)
+
+
+def _not_ready() -> ApiError:
+    return ApiError(503, "no target replica is ready: try again", retry_after=_RETRY_AFTER)
 
 
 def _overloaded() -> ApiError:

@@ -7,6 +7,7 @@ from typing import Any
 
 from moray.decoding.remote.channel import Endpoint
 from moray.decoding.remote.places import Places
+from serve.calls import end_call
 
 _LOGGER = logging.getLogger("ray.serve")
 _PAUSE_SECONDS = 0.2
@@ -87,6 +88,6 @@ class LeasedPlaces(Places):
                 _LOGGER.warning("a drafter replica was lost: %s", type(error).__name__)
             finally:
                 self._found.pop(session, None)
-                lease.cancel()
+                end_call(lease)
             # It has ended by itself: the replica is gone, or takes this process to need it no longer.
             pause = _PAUSE_SECONDS

@@ -19,7 +19,7 @@ from moray.targets.model import Target
 from moray.text import ChatTokenizer
 from moray.trees.shapes import AdaptiveShape
 from serve.config import ServeConfig
-from serve.engine_thread import EngineThread
+from serve.engine_thread import Admission, EngineThread
 from serve.failures import describe
 from serve.leases import LeasedPlaces
 from serve.metrics.publisher import Publisher
@@ -118,10 +118,10 @@ class TargetReplica:
             "num_leases": 0 if self._places is None else self._places.num_leases,
         }
 
-    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Update]:
+    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | Update]:
         """Answer one sequence (see `EngineThread.generate`)."""
-        async for update in self.running.generate(request, is_resumed):
-            yield update
+        async for event in self.running.generate(request, is_resumed):
+            yield event
 
     def check_health(self) -> None:
         """Called by Serve; a replica whose engine has failed is replaced."""

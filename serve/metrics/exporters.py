@@ -81,7 +81,7 @@ class RayExporters(Exporters):
         from ray import serve
 
         nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
-        urls = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
+        urls = [_url(node["NodeManagerAddress"], node["MetricsExportPort"]) for node in nodes]
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_SECONDS)) as client:
             answers = await asyncio.gather(*(_get(client, url) for url in urls), return_exceptions=True)
         texts = [answer for answer in answers if isinstance(answer, str)]
@@ -90,6 +90,10 @@ class RayExporters(Exporters):
         if not texts:
             raise ConnectionError("no node exports metrics")
         return await asyncio.to_thread(of_application, texts, serve.get_replica_context().app_name)
+
+
+def _url(address: str, port: int) -> str:
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}/metrics"
 
 
 async def _get(client: aiohttp.ClientSession, url: str) -> str:

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -316,7 +317,8 @@ def test_too_many_requests_are_told_to_come_again(serve_target):
         assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
 
 
-def test_without_a_target_nothing_is_ready(serve_target):
+def test_without_a_target_nothing_is_ready(serve_target, monkeypatch):
+    monkeypatch.setattr("serve.gateway._FRESH", 0.0)
     with serve_target() as running:
         running.targets.is_ready = False
         client = running.client()
@@ -344,13 +346,16 @@ def test_health_follows_the_targets(serve_target, monkeypatch):
         assert health() == 200
 
 
-def test_health_asks_the_targets_at_most_once_a_second(serve_target, monkeypatch):
+@pytest.mark.parametrize(("is_ready", "status"), [(True, 200), (False, 503)])
+def test_health_asks_the_targets_at_most_once_a_second(serve_target, monkeypatch, is_ready, status):
     monkeypatch.setattr("serve.gateway._FRESH", 60.0)
     with serve_target() as running:
+        running.targets.is_ready = is_ready
         calls, describe = [], running.targets.describe.remote
         monkeypatch.setattr(running.targets.describe, "remote", lambda: calls.append(1) or describe())
-        for _ in range(3):
-            assert httpx.get(running.url + "/health").status_code == 200
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: httpx.get(running.url + "/health").status_code, range(8)))
+    assert answers == [status] * 8
     assert len(calls) == 1
 
 

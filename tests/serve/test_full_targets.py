@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError
 from served_api import LocalTargets, _Stream
 
 from moray.decoding.engine_config import EngineConfig
@@ -15,7 +16,7 @@ from moray.decoding.request import Request, Update
 from moray.targets.spec import TargetConfig
 from serve import gateway as gateway_module
 from serve.config import ApiConfig, ServeConfig
-from serve.engine_thread import EngineFailedError
+from serve.engine_thread import Admission, EngineFailedError
 from serve.errors import ApiError
 from serve.gateway import Gateway
 from serve.target import TargetReplica
@@ -41,7 +42,9 @@ class Targets(LocalTargets):
 def dies_after(updates: list[Update], error: Exception) -> Any:
     """A replica that gives so much of an answer."""
 
-    async def generate(request: Request, is_resumed: bool) -> AsyncIterator[Update]:
+    async def generate(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
+        if not isinstance(error, BackPressureError):
+            yield Admission.ADMITTED
         for update in updates:
             yield update
         raise error
@@ -67,7 +70,8 @@ def with_a_full_target(config, test) -> None:
         targets = Targets(config)
         gateway = Gateway(config, targets)
         try:
-            expected = [update async for update in targets.free.generate(REQUEST)]
+            admission, *expected = [event async for event in targets.free.generate(REQUEST)]
+            assert admission is Admission.ADMITTED
             taken = targets.replica.generate(REQUEST.model_copy(update={"max_new_tokens": 100}))
             await anext(taken)
             await test(gateway, targets, expected)
@@ -93,8 +97,6 @@ HUNG_UP = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), gr
 @pytest.mark.parametrize("num_updates", [0, 2])
 @pytest.mark.parametrize("is_queue_full", [False, True])
 def test_an_answer_that_was_begun_goes_on_at_a_full_target(config, num_updates, is_queue_full, loss):
-    from ray.serve.exceptions import BackPressureError
-
     async def test(gateway, targets, expected):
         targets.calls = [dies_after(expected[:num_updates], loss)]
         if is_queue_full:
@@ -136,3 +138,58 @@ def test_those_behind_one_that_found_no_place_are_refused_unasked_for_a_moment(c
         assert targets.num_calls == 2
 
     with_a_full_target(config, test)
+
+
+def test_where_nobody_takes_a_request_in_nothing_is_ready(config, monkeypatch):
+    monkeypatch.setattr(gateway_module, "_PLACE_SECONDS", 0.2)
+
+    async def waits(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    async def test(gateway, targets, expected):
+        targets.calls = [waits]
+        with pytest.raises(ApiError, match="no target replica is ready") as caught:
+            await anext(gateway.generate(REQUEST))
+        assert (caught.value.status, caught.value.retry_after, targets.num_calls) == (503, 1, 1)
+        targets.calls = [dies_after(expected[:2], DIED), waits, targets.free.generate]
+        answer = [update async for update in gateway.generate(REQUEST)]
+        assert tokens_of(answer) == tokens_of(expected), "what was begun waits for another target"
+
+    with_a_full_target(config, test)
+
+
+@pytest.mark.parametrize(("loss", "num_calls"), [(DIED, 4), (EngineFailedError("the engine has failed"), 2)])
+def test_what_may_end_engines_is_not_tried_on_all_of_them(config, monkeypatch, loss, num_calls):
+    config = config.model_copy(update={"api": config.api.model_copy(update={"num_retries": 3})})
+
+    async def test(gateway, targets, expected):
+        targets.calls = [dies_after([], loss) for _ in range(9)]
+        with pytest.raises(ApiError, match="keep failing") as caught:
+            await anext(gateway.generate(REQUEST))
+        assert (caught.value.status, targets.num_calls) == (503, num_calls)
+
+    with_a_full_target(config, test)
+
+
+def test_who_was_not_let_in_is_not_let_in_beyond_the_limit_elsewhere(config):
+    """A replica that ends refuses nobody: it has no place to give, and the next one is asked as for a new request."""
+    resumed: list[bool] = []
+
+    async def test(gateway, targets, expected):
+        async def ends(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
+            raise EngineFailedError("the engine has failed")
+            yield
+
+        def watched(call: Any) -> Any:
+            def generate(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
+                resumed.append(is_resumed)
+                return call(request, is_resumed)
+
+            return generate
+
+        targets.calls = [watched(ends), watched(targets.free.generate)]
+        assert tokens_of([update async for update in gateway.generate(REQUEST)]) == tokens_of(expected)
+
+    with_a_full_target(config, test)
+    assert resumed == [False, False]

@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from moray.config import Config
 
+_GREEDY_BELOW = 1e-5
+"""Temperatures that no float32 softmax tells from 0; logits divided by still less are not finite."""
+
 CompileMode = Literal["off", "default"]
 """What torch.compile does to target and drafters (see `decoding.compiling`)."""
 
@@ -14,7 +17,7 @@ class SamplingParams(Config):
     """The target's output distribution and the randomness it is drawn with."""
 
     temperature: float = Field(default=0.0, ge=0)
-    """0 is greedy."""
+    """0 is greedy, and so is what is as good as 0: below 1e-5."""
     top_k: int = Field(default=0, ge=0)
     """0 keeps every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -34,7 +37,7 @@ class SamplingParams(Config):
     @property
     def is_greedy(self) -> bool:
         """Whether the next token is the likeliest one."""
-        return self.temperature == 0
+        return self.temperature < _GREEDY_BELOW
 
     @property
     def is_lossless(self) -> bool:
@@ -45,7 +48,7 @@ class SamplingParams(Config):
     def _check_rule(self) -> "SamplingParams":
         if self.rule == "typical" and self.is_greedy:
             raise ValueError(
-                "rule is 'typical' and temperature 0; typical acceptance needs a temperature above 0: "
+                "rule is 'typical' and the text greedy; typical acceptance needs a temperature above 0: "
                 "set temperature, or leave rule out for the greedy text"
             )
         return self

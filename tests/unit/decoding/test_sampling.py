@@ -148,6 +148,16 @@ def test_greedy_takes_the_likeliest():
     assert sampler().choose(torch.tensor([[0.0, 3.0, 1.0]]), 4).tolist() == [1]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-38, 1e-6])
+def test_as_good_as_no_temperature_is_greedy(temperature):
+    """Divided by it, logits would not be finite."""
+    logits = torch.tensor([[-5.0, 3.0, 30.0, -1.0]])
+    drawn = [sampler(temperature=temperature).choose(logits, position).item() for position in range(20)]
+    assert drawn == [2] * 20
+    assert sampler(temperature=2e-5).choose(logits, 0).item() == 2
+    assert not sampler(temperature=2e-5).params.is_greedy
+
+
 def test_samples_have_the_law_of_the_logits():
     logits = torch.tensor([[0.0, 1.0, -1.0, 0.5, -30.0]])
     for params in ({"temperature": 0.7}, {"temperature": 1.0, "top_k": 3}):

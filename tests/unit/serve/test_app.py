@@ -23,3 +23,11 @@ def test_two_cores_have_room_for_all_of_it():
 def test_a_target_whose_engine_fails_does_not_live_on():
     gateway = build_app({"target.model": "x"})._bound_deployment
     assert gateway.init_args[1]._bound_deployment.init_kwargs == {"ends_process": True}
+
+
+def test_a_gateway_may_finish_its_answers():
+    """Its streams end with it; the other deployments' are taken up elsewhere, or done without."""
+    gateway = build_app({"target.model": "x"})._bound_deployment
+    target = gateway.init_args[1]._bound_deployment
+    assert gateway._deployment_config.graceful_shutdown_timeout_s >= 120
+    assert target._deployment_config.graceful_shutdown_timeout_s <= 10

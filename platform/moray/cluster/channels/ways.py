@@ -16,8 +16,9 @@ from moray.cluster.own_serve import own_serve
 from moray.decoding.remote.channel import Channel, SocketChannel
 
 _START_SECONDS = 120.0
-_TUNED = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-"""The caller's router keeps a loop of its own: the engine's thread, which calls, has none."""
+_IN_A_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
+"""Serve's default, but not when tuned. The caller's router keeps a loop of its own in both ways: the engine's thread,
+which calls, has none."""
 
 
 class Way(ABC):
@@ -86,10 +87,10 @@ class ServeWay(Way):
         super().__init__(name)
         self._is_tuned = name == "handle tuned"
         router = RequestRouterConfig(request_router_class="moray.cluster.sticky_router:StickyRouter")  # type: ignore[arg-type]
-        actor: dict[str, Any] = {"num_cpus": 0}
+        in_a_thread = "0" if self._is_tuned else "1"
+        actor = {"num_cpus": 0, "runtime_env": {"env_vars": {_IN_A_THREAD: in_a_thread}}}
         options: dict[str, Any] = {"request_router_config": router, "ray_actor_options": actor}
         if self._is_tuned:
-            actor["runtime_env"] = {"env_vars": _TUNED}
             options["logging_config"] = {"enable_access_log": False}
         deployment = serve.deployment(name="FarSide", **options)(ServedFarSide)
         self._application = f"moray-{name.replace(' ', '-')}-{uuid.uuid4().hex[:8]}"
