@@ -148,8 +148,9 @@ def test_what_is_sent_is_bounded_and_what_is_answered_is_not(app):
         answer = httpx.post(f"{url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
         assert (answer.status_code, set(answer.json()["error"])) == (status, {"message", "type", "param", "code"})
     assert httpx.get(f"{url}/openapi.json").json()["paths"]
-    large = {"model": MODEL, "prompt": "x", "n": 8, "max_tokens": 450, "logprobs": 20, "ignore_eos": True, "seed": 1}
-    answer = httpx.post(f"{url}/v1/completions", json=large, timeout=120)
+    chat = [{"role": "user", "content": "x"}]
+    large = {"model": MODEL, "messages": chat, "n": 8, "max_tokens": 450, "logprobs": True, "top_logprobs": 20}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=large | {"ignore_eos": True, "seed": 1}, timeout=120)
     assert answer.status_code == 200
     assert len(answer.content) > 4 << 20
     assert answer.json()["usage"]["completion_tokens"] == 8 * 450

@@ -152,9 +152,9 @@ def test_greedy_takes_the_likeliest():
 def test_as_good_as_no_temperature_is_greedy(temperature):
     """Divided by it, logits would not be finite."""
     logits = torch.tensor([[-5.0, 3.0, 30.0, -1.0]])
-    drawn = [sampler(temperature=temperature).choose(logits, position).item() for position in range(20)]
+    drawn = [sampler(4, temperature=temperature).choose(logits, position).item() for position in range(20)]
     assert drawn == [2] * 20
-    assert sampler(temperature=2e-5).choose(logits, 0).item() == 2
+    assert sampler(4, temperature=2e-5).choose(logits, 0).item() == 2
     assert not sampler(temperature=2e-5).params.is_greedy
 
 
