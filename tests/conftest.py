@@ -39,7 +39,8 @@ jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Processes that share the tests take them file by file, so that what a file sets up is set up once; those on Ray
-    by folder, each with a Ray of its own. (xdist 3.8's own groups are lost with pytest 9.2.)"""
+    by folder, each with a Ray of its own. (xdist 3.8's own groups are lost with pytest 9.2.) In the order in which they
+    are collected: what is short comes last, so that no process has a folder to go through when the others are done."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -47,6 +48,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             return file.rpartition("/")[0] if file.startswith("tests/ray/") else file
 
+    config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
