@@ -46,6 +46,35 @@ def test_drafts_that_take_too_long_end_and_come_back():
     assert cycles_without(planner) > 5
 
 
+def test_the_larger_the_batch_the_shallower_the_drafts():
+    """One row's further tokens are nearly free; of 32 rows each costs as much as another row's pass."""
+    planner = BatchPlanner(SHAPE)
+    planner.know(
+        {
+            1: Costs(verify=[(1, 0.010), (7, 0.011)], draft=[(1, 0.001), (6, 0.003)]),
+            8: Costs(verify=[(1, 0.012), (7, 0.030)], draft=[(1, 0.002), (6, 0.009)]),
+            32: Costs(verify=[(1, 0.020), (7, 0.140)], draft=[(1, 0.010), (6, 0.050)]),
+        }
+    )
+    for number in range(140):
+        planner.record(6, number % 7)
+    shapes = [planner.next_shape(rows, rows) for rows in (1, 4, 8, 20, 32, 64)]
+    depths = [0 if shape is None else shape.depth for shape in shapes]
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] > depths[2] > depths[-2] == depths[-1] == 0, depths
+    assert depths[0] >= depths[1] >= depths[2], "between the measured sizes lines are drawn"
+
+
+def test_costs_between_measured_sizes_lie_on_a_line(monkeypatch):
+    planner = BatchPlanner(SHAPE)
+    planner.know({rows: Costs(verify=[(1, 0.01 * rows)], draft=[(1, 0.001)]) for rows in (2, 10)})
+    seen = []
+    monkeypatch.setattr(planner._verify, "record", lambda expected, seconds: seen.append(expected))
+    for rows in (1, 2, 4, 10, 50):
+        planner.record_pass(rows, 1, 0.0)
+    assert seen == pytest.approx([0.02, 0.02, 0.04, 0.10, 0.10])
+
+
 def test_an_engine_says_when_it_has_not_drafted(monkeypatch, tmp_path):
     tiny = load_target(tmp_path)
     source = LocalDrafts(build(tiny, VARIANTS["moa-0"]), 320, 64)
