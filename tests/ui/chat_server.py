@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import uvicorn
-from ray.exceptions import RayTaskError
 from tiny_drafters import noisy_copy
 from tiny_targets import TinyTarget, save_chat_target
 from transformers import AutoModelForCausalLM
@@ -27,7 +26,6 @@ from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
 from serve.api import build_api
 from serve.config import ServeConfig
-from serve.engine_thread import OverloadedError
 from serve.gateway import Gateway
 from serve.target import TargetReplica
 
@@ -61,18 +59,16 @@ class StandIn:
         self.requests.append(request)
         return _Stream(self._updates(request, is_resumed))
 
-    async def _updates(self, request: Request, is_resumed: bool) -> AsyncIterator[Update]:
+    async def _updates(self, request: Request, is_resumed: bool) -> AsyncIterator[Any]:
         count = 0
-        try:
-            async for update in self.replica.generate(request, is_resumed):
+        async for event in self.replica.generate(request, is_resumed):
+            if isinstance(event, Update):
                 if count == self.break_after:
                     self.break_after = None
                     raise RuntimeError("the test breaks this stream")
-                self.updates.append(update)
-                yield update
+                self.updates.append(event)
                 count += 1
-        except OverloadedError as error:
-            raise RayTaskError("generate", "", error).as_instanceof_cause() from None
+            yield event
 
 
 @dataclass
@@ -87,7 +83,10 @@ class _Stream:
         self._updates = updates
 
     def __aiter__(self) -> Any:
-        return self._updates
+        return self
+
+    def __anext__(self) -> Any:
+        return anext(self._updates)
 
     def cancel(self) -> None:
         task = asyncio.get_running_loop().create_task(self._updates.aclose())

@@ -150,6 +150,18 @@ def test_the_figures_are_those_of_the_engine(page, server):
     assert page.locator("#passes rect").count() == min(len(passes) - 1, 48)
 
 
+def test_the_figures_move_while_the_answer_comes(page, server):
+    server.pace = 0.15
+    send(page)
+    seen = set()
+    expect(page.locator("#tau")).to_have_text(re.compile(r"^\d"))
+    while page.locator(ANSWER).count() == 0:
+        seen.add(tuple(page.locator(f"#{name}").text_content() for name in ("tau", "speed", "counts")))
+    assert len({counts for _, _, counts in seen}) > 2
+    assert len({speed for _, speed, _ in seen}) > 2
+    assert all(text[0].isdigit() for figures in seen for text in figures)
+
+
 def test_without_speculation_nothing_is_drafted_and_the_text_is_the_same(page, server):
     send(page)
     expect(page.locator(ANSWER)).to_be_visible()
