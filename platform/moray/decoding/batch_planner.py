@@ -1,9 +1,11 @@
 """How deep to draft for a whole batch: the depth that promises most tokens per second, down to none.
 
     tokens of a cycle    rows + drafted rows * (a_1 + a_1 a_2 + ...)        a_k: acceptance at level k, lately
-    seconds of a cycle   pass over rows * (1 + depth) tokens + draft of so many levels for the drafted rows
+    seconds of a cycle   pass over rows * (1 + depth) tokens + asking, and draft of so many levels, for the drafted rows
 
-Costs are measured at the start and corrected by the cycles since (see `decoding.adapt`, for one sequence).
+Costs are measured at the start and corrected by the cycles since (see `decoding.adapt`, for one sequence). What was
+given up is tried again, from one level on, and the more rarely the more often that was in vain: in a large batch a deep
+draft that is refused costs as much as several passes.
 """
 
 from bisect import bisect_left
@@ -13,6 +15,14 @@ from moray.decoding.acceptance import Acceptance
 from moray.decoding.adapt import Correction
 from moray.decoding.costs import Costs
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
+
+_LEAST_GAIN = 1.02
+"""Of what is promised with drafts over what is without: costs are not known better than that."""
+_PROVEN = 20
+"""Drafted cycles in a row after which drafting was not in vain."""
+_MOST_PATIENCE = 8
+_MEMORY = 8.0
+"""Cycles over which what is simply measured is averaged."""
 
 
 class BatchPlanner:
@@ -29,6 +39,14 @@ class BatchPlanner:
         self._verify, self._draft = Correction(), Correction()
         self._rest = 0.0
         """Seconds per row of what every cycle does besides."""
+        self._ask = 0.0
+        """Seconds per drafted row of telling its drafter what is new and asking it."""
+        self._reach = depth
+        """Levels that may be drafted: after a pause few, and twice as many each time that they all were."""
+        self._num_drafted = self._num_idle = 0
+        """Cycles in a row, with drafts or without."""
+        self._patience = 1
+        """Cycles without drafts that count for one, in what is believed of them."""
 
     def know(self, costs: Mapping[int, Costs]) -> None:
         """What was measured: by rows of a pass, ascending; `draft` is what drafts for all of them take."""
@@ -42,9 +60,9 @@ class BatchPlanner:
             return self._shape
         if not self._costs:
             return self._shapes[len(self._shapes)]
-        best, most = 0, num_rows / self._seconds(num_rows, 0, 0)
+        best, most = 0, _LEAST_GAIN * num_rows / self._seconds(num_rows, 0, 0)
         survival, expected = 1.0, float(num_rows)
-        for depth, rate in enumerate(self._acceptance.rates(0), start=1):
+        for depth, rate in enumerate(self._acceptance.rates(0)[: self._reach], start=1):
             survival *= rate
             expected += num_drafted * survival
             promise = expected / self._seconds(num_rows, num_drafted, depth)
@@ -58,8 +76,13 @@ class BatchPlanner:
 
     def forget(self) -> None:
         """A cycle has passed without any draft: what is not tried for long is believed to be as it was at first."""
-        self._draft.forget()
-        self._acceptance.record(0, 0, 0)
+        if self._num_drafted:
+            self._patience = 1 if self._num_drafted >= _PROVEN else min(2 * self._patience, _MOST_PATIENCE)
+            self._reach, self._num_drafted, self._num_idle = 1, 0, 0
+        self._num_idle += 1
+        if self._num_idle % self._patience == 0:
+            self._draft.forget()
+            self._acceptance.record(0, 0, 0)
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
         """What a pass over rows of at most `num_nodes` tokens took."""
@@ -68,10 +91,19 @@ class BatchPlanner:
 
     def record_rest(self, num_rows: int, seconds: float) -> None:
         """What a cycle took besides its pass and its drafts."""
-        self._rest += (seconds / num_rows - self._rest) / 8.0
+        self._rest += (seconds / num_rows - self._rest) / _MEMORY
+
+    def record_ask(self, num_asked: int, seconds: float) -> None:
+        """What it took to tell the drafter of so many rows what is new, and to ask it. Where it had much to catch up
+        with, that is no measure of what comes."""
+        each = seconds / num_asked
+        self._ask += (min(each, 2 * self._ask or each) - self._ask) / _MEMORY
 
     def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
         """How long drafts for so many rows had to be waited for."""
+        self._num_drafted += 1
+        if depth >= self._reach:
+            self._reach = min(2 * self._reach, self._shape.depth)
         if self._costs:
             self._draft.record(self._at(num_drafted, lambda costs: costs.draft_seconds(depth)), seconds)
 
@@ -81,6 +113,7 @@ class BatchPlanner:
         seconds += self._rest * num_rows
         if depth:
             seconds += self._at(num_drafted, lambda costs: costs.draft_seconds(depth)) * self._draft.factor
+            seconds += self._ask * num_drafted
         return seconds
 
     def _at(self, num_rows: int, seconds_of: Callable[[Costs], float]) -> float:

@@ -1,5 +1,7 @@
 """How deep an engine drafts: what was given up is tried again, and what pays is drafted."""
 
+from itertools import pairwise
+
 import pytest
 from side_by_side import GREEDY
 from tiny_drafters import VARIANTS, build
@@ -73,6 +75,57 @@ def test_costs_between_measured_sizes_lie_on_a_line(monkeypatch):
     for rows in (1, 2, 4, 10, 50):
         planner.record_pass(rows, 1, 0.0)
     assert seen == pytest.approx([0.02, 0.02, 0.04, 0.10, 0.10])
+
+
+def tries_of(planner: BatchPlanner, num_cycles: int, num_rows: int, num_accepted: int) -> list[int]:
+    """Depths of the drafts of so many cycles, of which so much is accepted; 0 where there was none."""
+    depths = []
+    for _ in range(num_cycles):
+        shape = planner.next_shape(num_rows, num_rows)
+        if shape is None:
+            planner.forget()
+        else:
+            planner.record_draft(num_rows, shape.depth, COSTS[1].draft_seconds(shape.depth))
+            for _ in range(num_rows):
+                planner.record(shape.depth, min(num_accepted, shape.depth))
+        depths.append(0 if shape is None else shape.depth)
+    return depths
+
+
+def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
+    planner = BatchPlanner(SHAPE)
+    planner.know(COSTS)
+    depths = tries_of(planner, 6000, 8, 0)
+    first = depths.index(0)
+    tries = [cycle for cycle, depth in enumerate(depths) if depth and cycle > first]
+    assert all(depths[cycle] == 1 for cycle in tries), "a deep draft that is refused is dear"
+    pauses = [after - before for before, after in pairwise([first, *tries])]
+    assert len(tries) >= 4
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 3 * pauses[0]
+    assert len(tries) < 0.01 * len(depths)
+
+
+def test_what_pays_again_is_soon_as_deep_as_it_was():
+    planner = BatchPlanner(SHAPE)
+    planner.know(COSTS)
+    tries_of(planner, 300, 8, 0)
+    depths = tries_of(planner, 2000, 8, 6)
+    back = next(cycle for cycle, depth in enumerate(depths) if depth)
+    assert depths[back : back + 4] == [1, 2, 4, 6]
+    assert set(depths[back + 4 :]) == {6}
+
+
+def test_asking_has_its_price():
+    """Of sixteen rows, telling their drafter what is new may take longer than what it drafts saves."""
+    planner = BatchPlanner(SHAPE)
+    planner.know({16: Costs(verify=[(1, 0.010), (8, 0.015)], draft=[(1, 0.001), (6, 0.001)])})
+    for _ in range(50):
+        planner.record(6, 1)
+    assert planner.next_shape(16, 16) is not None
+    for _ in range(50):
+        planner.record_ask(16, 0.020)
+    assert planner.next_shape(16, 16) is None
 
 
 def test_an_engine_says_when_it_has_not_drafted(monkeypatch, tmp_path):
