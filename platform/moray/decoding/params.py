@@ -48,7 +48,7 @@ class SamplingParams(Config):
     def _check_rule(self) -> "SamplingParams":
         if self.rule == "typical" and self.is_greedy:
             raise ValueError(
-                f"rule is 'typical' and temperature {self.temperature:g}; typical acceptance needs a temperature above 0: "
-                "set temperature, or leave rule out for the greedy text"
+                f"rule is 'typical' and temperature {self.temperature:g}; typical acceptance needs a temperature above "
+                "0: set temperature, or leave rule out for the greedy text"
             )
         return self
