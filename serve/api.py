@@ -56,9 +56,12 @@ def build_api(gateway: "Gateway") -> FastAPI:
         await gateway.check()
         return {"status": "ok"}
 
-    told = responses(None, 401, 429, 503)
-
-    @api.get("/metrics", responses=told, response_class=PlainTextResponse, dependencies=needs_key)
+    @api.get(
+        "/metrics",
+        responses=responses(None, 401, 429, 503),
+        response_class=PlainTextResponse,
+        dependencies=needs_key,
+    )
     async def metrics() -> Response:
         """All replicas' numbers, for Prometheus."""
         return Response(await gateway.metrics(), media_type=CONTENT_TYPE)

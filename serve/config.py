@@ -32,7 +32,8 @@ class ApiConfig(Config):
     """Of one key, or of one address where there are no keys, at one gateway replica: each counts for itself, so that
     several let through as many times more. None: any number."""
     num_retries: int = Field(default=5, ge=0)
-    """How often in a row, without a token in between, an answer is taken up again after its replica has died."""
+    """How often in a row, without a token in between, an answer is taken up again after its replica has died; but once
+    where engines fail over it."""
     log_prompts: bool = False
     """Write prompts and answers into the replicas' logs."""
 

@@ -33,7 +33,7 @@ _MOST_REFUSALS = 2
 _FULL = 0.1
 """Seconds for which new requests are refused unasked after one has found no place: asking costs the targets more."""
 _FRESH = 1.0
-"""Seconds for which targets that have answered are taken to be there, and metrics to be the latest."""
+"""Seconds for which targets are taken to be there, or not to be, and metrics to be the latest."""
 _READY_SECONDS = 3.0
 """In which a target has to say that it is there: who asks waits no longer for one that is starting."""
 _PLACE_SECONDS = 60.0
@@ -107,8 +107,8 @@ class Gateway:
         """
         try:
             return await self._exported.get()
-        except Exception as error:
-            raise ApiError(503, f"{error or 'no metrics'}: try again", retry_after=_RETRY_AFTER) from error
+        except (ConnectionError, TimeoutError) as error:
+            raise ApiError(503, f"metrics cannot be had: {error or 'too slow'}", retry_after=_RETRY_AFTER) from error
 
     def refuse_while_full(self) -> None:
         """Called before anything is done for a new request.
@@ -124,7 +124,8 @@ class Gateway:
         """Answer one sequence, on as many replicas as it takes.
 
         Raises:
-            ApiError: 429 where all places are taken, 503 where replicas keep dying.
+            ApiError: 400 for what the engine refuses, 429 where all places are taken, 503 where replicas keep dying or
+                none takes the request in.
         """
         return watched(self._generate(request), self._sink)
 
@@ -132,7 +133,7 @@ class Gateway:
         from ray.serve.exceptions import RayServeException
 
         tokens: list[int] = []
-        failures = refusals = 0
+        failures = engine_failures = refusals = 0
         is_resumed = False
         while True:
             rest = request.model_copy(update={"generated": tuple(tokens)})
@@ -149,7 +150,7 @@ class Gateway:
                 is_resumed = True  # from now on
                 async for update in stream:
                     tokens += update.tokens
-                    failures = 0
+                    failures = engine_failures = 0
                     yield update
                     if update.finish_reason is not None:
                         return
@@ -162,11 +163,12 @@ class Gateway:
                 if not _is_loss(error):
                     raise
                 failures += 1
-                # What has ended two engines in a row, without a token in between, may be this very request.
-                if failures > (1 if isinstance(error, EngineFailedError) else self.config.api.num_retries):
+                engine_failures += isinstance(error, EngineFailedError)
+                # What has ended two engines, without a token in between, may be this very request.
+                if failures > self.config.api.num_retries or engine_failures > 1:
                     raise ApiError(503, "target replicas keep failing: try again later", retry_after=5) from error
                 self._sink.add(series.RETRIES, 1)
-                _LOGGER.warning("a target replica was lost after %d tokens; another goes on", len(tokens))
+                _LOGGER.warning("no target replica goes on after %d tokens; another is asked", len(tokens))
                 await asyncio.sleep(min(0.1 * 2**failures, 2.0))
             finally:
                 end_call(stream)
@@ -183,7 +185,7 @@ async def _is_admitted(stream: Any) -> bool:
 
     Raises:
         TimeoutError: nobody has said so.
-        RayServeException: the replica is ending.
+        RayServeException: the replica has ended.
     """
     from ray.serve.exceptions import BackPressureError, RayServeException
 
@@ -191,6 +193,8 @@ async def _is_admitted(stream: Any) -> bool:
         admission = await asyncio.wait_for(anext(stream, None), _PLACE_SECONDS)
     except BackPressureError:
         return False
+    except RuntimeError as error:  # Serve's own word where a connection ends before anything has come
+        raise RayServeException("a target replica was lost before it began") from error
     if admission is None:
         raise RayServeException("a target replica ended a stream before it began")
     return admission is Admission.ADMITTED
@@ -199,13 +203,14 @@ async def _is_admitted(stream: Any) -> bool:
 def _is_loss(error: Exception) -> bool:
     """Whether a replica, its engine or the connection to it has ended, or none was there in time: not a defect that
     another would meet as well."""
-    import grpc
-    from ray.exceptions import RayActorError, RayError, RayTaskError
+    from grpc import StatusCode
+    from grpc.aio import AioRpcError
+    from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    if isinstance(error, RayTaskError):
-        return isinstance(error, RayActorError)
-    return isinstance(error, RayError | RayServeException | grpc.RpcError | EngineFailedError | TimeoutError)
+    if isinstance(error, AioRpcError):
+        return error.code() in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED, StatusCode.INTERNAL)
+    return isinstance(error, RayError | RayServeException | EngineFailedError | TimeoutError)
 
 
 def _not_ready() -> ApiError:

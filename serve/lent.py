@@ -35,7 +35,7 @@ class LentPlaces:
             yield
         finally:
             self._num_held -= 1
-            if self._newest[session] is lease:
+            if self._newest.get(session) is lease:
                 del self._newest[session]
                 self._host.close(session)
 

@@ -5,7 +5,8 @@ import os
 from serve_environment import VARIABLES
 
 # Set before the first import of ray, torch or transformers: all three read these once. Processes that tests start
-# inherit them. One thread per process, for Ray's workers and the tests share the cores. Serve runs as users run it.
+# inherit them. One thread per process, for Ray's workers and the tests share the cores. Serve runs as users run it, but
+# for the token.
 os.environ.update(VARIABLES)
 os.environ.update(
     RAY_AUTH_MODE="disabled",

@@ -28,23 +28,24 @@ MODEL = "tiny"
 class _Stream:
     """What a call of a deployment's generator returns."""
 
-    def __init__(self, updates: AsyncIterator[Update]) -> None:
+    def __init__(self, updates: AsyncIterator[Any]) -> None:
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._task = asyncio.create_task(self._follow(updates))
 
-    async def _follow(self, updates: AsyncIterator[Update]) -> None:
+    async def _follow(self, updates: AsyncIterator[Any]) -> None:
         try:
             async for update in updates:
                 self._queue.put_nowait(update)
         except Exception as error:  # noqa: BLE001 - raised where the stream is read
             self._queue.put_nowait(error)
         finally:
+            self._queue.put_nowait(StopAsyncIteration())
             await updates.aclose()
 
     def __aiter__(self) -> "_Stream":
         return self
 
-    async def __anext__(self) -> Update:
+    async def __anext__(self) -> Any:
         update = await self._queue.get()
         if isinstance(update, Exception):
             raise update

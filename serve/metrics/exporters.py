@@ -18,14 +18,15 @@ _LOGGER = logging.getLogger("ray.serve")
 _PREFIXES = ("ray_moray_", "ray_serve_")
 _SECONDS = 3.0
 """In which a node has to answer; its series are missing otherwise, for a scrape does not wait long either."""
-_HEADER = re.compile(r"# (?:HELP|TYPE) (\S+)")
+_HEADER = re.compile(r"# (HELP|TYPE) (\S+)")
 
 
 @dataclass
 class _Family:
     """All that is said of one metric."""
 
-    headers: dict[str, None] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    """The lines of HELP and TYPE."""
     samples: list[str] = field(default_factory=list)
 
 
@@ -44,14 +45,14 @@ def of_application(texts: Iterable[str], application: str) -> str:
         for line in text.splitlines():
             header = _HEADER.match(line)
             if header is not None:
-                name = header[1]
+                kind, name = header.groups()
                 family = families.setdefault(name, _Family()) if name.startswith(_PREFIXES) else None
                 if family is not None:
-                    family.headers[line] = None
+                    family.headers.setdefault(kind, line)
             elif family is not None and mark in line:
                 family.samples.append(line)
     told = (family for family in families.values() if family.samples)
-    return "".join(f"{line}\n" for family in told for line in (*family.headers, *family.samples))
+    return "".join(f"{line}\n" for family in told for line in (*family.headers.values(), *family.samples))
 
 
 class Exporters(ABC):

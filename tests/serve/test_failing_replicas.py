@@ -81,7 +81,7 @@ def test_a_lost_place_is_looked_for_under_another_name():
 
 
 def test_a_place_whose_lease_has_ended_is_looked_for_again():
-    """By itself: its drafter took this process to be gone, or has ended without an error."""
+    """By itself: its drafter took the sequence to be done with, or has ended without an error."""
 
     class Lease:
         def __init__(self, is_over: bool) -> None:

@@ -141,7 +141,7 @@ def test_those_behind_one_that_found_no_place_are_refused_unasked_for_a_moment(c
 
 
 def test_where_nobody_takes_a_request_in_nothing_is_ready(config, monkeypatch):
-    monkeypatch.setattr(gateway_module, "_PLACE_SECONDS", 0.2)
+    monkeypatch.setattr(gateway_module, "_PLACE_SECONDS", 1.0)
 
     async def waits(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
         await asyncio.Event().wait()
@@ -193,3 +193,19 @@ def test_who_was_not_let_in_is_not_let_in_beyond_the_limit_elsewhere(config):
 
     with_a_full_target(config, test)
     assert resumed == [False, False]
+
+
+@pytest.mark.parametrize("num_updates", [None, 0, 2])
+def test_a_stream_that_ends_before_its_answer_is_taken_up_elsewhere(config, num_updates):
+    async def test(gateway, targets, expected):
+        async def ends(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
+            if num_updates is not None:
+                yield Admission.ADMITTED
+            for update in expected[: num_updates or 0]:
+                yield update
+
+        targets.calls = [ends, targets.free.generate]
+        assert tokens_of([update async for update in gateway.generate(REQUEST)]) == tokens_of(expected)
+        assert targets.num_calls == 2
+
+    with_a_full_target(config, test)

@@ -97,7 +97,7 @@ class BatchPlanner:
         """What it took to tell the drafter of so many rows what is new, and to ask it. Where it had much to catch up
         with, that is no measure of what comes."""
         each = seconds / num_asked
-        self._ask += (min(each, 2 * self._ask or each) - self._ask) / _MEMORY
+        self._ask = self._ask + (min(each, 2 * self._ask) - self._ask) / _MEMORY if self._ask else each
 
     def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
         """How long drafts for so many rows had to be waited for."""

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from moray.config import Config
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures that no float32 softmax tells from 0; logits divided by still less are not finite."""
+"""Lower temperatures are taken as 0; logits divided by still less are not finite."""
 
 CompileMode = Literal["off", "default"]
 """What torch.compile does to target and drafters (see `decoding.compiling`)."""
@@ -48,7 +48,7 @@ class SamplingParams(Config):
     def _check_rule(self) -> "SamplingParams":
         if self.rule == "typical" and self.is_greedy:
             raise ValueError(
-                f"rule is 'typical' and temperature {self.temperature:g}; typical acceptance needs a temperature above "
-                "0: set temperature, or leave rule out for the greedy text"
+                f"rule is 'typical' and temperature {self.temperature:g}; typical acceptance needs one of "
+                f"{_GREEDY_BELOW:g} or more: set temperature, or leave rule out for the greedy text"
             )
         return self

@@ -214,7 +214,7 @@ def test_typical_is_the_only_lossy_rule():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rule": "typical"}, "rule is 'typical' and temperature 0; .* needs a temperature above 0"),
+        ({"rule": "typical"}, "rule is 'typical' and temperature 0; .* needs one of 1e-05 or more"),
         ({"rule": "typical", "temperature": 1.0, "typical_epsilon": 1.5}, "'typical_epsilon' is 1.5"),
         ({"rule": "typical", "temperature": 1.0, "typical_epsilon": -0.1}, "'typical_epsilon' is -0.1"),
         ({"rule": "typical", "temperature": 1.0, "typical_delta": -1}, "'typical_delta' is -1"),

@@ -39,7 +39,7 @@ SIDE_BY_SIDE = {
 }
 
 
-@pytest.mark.parametrize("name", ["placement-demo", "groups-demo"])
+@pytest.mark.parametrize("name", ["placement-demo", "placement-cores-demo", "groups-demo"])
 def test_presets_compare_applications_that_differ(name):
     config = load_config(SideBySideConfig, [str(BENCHMARKS / f"{name}.yaml")])
     args = [config.args_with(changes) for changes in config.applications.values()]
