@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip
 STAMP := .venv/.installed
-# Tests run in so many processes; those on Ray by folder (tests/conftest.py).
+# Tests run in so many processes, file by file (tests/conftest.py); each that meets tests on Ray has a Ray of its own.
 WORKERS ?= 2
 PYTEST := .venv/bin/python -m pytest -n $(WORKERS)
 

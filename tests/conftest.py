@@ -39,18 +39,13 @@ jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Processes that share the tests take them file by file, so that what a file sets up is set up once; those on Ray
-    by folder, each with a Ray of its own. (xdist 3.8's own groups are lost with pytest 9.2.) In the order in which they
-    are collected: what is short comes last, so that no process has a folder to go through when the others are done."""
-    from xdist.scheduler.loadscope import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file.rpartition("/")[0] if file.startswith("tests/ray/") else file
+    """Processes that share the tests take them file by file, so that what a file sets up is set up once, in the order in
+    which they are collected: what is long and runs on Ray comes before what is short, so that none has much to do when
+    the others are done."""
+    from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
-    return ByFile(config, log)
+    return LoadFileScheduling(config, log)
 
 
 class _FailuresAtOnce:

@@ -110,7 +110,7 @@ def test_pools_grow_under_load_and_shrink_again(app, expected):
 def test_who_deploys_is_told_what_it_waits_for(app, capsys):
     """Serve says so after half a minute; before, nothing showed that it would wait for ever."""
     with pytest.raises(DeployError, match="1000"):
-        app.deploy({}, num_cpus={"Target": 1000}, wait_seconds=50)
+        app.deploy({}, num_cpus={"Target": 1000}, wait_seconds=40)
     waiting = [line for line in capsys.readouterr().err.splitlines() if line.startswith("waiting: ")]
     assert len(waiting) == 1
     assert "Target: " in waiting[0]
