@@ -39,9 +39,9 @@ jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Processes that share the tests take them file by file, so that what a file sets up is set up once, in the order in
-    which they are collected: what is long and runs on Ray comes before what is short, so that none has much to do when
-    the others are done."""
+    """Processes that share the tests take them file by file, so that what a file sets up is set up once, in the order
+    in which they are collected: what is long and runs on Ray comes before what is short, so that none has much to do
+    when the others are done."""
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
