@@ -25,5 +25,5 @@ def test_typical_acceptance_takes_its_temperatures_from_temperatures():
 
 @pytest.mark.parametrize("temperatures", [[], [0], [0, 1], [1, 0]])
 def test_typical_acceptance_at_temperature_0_is_refused(temperatures):
-    with pytest.raises(ConfigError, match="typical acceptance needs a temperature above 0"):
+    with pytest.raises(ConfigError, match="typical acceptance needs one of 1e-05 or more"):
         validate(EvaluateConfig, VALUES | {"sampling": {"rule": "typical"}, "temperatures": temperatures})
