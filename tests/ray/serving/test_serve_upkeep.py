@@ -28,7 +28,8 @@ MOST_GROWTH = 3 << 20
 
 @pytest.mark.timeout(600)
 def test_memory_is_flat(app):
-    """Thousands of short answers, streamed, every eighth given up by its client; then another thousand."""
+    """Thousands of short answers, streamed, every eighth given up by its client; then another thousand. Allocators settle
+    in the first two thousand (2.4 MiB of a target between the first and the second, 1 MiB a thousand later)."""
     numbers = itertools.count()
 
     async def ask(session: aiohttp.ClientSession, places: asyncio.Semaphore) -> int:
@@ -60,7 +61,7 @@ def test_memory_is_flat(app):
         names = ("Gateway", "Target", "Drafter")
         return {f"{name} {pid}": psutil.Process(pid).memory_full_info().uss for name in names for pid in app.pids(name)}
 
-    asyncio.run(ask_all(1400))
+    asyncio.run(ask_all(2200))
     before = measured()
     asyncio.run(ask_all(1000))
     after = measured()
