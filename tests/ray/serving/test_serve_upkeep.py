@@ -28,8 +28,8 @@ MOST_GROWTH = 3 << 20
 
 @pytest.mark.timeout(600)
 def test_memory_is_flat(app):
-    """Thousands of short answers, streamed, every eighth given up by its client; then another thousand. Allocators settle
-    in the first two thousand (2.4 MiB of a target between the first and the second, 1 MiB a thousand later)."""
+    """Thousands of short answers, streamed, every eighth given up by its client; then another thousand. Allocators come
+    to rest in the first two thousand (2.4 MiB of a target between the first and the second, 1 MiB a thousand later)."""
     numbers = itertools.count()
 
     async def ask(session: aiohttp.ClientSession, places: asyncio.Semaphore) -> int:
