@@ -12,7 +12,7 @@ drafter from the beginning.
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
-from moray.decoding.acceptance import Acceptance
+from moray.decoding.acceptance import FORGET, Acceptance
 from moray.decoding.adapt import Correction
 from moray.decoding.costs import Costs
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
@@ -90,6 +90,7 @@ class BatchPlanner:
         self._num_idle += 1
         if self._num_idle % self._patience == 0:
             self._draft.forget()
+            self._ask *= FORGET
             self._acceptance.record(0, 0, 0)
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
@@ -102,10 +103,9 @@ class BatchPlanner:
         self._rest += (seconds / num_rows - self._rest) / _MEMORY
 
     def record_ask(self, num_asked: int, seconds: float) -> None:
-        """What it took to tell the drafter of so many rows what is new, and to ask it. Where it had much to catch up
-        with, that is no measure of what comes."""
+        """What it took to tell the drafter of so many rows what is new, and to ask it."""
         each = seconds / num_asked
-        self._ask = self._ask + (min(each, 2 * self._ask) - self._ask) / _MEMORY if self._ask else each
+        self._ask += (min(each, 2 * self._ask or each) - self._ask) / _MEMORY
 
     def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
         """How long drafts for so many rows had to be waited for."""

@@ -61,11 +61,13 @@ class Drafting:
         rows = [row for row in rows if self.source.can_draft(running[row].number)]
         if not rows:
             return
+        is_usual = all(running[row].length - self.source.num_known(running[row].number) <= _FEW for row in rows)
         begin = time.perf_counter()
         self._tell(running, rows)
         sequences = [running[row] for row in rows]
         self.source.ask([Ask(s.number, s.tokens[-1], s.length, shape, s.sampler) for s in sequences])
-        self.planner.record_ask(len(rows), time.perf_counter() - begin)
+        if is_usual:  # what it takes to tell a whole prompt is no measure of what comes
+            self.planner.record_ask(len(rows), time.perf_counter() - begin)
         for sequence in sequences:
             sequence.asked = shape.depth
 

@@ -155,6 +155,26 @@ def test_asking_has_its_price():
     for _ in range(50):
         planner.record_ask(16, 0.020)
     assert planner.next_shape(16, 16) is None
+    for _ in range(300):
+        planner.forget()
+    assert planner.next_shape(16, 16) is not None, "it is not believed for ever"
+
+
+def test_telling_a_whole_prompt_is_no_reason_not_to_draft(monkeypatch, tmp_path):
+    """Nor is the first time that anything is done."""
+    tiny = load_target(tmp_path)
+    source = LocalDrafts(build(tiny, VARIANTS["moa-0"]), 320, 64)
+    engine = Engine(tiny.target, EngineConfig(kv_tokens=1024, tree=SHAPE), (), drafts={"d": source})
+    planner, asked = engine.drafting["d"].planner, []
+    planner.know(COSTS)
+    monkeypatch.setattr(planner, "record_ask", lambda count, seconds: asked.append(count))
+    engine.submit(Request(prompt=tuple(tiny.prompt(length=40)), params=GREEDY, max_new_tokens=6))
+    drafts = []
+    ask = source.ask
+    source.ask = lambda asks: drafts.append(len(asks)) or ask(asks)
+    while engine.is_busy:
+        engine.step()
+    assert len(drafts) - 1 == len(asked) > 0
 
 
 def test_an_engine_says_when_it_has_not_drafted(monkeypatch, tmp_path):
