@@ -4,9 +4,8 @@
     seconds of a cycle   pass over rows * (1 + depth) tokens + asking, and draft of so many levels, for the drafted rows
 
 Costs are measured at the start and corrected by the cycles since (see `decoding.adapt`, for one sequence). What was
-given up is tried again, from one level of a few sequences on, and the more rarely the more often that was in vain: in a
-large batch a deep draft that is refused costs as much as several passes, and each sequence has to be told to its
-drafter from the beginning.
+given up is tried again, from one level on, and the more rarely the more often that was in vain: in a large batch a deep
+draft that is refused costs as much as several passes.
 """
 
 from bisect import bisect_left
@@ -22,8 +21,6 @@ _LEAST_GAIN = 1.02
 _PROVEN = 20
 """Drafted cycles in a row after which drafting was not in vain."""
 _MOST_PATIENCE = 8
-_FEW = 4
-"""Sequences for which it is tried whether drafting pays again."""
 _MEMORY = 8.0
 """Cycles over which what is simply measured is averaged."""
 
@@ -72,11 +69,6 @@ class BatchPlanner:
             if promise > most:
                 best, most = depth, promise
         return self._shapes.get(best)
-
-    @property
-    def most_drafted(self) -> int | None:
-        """For how many of the next pass's sequences drafts should be asked; None: for all."""
-        return _FEW if self._num_idle and not self._num_drafted else None
 
     def record(self, num_levels: int, num_accepted: int) -> None:
         """What became of one sequence's draft."""

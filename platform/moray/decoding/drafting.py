@@ -49,13 +49,10 @@ class Drafting:
 
     def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
         """Begin to draft for the sequences in some rows, for which no draft is under way; `num_rows` are in a pass."""
-        num_asked = sum(running[row].asked is not None for row in rows)
         rows = [row for row in rows if running[row].asked is None]
         shape = self.planner.next_shape(num_rows, len(rows)) if rows else None
         if shape is None:
             return
-        if self.planner.most_drafted is not None:
-            rows = rows[: max(0, self.planner.most_drafted - num_asked)]
         for row in rows:
             self.source.open(running[row].number)
         rows = [row for row in rows if self.source.can_draft(running[row].number)]

@@ -106,35 +106,6 @@ def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
     assert len(tries) < 0.01 * len(depths)
 
 
-def test_it_is_tried_for_a_few_sequences_alone():
-    planner = BatchPlanner(SHAPE)
-    planner.know(COSTS)
-    assert planner.most_drafted is None
-    tries_of(planner, 300, 8, 0)
-    assert planner.most_drafted == 4
-    depths = tries_of(planner, 500, 8, 6)
-    assert depths[-1] == 6
-    assert planner.most_drafted is None, "it has paid"
-
-
-def test_an_engine_tries_for_a_few_sequences_alone(tmp_path):
-    tiny = load_target(tmp_path)
-    source = LocalDrafts(build(tiny, VARIANTS["moa-0"]), 320, 64)
-    engine = Engine(tiny.target, EngineConfig(kv_tokens=8192, tree=SHAPE), (), drafts={"d": source})
-    planner = engine.drafting["d"].planner
-    planner.know({1: Costs(verify=[(1, 1e-4), (8, 1e-4)], draft=[(1, 1e-9), (6, 1e-9)])})
-    planner.forget()
-    for number in range(10):
-        engine.submit(Request(prompt=tuple(tiny.prompt(number)), params=GREEDY, max_new_tokens=20))
-    asked = []
-    ask = source.ask
-    source.ask = lambda asks: asked.append(len(asks)) or ask(asks)
-    while engine.is_busy:
-        engine.step()
-    assert asked
-    assert max(asked) == 4, "what an untrained drafter drafts does not pay"
-
-
 def test_what_pays_again_is_soon_as_deep_as_it_was():
     planner = BatchPlanner(SHAPE)
     planner.know(COSTS)
