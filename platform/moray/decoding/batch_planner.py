@@ -4,8 +4,8 @@
     seconds of a cycle   pass over rows * (1 + depth) tokens + asking, and draft of so many levels, for the drafted rows
 
 Costs are measured at the start and corrected by the cycles since (see `decoding.adapt`, for one sequence). What was
-given up is tried again, from one level on, and the more rarely the more often that was in vain: in a large batch a deep
-draft that is refused costs as much as several passes.
+given up is tried again, from one level of a few sequences on, and the more rarely the more often that was in vain: in a
+large batch a deep draft that is refused costs as much as several passes, and each sequence needs a place at a drafter.
 """
 
 from bisect import bisect_left
@@ -21,6 +21,8 @@ _LEAST_GAIN = 1.02
 _PROVEN = 20
 """Drafted cycles in a row after which drafting was not in vain."""
 _MOST_PATIENCE = 8
+_FEW = 4
+"""Sequences for which it is tried whether drafts are accepted again."""
 _MEMORY = 8.0
 """Cycles over which what is simply measured is averaged."""
 
@@ -39,8 +41,10 @@ class BatchPlanner:
         self._verify, self._draft = Correction(), Correction()
         self._rest = 0.0
         """Seconds per row of what every cycle does besides."""
-        self._ask = 0.0
-        """Seconds per drafted row of telling its drafter what is new and asking it."""
+        self._ask_seconds = self._ask_rows = 0.0
+        """Lately, of telling drafters what is new and asking them: seconds, and rows that were asked for."""
+        self._is_ask_old = False
+        """Whether that is from before the last pause: the next time says more than all of it."""
         self._reach = depth
         """Levels that may be drafted: after a pause few, and twice as many each time that they all were."""
         self._num_drafted = self._num_idle = 0
@@ -70,19 +74,26 @@ class BatchPlanner:
                 best, most = depth, promise
         return self._shapes.get(best)
 
+    @property
+    def most_drafted(self) -> int | None:
+        """For how many sequences drafts should be asked now; None for all. What a few drafts take says nothing of what
+        many would: it is not recorded."""
+        return _FEW if self._num_idle and not self._num_drafted else None
+
     def record(self, num_levels: int, num_accepted: int) -> None:
-        """What became of one sequence's draft."""
-        self._acceptance.record(0, num_levels, num_accepted)
+        """What became of one sequence's draft; one of which nothing came was refused at its first level."""
+        self._acceptance.record(0, max(1, num_levels), num_accepted)
 
     def forget(self) -> None:
-        """A cycle has passed without any draft: what is not tried for long is believed to be as it was at first."""
+        """No draft was wanted in a cycle: what is not tried for long is believed to be as it was at first."""
         if self._num_drafted:
             self._patience = 1 if self._num_drafted >= _PROVEN else min(2 * self._patience, _MOST_PATIENCE)
             self._reach, self._num_drafted, self._num_idle = 1, 0, 0
+            self._is_ask_old = True
         self._num_idle += 1
         if self._num_idle % self._patience == 0:
             self._draft.forget()
-            self._ask *= FORGET
+            self._ask_seconds *= FORGET
             self._acceptance.record(0, 0, 0)
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
@@ -96,16 +107,28 @@ class BatchPlanner:
 
     def record_ask(self, num_asked: int, seconds: float) -> None:
         """What it took to tell the drafter of so many rows what is new, and to ask it."""
-        each = seconds / num_asked
-        self._ask += (min(each, 2 * self._ask or each) - self._ask) / _MEMORY
+        if self.most_drafted is not None:
+            return
+        if self._is_ask_old:
+            self._ask_seconds = self._ask_rows = 0.0
+            self._is_ask_old = False
+        seconds = min(seconds, 2 * self._ask * num_asked or seconds)
+        self._ask_seconds += seconds - self._ask_seconds / _MEMORY
+        self._ask_rows += num_asked - self._ask_rows / _MEMORY
 
     def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
         """How long drafts for so many rows had to be waited for."""
+        is_try = self.most_drafted is not None
         self._num_drafted += 1
         if depth >= self._reach:
             self._reach = min(2 * self._reach, self._shape.depth)
-        if self._costs:
+        if self._costs and not is_try:
             self._draft.record(self._at(num_drafted, lambda costs: costs.draft_seconds(depth)), seconds)
+
+    @property
+    def _ask(self) -> float:
+        """Seconds per row. Asks for few rows at a time cost more for each of them, but are not what most rows need."""
+        return self._ask_seconds / self._ask_rows if self._ask_rows else 0.0
 
     def _seconds(self, num_rows: int, num_drafted: int, depth: int) -> float:
         nodes = self._shapes[depth].num_nodes if depth else 0

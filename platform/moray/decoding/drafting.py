@@ -41,6 +41,8 @@ class Drafting:
         self._target = target
         self._cache = cache
         self._stats = stats
+        self._is_wanted = True
+        """Whether the planner wanted drafts when it was last asked."""
 
     def expect(self, number: int, num_running: int) -> None:
         """A sequence, one of so many, begins; if drafts are likely to be wanted, the source may prepare."""
@@ -49,10 +51,17 @@ class Drafting:
 
     def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
         """Begin to draft for the sequences in some rows, for which no draft is under way; `num_rows` are in a pass."""
+        num_asked = len(rows)
         rows = [row for row in rows if running[row].asked is None]
-        shape = self.planner.next_shape(num_rows, len(rows)) if rows else None
+        num_asked -= len(rows)
+        if not rows:
+            return
+        shape = self.planner.next_shape(num_rows, len(rows))
+        self._is_wanted = shape is not None
         if shape is None:
             return
+        if self.planner.most_drafted is not None:
+            rows = rows[: max(0, self.planner.most_drafted - num_asked)]
         for row in rows:
             self.source.open(running[row].number)
         rows = [row for row in rows if self.source.can_draft(running[row].number)]
@@ -72,7 +81,7 @@ class Drafting:
         """The drafts asked for, by row; those that did not come in time are missing."""
         has_rows, rows = bool(rows), [row for row in rows if running[row].asked is not None]
         if not rows:
-            if has_rows:
+            if has_rows and not self._is_wanted:
                 self.planner.forget()
             return {}
         begin = time.perf_counter()
@@ -82,6 +91,9 @@ class Drafting:
         self._stats.num_missed += len(rows) - len(found)
         for row in rows:
             running[row].asked = None
+        for tree in found.values():
+            if tree.num_nodes == 1:  # the drafter had no idea; the others are recorded once they are verified
+                self.planner.record(0, 0)
         return {row: found[running[row].number] for row in rows if running[row].number in found}
 
     def _tell(self, running: list[EngineSequence], rows: list[int]) -> None:

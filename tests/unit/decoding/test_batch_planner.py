@@ -13,6 +13,7 @@ from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.request import Request
+from moray.trees.grow import root_alone
 from moray.trees.shapes import AdaptiveShape
 
 SHAPE = AdaptiveShape(type="adaptive", depth=6)
@@ -106,6 +107,90 @@ def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
     assert len(tries) < 0.01 * len(depths)
 
 
+def test_it_is_tried_for_a_few_sequences_alone():
+    planner = BatchPlanner(SHAPE)
+    planner.know(COSTS)
+    assert planner.most_drafted is None
+    tries_of(planner, 300, 8, 0)
+    assert planner.most_drafted == 4
+    depths = tries_of(planner, 500, 8, 6)
+    assert depths[-1] == 6
+    assert planner.most_drafted is None, "it has paid"
+
+
+def test_what_a_few_drafts_take_says_nothing_of_many():
+    planner = BatchPlanner(SHAPE)
+    planner.know({32: Costs(verify=[(1, 0.010), (8, 0.011)], draft=[(1, 0.001), (6, 0.001)])})
+    planner.forget()
+    planner.record_ask(4, 0.010)
+    planner.record_draft(4, 1, 0.1)
+    for _ in range(4):
+        planner.record(1, 1)
+    assert planner.next_shape(32, 32) is not None
+
+
+def test_asks_for_single_sequences_are_not_what_each_of_many_costs():
+    """They are as frequent as those for all the others, for somebody always has just begun."""
+    planner = BatchPlanner(SHAPE)
+    planner.know({32: Costs(verify=[(1, 0.020), (8, 0.030)], draft=[(1, 0.001), (6, 0.001)])})
+    for _ in range(50):
+        planner.record_ask(1, 0.003)
+        planner.record_ask(31, 0.006)
+        planner.record(6, 2)
+    assert planner.next_shape(32, 32) is not None
+
+
+def engine_of(tmp_path, variant: str, num_rows: int = 1) -> tuple[Engine, LocalDrafts, list[int]]:
+    """Drafts are cheap, by what is said; the third is to be filled with how many were asked for, time by time."""
+    tiny = load_target(tmp_path)
+    source = LocalDrafts(build(tiny, VARIANTS[variant]), 320, 64)
+    engine = Engine(tiny.target, EngineConfig(kv_tokens=8192, tree=SHAPE), (), drafts={"d": source})
+    engine.drafting["d"].planner.know({1: Costs(verify=[(1, 1.0), (8, 1.0)], draft=[(1, 1e-9), (6, 1e-9)])})
+    for number in range(num_rows):
+        engine.submit(Request(prompt=tuple(tiny.prompt(number)), params=GREEDY, max_new_tokens=60))
+    asked: list[int] = []
+    ask = source.ask
+    source.ask = lambda asks: asked.append(len(asks)) or ask(asks)
+    return engine, source, asked
+
+
+def test_an_engine_tries_for_a_few_sequences_alone(tmp_path):
+    engine, _, asked = engine_of(tmp_path, "moa-0", num_rows=10)
+    planner = engine.drafting["d"].planner
+    planner.forget()
+    while not asked:
+        engine.step()
+    assert asked[0] == 4
+
+
+def test_who_has_no_drafter_yet_has_not_given_up(monkeypatch, tmp_path):
+    """Drafts are wanted, and the first ones are as deep as ever: places at drafters are found while cycles pass."""
+    engine, source, asked = engine_of(tmp_path, "moa-0")
+    planner = engine.drafting["d"].planner
+    monkeypatch.setattr(source, "can_draft", lambda number: False)
+    for _ in range(8):
+        engine.step()
+    assert not asked
+    monkeypatch.undo()
+    assert planner.most_drafted is None
+    engine.step()
+    assert engine.drafting["d"].planner.next_shape(1, 1) == SHAPE.at(6)
+
+
+def test_a_drafter_without_ideas_is_not_asked_for_ever(tmp_path):
+    """Where nothing matches, prompt lookup answers with the root alone: nothing is ever refused."""
+    engine, source, asked = engine_of(tmp_path, "ngram-0", num_rows=8)
+    collect = source.collect
+    roots = lambda trees: {number: root_alone(tree.tokens[:1]) for number, tree in trees.items()}  # noqa: E731
+    source.collect = lambda numbers: roots(collect(numbers))
+    engine.drafting["d"].planner.know({1: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.1), (6, 0.1)])})
+    num_steps = 0
+    while engine.is_busy:
+        engine.step()
+        num_steps += 1
+    assert 0 < len(asked) < 0.5 * num_steps
+
+
 def test_what_pays_again_is_soon_as_deep_as_it_was():
     planner = BatchPlanner(SHAPE)
     planner.know(COSTS)
@@ -126,9 +211,16 @@ def test_asking_has_its_price():
     for _ in range(50):
         planner.record_ask(16, 0.020)
     assert planner.next_shape(16, 16) is None
+    planner.record_draft(16, 6, 0.001)
     for _ in range(300):
         planner.forget()
     assert planner.next_shape(16, 16) is not None, "it is not believed for ever"
+    planner.record_draft(16, 1, 0.001)
+    for _ in range(50):
+        planner.record(6, 1)
+    assert planner.next_shape(16, 16) is not None
+    planner.record_ask(16, 0.020)
+    assert planner.next_shape(16, 16) is None, "but at once where it is as it was"
 
 
 def test_telling_a_whole_prompt_is_no_reason_not_to_draft(monkeypatch, tmp_path):
