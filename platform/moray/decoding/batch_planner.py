@@ -21,8 +21,8 @@ _LEAST_GAIN = 1.02
 _PROVEN = 20
 """Drafted cycles in a row after which drafting was not in vain."""
 _MOST_PATIENCE = 8
-_FEW = 4
-"""Sequences for which it is tried whether drafts are accepted again."""
+NUM_TRIED = 4
+"""Drafts by which it is tried whether they are accepted again."""
 _MEMORY = 8.0
 """Cycles over which what is simply measured is averaged."""
 
@@ -41,14 +41,18 @@ class BatchPlanner:
         self._verify, self._draft = Correction(), Correction()
         self._rest = 0.0
         """Seconds per row of what every cycle does besides."""
-        self._ask_seconds = self._ask_rows = 0.0
-        """Lately, of telling drafters what is new and asking them: seconds, and rows that were asked for."""
-        self._is_ask_old = False
-        """Whether that is from before the last pause: the next time says more than all of it."""
+        self._asks: dict[int, float] = {}
+        """Seconds that it takes to tell drafters what is new and to ask them, by the bits of the number of rows."""
+        self._are_asks_old = False
+        """Whether those are from before the last pause: the next one says more than all of them."""
         self._reach = depth
         """Levels that may be drafted: after a pause few, and twice as many each time that they all were."""
-        self._num_drafted = self._num_idle = 0
-        """Cycles in a row, with drafts or without."""
+        self._num_drafted = 0
+        """Times in a row that drafts were collected."""
+        self._num_idle = 0
+        """Cycles since then in which none were wanted."""
+        self._num_tried = NUM_TRIED
+        """Drafts since the last pause of which is known what became of them."""
         self._patience = 1
         """Cycles without drafts that count for one, in what is believed of them."""
 
@@ -75,25 +79,27 @@ class BatchPlanner:
         return self._shapes.get(best)
 
     @property
-    def most_drafted(self) -> int | None:
-        """For how many sequences drafts should be asked now; None for all. What a few drafts take says nothing of what
-        many would: it is not recorded."""
-        return _FEW if self._num_idle and not self._num_drafted else None
+    def is_trying(self) -> bool:
+        """Whether drafts should be asked for `NUM_TRIED` sequences alone. What those take is not recorded, for it says
+        nothing of what many would."""
+        return self._num_tried < NUM_TRIED
 
     def record(self, num_levels: int, num_accepted: int) -> None:
-        """What became of one sequence's draft; one of which nothing came was refused at its first level."""
-        self._acceptance.record(0, max(1, num_levels), num_accepted)
+        """What became of one sequence's draft."""
+        self._num_tried += 1
+        self._acceptance.record(0, num_levels, num_accepted)
 
     def forget(self) -> None:
         """No draft was wanted in a cycle: what is not tried for long is believed to be as it was at first."""
         if self._num_drafted:
             self._patience = 1 if self._num_drafted >= _PROVEN else min(2 * self._patience, _MOST_PATIENCE)
             self._reach, self._num_drafted, self._num_idle = 1, 0, 0
-            self._is_ask_old = True
+            self._are_asks_old = True
         self._num_idle += 1
+        self._num_tried = 0
         if self._num_idle % self._patience == 0:
             self._draft.forget()
-            self._ask_seconds *= FORGET
+            self._asks = {size: FORGET * seconds for size, seconds in self._asks.items()}
             self._acceptance.record(0, 0, 0)
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
@@ -107,28 +113,23 @@ class BatchPlanner:
 
     def record_ask(self, num_asked: int, seconds: float) -> None:
         """What it took to tell the drafter of so many rows what is new, and to ask it."""
-        if self.most_drafted is not None:
+        if self.is_trying:
             return
-        if self._is_ask_old:
-            self._ask_seconds = self._ask_rows = 0.0
-            self._is_ask_old = False
-        seconds = min(seconds, 2 * self._ask * num_asked or seconds)
-        self._ask_seconds += seconds - self._ask_seconds / _MEMORY
-        self._ask_rows += num_asked - self._ask_rows / _MEMORY
+        if self._are_asks_old:
+            self._asks, self._are_asks_old = {}, False
+        size = num_asked.bit_length()
+        known = self._asks.setdefault(size, seconds)
+        self._asks[size] += (min(seconds, 2 * known) - known) / _MEMORY
 
     def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
         """How long drafts for so many rows had to be waited for."""
-        is_try = self.most_drafted is not None
         self._num_drafted += 1
+        if self.is_trying:
+            return
         if depth >= self._reach:
             self._reach = min(2 * self._reach, self._shape.depth)
-        if self._costs and not is_try:
+        if self._costs:
             self._draft.record(self._at(num_drafted, lambda costs: costs.draft_seconds(depth)), seconds)
-
-    @property
-    def _ask(self) -> float:
-        """Seconds per row. Asks for few rows at a time cost more for each of them, but are not what most rows need."""
-        return self._ask_seconds / self._ask_rows if self._ask_rows else 0.0
 
     def _seconds(self, num_rows: int, num_drafted: int, depth: int) -> float:
         nodes = self._shapes[depth].num_nodes if depth else 0
@@ -136,8 +137,13 @@ class BatchPlanner:
         seconds += self._rest * num_rows
         if depth:
             seconds += self._at(num_drafted, lambda costs: costs.draft_seconds(depth)) * self._draft.factor
-            seconds += self._ask * num_drafted
+            seconds += self._ask_seconds(num_drafted)
         return seconds
+
+    def _ask_seconds(self, num_asked: int) -> float:
+        """As for the most similar number of rows that was asked for lately."""
+        size = num_asked.bit_length()
+        return self._asks[min(self._asks, key=lambda known: abs(known - size))] if self._asks else 0.0
 
     def _at(self, num_rows: int, seconds_of: Callable[[Costs], float]) -> float:
         """Between the measured numbers of rows lines are drawn."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from moray.batch import Taps
-from moray.decoding.batch_planner import BatchPlanner
+from moray.decoding.batch_planner import NUM_TRIED, BatchPlanner
 from moray.decoding.drafts import Ask, DraftSource
 from moray.decoding.engine_stats import EngineStats
 from moray.decoding.row_cache import RowCache
@@ -46,34 +46,35 @@ class Drafting:
 
     def expect(self, number: int, num_running: int) -> None:
         """A sequence, one of so many, begins; if drafts are likely to be wanted, the source may prepare."""
-        if self.planner.next_shape(num_running, num_running) is not None:
+        if not self.planner.is_trying and self.planner.next_shape(num_running, num_running) is not None:
             self.source.open(number)
 
     def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
         """Begin to draft for the sequences in some rows, for which no draft is under way; `num_rows` are in a pass."""
-        num_asked = len(rows)
-        rows = [row for row in rows if running[row].asked is None]
-        num_asked -= len(rows)
-        if not rows:
+        wanted = [row for row in rows if running[row].asked is None]
+        if not wanted:
             return
-        shape = self.planner.next_shape(num_rows, len(rows))
+        shape = self.planner.next_shape(num_rows, len(wanted))
         self._is_wanted = shape is not None
         if shape is None:
             return
-        if self.planner.most_drafted is not None:
-            rows = rows[: max(0, self.planner.most_drafted - num_asked)]
-        for row in rows:
+        if self.planner.is_trying:  # with those who have a drafter already, if there are any
+            wanted.sort(key=lambda row: not self.source.can_draft(running[row].number))
+            wanted = wanted[: max(0, NUM_TRIED - self._num_under_way(running))]
+        for row in wanted:
             self.source.open(running[row].number)
-        rows = [row for row in rows if self.source.can_draft(running[row].number)]
-        if not rows:
+        rows = [row for row in wanted if self.source.can_draft(running[row].number)]
+        if len(rows) < len(wanted) and not self.planner.is_trying:  # a pass as deep may not be worth it for these alone
+            shape = self.planner.next_shape(num_rows, len(rows))
+        if not rows or shape is None:
             return
-        is_usual = all(running[row].length - self.source.num_known(running[row].number) <= _FEW for row in rows)
-        begin = time.perf_counter()
-        self._tell(running, rows)
+        unknown = {row: running[row].length - self.source.num_known(running[row].number) for row in rows}
+        self._tell_many(running, {row: count for row, count in unknown.items() if count > _FEW})
+        begin = time.perf_counter()  # what it takes to tell a whole prompt is no measure of what comes
+        self._tell_few(running, {row: count for row, count in unknown.items() if 0 < count <= _FEW})
         sequences = [running[row] for row in rows]
         self.source.ask([Ask(s.number, s.tokens[-1], s.length, shape, s.sampler) for s in sequences])
-        if is_usual:  # what it takes to tell a whole prompt is no measure of what comes
-            self.planner.record_ask(len(rows), time.perf_counter() - begin)
+        self.planner.record_ask(len(rows), time.perf_counter() - begin)
         for sequence in sequences:
             sequence.asked = shape.depth
 
@@ -81,7 +82,7 @@ class Drafting:
         """The drafts asked for, by row; those that did not come in time are missing."""
         has_rows, rows = bool(rows), [row for row in rows if running[row].asked is not None]
         if not rows:
-            if has_rows and not self._is_wanted:
+            if has_rows and not self._is_wanted and not self._num_under_way(running):
                 self.planner.forget()
             return {}
         begin = time.perf_counter()
@@ -91,21 +92,28 @@ class Drafting:
         self._stats.num_missed += len(rows) - len(found)
         for row in rows:
             running[row].asked = None
-        for tree in found.values():
-            if tree.num_nodes == 1:  # the drafter had no idea; the others are recorded once they are verified
-                self.planner.record(0, 0)
+        num_vain = sum(tree.num_nodes == 1 for tree in found.values())  # the drafter had no idea
+        if self.planner.is_trying:  # else it is the time that was waited that counts against the late ones
+            num_vain += sum(self.source.is_under_way(running[row].number) for row in rows)
+        for _ in range(num_vain):
+            self.planner.record(1, 0)  # as good as refused; the others are recorded once they are verified
         return {row: found[running[row].number] for row in rows if running[row].number in found}
 
-    def _tell(self, running: list[EngineSequence], rows: list[int]) -> None:
-        """Hand over, of every sequence, the tokens in the cache that the source does not know yet."""
+    def _num_under_way(self, sequences: Iterable[EngineSequence]) -> int:
+        return sum(sequence.drafting is self and sequence.asked is not None for sequence in sequences)
+
+    def _tell_many(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
+        """Hand over tokens in the cache that the source does not know yet, so many of each row, row by row."""
         with self._stats.timed("observe"):
-            unknown = {row: running[row].length - self.source.num_known(running[row].number) for row in rows}
-            few = [row for row, count in unknown.items() if 0 < count <= _FEW]
-            if few:
-                self._observe(running, {row: unknown[row] for row in few})
             for row, count in unknown.items():
-                for begin in range(0, count if count > _FEW else 0, _AT_ONCE):
+                for begin in range(0, count, _AT_ONCE):
                     self._observe(running, {row: min(_AT_ONCE, count - begin)})
+
+    def _tell_few(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
+        """The same, all rows together."""
+        if unknown:
+            with self._stats.timed("observe"):
+                self._observe(running, unknown)
 
     def _observe(self, running: list[EngineSequence], counts: dict[int, int]) -> None:
         """Hand over the next so many tokens of the sequences in some rows, which are padded to equally many."""

@@ -269,7 +269,7 @@ class Engine:
     def _propose(self, rows: range) -> list[TokenTree]:
         """A tree for every sequence in some rows, of its root alone where nothing was drafted."""
         running = self._roster.running
-        self._ask(rows, len(rows))  # once more, where it was not possible or not worth it
+        ask_all(self.drafting.values(), running, rows, len(rows))  # once more, where it was not possible or worth it
         found = collect_all(self.drafting.values(), running, rows)
         roots = self._rows.to_device([[running[row].tokens[-1]] for row in rows])
         return [found.get(row) or root_alone(root) for row, root in zip(rows, roots, strict=True)]

@@ -1,20 +1,25 @@
 """How deep an engine drafts: what was given up is tried again, and what pays is drafted."""
 
+from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 from side_by_side import GREEDY
 from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 
 from moray.decoding.batch_planner import BatchPlanner
 from moray.decoding.costs import Costs
-from moray.decoding.drafts import LocalDrafts
+from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.request import Request
+from moray.drafters.base import Memory
 from moray.trees.grow import root_alone
 from moray.trees.shapes import AdaptiveShape
+from moray.trees.tree import TokenTree
 
 SHAPE = AdaptiveShape(type="adaptive", depth=6)
 COSTS = {1: Costs(verify=[(1, 0.010), (8, 0.011)], draft=[(1, 0.002), (6, 0.006)])}
@@ -107,23 +112,37 @@ def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
     assert len(tries) < 0.01 * len(depths)
 
 
-def test_it_is_tried_for_a_few_sequences_alone():
+def test_it_is_tried_with_a_few_drafts():
     planner = BatchPlanner(SHAPE)
     planner.know(COSTS)
-    assert planner.most_drafted is None
+    assert not planner.is_trying
     tries_of(planner, 300, 8, 0)
-    assert planner.most_drafted == 4
+    assert planner.is_trying
     depths = tries_of(planner, 500, 8, 6)
     assert depths[-1] == 6
-    assert planner.most_drafted is None, "it has paid"
+    assert not planner.is_trying, "it has paid"
+
+
+def test_it_is_tried_until_it_is_known_what_became_of_the_drafts():
+    planner = BatchPlanner(SHAPE)
+    planner.know(COSTS)
+    planner.record_draft(1, 6, 0.006)
+    planner.forget()
+    for _ in range(4):
+        assert planner.is_trying
+        planner.record_draft(1, 1, 0.002)
+        assert planner.next_shape(1, 1) == SHAPE.at(1), "not deeper before that"
+        planner.record(1, 1)
+    assert not planner.is_trying
 
 
 def test_what_a_few_drafts_take_says_nothing_of_many():
     planner = BatchPlanner(SHAPE)
     planner.know({32: Costs(verify=[(1, 0.010), (8, 0.011)], draft=[(1, 0.001), (6, 0.001)])})
     planner.forget()
-    planner.record_ask(4, 0.010)
-    planner.record_draft(4, 1, 0.1)
+    for _ in range(100):
+        planner.record_ask(4, 0.1)
+        planner.record_draft(4, 1, 0.1)
     for _ in range(4):
         planner.record(1, 1)
     assert planner.next_shape(32, 32) is not None
@@ -138,57 +157,151 @@ def test_asks_for_single_sequences_are_not_what_each_of_many_costs():
         planner.record_ask(31, 0.006)
         planner.record(6, 2)
     assert planner.next_shape(32, 32) is not None
+    for _ in range(50):
+        planner.record_ask(31, 0.060)
+    assert planner.next_shape(32, 32) is None
+    assert planner.next_shape(1, 1) is not None, "nor the other way round"
 
 
-def engine_of(tmp_path, variant: str, num_rows: int = 1) -> tuple[Engine, LocalDrafts, list[int]]:
-    """Drafts are cheap, by what is said; the third is to be filled with how many were asked for, time by time."""
-    tiny = load_target(tmp_path)
-    source = LocalDrafts(build(tiny, VARIANTS[variant]), 320, 64)
-    engine = Engine(tiny.target, EngineConfig(kv_tokens=8192, tree=SHAPE), (), drafts={"d": source})
-    engine.drafting["d"].planner.know({1: Costs(verify=[(1, 1.0), (8, 1.0)], draft=[(1, 1e-9), (6, 1e-9)])})
-    for number in range(num_rows):
-        engine.submit(Request(prompt=tuple(tiny.prompt(number)), params=GREEDY, max_new_tokens=60))
-    asked: list[int] = []
-    ask = source.ask
-    source.ask = lambda asks: asked.append(len(asks)) or ask(asks)
-    return engine, source, asked
+class Asked:
+    """An engine with a drafter whose drafts cost nothing, by what it is told, and what its source was asked for."""
+
+    def __init__(self, monkeypatch, tmp_path, variant: str = "moa-0", num_rows: int = 1, num_groups: int = 1) -> None:
+        tiny = load_target(tmp_path)
+        self.source = LocalDrafts(build(tiny, VARIANTS[variant]), 320, 64)
+        config = EngineConfig(kv_tokens=8192, tree=SHAPE, num_groups=num_groups)
+        self.engine = Engine(tiny.target, config, (), drafts={"d": self.source})
+        self.drafting = self.engine.drafting["d"]
+        self.planner = self.drafting.planner
+        self.planner.know({1: Costs(verify=[(1, 1.0), (8, 1.0)], draft=[(1, 1e-9), (6, 1e-9)])})
+        for number in range(num_rows):
+            self.engine.submit(Request(prompt=tuple(tiny.prompt(number, length=40)), params=GREEDY, max_new_tokens=60))
+        self.asks: list[list[tuple[int, int]]] = []
+        """Of each time: sequences and depths."""
+        ask = self.source.ask
+        monkeypatch.setattr(self.source, "ask", lambda asks: (self._note(asks), ask(asks))[1])
+
+    def _note(self, asks: Sequence[Ask]) -> None:
+        self.asks.append([(ask.number, ask.shape.depth) for ask in asks])
+
+    def run(self, num_steps: int = 500) -> int:
+        """Steps until something has been asked for, at most so many."""
+        for step in range(num_steps):
+            if self.asks or not self.engine.is_busy:
+                return step
+            self.engine.step()
+        return num_steps
 
 
-def test_an_engine_tries_for_a_few_sequences_alone(tmp_path):
-    engine, _, asked = engine_of(tmp_path, "moa-0", num_rows=10)
-    planner = engine.drafting["d"].planner
-    planner.forget()
-    while not asked:
-        engine.step()
-    assert asked[0] == 4
+def collected(monkeypatch, asked: Asked) -> list[list[int]]:
+    """To be filled with the sequences whose drafts are collected, time by time."""
+    found: list[list[int]] = []
+    collect = asked.source.collect
+    monkeypatch.setattr(asked.source, "collect", lambda numbers: (found.append([*numbers]), collect(numbers))[1])
+    return found
+
+
+def test_an_engine_tries_for_a_few_sequences_alone(monkeypatch, tmp_path):
+    asked = Asked(monkeypatch, tmp_path, num_rows=10)
+    asked.planner.forget()
+    found = collected(monkeypatch, asked)
+    asked.run()
+    assert sum(map(len, asked.asks)) >= 4
+    assert len(found[0]) == 4, "however often it is asked in a cycle"
+
+
+def test_it_is_tried_for_those_who_have_a_drafter(monkeypatch, tmp_path):
+    asked = Asked(monkeypatch, tmp_path, num_rows=10)
+    asked.planner.forget()
+    monkeypatch.setattr(asked.source, "can_draft", lambda number: number >= 7)
+    asked.run()
+    assert [number for number, _ in asked.asks[0]][:3] == [7, 8, 9]
+
+
+def test_nobody_looks_for_a_drafter_while_it_is_tried(monkeypatch, tmp_path):
+    asked = Asked(monkeypatch, tmp_path, num_rows=10)
+    asked.planner.forget()
+    opened: list[int] = []
+    monkeypatch.setattr(asked.source, "open", opened.append)
+    monkeypatch.setattr(asked.source, "can_draft", lambda number: False)
+    asked.run(8)
+    assert len(set(opened)) == 4
+
+
+def test_late_drafts_end_a_try(monkeypatch, tmp_path):
+    asked = Asked(monkeypatch, tmp_path, num_rows=4)
+    asked.planner.know({1: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.5), (6, 0.5)])})
+    asked.planner.forget()
+    monkeypatch.setattr(asked.source, "collect", lambda numbers: {})
+    monkeypatch.setattr(asked.source, "is_under_way", lambda number: True)
+    for _ in range(20):
+        asked.engine.step()
+    assert 4 <= sum(map(len, asked.asks)) <= 8, "it was asked in vain, and left alone"
 
 
 def test_who_has_no_drafter_yet_has_not_given_up(monkeypatch, tmp_path):
     """Drafts are wanted, and the first ones are as deep as ever: places at drafters are found while cycles pass."""
-    engine, source, asked = engine_of(tmp_path, "moa-0")
-    planner = engine.drafting["d"].planner
-    monkeypatch.setattr(source, "can_draft", lambda number: False)
+    asked = Asked(monkeypatch, tmp_path)
+    asked.run()
+    asked.asks.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(asked.source, "can_draft", lambda number: False)
+        asked.engine.step()
+        asked.asks.clear()
+        for _ in range(8):
+            asked.engine.step()
+        assert not asked.asks
+    asked.run()
+    assert asked.asks[0] == [(0, 6)]
+
+
+def test_a_few_who_have_a_drafter_do_not_make_the_pass_deeper_for_all(monkeypatch, tmp_path):
+    asked = Asked(monkeypatch, tmp_path, num_rows=16)
+    asked.planner.know({16: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.01), (6, 0.01)])})
+    with monkeypatch.context() as patch:
+        patch.setattr(asked.source, "can_draft", lambda number: number == 3)
+        asked.run(12)
+        assert not asked.asks
+        assert not asked.planner.is_trying, "drafts are wanted all the same"
+    asked.run()
+    assert len(asked.asks[0]) == 16
+
+
+def test_one_half_that_does_without_drafts_does_not_give_up_for_the_other(monkeypatch, tmp_path):
+    asked = Asked(monkeypatch, tmp_path, num_rows=8, num_groups=2)
+    next_shape = asked.planner.next_shape
+    turns: list[int] = []
+    forgotten: list[bool] = []
+    monkeypatch.setattr(asked.planner, "forget", lambda: forgotten.append(True))
+    asked.run()
+    monkeypatch.setattr(
+        asked.planner,
+        "next_shape",
+        lambda num_rows, count: (
+            None if asked.engine._is_second else (turns.append(count), next_shape(num_rows, count))[1]
+        ),
+    )
     for _ in range(8):
-        engine.step()
-    assert not asked
-    monkeypatch.undo()
-    assert planner.most_drafted is None
-    engine.step()
-    assert engine.drafting["d"].planner.next_shape(1, 1) == SHAPE.at(6)
+        asked.engine.step()
+    assert turns
+    assert not forgotten
 
 
-def test_a_drafter_without_ideas_is_not_asked_for_ever(tmp_path):
+def test_a_drafter_without_ideas_is_not_asked_for_ever(monkeypatch, tmp_path):
     """Where nothing matches, prompt lookup answers with the root alone: nothing is ever refused."""
-    engine, source, asked = engine_of(tmp_path, "ngram-0", num_rows=8)
-    collect = source.collect
-    roots = lambda trees: {number: root_alone(tree.tokens[:1]) for number, tree in trees.items()}  # noqa: E731
-    source.collect = lambda numbers: roots(collect(numbers))
-    engine.drafting["d"].planner.know({1: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.1), (6, 0.1)])})
+    asked = Asked(monkeypatch, tmp_path, "ngram-0", num_rows=8)
+    asked.planner.know({1: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.1), (6, 0.1)])})
+    collect = asked.source.collect
+
+    def without_ideas(numbers: Sequence[int]) -> dict[int, TokenTree]:
+        return {number: root_alone(tree.tokens[:1]) for number, tree in collect(numbers).items()}
+
+    monkeypatch.setattr(asked.source, "collect", without_ideas)
     num_steps = 0
-    while engine.is_busy:
-        engine.step()
+    while asked.engine.is_busy:
+        asked.engine.step()
         num_steps += 1
-    assert 0 < len(asked) < 0.5 * num_steps
+    assert 0 < len(asked.asks) < 0.5 * num_steps
 
 
 def test_what_pays_again_is_soon_as_deep_as_it_was():
@@ -197,8 +310,8 @@ def test_what_pays_again_is_soon_as_deep_as_it_was():
     tries_of(planner, 300, 8, 0)
     depths = tries_of(planner, 2000, 8, 6)
     back = next(cycle for cycle, depth in enumerate(depths) if depth)
-    assert depths[back : back + 4] == [1, 2, 4, 6]
-    assert set(depths[back + 4 :]) == {6}
+    assert depths[back : back + 5] == [1, 1, 2, 4, 6]
+    assert set(depths[back + 5 :]) == {6}
 
 
 def test_asking_has_its_price():
@@ -224,31 +337,19 @@ def test_asking_has_its_price():
 
 
 def test_telling_a_whole_prompt_is_no_reason_not_to_draft(monkeypatch, tmp_path):
-    """Nor is the first time that anything is done."""
-    tiny = load_target(tmp_path)
-    source = LocalDrafts(build(tiny, VARIANTS["moa-0"]), 320, 64)
-    engine = Engine(tiny.target, EngineConfig(kv_tokens=1024, tree=SHAPE), (), drafts={"d": source})
-    planner, asked = engine.drafting["d"].planner, []
-    planner.know(COSTS)
-    monkeypatch.setattr(planner, "record_ask", lambda count, seconds: asked.append(count))
-    engine.submit(Request(prompt=tuple(tiny.prompt(length=40)), params=GREEDY, max_new_tokens=6))
-    drafts = []
-    ask = source.ask
-    source.ask = lambda asks: drafts.append(len(asks)) or ask(asks)
-    while engine.is_busy:
-        engine.step()
-    assert len(drafts) - 1 == len(asked) > 0
+    asked = Asked(monkeypatch, tmp_path)
+    now, taken = [0.0], []
+    monkeypatch.setattr("moray.decoding.drafting.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(asked.planner, "record_ask", lambda count, seconds: taken.append(seconds))
+    extend = asked.source.extend
 
+    def slow(number: int, tokens: torch.Tensor, memory: Memory, num_kept: int) -> None:
+        now[0] += tokens.shape[0]
+        extend(number, tokens, memory, num_kept)
 
-def test_an_engine_says_when_it_has_not_drafted(monkeypatch, tmp_path):
-    tiny = load_target(tmp_path)
-    source = LocalDrafts(build(tiny, VARIANTS["moa-0"]), 320, 64)
-    engine = Engine(tiny.target, EngineConfig(kv_tokens=1024, tree=SHAPE), (), drafts={"d": source})
-    planner, forgotten = engine.drafting["d"].planner, []
-    planner.know({1: Costs(verify=[(1, 1e-4), (8, 1e-4)], draft=[(1, 5e-5), (6, 3e-4)])})
-    monkeypatch.setattr(planner, "forget", lambda: forgotten.append(True))
-    engine.submit(Request(prompt=tuple(tiny.prompt()), params=GREEDY, max_new_tokens=100))
-    levels = []
-    while engine.is_busy:
-        levels += [update.num_levels for update in engine.step()]
-    assert len(forgotten) == levels.count(0) - 1 > 0, "the first token is chosen without a cycle"
+    monkeypatch.setattr(asked.source, "extend", slow)
+    while asked.engine.is_busy:
+        asked.engine.step()
+    assert now[0] > 40 + 16, "the prompt was told"
+    assert len(taken) == len(asked.asks)
+    assert 0 < max(taken) <= 7, "seconds: a tree's path and its root"
