@@ -7,6 +7,7 @@ module refuses to know which settings hold paths: it looks at how values begin.
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from moray.errors import ConfigError
@@ -43,4 +44,20 @@ def resolve_runs(value: Any, key: str = "") -> Any:
             f"{named}, a relative path in the job's own copy of the code, which is removed with the job: set "
             f"{RUNS_VARIABLE} to a folder that all nodes share and write runs/NAME, or give an absolute path"
         )
+    return value
+
+
+def as_runs(value: Any) -> Any:
+    """The other way round, to compare settings: `runs/...` wherever a text of nested ones begins with what that stands
+    for, be it MORAY_RUNS or the folder here. So a job goes on with what was begun without one, and the reverse."""
+    if isinstance(value, dict):
+        return {name: as_runs(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_runs(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    folder = os.environ.get(RUNS_VARIABLE) or str(Path("runs").absolute())
+    for begin in (f"{folder.rstrip('/')}/", "./runs/"):
+        if value.startswith(begin):
+            return f"runs/{value.removeprefix(begin)}"
     return value

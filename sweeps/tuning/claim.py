@@ -12,6 +12,7 @@ from moray.config import Config
 from moray.distill.runs import check_run
 from moray.errors import ConfigError
 from moray.provenance import RUN_FILE, read_json, write_json_atomically, write_run_yaml
+from moray.runs_folder import as_runs
 from sweeps.tuning.folders import trial_folders
 
 SUMMARY_FILE, _CLOCK_FILE, _LOCK_FILE = "summary.json", "clock.json", ".lock"
@@ -56,7 +57,7 @@ def is_done(output: Path, sweep: Config, fingerprints: Callable[[], Mapping[str,
 
 def _others(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The keys that decide what is done and whose values are others."""
-    return [key for key in now if key not in _HOW and before.get(key) != now[key]]
+    return [key for key in now if key not in _HOW and as_runs(before.get(key)) != as_runs(now[key])]
 
 
 def claim_sweep(output: Path, sweep: Config, fingerprints: Mapping[str, str]) -> None:

@@ -2,9 +2,12 @@
 
 import pytest
 
+from moray.activations.store import CacheStore
+from moray.cluster.answer_store import AnswerStore
 from moray.config import Config, load_config
-from moray.errors import ConfigError
-from moray.runs_folder import JOB_VARIABLE, RUNS_VARIABLE, resolve_runs
+from moray.distill.runs import begin_run, check_run
+from moray.errors import ConfigError, MismatchError
+from moray.runs_folder import JOB_VARIABLE, RUNS_VARIABLE, as_runs, resolve_runs
 
 
 class Run(Config):
@@ -69,3 +72,43 @@ def test_a_job_with_the_shared_folder_takes_runs(monkeypatch):
     assert load_config(Run, ["output=runs/a"]).output == "/shared/a"
     with pytest.raises(ConfigError, match="output is 'a'"):
         load_config(Run, ["output=a"])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_was_begun_with_the_variable_goes_on_without_it_and_the_reverse(monkeypatch, tmp_path, first):
+    monkeypatch.chdir(tmp_path)
+    words = ["output=runs/a", "parts=[./runs/b, c]", "by_name.x=runs/d"]
+
+    def settings(is_set: bool) -> Run:
+        if is_set:
+            monkeypatch.setenv(RUNS_VARIABLE, f"{tmp_path}/runs/")
+        else:
+            monkeypatch.delenv(RUNS_VARIABLE, raising=False)
+        return load_config(Run, words)
+
+    before = settings(first)
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    begin_run(folder, before, None, {})
+    stores = CacheStore(str(tmp_path / "cache")), AnswerStore(str(tmp_path / "answers"))
+    stores[0].claim(before.model_dump(mode="json"))
+    stores[1].begin(before.model_dump(mode="json"), "")
+    now = settings(not first)
+    assert now != before
+    check_run(folder, now, {}, irrelevant=())
+    stores[0].claim(now.model_dump(mode="json"))
+    stores[1].begin(now.model_dump(mode="json"), "")
+    other = now.model_copy(update={"by_name": {"x": "elsewhere/d"}})
+    for again in (
+        lambda: check_run(folder, other, {}, irrelevant=()),
+        lambda: stores[0].claim(other.model_dump(mode="json")),
+        lambda: stores[1].begin(other.model_dump(mode="json"), ""),
+    ):
+        with pytest.raises(MismatchError, match="elsewhere/d"):
+            again()
+
+
+def test_only_what_lies_in_the_folder_is_written_as_runs(monkeypatch, tmp_path):
+    monkeypatch.setenv(RUNS_VARIABLE, "s3://bucket/x")
+    values = {"a": ["s3://bucket/x/y", "s3://bucket/xy", None], "b": 3, "c": str(tmp_path / "runs" / "y")}
+    assert as_runs(values) == values | {"a": ["runs/y", "s3://bucket/xy", None]}

@@ -21,6 +21,7 @@ from moray.activations.shard_info import ShardInfo
 from moray.activations.threads import in_threads
 from moray.errors import ConfigError, DamagedError, DataError, MismatchError, UnreachableError
 from moray.explain import one_line
+from moray.runs_folder import as_runs
 
 _SEAL = "seal"
 
@@ -207,7 +208,7 @@ class CacheStore:
             return
         present = self.read_plan()
         for key in plan:
-            if present.get(key) != plan[key]:
+            if as_runs(present.get(key)) != as_runs(plan[key]):
                 raise MismatchError(
                     f"'{self.uri}' was cached with {key} = {json.dumps(present.get(key))}, now it is "
                     f"{json.dumps(plan[key])}; give another output or remove the folder"

@@ -17,6 +17,7 @@ import yaml
 from moray.activations.store import CacheStore
 from moray.activations.tries import TRIES
 from moray.errors import DataError, MismatchError
+from moray.runs_folder import as_runs
 
 AGAIN = "run the same command again: what is finished stays"
 
@@ -37,7 +38,7 @@ class AnswerStore(CacheStore):
         if self.exists("plan.yaml"):
             present = self.read_yaml("plan.yaml")
             for key in plan:
-                if present.get(key) != plan[key]:
+                if as_runs(present.get(key)) != as_runs(plan[key]):
                     raise MismatchError(
                         f"'{self.uri}' was answered with {key} = {json.dumps(present.get(key))}, now it is "
                         f"{json.dumps(plan[key])}; give another output or remove the folder"

@@ -6,6 +6,7 @@ from pathlib import Path
 from moray.config import Config, flatten
 from moray.errors import MismatchError
 from moray.provenance import RUN_FILE, read_run_yaml, write_run_yaml
+from moray.runs_folder import as_runs
 
 _IRRELEVANT = (
     "ray",
@@ -56,7 +57,7 @@ def check_run(
     wanted = flatten({**config.model_dump(mode="json"), "fingerprint": dict(fingerprints)})
     for key in sorted(present.keys() | wanted.keys()):
         is_relevant = not any(key == name or key.startswith(f"{name}.") for name in irrelevant)
-        if is_relevant and present.get(key) != wanted.get(key):
+        if is_relevant and as_runs(present.get(key)) != as_runs(wanted.get(key)):
             raise MismatchError(
                 f"'{folder}' holds a run with {key} = {present.get(key)}, now it is {wanted.get(key)}; "
                 f"give another output or remove {in_the_way}"
