@@ -128,7 +128,7 @@ def _values(config: DeployConfig, environment: Mapping[str, Any]) -> dict[str, A
 
 
 def _send(schema: Any) -> None:
-    from ray.serve._private.api import serve_start
+    from ray.serve._private.api import serve_start  # as `serve deploy` of 2.60 does it; nothing public sends a schema
 
     client = serve_start(
         http_options=schema.http_options.model_dump(),

@@ -106,9 +106,8 @@ class EngineThread:
         self._inbox.put(None)
         self._thread.join()
 
-    # --- In the engine's thread ---
-
     def _run(self) -> None:
+        """What the thread does; but for `_fail`, methods from here on are called in it."""
         try:
             while self._handle_inbox():
                 self._deliver(self.engine.step())

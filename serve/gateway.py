@@ -42,6 +42,8 @@ _EXPORTED_SECONDS = 5.0
 """In which metrics have to be gathered."""
 _PAUSE = 0.5
 """Seconds before an answer that cannot be taken up again for the moment is tried once more."""
+_MOST_RESUMED_REFUSALS = 120
+"""Of an answer that has begun, for its client was promised all of it; then it ends with an error."""
 
 
 class Gateway:
@@ -141,13 +143,13 @@ class Gateway:
             try:
                 if not await _is_admitted(stream):
                     refusals += 1
-                    if is_resumed:  # its client was promised an answer; only Serve's own queue refuses it
-                        await asyncio.sleep(_PAUSE)
-                    elif refusals == _MOST_REFUSALS:
+                    if is_resumed and refusals < _MOST_RESUMED_REFUSALS:
+                        await asyncio.sleep(_PAUSE)  # its client was promised an answer; only Serve's own queue is full
+                    elif is_resumed or refusals == _MOST_REFUSALS:
                         self._full_until = time.monotonic() + _FULL
                         raise _overloaded()
                     continue
-                is_resumed = True  # from now on
+                is_resumed, refusals = True, 0  # from now on
                 async for update in stream:
                     tokens += update.tokens
                     failures = engine_failures = 0

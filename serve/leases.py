@@ -16,7 +16,10 @@ _LONGEST_PAUSE_SECONDS = 10.0
 
 
 class LeasedPlaces(Places):
-    """Serve's router chooses the replica (see `cluster.sticky_router`); a lease keeps a session there."""
+    """Serve's router chooses the replica (see `cluster.sticky_router`); a lease keeps a session there.
+
+    The interface is called in the engine's thread; all else runs in the event loop.
+    """
 
     def __init__(self, drafters: Any) -> None:
         """`drafters` is the handle of the drafter deployment."""
@@ -31,8 +34,6 @@ class LeasedPlaces(Places):
         """Called where the event loop runs that keeps the leases, before any is asked for."""
         self._loop = asyncio.get_running_loop()
 
-    # --- In the engine's thread ---
-
     def open(self, session: str) -> None:
         self._loop.call_soon_threadsafe(self._begin, session, 0.0)
 
@@ -46,8 +47,6 @@ class LeasedPlaces(Places):
     def close(self, session: str) -> None:
         self._found.pop(session, None)
         self._loop.call_soon_threadsafe(self._end, session)
-
-    # --- In the event loop ---
 
     @property
     def num_leases(self) -> int:

@@ -93,7 +93,7 @@ class Speculation(_Strict):
     drafter: str | None = Field(default=None, max_length=100)
     """One of those in `/v1/models`; the first if left out."""
     trace: bool = False
-    """Say of every chunk which text was drafted, and which drafts were refused."""
+    """Say of every chunk of a stream which text was drafted, and which drafts were refused."""
 
 
 class _Sampled(_Strict):

@@ -38,7 +38,7 @@ def of_application(texts: Iterable[str], application: str) -> str:
         application: the tag that samples must have.
     """
     escaped = application.replace("\\", "\\\\").replace('"', '\\"')
-    mark = f'application="{escaped}"'
+    marks = f'{{application="{escaped}"', f',application="{escaped}"'
     families: dict[str, _Family] = {}
     for text in texts:
         family = None
@@ -49,7 +49,7 @@ def of_application(texts: Iterable[str], application: str) -> str:
                 family = families.setdefault(name, _Family()) if name.startswith(_PREFIXES) else None
                 if family is not None:
                     family.headers.setdefault(kind, line)
-            elif family is not None and mark in line:
+            elif family is not None and any(mark in line for mark in marks):
                 family.samples.append(line)
     told = (family for family in families.values() if family.samples)
     return "".join(f"{line}\n" for family in told for line in (*family.headers.values(), *family.samples))

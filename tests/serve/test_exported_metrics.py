@@ -13,7 +13,7 @@ ray_node_cpu{application="ours"} 2.0
 # HELP ray_moray_cycles_total Target passes
 # TYPE ray_moray_cycles_total counter
 ray_moray_cycles_total{application="ours",replica="a"} 3.0
-ray_moray_cycles_total{application="theirs",replica="b"} 4.0
+ray_moray_cycles_total{application="theirs",replica="b",other_application="ours"} 4.0
 # HELP ray_moray_e2e_request_latency_seconds Latency
 # TYPE ray_moray_e2e_request_latency_seconds histogram
 ray_moray_e2e_request_latency_seconds_bucket{application="ours",le="+Inf"} 5.0

@@ -109,6 +109,19 @@ def test_an_answer_that_was_begun_goes_on_at_a_full_target(config, num_updates, 
     with_a_full_target(config, test)
 
 
+def test_an_answer_that_is_never_taken_up_again_ends(config, monkeypatch):
+    monkeypatch.setattr(gateway_module, "_PAUSE", 0.01)
+    full = BackPressureError(num_queued_requests=1, max_queued_requests=1)
+
+    async def test(gateway, targets, expected):
+        targets.calls = [dies_after(expected[:2], DIED), *(dies_after([], full) for _ in range(500))]
+        with pytest.raises(ApiError, match="all places are taken"):
+            [update async for update in gateway.generate(REQUEST)]
+        assert targets.num_calls == 121
+
+    with_a_full_target(config, test)
+
+
 def test_a_new_request_looks_for_a_place_twice(config):
     async def test(gateway, targets, expected):
         with pytest.raises(ApiError, match="all places are taken") as caught:
