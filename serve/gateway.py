@@ -43,7 +43,7 @@ _EXPORTED_SECONDS = 5.0
 _PAUSE = 0.5
 """Seconds before an answer that cannot be taken up again for the moment is tried once more."""
 _MOST_RESUMED_REFUSALS = 120
-"""Of an answer that has begun, for its client was promised all of it; then it ends with an error."""
+"""Of an answer that has begun, for its client was promised all of it: after a minute it ends with an error."""
 
 
 class Gateway:
@@ -126,8 +126,8 @@ class Gateway:
         """Answer one sequence, on as many replicas as it takes.
 
         Raises:
-            ApiError: 400 for what the engine refuses, 429 where all places are taken, 503 where replicas keep dying or
-                none takes the request in.
+            ApiError: 400 for what the engine refuses, 429 where all places are taken, 503 where replicas keep dying,
+                none takes the request in, or none has room to go on with it for a minute.
         """
         return watched(self._generate(request), self._sink)
 
@@ -143,11 +143,7 @@ class Gateway:
             try:
                 if not await _is_admitted(stream):
                     refusals += 1
-                    if is_resumed and refusals < _MOST_RESUMED_REFUSALS:
-                        await asyncio.sleep(_PAUSE)  # its client was promised an answer; only Serve's own queue is full
-                    elif is_resumed or refusals == _MOST_REFUSALS:
-                        self._full_until = time.monotonic() + _FULL
-                        raise _overloaded()
+                    await self._refused(refusals, is_resumed)
                     continue
                 is_resumed, refusals = True, 0  # from now on
                 async for update in stream:
@@ -174,6 +170,16 @@ class Gateway:
                 await asyncio.sleep(min(0.1 * 2**failures, 2.0))
             finally:
                 end_call(stream)
+
+    async def _refused(self, count: int, is_resumed: bool) -> None:
+        """Wait until an answer may ask for a place again; it has been refused so often."""
+        if is_resumed:  # its client was promised an answer; only Serve's own queue can be full
+            if count == _MOST_RESUMED_REFUSALS:
+                raise ApiError(503, "no target replica has room to go on with the answer", retry_after=5)
+            await asyncio.sleep(_PAUSE)
+        elif count == _MOST_REFUSALS:
+            self._full_until = time.monotonic() + _FULL
+            raise _overloaded()
 
     def _call(self, request: Request, is_resumed: bool) -> Any:
         """One replica's stream. Not by Ray's objects but over gRPC: an update costs a fraction, and the call ends with

@@ -48,16 +48,24 @@ def resolve_runs(value: Any, key: str = "") -> Any:
 
 
 def as_runs(value: Any) -> Any:
-    """The other way round, to compare settings: `runs/...` wherever a text of nested ones begins with what that stands
-    for, be it MORAY_RUNS or the folder here. So a job goes on with what was begun without one, and the reverse."""
+    """The other way round, to compare settings: `runs/...` wherever a text of nested ones names what lies in the folder
+    that `runs` stands for, be it MORAY_RUNS or here. So a job goes on with what was begun without one, and the reverse.
+
+    It is names that are compared: what lies behind them is told apart by the fingerprints of what a run reads.
+    """
     if isinstance(value, dict):
         return {name: as_runs(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_runs(item) for item in value]
     if not isinstance(value, str):
         return value
-    folder = os.environ.get(RUNS_VARIABLE) or str(Path("runs").absolute())
-    for begin in (f"{folder.rstrip('/')}/", "./runs/"):
+    folder = (os.environ.get(RUNS_VARIABLE) or "runs").rstrip("/")
+    for begin in ("./runs/", f"{folder}/"):
         if value.startswith(begin):
             return f"runs/{value.removeprefix(begin)}"
+    if value.startswith("/"):  # perhaps by another way, through links
+        same = os.path.realpath(folder)
+        for parent in Path(value).parents:
+            if os.path.realpath(parent) == same:
+                return f"runs/{Path(value).relative_to(parent)}"
     return value

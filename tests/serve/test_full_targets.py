@@ -115,9 +115,9 @@ def test_an_answer_that_is_never_taken_up_again_ends(config, monkeypatch):
 
     async def test(gateway, targets, expected):
         targets.calls = [dies_after(expected[:2], DIED), *(dies_after([], full) for _ in range(500))]
-        with pytest.raises(ApiError, match="all places are taken"):
+        with pytest.raises(ApiError, match="no target replica has room to go on") as caught:
             [update async for update in gateway.generate(REQUEST)]
-        assert targets.num_calls == 121
+        assert (caught.value.status, targets.num_calls) == (503, 121)
 
     with_a_full_target(config, test)
 

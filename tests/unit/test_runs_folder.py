@@ -2,6 +2,7 @@
 
 import pytest
 
+from moray.activations.growth import columns_to_add
 from moray.activations.store import CacheStore
 from moray.cluster.answer_store import AnswerStore
 from moray.config import Config, load_config
@@ -97,6 +98,9 @@ def test_what_was_begun_with_the_variable_goes_on_without_it_and_the_reverse(mon
     assert now != before
     check_run(folder, now, {}, irrelevant=())
     stores[0].claim(now.model_dump(mode="json"))
+    more = {"target": {"fingerprint": "f"}, "cache": {}, "columns": {"h": {}}}
+    CacheStore(str(tmp_path / "grown")).claim({**before.model_dump(mode="json"), **more, "columns": {}})
+    assert columns_to_add(CacheStore(str(tmp_path / "grown")), now.model_dump(mode="json") | more) == ["h"]
     stores[1].begin(now.model_dump(mode="json"), "")
     other = now.model_copy(update={"by_name": {"x": "elsewhere/d"}})
     for again in (
@@ -106,6 +110,18 @@ def test_what_was_begun_with_the_variable_goes_on_without_it_and_the_reverse(mon
     ):
         with pytest.raises(MismatchError, match="elsewhere/d"):
             again()
+
+
+def test_a_folder_may_be_reached_through_links(monkeypatch, tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "runs").symlink_to(tmp_path / "shared")
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    names = [f"{tmp_path}/{way}/a/b" for way in ("shared", "here/runs", "link/runs")]
+    assert as_runs([*names, "runs/a/b", "./runs/a/b"]) == 5 * ["runs/a/b"]
+    monkeypatch.setenv(RUNS_VARIABLE, f"{tmp_path}/link/runs")
+    assert as_runs([*names, "runs/a/b"]) == 4 * ["runs/a/b"]
 
 
 def test_only_what_lies_in_the_folder_is_written_as_runs(monkeypatch, tmp_path):

@@ -30,6 +30,7 @@ from moray.activations.threads import in_threads
 from moray.activations.ultrachat import ChatsConfig
 from moray.config import Config, flatten
 from moray.errors import ConfigError, DataError, UnreachableError
+from moray.runs_folder import as_runs
 from moray.targets.spec import TargetConfig
 
 ADDING_FILE = "adding.json"
@@ -51,7 +52,7 @@ def columns_to_add(store: CacheStore, plan: dict[str, Any]) -> list[str]:
     plan, present = json.loads(json.dumps(plan)), store.read_plan()
     if not plan["target"]["fingerprint"]:
         plan["target"]["fingerprint"] = present["target"]["fingerprint"]
-    if any(present.get(key) != plan[key] for key in plan if key not in ("cache", "columns")):
+    if any(as_runs(present.get(key)) != as_runs(plan[key]) for key in plan if key not in ("cache", "columns")):
         return []
     if _but_columns(present["cache"]) != _but_columns(plan["cache"]):
         return []

@@ -48,9 +48,9 @@ class BatchPlanner:
         self._reach = depth
         """Levels that may be drafted: after a pause few, and twice as many each time that they all were."""
         self._num_drafted = 0
-        """Times in a row that drafts were collected."""
+        """Times in a row that drafts were collected, tries apart."""
         self._num_idle = 0
-        """Cycles since then in which none were wanted."""
+        """Cycles since drafts were given up, or first."""
         self._num_tried = NUM_TRIED
         """Drafts since the last pause of which is known what became of them."""
         self._patience = 1
@@ -90,13 +90,17 @@ class BatchPlanner:
         self._acceptance.record(0, num_levels, num_accepted)
 
     def forget(self) -> None:
-        """No draft was wanted in a cycle: what is not tried for long is believed to be as it was at first."""
-        if self._num_drafted:
+        """No draft was wanted in a cycle: they are given up, if they were not before, and `fade`."""
+        if self._num_tried:
             self._patience = 1 if self._num_drafted >= _PROVEN else min(2 * self._patience, _MOST_PATIENCE)
             self._reach, self._num_drafted, self._num_idle = 1, 0, 0
             self._are_asks_old = True
+            self._num_tried = 0
+        self.fade()
+
+    def fade(self) -> None:
+        """A cycle has passed without drafts: what is not tried for long is believed to be as it was at first."""
         self._num_idle += 1
-        self._num_tried = 0
         if self._num_idle % self._patience == 0:
             self._draft.forget()
             self._asks = {size: FORGET * seconds for size, seconds in self._asks.items()}
@@ -123,9 +127,9 @@ class BatchPlanner:
 
     def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
         """How long drafts for so many rows had to be waited for."""
-        self._num_drafted += 1
         if self.is_trying:
             return
+        self._num_drafted += 1
         if depth >= self._reach:
             self._reach = min(2 * self._reach, self._shape.depth)
         if self._costs:

@@ -43,6 +43,8 @@ class Drafting:
         self._stats = stats
         self._is_wanted = True
         """Whether the planner wanted drafts when it was last asked."""
+        self._are_too_few = False
+        """Whether it did, but not for those alone who had a drafter."""
 
     def expect(self, number: int, num_running: int) -> None:
         """A sequence, one of so many, begins; if drafts are likely to be wanted, the source may prepare."""
@@ -55,7 +57,7 @@ class Drafting:
         if not wanted:
             return
         shape = self.planner.next_shape(num_rows, len(wanted))
-        self._is_wanted = shape is not None
+        self._is_wanted, self._are_too_few = shape is not None, False
         if shape is None:
             return
         if self.planner.is_trying:  # with those who have a drafter already, if there are any
@@ -66,15 +68,18 @@ class Drafting:
         rows = [row for row in wanted if self.source.can_draft(running[row].number)]
         if len(rows) < len(wanted) and not self.planner.is_trying:  # a pass as deep may not be worth it for these alone
             shape = self.planner.next_shape(num_rows, len(rows))
+            self._are_too_few = shape is None
         if not rows or shape is None:
             return
         unknown = {row: running[row].length - self.source.num_known(running[row].number) for row in rows}
-        self._tell_many(running, {row: count for row, count in unknown.items() if count > _FEW})
-        begin = time.perf_counter()  # what it takes to tell a whole prompt is no measure of what comes
+        many = {row: count for row, count in unknown.items() if count > _FEW}
+        self._tell_many(running, many)
+        begin = time.perf_counter()
         self._tell_few(running, {row: count for row, count in unknown.items() if 0 < count <= _FEW})
         sequences = [running[row] for row in rows]
         self.source.ask([Ask(s.number, s.tokens[-1], s.length, shape, s.sampler) for s in sequences])
-        self.planner.record_ask(len(rows), time.perf_counter() - begin)
+        if len(many) <= len(rows) // 8:  # what it takes to send whole prompts is no measure of what comes
+            self.planner.record_ask(len(rows), time.perf_counter() - begin)
         for sequence in sequences:
             sequence.asked = shape.depth
 
@@ -82,8 +87,11 @@ class Drafting:
         """The drafts asked for, by row; those that did not come in time are missing."""
         has_rows, rows = bool(rows), [row for row in rows if running[row].asked is not None]
         if not rows:
-            if has_rows and not self._is_wanted and not self._num_under_way(running):
-                self.planner.forget()
+            if has_rows and not self._num_under_way(running):
+                if not self._is_wanted:
+                    self.planner.forget()
+                elif self._are_too_few:
+                    self.planner.fade()
             return {}
         begin = time.perf_counter()
         found = self.source.collect([running[row].number for row in rows])
@@ -94,7 +102,7 @@ class Drafting:
             running[row].asked = None
         num_vain = sum(tree.num_nodes == 1 for tree in found.values())  # the drafter had no idea
         if self.planner.is_trying:  # else it is the time that was waited that counts against the late ones
-            num_vain += sum(self.source.is_under_way(running[row].number) for row in rows)
+            num_vain += len(rows) - len(found)
         for _ in range(num_vain):
             self.planner.record(1, 0)  # as good as refused; the others are recorded once they are verified
         return {row: found[running[row].number] for row in rows if running[row].number in found}

@@ -268,10 +268,10 @@ class Engine:
 
     def _propose(self, rows: range) -> list[TokenTree]:
         """A tree for every sequence in some rows, of its root alone where nothing was drafted."""
-        running = self._roster.running
-        ask_all(self.drafting.values(), running, rows, len(rows))  # once more, where it was not possible or worth it
-        found = collect_all(self.drafting.values(), running, rows)
-        roots = self._rows.to_device([[running[row].tokens[-1]] for row in rows])
+        decoding = self._roster.decoding
+        ask_all(self.drafting.values(), decoding, rows, len(rows))  # once more, where it was not possible or worth it
+        found = collect_all(self.drafting.values(), decoding, rows)
+        roots = self._rows.to_device([[decoding[row].tokens[-1]] for row in rows])
         return [found.get(row) or root_alone(root) for row, root in zip(rows, roots, strict=True)]
 
     def _accept(
