@@ -179,8 +179,7 @@ class Asked:
         self.source = LocalDrafts(build(tiny, VARIANTS[variant]), 320, 64)
         config = EngineConfig(kv_tokens=8192, tree=SHAPE, num_groups=num_groups)
         self.engine = Engine(tiny.target, config, (), drafts={"d": self.source})
-        self.drafting = self.engine.drafting["d"]
-        self.planner = self.drafting.planner
+        self.planner = self.engine.drafting["d"].planner
         self.planner.know({1: Costs(verify=[(1, 1.0), (8, 1.0)], draft=[(1, 1e-9), (6, 1e-9)])})
         for name in ("record_pass", "record_rest", "record_ask"):  # whatever this machine takes
             monkeypatch.setattr(self.planner, name, lambda *_: None)
@@ -257,7 +256,6 @@ def test_late_drafts_end_a_try(monkeypatch, tmp_path):
     asked.planner.know({1: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.5), (6, 0.5)])})
     asked.planner.forget()
     monkeypatch.setattr(asked.source, "collect", lambda numbers: {})
-    monkeypatch.setattr(asked.source, "is_under_way", lambda number: True)
     for _ in range(20):
         asked.engine.step()
     assert 4 <= sum(map(len, asked.asks)) <= 8, "it was asked in vain, and left alone"
