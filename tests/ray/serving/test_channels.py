@@ -42,8 +42,15 @@ def drafter(tiny):
 
 
 @pytest.fixture(scope="module")
-def ways(ray_session, drafter):
-    """A process behind every kind of channel: it drafts, or, prepared with a number, echoes after so many ms."""
+def signs(tmp_path_factory):
+    """A folder for files by which far sides are told that they may answer."""
+    return tmp_path_factory.mktemp("signs")
+
+
+@pytest.fixture(scope="module")
+def ways(ray_session, drafter, signs):
+    """A process behind every kind of channel: it drafts, or, prepared with a number, echoes once a file has that
+    name."""
     from moray.cluster.channels.far_side import Answerer
     from moray.cluster.channels.ways import open_ways
 
@@ -57,7 +64,8 @@ def ways(ray_session, drafter):
             def answer(self, frame):
                 if self._topic is None:
                     return self._draft(frame)
-                time.sleep(self._topic / 1000)
+                while not (signs / str(self._topic)).exists():
+                    time.sleep(0.001)
                 return bytes(frame)
 
             def prepare(self, topic):
@@ -103,14 +111,16 @@ def test_the_text_is_the_targets_own(tiny, drafter, ways, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_come_in_order_whenever_they_are_looked_for(ways, kind, channel):
+def test_answers_come_in_order_whenever_they_are_looked_for(ways, kind, channel, signs):
     assert channel.receive(0.0) is None
-    ways[kind].prepare(200)
+    number = KINDS.index(kind)
+    ways[kind].prepare(number)
     frames = [b"one", os.urandom(3_000_000), b"three"]  # the second is larger than a graph's buffers at first
-    for frame in frames[:2]:
-        channel.send(frame)
+    channel.send(frames[0])
     assert channel.receive(0.0) is None
     assert channel.receive(0.01) is None
+    (signs / str(number)).touch()
+    channel.send(frames[1])
     assert [channel.receive(30.0) for _ in range(2)] == frames[:2]
     channel.send(frames[2])
     assert channel.receive(30.0) == frames[2]
@@ -138,8 +148,10 @@ def test_a_message_that_cannot_be_answered_ends_the_channel(kind, channel):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "handle tuned"])  # it waits as long as the other
-def test_a_dead_other_side_is_noticed(ways, kind, channel):
-    ways[kind].prepare(0)
+def test_a_dead_other_side_is_noticed(ways, kind, channel, signs):
+    number = KINDS.index(kind)
+    (signs / str(number)).touch()
+    ways[kind].prepare(number)
     channel.send(b"hello")
     assert channel.receive(30.0) == b"hello"
     os.kill(ways[kind].pid(), signal.SIGKILL)
