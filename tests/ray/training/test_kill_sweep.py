@@ -43,7 +43,9 @@ def _count(output: Path) -> int:
     return sum(map(len, _measured(output).values()))
 
 
-def test_a_sweep_outlives_its_driver(config: Path, start_pipeline: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_sweep_outlives_its_driver_and_its_trials_processes(
+    config: Path, start_pipeline: Callable[..., Any], kill: Callable[[int], None], tmp_path: Path
+) -> None:
     output = tmp_path / "sweep"
     words = ("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4")
     first = start_pipeline(*words)
@@ -56,6 +58,9 @@ def test_a_sweep_outlives_its_driver(config: Path, start_pipeline: Callable[...,
     second.kill_when(lambda: _count(output) > sum(map(len, before.values())))
     later = _measured(output)
     third = start_pipeline(*words, "--resume")
+    third.wait_until(lambda: third.processes("ray::ImplicitFunc"))
+    for pid in third.processes("ray::ImplicitFunc"):
+        kill(pid)
     assert third.finish() == 0, third.output
     after = _measured(output)
     for known in (before, later):
@@ -63,30 +68,12 @@ def test_a_sweep_outlives_its_driver(config: Path, start_pipeline: Callable[...,
             assert after[name][: len(rows)] == rows
     summary = read_json(output / "summary.json")
     assert {trial["state"] for trial in summary["trials"]} <= {"finished", "stopped"}
+    assert len(summary["trials"]) == 3
     assert len({trial["choices"]["drafter.target_layers"] for trial in summary["trials"]}) == 2
     assert len(summary["sure"]["finalists"][0]["seeds"]) == 2
     again = start_pipeline(*words)
     assert again.finish() == 0, again.output
     assert _measured(output) == after
-
-
-def test_a_trial_whose_processes_die_is_tried_again(
-    config: Path, start_pipeline: Callable[..., Any], kill: Callable[[int], None], tmp_path: Path
-) -> None:
-    output = tmp_path / "sweep"
-    run = start_pipeline("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4")
-    run.wait_until(lambda: _count(output) >= 1 and run.processes("ray::ImplicitFunc"))
-    living = run.processes("ray::ImplicitFunc")
-    for pid in living:
-        kill(pid)
-    assert living
-    rows = _measured(output)
-    assert run.finish() == 0, run.output
-    after = _measured(output)
-    assert all(after[name][: len(known)] == known for name, known in rows.items())
-    summary = read_json(output / "summary.json")
-    assert {trial["state"] for trial in summary["trials"]} <= {"finished", "stopped"}
-    assert len(summary["trials"]) == 3
 
 
 def test_ctrl_c_ends_a_sweep_at_once_without_an_answer(
