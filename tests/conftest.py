@@ -37,11 +37,20 @@ TENSOR_PACKAGES = [
 jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 
+_LONGEST = ("ray/chain", "ray/training", "ray/serving", "ray/caching")
+"""Folders whose files take minutes, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Called by pytest, in every process: what is long comes first."""
+    folders = [REPOSITORY / "tests" / name for name in _LONGEST]
+    items.sort(key=lambda item: folders.index(item.path.parent) if item.path.parent in folders else len(folders))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Processes that share the tests take them file by file, so that what a file sets up is set up once, in the order
-    in which they are collected: what is long and runs on Ray comes before what is short, so that none has much to do
-    when the others are done."""
+    given above, so that none has much to do when the others are done."""
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False
