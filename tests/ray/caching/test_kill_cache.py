@@ -109,8 +109,7 @@ def test_killed_again_and_again_it_goes_on_and_loses_and_repeats_nothing(
         assert {name: committed.get(name) for name in kept} == kept, f"rewritten before kill {number}"
         kept = committed
     assert all(stages.values()), stages
-    assert stages["tokenise"] >= NUM_KILLS // 4, stages
-    assert stages["shards"] >= NUM_KILLS // 4, stages
+    assert stages["tokenise"] >= NUM_KILLS // 3, stages
 
     last = start_pipeline("cache_activations", *arguments)
     assert last.finish() == 0, last.output

@@ -58,9 +58,11 @@ def test_killed_answering_goes_on_and_the_texts_are_the_same(
         "seven parts are there": lambda: len(_written(broken)) >= 14,
     }
     kept: dict[str, int] = {}
+    killed: list[Any] = []
     for number, (instant, ready) in enumerate(instants.items()):
         changes = {"batch_tokens": 512 * (1 + number), "num_targets": 1 + number % 2}
-        start_pipeline("regenerate", *_arguments(tmp_path, tiny_target, chats, broken, **changes)).kill_when(ready)
+        killed.append(start_pipeline("regenerate", *_arguments(tmp_path, tiny_target, chats, broken, **changes)))
+        killed[-1].kill_when(ready)
         written = _written(broken)
         assert not (broken / "summary.yaml").exists(), f"it was complete before the kill when {instant}"
         assert {name: written.get(name) for name in kept} == kept, f"rewritten before the kill when {instant}"
@@ -74,3 +76,5 @@ def test_killed_answering_goes_on_and_the_texts_are_the_same(
     assert totals[0]["chats"] == NUM_CHATS
     assert totals[0]["bad"] == 1
     assert _files(broken) == _files(unbroken)
+    for run in killed:
+        run.wait_until_gone(180)

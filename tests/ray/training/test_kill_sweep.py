@@ -59,8 +59,10 @@ def test_a_sweep_outlives_its_driver_and_its_trials_processes(
     later = _measured(output)
     third = start_pipeline(*words, "--resume")
     third.wait_until(lambda: third.processes("ray::ImplicitFunc"))
-    for pid in third.processes("ray::ImplicitFunc"):
+    living = third.processes("ray::ImplicitFunc")
+    for pid in living:
         kill(pid)
+    assert living
     assert third.finish() == 0, third.output
     after = _measured(output)
     for known in (before, later):
