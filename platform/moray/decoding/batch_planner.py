@@ -20,7 +20,9 @@ _LEAST_GAIN = 1.02
 """Of what is promised with drafts over what is without: costs are not known better than that."""
 _PROVEN = 20
 """Drafted cycles in a row after which drafting was not in vain."""
-_MOST_PATIENCE = 8
+_LEAST_PATIENCE, _MOST_PATIENCE = 8, 32
+"""After tries that were in vain, for few sequences and for many: twice their number in between. A try costs as many
+places at a drafter however many run, and of many less is gained in a cycle, if it is not in vain."""
 NUM_TRIED = 4
 """Drafts by which it is tried whether they are accepted again."""
 _MEMORY = 8.0
@@ -89,10 +91,11 @@ class BatchPlanner:
         self._num_tried += 1
         self._acceptance.record(0, num_levels, num_accepted)
 
-    def forget(self) -> None:
-        """No draft was wanted in a cycle: they are given up, if they were not before, and `fade`."""
+    def forget(self, num_rows: int) -> None:
+        """No draft was wanted for so many rows: they are given up, if they were not before, and `fade`."""
         if self._num_tried:
-            self._patience = 1 if self._num_drafted >= _PROVEN else min(2 * self._patience, _MOST_PATIENCE)
+            most = min(max(_LEAST_PATIENCE, 2 * num_rows), _MOST_PATIENCE)
+            self._patience = 1 if self._num_drafted >= _PROVEN else min(2 * self._patience, most)
             self._reach, self._num_drafted, self._num_idle = 1, 0, 0
             self._are_asks_old = True
             self._num_tried = 0

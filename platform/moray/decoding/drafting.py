@@ -85,11 +85,11 @@ class Drafting:
 
     def collect(self, running: list[EngineSequence], rows: list[int]) -> dict[int, TokenTree]:
         """The drafts asked for, by row; those that did not come in time are missing."""
-        has_rows, rows = bool(rows), [row for row in rows if running[row].asked is not None]
+        num_rows, rows = len(rows), [row for row in rows if running[row].asked is not None]
         if not rows:
-            if has_rows and not self._num_under_way(running):
+            if num_rows and not self._num_under_way(running):
                 if not self._is_wanted:
-                    self.planner.forget()
+                    self.planner.forget(num_rows)
                 elif self._are_too_few:
                     self.planner.fade()
             return {}

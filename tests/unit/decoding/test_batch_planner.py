@@ -10,7 +10,7 @@ from side_by_side import GREEDY
 from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 
-from moray.decoding.batch_planner import BatchPlanner
+from moray.decoding.batch_planner import NUM_TRIED, BatchPlanner
 from moray.decoding.costs import Costs
 from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.engine import Engine
@@ -30,7 +30,7 @@ def cycles_without(planner: BatchPlanner) -> int:
     for cycle in range(500):
         if planner.next_shape(1, 1) is not None:
             return cycle
-        planner.forget()
+        planner.forget(1)
     pytest.fail("drafting never came back")
 
 
@@ -89,10 +89,10 @@ def tries_of(planner: BatchPlanner, num_cycles: int, num_rows: int, num_accepted
     for _ in range(num_cycles):
         shape = planner.next_shape(num_rows, num_rows)
         if shape is None:
-            planner.forget()
+            planner.forget(num_rows)
         else:
             planner.record_draft(num_rows, shape.depth, COSTS[1].draft_seconds(shape.depth))
-            for _ in range(num_rows):
+            for _ in range(min(num_rows, NUM_TRIED) if planner.is_trying else num_rows):
                 planner.record(shape.depth, min(num_accepted, shape.depth))
         depths.append(0 if shape is None else shape.depth)
     return depths
@@ -112,6 +112,16 @@ def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
     assert len(tries) < 0.01 * len(depths)
 
 
+def test_many_are_tried_more_rarely_than_few():
+    """At the same costs, where all is refused."""
+    counts = {}
+    for num_rows in (4, 16, 32):
+        planner = BatchPlanner(SHAPE)
+        planner.know(COSTS)
+        counts[num_rows] = sum(depth > 0 for depth in tries_of(planner, 9000, num_rows, 0)[3000:])
+    assert 0 < counts[32] == counts[16] < 0.3 * counts[4], counts
+
+
 def test_it_is_tried_with_a_few_drafts():
     planner = BatchPlanner(SHAPE)
     planner.know(COSTS)
@@ -127,7 +137,7 @@ def test_it_is_tried_until_it_is_known_what_became_of_the_drafts():
     planner = BatchPlanner(SHAPE)
     planner.know(COSTS)
     planner.record_draft(1, 6, 0.006)
-    planner.forget()
+    planner.forget(1)
     for _ in range(4):
         assert planner.is_trying
         planner.record_draft(1, 1, 0.002)
@@ -139,7 +149,7 @@ def test_it_is_tried_until_it_is_known_what_became_of_the_drafts():
 def test_what_a_few_drafts_take_says_nothing_of_many():
     planner = BatchPlanner(SHAPE)
     planner.know({32: Costs(verify=[(1, 0.010), (8, 0.011)], draft=[(1, 0.001), (6, 0.001)])})
-    planner.forget()
+    planner.forget(1)
     for _ in range(100):
         planner.record_ask(4, 0.1)
         planner.record_draft(4, 1, 0.1)
@@ -225,7 +235,7 @@ def without_ideas(monkeypatch, asked: Asked) -> None:
 
 def test_an_engine_tries_for_a_few_sequences_alone(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=10)
-    asked.planner.forget()
+    asked.planner.forget(10)
     found = collected(monkeypatch, asked)
     asked.run()
     assert sum(map(len, asked.asks)) >= 4
@@ -234,7 +244,7 @@ def test_an_engine_tries_for_a_few_sequences_alone(monkeypatch, tmp_path):
 
 def test_it_is_tried_for_those_who_have_a_drafter(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=10)
-    asked.planner.forget()
+    asked.planner.forget(10)
     monkeypatch.setattr(asked.source, "can_draft", lambda number: number >= 7)
     asked.run()
     assert asked.asks
@@ -243,7 +253,7 @@ def test_it_is_tried_for_those_who_have_a_drafter(monkeypatch, tmp_path):
 
 def test_nobody_looks_for_a_drafter_while_it_is_tried(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=10)
-    asked.planner.forget()
+    asked.planner.forget(10)
     opened: list[int] = []
     monkeypatch.setattr(asked.source, "open", opened.append)
     monkeypatch.setattr(asked.source, "can_draft", lambda number: False)
@@ -254,7 +264,7 @@ def test_nobody_looks_for_a_drafter_while_it_is_tried(monkeypatch, tmp_path):
 def test_late_drafts_end_a_try(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=4)
     asked.planner.know({1: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.5), (6, 0.5)])})
-    asked.planner.forget()
+    asked.planner.forget(10)
     monkeypatch.setattr(asked.source, "collect", lambda numbers: {})
     for _ in range(20):
         asked.engine.step()
@@ -371,7 +381,7 @@ def test_asking_has_its_price():
     assert planner.next_shape(16, 16) is None
     planner.record_draft(16, 6, 0.001)
     for _ in range(300):
-        planner.forget()
+        planner.forget(16)
     assert planner.next_shape(16, 16) is not None, "it is not believed for ever"
     planner.record_draft(16, 1, 0.001)
     for _ in range(50):
