@@ -132,6 +132,10 @@ class RemoteDrafts(DraftSource):
     def max_depth(self) -> int | None:
         return self._drafter.max_depth
 
+    @property
+    def channel_seconds(self) -> float:
+        return self.stats.channel_seconds
+
     def observe(self, taps: Taps) -> Memory:
         return self._drafter.observe(taps)
 
