@@ -39,11 +39,11 @@ _WAITING = 1000
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """Target and gateway, and a pool of drafters between them if there are any."""
+    """Target and gateway, and a pool between them if there are drafters for one."""
     config = read_args(args)
     most = config.engine.max_sequences + config.max_waiting
     pool = None
-    if config.drafters and config.placement == "pool":
+    if config.pooled:
         drafter = serve.deployment(name="Drafter", max_ongoing_requests=1000, **_COMMON)(DrafterReplica)
         pool = drafter.bind(config, sink=RaySink())
     target = serve.deployment(name="Target", max_ongoing_requests=most + _REFUSED, max_queued_requests=most, **_COMMON)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from moray.config import Config, merge, read_override, validate
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.synthetic import NO_COST
-from moray.drafters.configs import UsableConfig
+from moray.drafters.configs import NgramConfig, UsableConfig
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import MAX_DEPTH, num_expanded_ahead
 
@@ -46,7 +46,7 @@ class ServeConfig(Config):
     """By the names that requests choose by: folders of trained drafters, or ready-made ones; the first is the default.
     None at all: plain decoding."""
     placement: Literal["pool", "in_process"] = "pool"
-    """Drafters as a deployment of their own, or inside each target replica."""
+    """Drafters as a deployment of their own, or inside each target replica, where prompt lookup always is."""
     engine: EngineConfig = EngineConfig()
     draft_timeout_ms: float = Field(default=100.0, gt=0)
     """A cycle goes on without drafts from the pool that have not come by then."""
@@ -65,7 +65,7 @@ class ServeConfig(Config):
     def _check(self) -> "ServeConfig":
         if any(not name or name.strip() != name for name in self.drafters):
             raise ValueError("drafters holds a name that is empty or begins or ends with a space; rename it")
-        if self.engine.num_groups > 1 and (self.placement != "pool" or not self.drafters):
+        if self.engine.num_groups > 1 and not self.pooled:
             raise ValueError(
                 f"engine.num_groups is {self.engine.num_groups}, but there is no pool of drafters to work meanwhile: "
                 "leave it at 1"
@@ -86,8 +86,15 @@ class ServeConfig(Config):
             raise ValueError(
                 f"run_ahead is true, but engine.tree.depth {tree.depth}; at most {(MAX_DEPTH - 1) // 2} can be doubled"
             )
-        if not self.drafters:
-            raise ValueError("run_ahead is true, but drafters is empty; name one, or leave it out")
+        if not self.pooled:
+            raise ValueError("run_ahead is true, but drafters holds none for a pool; name one, or leave run_ahead out")
+
+    @property
+    def pooled(self) -> dict[str, str | UsableConfig]:
+        """Drafters of the pool. What neither has weights nor reads the target's tensors is drafted sooner than asked
+        for: it stays beside the target."""
+        in_pool = self.placement == "pool"
+        return {name: entry for name, entry in self.drafters.items() if in_pool and not isinstance(entry, NgramConfig)}
 
     @property
     def num_expanded(self) -> int:

@@ -31,7 +31,7 @@ _LOGGER = logging.getLogger("ray.serve")
 
 
 class DrafterReplica:
-    """All drafters of the application; `serve.app` makes it a deployment."""
+    """The drafters of the application's pool; `serve.app` makes it a deployment."""
 
     def __init__(
         self, config: ServeConfig, host: str | None = None, replica: str = "", sink: Sink | None = None
@@ -47,11 +47,11 @@ class DrafterReplica:
             torch.set_num_threads(config.threads)
         if config.engine.synthetic.is_on:
             _LOGGER.warning(config.engine.synthetic.notice)
-        head = TargetHead.load(config.target, num_head_layers(tuple(config.drafters.values())))
+        head = TargetHead.load(config.target, num_head_layers(tuple(config.pooled.values())))
         tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         drafters = {
             name: build_drafters((entry,), lambda _: head, tokenizer).popitem()[1]
-            for name, entry in config.drafters.items()
+            for name, entry in config.pooled.items()
         }
         if config.run_ahead:
             _warn_who_cannot_run_ahead(drafters, config)

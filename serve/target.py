@@ -15,6 +15,7 @@ from moray.decoding.drafts import DraftSource, LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request, Update
+from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 from moray.trees.shapes import AdaptiveShape
@@ -40,7 +41,7 @@ class TargetReplica:
         """
         Args:
             config: of the application.
-            drafters: handle of the drafter deployment, where drafters are one.
+            drafters: handle of the drafter deployment, where there is one.
             sink: of metrics.
             ends_process: once the engine has failed. Alive, a replica that refuses everybody at once would look the
                 least busy of all.
@@ -90,16 +91,15 @@ class TargetReplica:
         return engine
 
     def _sources(self) -> Mapping[str, DraftSource]:
-        if self._places is None:
-            engine = self._config.engine
-            sizes = engine.most_positions(self._target.spec.max_positions), engine.tree.num_expanded
-            cost = engine.synthetic.draft
-            return {name: LocalDrafts(drafter, *sizes, cost) for name, drafter in self._drafters.items()}
-        timeout, debts = self._config.draft_timeout_ms / 1000, 2 * self._config.engine.num_groups
-        return {
-            name: RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)
-            for name, drafter in self._drafters.items()
-        }
+        return {name: self._source(name, drafter) for name, drafter in self._drafters.items()}
+
+    def _source(self, name: str, drafter: Drafter) -> DraftSource:
+        config, engine = self._config, self._config.engine
+        if self._places is not None and name in config.pooled:
+            timeout, debts = config.draft_timeout_ms / 1000, 2 * engine.num_groups
+            return RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)
+        most = engine.most_positions(self._target.spec.max_positions)
+        return LocalDrafts(drafter, most, engine.tree.num_expanded, engine.synthetic.draft)
 
     def _end(self, error: BaseException) -> None:
         _LOGGER.critical("the engine has failed: %s", describe(error, self._config.api.log_prompts))

@@ -10,6 +10,7 @@ from typing import Any
 
 from moray.errors import ConfigError
 from serve.bench.configs import LoadConfig, PoolConfig, WayConfig
+from serve.config import read_args
 from serve.deploy import DeployConfig, DeployError, deploy
 
 _POLL_SECONDS = 0.2
@@ -123,7 +124,7 @@ def running(config: LoadConfig) -> Iterator[Applications]:
 
 def _deployments(args: Mapping[str, Any], pool: PoolConfig) -> list[dict[str, Any]]:
     counts = {"Gateway": 1, "Target": pool.targets}
-    if args.get("drafters") and args.get("placement", "pool") == "pool":
+    if read_args(args).pooled:
         counts["Drafter"] = pool.drafters
     return [
         {"name": name, "num_replicas": count, "ray_actor_options": {"num_cpus": 0}} for name, count in counts.items()

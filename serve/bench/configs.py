@@ -73,7 +73,7 @@ class ScalingBenchmarkConfig(LoadConfig):
 
     @model_validator(mode="after")
     def _check(self) -> "ScalingBenchmarkConfig":
-        if self.application.placement != "pool" or not self.application.drafters:
+        if not self.application.pooled:
             raise ValueError("application.placement must be pool, with a drafter: nothing else can be scaled")
         if self.num_requests < 2 * self.num_streams:
             raise ValueError(f"num_requests is {self.num_requests}; {2 * self.num_streams} keep num_streams busy")

@@ -128,7 +128,7 @@ def test_a_lease_that_ends_late_leaves_the_newer_one_its_place(chat_target):
         await anext(old)
         await anext(new)
         await old.aclose()
-        entry = Entry(session="a", drafter="lookup", known=0, tokens=(1, 2), num_kept=0)
+        entry = Entry(session="a", drafter="twin", known=0, tokens=(1, 2), num_kept=0)
         (answer,) = replica.host.handle(DraftRequest(number=1, entries=(entry,)), {}).trees
         assert answer.known == 2
         await new.aclose()
@@ -149,7 +149,7 @@ def test_a_place_that_nobody_uses_ends(chat_target):
         over = asyncio.create_task(anext(unused, "over"))
         known = 0
         while not over.done():
-            entry = Entry(session="a", drafter="lookup", known=known, tokens=(1,), num_kept=0)
+            entry = Entry(session="a", drafter="twin", known=known, tokens=(1,), num_kept=0)
             (answer,) = replica.host.handle(DraftRequest(number=1, entries=(entry,)), {}).trees
             known += 1
             assert answer.known == known
@@ -168,7 +168,7 @@ def drafter_of(folder: Path, **settings: object) -> AbstractContextManager[Draft
     """A drafter replica without Ray."""
     values = {
         "target": {"model": str(folder), "device": "cpu"},
-        "drafters": {"lookup": {"type": "ngram"}},
+        "drafters": {"twin": {"type": "pretrained", "model": str(folder)}},
         **settings,
     }
     return closing(DrafterReplica(validate(ServeConfig, values), "127.0.0.1"))

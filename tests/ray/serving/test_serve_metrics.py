@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def url(ray_session, tiny_target):
+def url(ray_session, tiny_target, other_target):
     """Where a tiny target is served that knows one drafter's drafts to be right, and another's to be wrong."""
     from ray import serve
 
@@ -37,7 +37,10 @@ def url(ray_session, tiny_target):
     app = build_app(
         {
             "target": {"model": str(tiny_target), "device": "cpu"},
-            "drafters": {"same": {"type": "pretrained", "model": str(tiny_target)}, "lookup": {"type": "ngram"}},
+            "drafters": {
+                "same": {"type": "pretrained", "model": str(tiny_target)},
+                "other": {"type": "pretrained", "model": str(other_target)},
+            },
             "engine": {"max_sequences": 2, "kv_tokens": 2048, "tree": {"type": "chain", "depth": 3}},
             "api": {"model_name": "tiny"},
             "draft_timeout_ms": 2000,
@@ -79,7 +82,7 @@ def told(url):
     """Requests of all kinds: answered, refused for what they ask for, and refused for want of a place."""
     told = Told(url)
     for number in range(NUM_ANSWERED):
-        text = told.ask(number, speculation={"drafter": ("same", "lookup")[number % 2]})
+        text = told.ask(number, speculation={"drafter": ("same", "other")[number % 2]})
     told.ask(number, stop=text[8])
     told.ask(0, model="another")
     told.ask(0, temperature=-1)
@@ -163,7 +166,7 @@ def test_status_codes_are_counted_and_overload_is_429(told, exported):
 
 
 def test_both_sides_of_the_channel_agree(exported):
-    assert exported.tags(series.CHANNEL_CYCLES, "drafter") == {"same", "lookup"}
+    assert exported.tags(series.CHANNEL_CYCLES, "drafter") == {"same", "other"}
     assert exported.sum(series.CHANNEL_CYCLES) == exported.sum(series.DRAFTER_REQUESTS)
     assert exported.sum(series.DRAFTER_BATCH) == exported.sum(series.DRAFTER_REQUESTS)
     assert exported.sum(series.DRAFTER_DRAFTS) >= exported.sum(series.NUM_DRAFTS) > 0

@@ -20,6 +20,13 @@ def test_two_cores_have_room_for_all_of_it():
     assert sum(cpus) <= 2, cpus
 
 
+def test_there_is_no_pool_for_prompt_lookup_alone():
+    for args, has_pool in (({"drafters.d": "{type: ngram}"}, False), ({"drafters.d": "y"}, True)):
+        gateway = build_app({"target.model": "x"} | args)._bound_deployment
+        target = gateway.init_args[1]._bound_deployment
+        assert any(part is not None for part in target.init_args[1:2]) is has_pool
+
+
 def test_a_target_whose_engine_fails_does_not_live_on():
     gateway = build_app({"target.model": "x"})._bound_deployment
     assert gateway.init_args[1]._bound_deployment.init_kwargs == {"ends_process": True}

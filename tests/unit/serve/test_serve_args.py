@@ -70,6 +70,18 @@ def test_a_folder_with_an_equals_sign_stays_one():
     assert read_args({"target.model": "a=b"}) == ServeConfig.model_validate({"target": {"model": "a=b"}})
 
 
+def test_prompt_lookup_is_not_for_a_pool():
+    """It has no weights and is done sooner than somebody else is asked."""
+    args = {"target.model": "x", "drafters.lookup": "{type: ngram}"}
+    assert read_args(args).pooled == {}
+    assert read_args(args | {"drafters.moa": "y"}).pooled == {"moa": "y"}
+    assert read_args(args | {"drafters.moa": "y", "placement": "in_process"}).pooled == {}
+    for setting in ({"run_ahead": "true"}, {"engine.num_groups": "2"}):
+        with pytest.raises(ConfigError, match=r"run_ahead is true|there is no pool"):
+            read_args(args | setting)
+        read_args(args | {"drafters.moa": "y"} | setting)
+
+
 def test_who_runs_ahead_holds_more_nodes():
     args = {"target.model": "x", "drafters.d": "y", "engine.tree": "{type: chain, depth: 5}"}
     assert (read_args(args).num_expanded, read_args(args | {"run_ahead": "true"}).num_expanded) == (5, 11)
