@@ -11,10 +11,9 @@ large batch a deep draft that is refused costs as much as several passes, and ea
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
-from moray.decoding.acceptance import Acceptance
+from moray.decoding.acceptance import FORGET, Acceptance
 from moray.decoding.adapt import Correction
 from moray.decoding.costs import Costs
-from moray.decoding.overhead import Overhead
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
 _LEAST_GAIN = 1.02
@@ -44,8 +43,10 @@ class BatchPlanner:
         self._verify, self._draft = Correction(), Correction()
         self._rest = 0.0
         """Seconds per row of what every cycle does besides."""
-        self._asking, self._channel = Overhead(), Overhead()
-        """Telling drafters what is new and asking them, and what drafts take on their way."""
+        self._asks: dict[int, float] = {}
+        """Seconds that it takes to tell drafters what is new and to ask them, by the bits of the number of rows."""
+        self._are_asks_old = False
+        """Whether those are from before the last pause: the next one says more than all of them."""
         self._reach = depth
         """Levels that may be drafted: after a pause few, and twice as many each time that they all were."""
         self._num_drafted = 0
@@ -96,8 +97,7 @@ class BatchPlanner:
             most = min(max(_LEAST_PATIENCE, 2 * num_rows), _MOST_PATIENCE)
             self._patience = 1 if self._num_drafted >= _PROVEN else min(2 * self._patience, most)
             self._reach, self._num_drafted, self._num_idle = 1, 0, 0
-            self._asking.pause()
-            self._channel.pause()
+            self._are_asks_old = True
             self._num_tried = 0
         self.fade()
 
@@ -106,8 +106,7 @@ class BatchPlanner:
         self._num_idle += 1
         if self._num_idle % self._patience == 0:
             self._draft.forget()
-            self._asking.fade()
-            self._channel.fade()
+            self._asks = {size: FORGET * seconds for size, seconds in self._asks.items()}
             self._acceptance.record(0, 0, 0)
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
@@ -121,24 +120,23 @@ class BatchPlanner:
 
     def record_ask(self, num_asked: int, seconds: float) -> None:
         """What it took to tell the drafter of so many rows what is new, and to ask it."""
-        if not self.is_trying:
-            self._asking.record(num_asked, seconds)
+        if self.is_trying:
+            return
+        if self._are_asks_old:
+            self._asks, self._are_asks_old = {}, False
+        size = num_asked.bit_length()
+        known = self._asks.setdefault(size, seconds)
+        self._asks[size] += (min(seconds, 2 * known) - known) / _MEMORY
 
-    def record_draft(self, num_drafted: int, depth: int, seconds: float, channel_seconds: float = 0.0) -> None:
-        """How long drafts for so many rows had to be waited for, and how much of that they were on their way.
-
-        Drafting itself is known beforehand, but not how far away the drafters are: beside a cheap draft, that is most
-        of it.
-        """
+    def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
+        """How long drafts for so many rows had to be waited for."""
         if self.is_trying:
             return
         self._num_drafted += 1
         if depth >= self._reach:
             self._reach = min(2 * self._reach, self._shape.depth)
         if self._costs:
-            expected = self._at(num_drafted, lambda costs: costs.draft_seconds(depth))
-            self._draft.record(expected, seconds - channel_seconds)
-        self._channel.record(num_drafted, channel_seconds)
+            self._draft.record(self._at(num_drafted, lambda costs: costs.draft_seconds(depth)), seconds)
 
     def _seconds(self, num_rows: int, num_drafted: int, depth: int) -> float:
         nodes = self._shapes[depth].num_nodes if depth else 0
@@ -146,8 +144,13 @@ class BatchPlanner:
         seconds += self._rest * num_rows
         if depth:
             seconds += self._at(num_drafted, lambda costs: costs.draft_seconds(depth)) * self._draft.factor
-            seconds += self._asking.seconds(num_drafted) + self._channel.seconds(num_drafted)
+            seconds += self._ask_seconds(num_drafted)
         return seconds
+
+    def _ask_seconds(self, num_asked: int) -> float:
+        """As for the most similar number of rows that was asked for lately."""
+        size = num_asked.bit_length()
+        return self._asks[min(self._asks, key=lambda known: abs(known - size))] if self._asks else 0.0
 
     def _at(self, num_rows: int, seconds_of: Callable[[Costs], float]) -> float:
         """Between the measured numbers of rows lines are drawn."""

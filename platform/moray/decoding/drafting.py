@@ -93,12 +93,10 @@ class Drafting:
                 elif self._are_too_few:
                     self.planner.fade()
             return {}
-        begin, on_the_way = time.perf_counter(), self.source.channel_seconds
+        begin = time.perf_counter()
         found = self.source.collect([running[row].number for row in rows])
         depth = max(running[row].asked or 0 for row in rows)
-        are_all_here = len(found) == len(rows)  # else nobody knows where they are
-        on_the_way = self.source.channel_seconds - on_the_way if are_all_here else 0.0
-        self.planner.record_draft(len(rows), depth, time.perf_counter() - begin, on_the_way)
+        self.planner.record_draft(len(rows), depth, time.perf_counter() - begin)
         self._stats.num_missed += len(rows) - len(found)
         for row in rows:
             running[row].asked = None

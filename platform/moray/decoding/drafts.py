@@ -48,11 +48,6 @@ class DraftSource(ABC):
     def max_depth(self) -> int | None:
         """Most levels that can be drafted; None for any number."""
 
-    @property
-    def channel_seconds(self) -> float:
-        """That `collect` has waited so far while drafts were on their way: none where they are made here."""
-        return 0.0
-
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
         """Turn taps of verified tokens into memory, beside the target."""

@@ -173,38 +173,6 @@ def test_asks_for_single_sequences_are_not_what_each_of_many_costs():
     assert planner.next_shape(1, 1) is not None, "nor the other way round"
 
 
-def test_the_way_to_a_drafter_has_its_price():
-    """Beside a cheap draft it is most of what is waited for; what drafting was measured to take says nothing of it."""
-    planner = BatchPlanner(SHAPE)
-    planner.know({1: Costs(verify=[(1, 0.004), (8, 0.0042)], draft=[(1, 0.0001), (6, 0.0002)])})
-    for _ in range(30):
-        planner.record(1, 1)
-        planner.record(1, 0)
-        planner.record(1, 0)
-    assert planner.next_shape(1, 1) is not None
-    planner.record_draft(1, 1, 0.0031, channel_seconds=0.003)
-    assert planner.next_shape(1, 1) is None, "nothing has to be learned slowly"
-    assert cycles_without(planner) > 5
-    planner.record_draft(1, 1, 0.0001, channel_seconds=0.0)
-    assert planner.next_shape(1, 1) is not None
-
-
-def test_it_is_known_how_long_drafts_were_on_their_way(monkeypatch, tmp_path):
-    asked = Asked(monkeypatch, tmp_path)
-    told, collect, waited = [], asked.source.collect, [0.0]
-
-    def slowly(numbers: Sequence[int]) -> dict[int, TokenTree]:
-        waited[0] += 0.25
-        return {} if len(told) == 2 else collect(numbers)
-
-    monkeypatch.setattr(asked.source, "collect", slowly)
-    monkeypatch.setattr(LocalDrafts, "channel_seconds", property(lambda _: waited[0]))
-    monkeypatch.setattr(asked.planner, "record_draft", lambda *values: told.append(values[3]))
-    while len(told) < 4:
-        asked.engine.step()
-    assert told == [0.25, 0.25, 0.0, 0.25], "of late ones nobody knows where they are"
-
-
 class Asked:
     """An engine that believes what it is told of costs (nothing, for drafts), and what its drafter was asked for."""
 
@@ -364,7 +332,7 @@ def test_one_half_that_does_without_drafts_does_not_give_up_for_the_other(monkey
     next_shape = asked.planner.next_shape
     turns: list[int] = []
     forgotten: list[bool] = []
-    monkeypatch.setattr(asked.planner, "forget", lambda _: forgotten.append(True))
+    monkeypatch.setattr(asked.planner, "forget", lambda: forgotten.append(True))
     asked.run()
     monkeypatch.setattr(
         asked.planner,

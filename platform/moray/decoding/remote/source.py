@@ -132,10 +132,6 @@ class RemoteDrafts(DraftSource):
     def max_depth(self) -> int | None:
         return self._drafter.max_depth
 
-    @property
-    def channel_seconds(self) -> float:
-        return self.stats.channel_seconds
-
     def observe(self, taps: Taps) -> Memory:
         return self._drafter.observe(taps)
 
