@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from moray.config import Config, merge, read_override, validate
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.synthetic import NO_COST
-from moray.drafters.configs import NgramConfig, UsableConfig
+from moray.drafters.configs import UsableConfig
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import MAX_DEPTH, num_expanded_ahead
 
@@ -67,8 +67,8 @@ class ServeConfig(Config):
             raise ValueError("drafters holds a name that is empty or begins or ends with a space; rename it")
         if self.engine.num_groups > 1 and not self.pooled:
             raise ValueError(
-                f"engine.num_groups is {self.engine.num_groups}, but there is no pool of drafters to work meanwhile: "
-                "leave it at 1"
+                f"engine.num_groups is {self.engine.num_groups}, but there is no pool of drafters with weights "
+                "to work meanwhile: leave it at 1"
             )
         if self.run_ahead:
             self._check_run_ahead()
@@ -87,14 +87,16 @@ class ServeConfig(Config):
                 f"run_ahead is true, but engine.tree.depth {tree.depth}; at most {(MAX_DEPTH - 1) // 2} can be doubled"
             )
         if not self.pooled:
-            raise ValueError("run_ahead is true, but drafters holds none for a pool; name one, or leave run_ahead out")
+            raise ValueError(
+                "run_ahead is true, but drafters holds none with weights, as a pool needs; name one, or leave it out"
+            )
 
     @property
     def pooled(self) -> dict[str, str | UsableConfig]:
-        """Drafters of the pool. What neither has weights nor reads the target's tensors is drafted sooner than asked
-        for: it stays beside the target."""
-        in_pool = self.placement == "pool"
-        return {name: entry for name, entry in self.drafters.items() if in_pool and not isinstance(entry, NgramConfig)}
+        """Drafters of the pool. What has no weights is drafted sooner than asked for: it stays beside the target."""
+        if self.placement != "pool":
+            return {}
+        return {name: entry for name, entry in self.drafters.items() if isinstance(entry, str) or entry.has_weights}
 
     @property
     def num_expanded(self) -> int:

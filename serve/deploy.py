@@ -87,8 +87,13 @@ def _check(config: DeployConfig) -> None:
         schema.ServeDeploySchema.model_validate(_values(config, {}))
     except ValidationError as error:
         raise ConfigError(explain(schema.ServeDeploySchema, error)) from None
-    for application in config.applications:
-        read_args(application.get("args", {}))
+    for number, application in enumerate(config.applications):
+        names = {deployment.get("name") for deployment in application.get("deployments") or ()}
+        if not read_args(application.get("args", {})).pooled and "Drafter" in names:
+            raise ConfigError(
+                f"applications.{number}.deployments names 'Drafter', but args.drafters holds none with weights, as a "
+                "pool needs: name one, or leave that deployment out"
+            )
 
 
 def _check_deployment(where: str, deployment: Any) -> None:

@@ -74,7 +74,9 @@ class ScalingBenchmarkConfig(LoadConfig):
     @model_validator(mode="after")
     def _check(self) -> "ScalingBenchmarkConfig":
         if not self.application.pooled:
-            raise ValueError("application.placement must be pool, with a drafter: nothing else can be scaled")
+            raise ValueError(
+                "application.placement must be pool, with a drafter that has weights: nothing else can be scaled"
+            )
         if self.num_requests < 2 * self.num_streams:
             raise ValueError(f"num_requests is {self.num_requests}; {2 * self.num_streams} keep num_streams busy")
         return self

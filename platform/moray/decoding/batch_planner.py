@@ -20,9 +20,9 @@ _LEAST_GAIN = 1.02
 """Of what is promised with drafts over what is without: costs are not known better than that."""
 _PROVEN = 20
 """Drafted cycles in a row after which drafting was not in vain."""
-_LEAST_PATIENCE, _MOST_PATIENCE = 8, 32
-"""After tries that were in vain, for few sequences and for many: twice their number in between. A try costs as many
-places at a drafter however many run, and of many less is gained in a cycle, if it is not in vain."""
+_PATIENCE_PER_ROW, _MOST_PATIENCE = 8, 32
+"""Most cycles that count for one, after tries in vain. The more sequences, the dearer a try: all their passes are deeper
+for it, each of those tried needs a place at a drafter, and less is gained if it is not in vain."""
 NUM_TRIED = 4
 """Drafts by which it is tried whether they are accepted again."""
 _MEMORY = 8.0
@@ -55,8 +55,8 @@ class BatchPlanner:
         """Cycles since drafts were given up, or first."""
         self._num_tried = NUM_TRIED
         """Drafts since the last pause of which is known what became of them."""
-        self._patience = 1
-        """Cycles without drafts that count for one, in what is believed of them."""
+        self._num_vain = 0
+        """Times in a row that drafts were given up before they had proven themselves."""
 
     def know(self, costs: Mapping[int, Costs]) -> None:
         """What was measured: by rows of a pass, ascending; `draft` is what drafts for all of them take."""
@@ -92,19 +92,22 @@ class BatchPlanner:
         self._acceptance.record(0, num_levels, num_accepted)
 
     def forget(self, num_rows: int) -> None:
-        """No draft was wanted for so many rows: they are given up, if they were not before, and `fade`."""
+        """No draft was wanted while so many sequences run: they are given up, if they were not before, and `fade`."""
         if self._num_tried:
-            most = min(max(_LEAST_PATIENCE, 2 * num_rows), _MOST_PATIENCE)
-            self._patience = 1 if self._num_drafted >= _PROVEN else min(2 * self._patience, most)
+            self._num_vain = 0 if self._num_drafted >= _PROVEN else self._num_vain + 1
             self._reach, self._num_drafted, self._num_idle = 1, 0, 0
             self._are_asks_old = True
             self._num_tried = 0
-        self.fade()
+        self.fade(num_rows)
 
-    def fade(self) -> None:
-        """A cycle has passed without drafts: what is not tried for long is believed to be as it was at first."""
+    def fade(self, num_rows: int) -> None:
+        """A cycle has passed without drafts: what is not tried for long is believed to be as it was at first.
+
+        Of so many cycles one counts: twice as many each time that drafts were tried in vain.
+        """
         self._num_idle += 1
-        if self._num_idle % self._patience == 0:
+        most = min(_PATIENCE_PER_ROW * num_rows, _MOST_PATIENCE)
+        if self._num_idle % min(2**self._num_vain, most) == 0:
             self._draft.forget()
             self._asks = {size: FORGET * seconds for size, seconds in self._asks.items()}
             self._acceptance.record(0, 0, 0)

@@ -85,13 +85,13 @@ class Drafting:
 
     def collect(self, running: list[EngineSequence], rows: list[int]) -> dict[int, TokenTree]:
         """The drafts asked for, by row; those that did not come in time are missing."""
-        num_rows, rows = len(rows), [row for row in rows if running[row].asked is not None]
+        has_rows, rows = bool(rows), [row for row in rows if running[row].asked is not None]
         if not rows:
-            if num_rows and not self._num_under_way(running):
+            if has_rows and not self._num_under_way(running):
                 if not self._is_wanted:
-                    self.planner.forget(num_rows)
+                    self.planner.forget(len(running))
                 elif self._are_too_few:
-                    self.planner.fade()
+                    self.planner.fade(len(running))
             return {}
         begin = time.perf_counter()
         found = self.source.collect([running[row].number for row in rows])

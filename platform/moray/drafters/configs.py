@@ -5,7 +5,7 @@ that builds it. A variant costs its class here, one module, one YAML.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -32,6 +32,9 @@ class BlockConfig(Config):
 
 class DrafterConfigBase(Config):
     """What all drafters' configurations have in common."""
+
+    has_weights: ClassVar[bool] = True
+    """Whether there is anything to hold and to compute that would be worth a process of its own."""
 
     def build(self, head: "TargetHead") -> "Drafter":
         """A freshly initialised drafter for the target that `head` belongs to."""
@@ -247,6 +250,7 @@ class PretrainedConfig(ReadyBase):
 class NgramConfig(ReadyBase):
     """Prompt lookup: what followed the last tokens earlier in the text. No training; the floor for all others."""
 
+    has_weights: ClassVar[bool] = False
     type: Literal["ngram"]
     max_ngram: int = Field(default=4, ge=1, le=16)
     """Most tokens that are looked up together."""
@@ -265,6 +269,8 @@ class NgramConfig(ReadyBase):
 
 class TrainedConfig(Config):
     """A trained drafter where more is to be said of it than its folder."""
+
+    has_weights: ClassVar[bool] = True
 
     type: Literal["trained"]
     folder: str

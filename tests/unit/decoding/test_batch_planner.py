@@ -113,13 +113,34 @@ def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
 
 
 def test_many_are_tried_more_rarely_than_few():
-    """At the same costs, where all is refused."""
+    """At the same costs, where all is refused. One alone needs several cycles for a try."""
     counts = {}
-    for num_rows in (4, 16, 32):
+    for num_rows in (1, 4, 32):
         planner = BatchPlanner(SHAPE)
         planner.know(COSTS)
         counts[num_rows] = sum(depth > 0 for depth in tries_of(planner, 9000, num_rows, 0)[3000:])
-    assert 0 < counts[32] == counts[16] < 0.3 * counts[4], counts
+    assert 0 < counts[32] == counts[4] < 0.5 * counts[1] / NUM_TRIED, counts
+
+
+def test_who_is_alone_again_does_not_wait_as_many_did():
+    planner = BatchPlanner(SHAPE)
+    planner.know(COSTS)
+    tries_of(planner, 3000, 32, 0)
+    while planner.next_shape(32, 32) is not None:
+        planner.record(1, 0)
+    pauses = {num_rows: _pause(planner, num_rows) for num_rows in (32, 1)}
+    assert 0 < pauses[1] < 0.5 * pauses[32], pauses
+
+
+def _pause(planner: BatchPlanner, num_rows: int) -> int:
+    """Cycles until drafts are tried again, which is then in vain."""
+    count = 0
+    while planner.next_shape(num_rows, num_rows) is None:
+        planner.forget(num_rows)
+        count += 1
+    for _ in range(NUM_TRIED):
+        planner.record(1, 0)
+    return count
 
 
 def test_it_is_tried_with_a_few_drafts():
