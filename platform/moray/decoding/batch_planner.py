@@ -21,8 +21,8 @@ _LEAST_GAIN = 1.02
 _PROVEN = 20
 """Drafted cycles in a row after which drafting was not in vain."""
 _PATIENCE_PER_ROW, _MOST_PATIENCE = 8, 32
-"""Most cycles that count for one, after tries in vain. The more sequences, the dearer a try: all their passes are deeper
-for it, each of those tried needs a place at a drafter, and less is gained if it is not in vain."""
+"""Most cycles that count for one, after tries in vain. The more sequences, the dearer a try: their passes are deeper,
+each of those tried needs a place at a drafter, and less is gained if it is not in vain."""
 NUM_TRIED = 4
 """Drafts by which it is tried whether they are accepted again."""
 _MEMORY = 8.0
