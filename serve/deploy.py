@@ -89,10 +89,11 @@ def _check(config: DeployConfig) -> None:
         raise ConfigError(explain(schema.ServeDeploySchema, error)) from None
     for number, application in enumerate(config.applications):
         names = {deployment.get("name") for deployment in application.get("deployments") or ()}
-        if not read_args(application.get("args", {})).pooled and "Drafter" in names:
+        args = read_args(application.get("args", {}))
+        if not args.pooled and "Drafter" in names:
             raise ConfigError(
-                f"applications.{number}.deployments names 'Drafter', but args.drafters holds none with weights, as a "
-                "pool needs: name one, or leave that deployment out"
+                f"applications.{number}.deployments names 'Drafter', but args make no pool: that takes "
+                f"placement 'pool' (it is '{args.placement}') and a drafter with weights; or leave that deployment out"
             )
 
 

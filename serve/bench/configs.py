@@ -73,9 +73,10 @@ class ScalingBenchmarkConfig(LoadConfig):
 
     @model_validator(mode="after")
     def _check(self) -> "ScalingBenchmarkConfig":
-        if not self.application.pooled:
+        default = next(iter(self.application.drafters), None)  # requests name none
+        if default not in self.application.pooled:
             raise ValueError(
-                "application.placement must be pool, with a drafter that has weights: nothing else can be scaled"
+                "application.placement must be pool, and the first drafter have weights: nothing else can be scaled"
             )
         if self.num_requests < 2 * self.num_streams:
             raise ValueError(f"num_requests is {self.num_requests}; {2 * self.num_streams} keep num_streams busy")

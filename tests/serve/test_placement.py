@@ -13,7 +13,7 @@ from serve.target import TargetReplica
 
 
 def test_prompt_lookup_needs_no_place_in_the_pool(chat_target):
-    """Each would be a call that lasts as long as its sequence, for a draft of a tenth of a millisecond."""
+    """Each would be a call that lasts as long as its sequence, for a draft of less than a millisecond."""
     values = {
         "target": {"model": str(chat_target), "device": "cpu"},
         "drafters": {"twin": {"type": "pretrained", "model": str(chat_target)}, "lookup": {"type": "ngram"}},

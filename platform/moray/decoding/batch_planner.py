@@ -23,6 +23,7 @@ _PROVEN = 20
 _PATIENCE_PER_ROW, _MOST_PATIENCE = 8, 32
 """Most cycles that count for one, after tries in vain. The more sequences, the dearer a try: their passes are deeper,
 each of those tried needs a place at a drafter, and less is gained if it is not in vain."""
+_MOST_VAIN = _MOST_PATIENCE.bit_length() - 1
 NUM_TRIED = 4
 """Drafts by which it is tried whether they are accepted again."""
 _MEMORY = 8.0
@@ -94,7 +95,7 @@ class BatchPlanner:
     def forget(self, num_rows: int) -> None:
         """No draft was wanted while so many sequences run: they are given up, if they were not before, and `fade`."""
         if self._num_tried:
-            self._num_vain = 0 if self._num_drafted >= _PROVEN else self._num_vain + 1
+            self._num_vain = 0 if self._num_drafted >= _PROVEN else min(self._num_vain + 1, _MOST_VAIN)
             self._reach, self._num_drafted, self._num_idle = 1, 0, 0
             self._are_asks_old = True
             self._num_tried = 0

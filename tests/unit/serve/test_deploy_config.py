@@ -19,8 +19,8 @@ def with_deployment(**values: Any) -> DeployConfig:
     return config_of(deployments=[{"name": "Gateway"}, {"name": "Target", **values}])
 
 
-def with_pool(drafter: str | None) -> DeployConfig:
-    args = {"target": {"model": "x"}} | ({} if drafter is None else {"drafters.d": drafter})
+def with_pool(drafter: str | None, **args: Any) -> DeployConfig:
+    args = {"target": {"model": "x"}} | args | ({} if drafter is None else {"drafters.d": drafter})
     return config_of(args=args, deployments=[{"name": "Drafter"}])
 
 
@@ -73,8 +73,9 @@ def test_it_listens_on_loopback_unless_told_otherwise(job, given, host, port):
         (config_of(import_path=None), "import_path"),
         (config_of({"port": "many"}), 'http_options.port\' is "many"'),
         (with_deployment(num_replicas="many"), "num_replicas"),
-        (with_pool(None), "names 'Drafter', but args.drafters holds none with weights"),
-        (with_pool("{type: ngram}"), "names 'Drafter', but args.drafters holds none with weights"),
+        (with_pool(None), "names 'Drafter', but args make no pool.*a drafter with weights"),
+        (with_pool("{type: ngram}"), "names 'Drafter', but args make no pool"),
+        (with_pool("x", placement="in_process"), r"no pool: that takes placement 'pool' \(it is 'in_process'\)"),
         (config_of(args={"target": {"modle": "x"}}), "unknown key 'target.modle'"),
     ],
 )
