@@ -64,6 +64,12 @@ def test_the_scaling_preset_scales_each_pool_alone_and_both():
     [
         (ScalingBenchmarkConfig, SCALING, {"num_requests": 31}, "num_requests is 31; 32"),
         (ScalingBenchmarkConfig, SCALING, {"application": {"target": {"model": "t"}}}, "placement must be pool"),
+        (
+            ScalingBenchmarkConfig,
+            SCALING,
+            {"application": {"target": {"model": "t"}, "drafters": {"a": {"type": "ngram"}, "b": "x"}}},
+            "the first drafter have weights",
+        ),
         (SideBySideConfig, SIDE_BY_SIDE, {"applications": {"a b": {}}}, "applications holds 'a b'"),
         (SideBySideConfig, SIDE_BY_SIDE, {"applications": {"pool": {"treads": 1}}}, "unknown key 'treads'"),
         (SideBySideConfig, SIDE_BY_SIDE, {"ways": {"a": {"application": "x"}}}, "ways.a.application is 'x'"),
