@@ -24,6 +24,7 @@ _PATIENCE_PER_ROW, _MOST_PATIENCE = 8, 32
 """Most cycles that count for one, after tries in vain. The more sequences, the dearer a try: their passes are deeper,
 each of those tried needs a place at a drafter, and less is gained if it is not in vain."""
 _MOST_VAIN = _MOST_PATIENCE.bit_length() - 1
+"""Tries in vain that are counted: more of them make no difference."""
 NUM_TRIED = 4
 """Drafts by which it is tried whether they are accepted again."""
 _MEMORY = 8.0
