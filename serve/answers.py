@@ -44,6 +44,16 @@ class Usage:
         }
 
 
+@dataclass(frozen=True)
+class LoggedToken:
+    """A token of an answer with its log-probabilities."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int
+    """Where it begins in the answer's text, in characters."""
+
+
 @dataclass
 class Choice:
     """One answer in the making."""
@@ -55,30 +65,24 @@ class Choice:
     usage: Usage
     finish_reason: str | None = None
     text: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logged: list[LoggedToken] = field(default_factory=list)
 
-    def add(self, update: Update) -> tuple[list[Piece], list[dict[str, Any]]]:
+    def add(self, update: Update) -> tuple[list[Piece], list[LoggedToken]]:
         """Take in an update; returns the text that it has made certain, and its tokens' log-probabilities."""
         pieces = self.stream.push(update.tokens, update.num_accepted)
+        offsets = self.stream.offsets
         self.usage.num_answer += len(update.tokens)
         self.usage.num_accepted += update.num_accepted
         self.usage.num_rejected += len(update.rejected)
         if update.finish_reason is not None:
             self.finish_reason = update.finish_reason
             pieces += self.stream.finish()
-        named = zip(update.tokens, update.logprobs or [], strict=update.logprobs is not None)
-        logprobs = [self._logprob(token, value) for token, value in named]
         self.text += [piece.text for piece in pieces]
-        self.logprobs += logprobs
-        return pieces, logprobs
-
-    def _logprob(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-        top = [self._named(other, value) for other, value in logprobs.top]
-        return {**self._named(token, logprobs.token), "top_logprobs": top}
-
-    def _named(self, token: int, value: float) -> dict[str, Any]:
-        text = self.tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": max(value, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
+        if update.logprobs is None:
+            return pieces, []
+        logged = [LoggedToken(*each) for each in zip(update.tokens, update.logprobs, offsets, strict=True)]
+        self.logged += logged
+        return pieces, logged
 
 
 def choices_for(
@@ -112,15 +116,18 @@ def choices_for(
     if any(token >= vocab_size for token in bias):
         raise ApiError(400, f"logit_bias names token {max(bias)}; the vocabulary has {vocab_size} tokens", "logit_bias")
     usage = Usage(sum(map(len, prompts)))
+    continues = isinstance(body, CompletionRequest) or tokenizer.answers_keep_space
     choices: list[Choice] = []
     for prompt in prompts:
         most = _most_tokens(body, len(prompt), config, capacity)
+        context = prompt if continues else ()
         for _ in range(body.n):
             request = Request(
                 prompt=tuple(prompt),
                 params=params,
                 max_new_tokens=most,
                 stop=body.stop_strings,
+                continues_prompt=continues,
                 ignore_eos=body.ignore_eos,
                 sequence=len(choices),  # not the same for equal prompts
                 presence_penalty=body.presence_penalty,
@@ -129,7 +136,8 @@ def choices_for(
                 logprobs=_num_logprobs(body),
                 drafter=(body.speculation.drafter or "") if body.speculation.enabled else None,
             )
-            choices.append(Choice(len(choices), request, TextStream(stop), tokenizer, usage))
+            stream = TextStream(stop, context, tokenizer.token_bytes.of)
+            choices.append(Choice(len(choices), request, stream, tokenizer, usage))
     return choices
 
 

@@ -77,8 +77,10 @@ class TopLogprob(_Answer):
     """A token that was likely."""
 
     token: str
+    """Its text, with a leading space where it has one; bytes such as `\\xf0` where it holds a part of a character."""
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
+    """Its own, which joined are the text: none of special tokens. Null where the tokenizer's kind is not known."""
 
 
 class TokenLogprob(TopLogprob):

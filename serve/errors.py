@@ -110,7 +110,8 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
     if all(each["type"] == "extra_forbidden" for each in same):
         return ApiError(400, f"{where} is not supported here: leave it out", param, "unsupported_parameter").response
     message = "; or ".join(dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in same))
-    return ApiError(400, f"{where}: {message}", param, "invalid_value").response
+    code = "unsupported_parameter" if same[0]["type"] == "unsupported" else "invalid_value"
+    return ApiError(400, f"{where}: {message}", param, code).response
 
 
 def _path(body: Any, problem: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.config import JsonDict
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from moray.decoding.request import MAX_TOP_LOGPROBS
 from moray.decoding.stop import MAX_LENGTH, MAX_STRINGS
@@ -30,6 +30,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Fields that are not supported but for values that ask for nothing."""
+
+_OTHER_CONTENTS = {
+    "tool_calls": "calls of tools",
+    "function_call": "the call of a function",
+    "refusal": "a refusal",
+    "audio": "speech",
+}
+"""What may stand in a message instead of its content."""
 
 _STOP_STRING: JsonDict = {"type": "string", "minLength": 1, "maxLength": MAX_LENGTH}
 _STOP_SCHEMA: JsonDict = {"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STRINGS}]}
@@ -151,9 +159,22 @@ class TextPart(_Strict):
 class ChatMessage(_Strict):
     """One turn of a chat."""
 
+    ignored = frozenset(("annotations",))  # of texts that are there: no template reads them
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"tool_calls": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Items[TextPart]
     name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_contents(cls, values: Any) -> Any:
+        """Answers of OpenAI's may hold something else than text, and then their content is null."""
+        found = [key for key in _OTHER_CONTENTS if isinstance(values, dict) and values.get(key)]
+        if found:
+            what = _OTHER_CONTENTS[found[0]]
+            said = f"{found[0]} holds {what}, but only text is supported here: write it into content as text, "
+            raise PydanticCustomError("unsupported", "{said}or leave the turn out", {"said": said})
+        return values
 
     @property
     def text(self) -> str:

@@ -4,8 +4,12 @@ import time
 import uuid
 from typing import Any
 
-from serve.answers import Choice, Usage
+from moray.text import ChatTokenizer
+from serve.answers import Choice, LoggedToken, Usage
 from serve.schemas import ChatRequest, CompletionRequest
+
+_LEAST_LOGPROB = -9999.0
+"""What OpenAI's schema has for tokens that are as good as impossible."""
 
 
 class Wording:
@@ -19,8 +23,6 @@ class Wording:
             "created": int(time.time()),
             "model": model,
         }
-        self._num_characters: dict[int, int] = {}
-        """By choice, those whose log-probabilities have been given."""
         self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
@@ -39,12 +41,12 @@ class Wording:
 
     def chunk(self, choice: Choice, event: Any) -> dict[str, Any]:
         """One update of a stream."""
-        update, pieces, logprobs = event
+        update, pieces, logged = event
         text = "".join(piece.text for piece in pieces)
         words: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": None}
         words |= {"delta": {"content": text}} if self._is_chat else {"text": text}
         if update.logprobs is not None:
-            words["logprobs"] = self._logprobs(choice.index, logprobs)
+            words["logprobs"] = self._logprobs(choice.tokenizer, logged)
         chunk = self._chunk(words)
         if self._body.speculation.trace:
             chunk["speculation"] = {
@@ -67,23 +69,76 @@ class Wording:
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.text)
-        logprobs = None if choice.request.logprobs is None else self._logprobs(choice.index, choice.logprobs)
+        logprobs = None if choice.request.logprobs is None else self._logprobs(choice.tokenizer, choice.logged)
         words = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": logprobs}
         return words | (
             {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
         )
 
-    def _logprobs(self, index: int, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _logprobs(self, tokenizer: ChatTokenizer, logged: list[LoggedToken]) -> dict[str, Any]:
         if self._is_chat:
-            return {"content": logprobs, "refusal": None}
-        offsets, position = [], self._num_characters.get(index, 0)
-        for each in logprobs:
-            offsets.append(position)
-            position += len(each["token"])
-        self._num_characters[index] = position
+            return {"content": [_chat_token(tokenizer, each) for each in logged], "refusal": None}
         return {
-            "tokens": [each["token"] for each in logprobs],
-            "token_logprobs": [each["logprob"] for each in logprobs],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in logprobs],
-            "text_offset": offsets,
+            "tokens": [_key(tokenizer, each.token) for each in logged],
+            "token_logprobs": [max(each.logprobs.token, _LEAST_LOGPROB) for each in logged],
+            "top_logprobs": [_top_by_key(tokenizer, each) for each in logged],
+            "text_offset": [each.offset for each in logged],
         }
+
+
+def _chat_token(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, Any]:
+    """A token and its rivals as chats have them."""
+
+    def named(token: int, value: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes.of(token)
+        name = token_name(tokenizer, token)
+        return {"token": name, "logprob": max(value, _LEAST_LOGPROB), "bytes": None if data is None else list(data)}
+
+    top = [named(*each) for each in logged.logprobs.top]
+    return {**named(logged.token, logged.logprobs.token), "top_logprobs": top}
+
+
+def _top_by_key(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, float]:
+    """The likeliest tokens as completions have them, by text. The answer's own token has its text for itself, and of
+    others with equal texts the likeliest has it: the rest are named by their ids, so that none takes another's place.
+    """
+    owners = {_key(tokenizer, logged.token): logged.token}
+    top: dict[str, float] = {}
+    for token, value in logged.logprobs.top:
+        key = _key(tokenizer, token)
+        if owners.setdefault(key, token) != token:
+            key = _by_id(token)
+        top[key] = max(value, _LEAST_LOGPROB)
+    return top
+
+
+def _key(tokenizer: ChatTokenizer, token: int) -> str:
+    """A token's name in completions, where no bytes stand beside it."""
+    name = token_name(tokenizer, token)
+    data = tokenizer.token_bytes.of(token)
+    return f"bytes:{name}" if data is not None and not _is_text(data) else name
+
+
+def token_name(tokenizer: ChatTokenizer, token: int) -> str:
+    r"""A token's text, with its leading space; with a part of a character, its bytes, as in "\xf0\x9f"."""
+    special = tokenizer.token_bytes.spelling(token)
+    if special is not None:
+        return special
+    data = tokenizer.token_bytes.of(token)
+    if data is None:
+        return tokenizer.decode([token], skip_special_tokens=False) or _by_id(token)
+    if _is_text(data):
+        return data.decode("utf-8") or _by_id(token)
+    return "".join(chr(byte) if 0x20 <= byte < 0x7F and byte != 0x5C else f"\\x{byte:02x}" for byte in data)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _by_id(token: int) -> str:
+    return f"token_id:{token}"

@@ -39,6 +39,7 @@ class TurnMarks:
     header: str  # the part of it that belongs to the answer: what add_generation_prompt adds
     turn_end: str  # from the end of an assistant's content to the end of the end-of-turn token; may be empty
     turn_end_id: int | None
+    answer_lead: str = ""  # what the template itself writes between prompt_tail and an answer's content
 
 
 @dataclass(frozen=True)
@@ -240,11 +241,12 @@ class ChatTemplate:
             # A template that ignores add_generation_prompt: text before the answer is a header all the same.
             header = between[len(prompt_tail) :].rstrip(" ")
             prompt_tail += header
+        lead = between[len(prompt_tail) :] if between.startswith(prompt_tail) else ""
         found = self._added_tokens.search(tail)
         if found is None:
-            return TurnMarks(prompt_tail, header, "", None)
+            return TurnMarks(prompt_tail, header, "", None, lead)
         turn_end_id = int(self._tokenizer.get_added_vocab()[found.group()])
-        return TurnMarks(prompt_tail, header, tail[: found.end()], turn_end_id)
+        return TurnMarks(prompt_tail, header, tail[: found.end()], turn_end_id, lead)
 
 
 def _placeholders(roles: Sequence[str]) -> list[Message]:

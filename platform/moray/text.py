@@ -20,6 +20,7 @@ import numpy as np
 from moray.chat_template import ChatTemplate, Message, Span
 from moray.errors import ConfigError, DataError
 from moray.special_tokens import SpecialTokens, without_marks
+from moray.token_bytes import TokenBytes
 
 __all__ = ["ChatTokenizer", "Message", "TokenisedChat", "fingerprint_parts"]
 
@@ -122,6 +123,17 @@ class ChatTokenizer:
         )
         assert isinstance(text, str)  # transformers answers a list only to a batch
         return text
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text, in bytes."""
+        return TokenBytes(self.tokenizer)
+
+    @cached_property
+    def answers_keep_space(self) -> bool:
+        """Whether the first space of an answer to a chat is the answer's, and not one that the template writes before
+        every answer: so an answer that is put back into its chat gives the tokens that the target wrote."""
+        return not self._template.marks.answer_lead.isspace()
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

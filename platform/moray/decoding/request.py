@@ -21,6 +21,8 @@ class Request(Config):
     max_new_tokens: int = Field(ge=1)
     """Those already `generated` among them."""
     stop: tuple[str, ...] = ()
+    continues_prompt: bool = False
+    """The answer's text, in which stop strings are looked for, goes on with the prompt's (see `SettledText`)."""
     ignore_eos: bool = False
     """An end-of-sequence token does not end the answer."""
     sequence: int = 0

@@ -39,7 +39,8 @@ class EngineSequence:
         self.request = request
         self.sampler = Sampler(request.params, vocab_size, device, request.sequence)
         stop = StopStrings(request.stop, decode) if decode is not None and request.stop else None
-        self.ending = Ending(request.max_new_tokens, () if request.ignore_eos else eos_ids, stop)
+        context = request.prompt if request.continues_prompt else ()
+        self.ending = Ending(request.max_new_tokens, () if request.ignore_eos else eos_ids, stop, context)
         self.adjustment = Adjustment(request, vocab_size, device)
         self.tokens = [*request.prompt, *request.generated]
         """Prompt and answer."""

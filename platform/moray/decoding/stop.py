@@ -15,6 +15,8 @@ Decode = Callable[[Sequence[int]], str]
 
 MAX_STRINGS = 16
 MAX_LENGTH = 256
+_LEAST_CONTEXT = 4
+"""Tokens of a prompt that are decoded with its answer; more where these have no text, or begin within a character."""
 _MAX_UNSETTLED = 16
 """Tokens that may wait for the rest of a character; four would do, were it not for bytes that are no text."""
 
@@ -49,13 +51,16 @@ class StopStrings:
 class Ending:
     """Follows one answer and says where it ends."""
 
-    def __init__(self, limit: int, eos_ids: Collection[int], stop: StopStrings | None) -> None:
-        """`limit` is the most tokens that the answer may have."""
+    def __init__(
+        self, limit: int, eos_ids: Collection[int], stop: StopStrings | None, context: Sequence[int] = ()
+    ) -> None:
+        """`limit` is the most tokens that the answer may have; `context` the tokens whose text it goes on with (see
+        `SettledText`)."""
         self.finish_reason: str | None = None
         """None while the answer goes on; then "stop" or "length" (see `stats.Generation`)."""
         self._room = limit
         self._eos_ids = eos_ids
-        self._scan = _Scan(stop) if stop is not None and stop.strings else None
+        self._scan = _Scan(stop, context) if stop is not None and stop.strings else None
 
     def cut(self, tokens: list[int]) -> list[int]:
         """The newly chosen tokens without those behind the end; may set `finish_reason`."""
@@ -99,13 +104,21 @@ class SettledText:
 
     Held are the tokens of the last settled piece, for the text of a token depends on the one before it, and the
     unsettled ones.
+
+    Of an answer that goes on with the text of a prompt, it is what `decode(prompt + answer)` has beyond
+    `decode(prompt)`: some tokenizers drop the first space of whatever they decode, and the answer keeps its own. A
+    character that the prompt has begun belongs to the answer that completes it.
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
+        """`context` holds the tokens in front of the answer, of which the last few are looked at."""
         self._decode = decode
-        self._tokens: list[int] = []
-        self._num_settled = 0
-        self._settled_length = 0
+        self._tokens = _needed(context, decode)
+        self._num_settled = len(self._tokens)
+        self._settled = decode(self._tokens) if self._tokens else ""
+        """Text of the settled ones among the held tokens."""
+        self.length = 0
+        """Characters of the answer that are settled."""
         self.unsettled = ""
         """What the tokens behind the settled text would be, were they the last."""
 
@@ -114,30 +127,48 @@ class SettledText:
         decode = self._decode
         self._tokens.append(token)
         held = decode(self._tokens)
-        self.unsettled = held[self._settled_length :]
-        if len(held) > self._settled_length and not held.endswith("\ufffd"):
+        self.unsettled = self._beyond_settled(held)
+        if self.unsettled and not held.endswith("\ufffd"):
             return self._settle(self._tokens[self._num_settled :])
-        if len(held) <= self._settled_length and not decode([token, token]):
+        if not self.unsettled and not decode([token, token]):
             self._tokens.pop()  # a token without text; a lone space in front is dropped as well, but not from two
         elif len(self._tokens) - self._num_settled >= _MAX_UNSETTLED:
             return self._settle([])
         return ""
 
+    def _beyond_settled(self, held: str) -> str:
+        if held.startswith(self._settled):
+            return held[len(self._settled) :]
+        whole = self._settled.rstrip("\ufffd")  # the rest was the beginning of a character, which is complete now
+        return held[len(whole) :] if held.startswith(whole) else held[len(self._settled) :]
+
     def _settle(self, last_piece: list[int]) -> str:
         piece, self.unsettled = self.unsettled, ""
         self._tokens = last_piece
         self._num_settled = len(last_piece)
-        self._settled_length = len(self._decode(last_piece))
+        self._settled = self._decode(last_piece)
+        self.length += len(piece)
         return piece
+
+
+def _needed(context: Sequence[int], decode: Decode) -> list[int]:
+    """The last tokens of a context that suffice to decode what follows: they have text, and begin with a character."""
+    count = _LEAST_CONTEXT
+    while count < len(context):
+        text = decode(context[-count:])
+        if text and not text.startswith("\ufffd"):
+            return list(context[-count:])
+        count *= 2
+    return list(context)
 
 
 class _Scan:
     """Looks for stop strings in one answer, token by token; keeps as much text as a stop string may begin with."""
 
-    def __init__(self, stop: StopStrings) -> None:
+    def __init__(self, stop: StopStrings, context: Sequence[int]) -> None:
         self._strings = stop.strings
         self._longest = max(map(len, stop.strings))
-        self._settled = SettledText(stop.decode)
+        self._settled = SettledText(stop.decode, context)
         self._tail = ""
 
     def completes(self, token: int) -> bool:

@@ -3,7 +3,8 @@
 All that was let out is the beginning of `StopStrings.text_before`'s text, and with the end it is that text.
 """
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moray.decoding.stop import SettledText, StopStrings, shown_length
@@ -20,17 +21,33 @@ class Piece(NamedTuple):
 class TextStream:
     """Follows one answer."""
 
-    def __init__(self, stop: StopStrings) -> None:
-        """`stop` also says how tokens are decoded; it need not hold any string."""
+    def __init__(
+        self, stop: StopStrings, context: Sequence[int] = (), token_bytes: Callable[[int], bytes | None] | None = None
+    ) -> None:
+        """
+        Args:
+            stop: how tokens are decoded, too; it need not hold any string.
+            context: tokens in front of the answer, if its text goes on with theirs (see `SettledText`).
+            token_bytes: a token's own bytes, None where they are unknown; for `offsets`.
+        """
         self._strings = stop.strings
-        self._settled = SettledText(stop.decode)
+        self._settled = SettledText(stop.decode, context)
         self._held: list[Piece] = []
         self._is_drafted = False
+        self._token_bytes = token_bytes
+        self._begun = b""
+        """Bytes of a character that is not complete yet."""
+        self._begun_at = 0
+        self.offsets: list[int] = []
+        """Where each token of the last `push` begins, in characters of the answer's text: one that goes on with a
+        character begins where the character does."""
 
     def push(self, tokens: Sequence[int], num_accepted: int = 0) -> list[Piece]:
         """The next tokens, of which the first `num_accepted` were drafted; returns what may be shown."""
+        self.offsets = []
         for index, token in enumerate(tokens):
             self._is_drafted = index < num_accepted
+            self.offsets.append(self._place(token))
             self._hold(self._settled.push(token))
         text = "".join(piece.text for piece in self._held)
         return self._let_out(len(text) - self._doubtful(text))
@@ -40,6 +57,21 @@ class TextStream:
         self._hold(self._settled.unsettled)
         text = "".join(piece.text for piece in self._held)
         return self._let_out(shown_length(text, self._strings))
+
+    def _place(self, token: int) -> int:
+        """Where a token begins that has not been pushed yet."""
+        settled = self._settled
+        own = self._token_bytes(token) if self._token_bytes is not None else None
+        if own is None:  # a sign for bytes that are no text yet may become one character with those to come
+            return settled.length + len(settled.unsettled.rstrip("\ufffd"))
+        end = settled.length + len(settled.unsettled)
+        if not own:
+            return self._begun_at if self._begun else end
+        goes_on = bool(self._begun) and _is_begun(self._begun + own[:1])
+        offset = self._begun_at if goes_on else end
+        text, self._begun = _split(self._begun + own if goes_on else own)
+        self._begun_at = offset + len(text)
+        return offset
 
     def _hold(self, text: str) -> None:
         if text:
@@ -69,3 +101,16 @@ class TextStream:
             else:
                 out.append(piece)
         return out
+
+
+def _split(data: bytes) -> tuple[str, bytes]:
+    """Text, and the beginning of a character behind it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(data)
+    return text, decoder.getstate()[0]
+
+
+def _is_begun(data: bytes) -> bool:
+    """Whether bytes are one character or the beginning of one."""
+    text, begun = _split(data)
+    return "\ufffd" not in text and len(text) + bool(begun) == 1
