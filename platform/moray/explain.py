@@ -84,7 +84,7 @@ def default_of(field: FieldInfo) -> Any:
 
 def variant_of(annotation: Any, tag: Any) -> type[BaseModel] | None:
     """The configuration class that an annotation means: the only one, or the union's member of that `type`."""
-    classes = _classes_of(annotation)
+    classes = classes_of(annotation)
     if len(classes) == 1:
         return classes[0]
     return next((cls for cls in classes if tag is not None and tag in _tags_of(cls)), None)
@@ -99,12 +99,25 @@ def element_of(annotation: Any) -> Any:
     return None
 
 
+def classes_of(annotation: Any) -> list[type[BaseModel]]:
+    """The configuration classes among the alternatives of an annotation, those in containers not counted."""
+    return [member for member in _members(annotation) if isinstance(member, type) and issubclass(member, BaseModel)]
+
+
+def description_of(field: FieldInfo) -> str:
+    """What a key means: the first sentence of its docstring, else of that of the only class that it holds."""
+    classes = classes_of(field.annotation)
+    text = field.description or (classes[0].__doc__ if len(classes) == 1 else None) or ""
+    paragraph = one_line(text.strip().partition("\n\n")[0])
+    return re.split(r"(?<=\.)\s", paragraph)[0].removesuffix(".")
+
+
 def _explain_one(config_class: type[BaseModel], problem: ErrorDetails) -> str:
     key, owner, annotation = _locate(config_class, problem["loc"])
     kind, context = problem["type"], problem.get("ctx", {})
     received = json.dumps(problem["input"], default=str, ensure_ascii=False)
     received = received if len(received) <= 80 else received[:77] + "..."
-    tags = [tag for cls in _classes_of(annotation) for tag in _tags_of(cls)]
+    tags = [tag for cls in classes_of(annotation) for tag in _tags_of(cls)]
     match kind:
         case "extra_forbidden":
             return f"unknown key '{key}'{_nearest_key(config_class, owner, key)}"
@@ -143,7 +156,7 @@ def _locate(config_class: type[BaseModel], location: Sequence[int | str]) -> tup
         if str(part).startswith("tagged-union["):  # a union inside of a plain one has a name of its own
             continue
         variant = variant_of(annotation, part)
-        if variant is not None and len(_classes_of(annotation)) > 1:
+        if variant is not None and len(classes_of(annotation)) > 1:
             annotation = variant
             continue
         if variant is None and element_of(annotation) is None:
@@ -197,10 +210,6 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _classes_of(annotation: Any) -> list[type[BaseModel]]:
-    return [member for member in _members(annotation) if isinstance(member, type) and issubclass(member, BaseModel)]
-
-
 def _tags_of(config_class: type[BaseModel]) -> tuple[str, ...]:
     field = config_class.model_fields.get("type")
     return typing.get_args(field.annotation) if field is not None else ()
@@ -218,14 +227,14 @@ def help_rows(config_class: type[BaseModel], prefix: str = "", default: Any = Py
     for name, field in config_class.model_fields.items():
         declared = getattr(default, name) if isinstance(default, BaseModel) else default_of(field)
         key = prefix + name
-        classes = _classes_of(field.annotation)
+        classes = classes_of(field.annotation)
         if len(classes) > 1:
             shown = getattr(declared, "type", declared)
-            rows.append(HelpRow(f"{key}.type", _type_name(field) + _default_text(shown), _description(field)))
+            rows.append(HelpRow(f"{key}.type", _type_name(field) + _default_text(shown), description_of(field)))
         elif not classes or not isinstance(declared, BaseModel):
-            rows.append(HelpRow(key, _type_name(field) + _default_text(declared), _description(field)))
+            rows.append(HelpRow(key, _type_name(field) + _default_text(declared), description_of(field)))
         if not classes:
-            classes = _classes_of(element_of(field.annotation))
+            classes = classes_of(element_of(field.annotation))
             key += "[]"
         rows += _variant_rows(classes, f"{key}.", declared)
     return rows
@@ -242,13 +251,6 @@ def _variant_rows(classes: list[type[BaseModel]], prefix: str, default: Any) -> 
         row if len(tags) == len(classes) else row._replace(value=f"{row.value}  [{', '.join(tags)}]")
         for row, tags in tags_by_row.items()
     ]
-
-
-def _description(field: FieldInfo) -> str:
-    classes = _classes_of(field.annotation)
-    text = field.description or (classes[0].__doc__ if len(classes) == 1 else None) or ""
-    paragraph = one_line(text.strip().partition("\n\n")[0])
-    return re.split(r"(?<=\.)\s", paragraph)[0].removesuffix(".")
 
 
 def _default_text(value: Any) -> str:
