@@ -48,12 +48,12 @@ from moray.bench.configs import (
     ChannelsBenchmarkConfig,
     DecodeBenchmarkConfig,
     EngineBenchmarkConfig,
-    ShapedBenchmarkConfig,
     StalenessConfig,
     TreeSearchConfig,
 )
 from moray.bench.load.config import ServeBenchmarkConfig
 from moray.bench.recording import reported
+from moray.bench.shaped_config import ShapedBenchmarkConfig
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 from moray.commands import Command, run_commands
 

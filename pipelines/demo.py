@@ -24,8 +24,9 @@ class DemoConfig(Config):
     """Which stages to run, and what to decode at the end."""
 
     stages: tuple[tuple[str, ...], ...] = Field(min_length=1)
-    """Name of an entry point of `pipelines`, then its arguments."""
+    """Commands to run in turn, each a list: the name of an entry point of pipelines, then its arguments."""
     live: LiveConfig | None = None
+    """A prompt that is decoded in the terminal after the stages; null for none."""
     ray: RayConfig = RayConfig()
 
 

@@ -17,23 +17,23 @@ class ApiConfig(Config):
     """Limits and rules of the HTTP interface."""
 
     model_name: str | None = Field(default=None, min_length=1)
-    """What clients call the model; None: the last part of the target's name."""
+    """What clients call the model; null for the last part of the target's name."""
     api_keys_file: str | None = None
-    """File with one bearer key per line; None: everybody may ask."""
+    """File with one bearer key per line; null lets everybody ask."""
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
-    """Of one request."""
+    """Most bytes of the body of one request."""
     max_body_seconds: float = Field(default=30.0, gt=0)
-    """For a request to arrive in; one that takes longer is answered with 408."""
+    """Most seconds in which a request must arrive; one that takes longer is answered with 408."""
     max_choices: int = Field(default=8, ge=1)
-    """Answers that one request may ask for: `n` times its prompts."""
+    """Most answers that one request may ask for: n times its prompts."""
     default_max_tokens: int = Field(default=512, ge=1)
     """Most tokens of an answer whose request does not say, as far as the context has room."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Of one key, or of one address where there are no keys, at one gateway replica: each counts for itself, so that
-    several let through as many times more. None: any number."""
+    """Most requests per minute of one key, or of one address without keys; null for any number. At one gateway replica:
+    each counts for itself, so that several let through as many times more."""
     num_retries: int = Field(default=5, ge=0)
-    """How often in a row, without a token in between, an answer is taken up again after its replica has died; but once
-    where engines fail over it."""
+    """How often in a row an answer is taken up again after its replica has died; 0 for never. Without a token in
+    between; but once where engines fail over it."""
     log_prompts: bool = False
     """Write prompts and answers into the replicas' logs."""
 
@@ -43,22 +43,23 @@ class ServeConfig(Config):
 
     target: TargetConfig
     drafters: Mapping[str, str | UsableConfig] = Field(default_factory=dict)
-    """By the names that requests choose by: folders of trained drafters, or ready-made ones; the first is the default.
-    None at all: plain decoding."""
+    """Drafters by the names that requests choose by, the first is the default; none decodes plainly. Folders of trained
+    drafters, or ready-made ones."""
     placement: Literal["pool", "in_process"] = "pool"
-    """Drafters as a deployment of their own, or inside each target replica, where prompt lookup always is."""
+    """Drafters in a deployment of their own (pool), or inside each target replica (in_process). Prompt lookup is always
+    inside."""
     engine: EngineConfig = EngineConfig()
     draft_timeout_ms: float = Field(default=100.0, gt=0)
-    """A cycle goes on without drafts from the pool that have not come by then."""
+    """Most milliseconds that a cycle waits for drafts from the pool; it goes on without them."""
     run_ahead: bool = False
-    """While the target verifies a chain, drafters of the pool go on below it, with memory that is a cycle older: if all
-    of it is accepted and the target's own token is what they expect, the next draft is there at once."""
+    """Let drafters of the pool go on below a chain while the target verifies it. Their memory is a cycle older: if all
+    of the chain is accepted and the target's own token is what they expect, the next draft is there at once."""
     session_idle_seconds: float = Field(default=60.0, gt=0)
-    """A drafter replica forgets a sequence that nobody has asked for so long, and its place there is free again."""
+    """Seconds after which a drafter replica forgets a sequence that nobody asks for. Its place there is free again."""
     threads: int | None = Field(default=None, ge=1)
-    """torch's threads in every replica; None leaves them to torch."""
+    """Number of torch threads of every replica; null leaves it to torch."""
     max_waiting: int = Field(default=64, ge=0)
-    """Sequences that may wait for a place in one target replica; more are refused with 429."""
+    """Most sequences that wait for a place in one target replica; more are refused with 429."""
     api: ApiConfig = ApiConfig()
 
     @model_validator(mode="after")

@@ -31,13 +31,15 @@ class DeployConfig(Config):
     """Ray Serve's schema, and where to."""
 
     applications: tuple[dict[str, Any], ...] = Field(min_length=1)
-    """name, route_prefix, import_path, args (`ServeConfig`) and deployments (overrides by name)."""
+    """Applications: name, route_prefix, import_path, args (keys of ServeConfig) and deployments."""
     http_options: dict[str, Any] = Field(default_factory=dict)
-    """host, port and more; on loopback if no host is named."""
+    """Ray Serve's HTTP options: host, port and more; on loopback if no host is named."""
     proxy_location: str = "HeadOnly"
+    """Nodes that run an HTTP proxy: HeadOnly, EveryNode or Disabled."""
     logging_config: dict[str, Any] | None = None
+    """Ray Serve's logging options for all applications; null for Ray Serve's own."""
     wait_seconds: float = Field(default=1800.0, gt=0)
-    """For replicas to load their weights, and for nodes to start."""
+    """Most seconds to wait for nodes to start and replicas to load their weights."""
     ray: RayConfig = RayConfig()
 
 

@@ -19,9 +19,9 @@ class SummarizeConfig(Config):
     """Which sweeps to look at."""
 
     sweeps: tuple[str, ...] = Field(min_length=1)
-    """Their folders."""
+    """Folders of the sweeps."""
     report: str | None = None
-    """JSON file to write; the same as `--json FILE`."""
+    """JSON file to write, the same as --json FILE; null for none."""
 
 
 def main(config: SummarizeConfig) -> None:

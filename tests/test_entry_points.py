@@ -7,14 +7,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
-from moray.bench.configs import ShapedBenchmarkConfig
+from moray.bench.shaped_config import ShapedBenchmarkConfig
 from moray.commands import load_command
-from moray.config import load_config, validate
+from moray.config import Config, load_config, validate
 from moray.errors import ConfigError
+from moray.explain import classes_of, description_of, element_of, help_rows
 from pipelines import benchmark, evaluate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -27,6 +30,18 @@ ENTRY_POINTS = [
 MODULES = [f"{path.parent.name}.{path.stem}" for path in ENTRY_POINTS]
 HEAVY = {"torch", "ray", "transformers", "datasets", "pandas", "matplotlib"}
 MAX_CPU_SECONDS = 2.0
+MAX_DESCRIPTION = 100
+UNITS = {
+    r"(^|_)seconds$|_s$": "seconds",
+    r"(^|_)ms(_|$)": "milliseconds",
+    r"_mib$": "MiB",
+    r"_bytes$": "bytes",
+    r"_flops$": "FLOP per second",
+    r"_bandwidth$": "bytes per second",
+    r"_per_minute$": "per minute",
+    r"(^|_)tokens$|^(max_)?context$|^capacity$|^max_length$|^row_length$|^max_positions$": "tokens",
+}
+"""The unit that a description must name, by a pattern of the key's name."""
 
 
 class Outcome(NamedTuple):
@@ -218,3 +233,92 @@ def test_a_cluster_of_this_machine_listens_on_loopback_only(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment, check=True
     )
     assert answer.stdout.strip() == "{'127.0.0.1'}"
+
+
+def configurations() -> dict[str, type[Config]]:
+    """What each command of each entry point is configured by."""
+    found: dict[str, type[Config]] = {}
+    for name in MODULES:
+        module = importlib.import_module(name)
+        commands = getattr(module, "COMMANDS", {"": getattr(module, "COMMAND", None)})
+        for word, command in commands.items():
+            found[f"{name} {word}".rstrip()] = module.CONFIG if command is None else command.config_class
+    return found
+
+
+def keys_below(config_class: type[Config], is_variant: bool = False) -> list[tuple[type[Config], str, FieldInfo]]:
+    """Class, name and field of every key that can be set, whether it has a line of its own or not.
+
+    The `type` of a union's variants is left out: it is told by the key that holds the union.
+    """
+    found: list[tuple[type[Config], str, FieldInfo]] = []
+    for name, field in config_class.model_fields.items():
+        if not (is_variant and name == "type"):
+            found.append((config_class, name, field))
+        annotation: Any = field.annotation
+        while annotation is not None:
+            classes = classes_of(annotation)
+            for held in classes:
+                found += keys_below(held, is_variant=len(classes) > 1)
+            annotation = element_of(annotation)
+    return found
+
+
+def undescribed(config_class: type[Config]) -> set[str]:
+    """What is wrong with the descriptions of a configuration's keys, one line each, naming class and key."""
+    wrong: set[str] = set()
+    for owner, name, field in keys_below(config_class):
+        text, key = description_of(field), f"{owner.__name__}.{name}"
+        if not text:
+            wrong.add(f"{key} has no description: write one line under it, as a docstring")
+        elif "\n" in text or len(text) > MAX_DESCRIPTION:
+            wrong.add(f"{key}: the first sentence has {len(text)} characters; {MAX_DESCRIPTION} fit: {text}")
+        elif type(None) in getattr(field.annotation, "__args__", ()) and not re.search(r"\bnull\b", text):
+            wrong.add(f"{key} may be null; say what that means: {text}")
+        wrong |= {
+            f"{key} is in {unit}; say so: {text}"
+            for pattern, unit in UNITS.items()
+            if text and re.search(pattern, name) and not re.search(rf"\b{unit}\b", text, re.IGNORECASE)
+        }
+    return wrong
+
+
+def test_every_key_of_every_command_is_described_in_one_line():
+    commands = configurations()
+    assert {command.split()[0] for command in commands} == set(MODULES)
+    assert set().union(*map(undescribed, commands.values())) == set()
+    assert [row for config_class in commands.values() for row in help_rows(config_class) if not row.description] == []
+
+
+class _Left(Config):
+    """One variant."""
+
+    type: str = "left"
+    old: int = 1
+    """Documented."""
+    fresh: int = 1
+
+
+class _Fresh(Config):
+    """A configuration as it is on the day that somebody adds keys to it."""
+
+    inner: _Left = _Left()
+    items: tuple[_Left, ...] = ()
+    """Things."""
+    wait_seconds: float = 1.0
+    """How long to wait."""
+    limit: int | None = None
+    """Most things."""
+    long: int = Field(default=1, ge=1)
+    """A sentence that goes on and on, and says far more about the key than anybody who looks for it wants to read."""
+    good_ms: float | None = None
+    """Milliseconds to wait; null for ever. More is said of it here, which is not shown."""
+
+
+def test_a_key_without_a_description_is_named_with_its_class():
+    assert {line.partition(" ")[0] for line in undescribed(_Fresh)} == {
+        "_Left.type", "_Left.fresh", "_Fresh.wait_seconds", "_Fresh.limit", "_Fresh.long:",
+    }  # fmt: skip
+    rows = {row.key: row for row in help_rows(_Fresh)}
+    assert rows["good_ms"].description == "Milliseconds to wait; null for ever"
+    assert (rows["inner.fresh"].description, rows["items[].old"].description) == ("", "Documented")

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moray.bench.configs import EvaluateConfig, ShapeConfig, ShapedBenchmarkConfig
+from moray.bench.configs import EvaluateConfig
 from moray.bench.loading import folder_of
 from moray.bench.shaped import random_target
+from moray.bench.shaped_config import ShapeConfig, ShapedBenchmarkConfig
 from moray.cluster.configs import DistilConfig
 from moray.config import load_config, read_yaml
 from moray.drafters.configs import DRAFTER_CONFIG, TrainedConfig

@@ -8,6 +8,7 @@ error answer at once. For the same reason configuration classes live in torch-fr
 import argparse
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,9 +29,21 @@ class Config(BaseModel):
     `Field(discriminator="type")` on the union. Range checks belong in `Field`, checks across fields in a
     `model_validator(mode="after")` that raises `ValueError`; `mode="before"` on a model would turn its
     lists and paths into Python objects that strict validation refuses.
+
+    Every field is explained by the docstring under it. Its first sentence is what `--help` shows: one line that says
+    what the value does, its unit, and what null means. A docstring, and not `Field(description=...)`, because it leaves
+    the type and the default of a field in front and has room for more than that line. Pydantic parses the classes'
+    source for it when they are imported, some milliseconds for all keys of a command.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -93,7 +106,7 @@ class CommandLine(argparse.ArgumentParser):
             prog=prog,
             usage=f"%(prog)s {usage or '[config.yaml ...] [key=value ...]'}",
             description=description,
-            epilog=describe(config_class),
+            epilog=describe(config_class, _terminal_width()),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -101,6 +114,11 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.advice}")
+
+
+def _terminal_width() -> int | None:
+    """Columns of the terminal that is written to; None for a pipe or a file, whose lines are to be found by `grep`."""
+    return max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
 
 
 def program() -> str | None:

@@ -1,18 +1,19 @@
 """Words for configuration classes: what is wrong with given values, and which keys there are.
 
 Errors name the key as a user writes it, the value, what is accepted and the nearest valid name; `--help`
-lists every key with its type and default. This module refuses to know where the values came from.
+lists every key with its type, its default and what it means. This module refuses to know where the values came from.
 """
 
 import collections.abc
 import difflib
 import json
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import annotated_types
 from pydantic import BaseModel, ValidationError
@@ -20,6 +21,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 _CONTAINERS = (tuple, list, set, frozenset, dict, collections.abc.Sequence, collections.abc.Mapping)
+
+
+class HelpRow(NamedTuple):
+    """One key, as `--help` lists it."""
+
+    key: str
+    """Dotted; `a[].b` is the key `b` of every item of `a`."""
+    value: str
+    """Type and default, and the variants of a union that have the key if not all do."""
+    description: str
+    """First sentence of the field's docstring, else of the docstring of the class that it holds; empty without one."""
 
 
 def explain(config_class: type[BaseModel], error: ValidationError) -> str:
@@ -37,9 +49,18 @@ def explain(config_class: type[BaseModel], error: ValidationError) -> str:
     return one_line(_explain_one(config_class, problems[0])) + more
 
 
-def describe(config_class: type[BaseModel]) -> str:
-    """List every dotted key with its type and default, for `--help`."""
-    return "\n".join(["keys:", *(f"  {key}: {text}" for key, text in _rows(config_class))])
+def describe(config_class: type[BaseModel], width: int | None = None) -> str:
+    """List every dotted key with its type, its default and what it means, for `--help`.
+
+    Args:
+        config_class: whose keys.
+        width: characters of a line, longer ones are wrapped; None leaves every key on one line, for `grep`.
+    """
+    lines = [f"  {key}: {value}" + f"  # {text}" * bool(text) for key, value, text in help_rows(config_class)]
+    if width is not None:
+        shape = {"width": width, "subsequent_indent": " " * 6, "break_long_words": False, "break_on_hyphens": False}
+        lines = [textwrap.fill(line, **shape) for line in lines]
+    return "\n".join(["keys:", *lines])
 
 
 def nearest_path(path: Path) -> str:
@@ -63,7 +84,7 @@ def default_of(field: FieldInfo) -> Any:
 
 def variant_of(annotation: Any, tag: Any) -> type[BaseModel] | None:
     """The configuration class that an annotation means: the only one, or the union's member of that `type`."""
-    classes = _classes_of(annotation)
+    classes = classes_of(annotation)
     if len(classes) == 1:
         return classes[0]
     return next((cls for cls in classes if tag is not None and tag in _tags_of(cls)), None)
@@ -78,12 +99,25 @@ def element_of(annotation: Any) -> Any:
     return None
 
 
+def classes_of(annotation: Any) -> list[type[BaseModel]]:
+    """The configuration classes among the alternatives of an annotation, those in containers not counted."""
+    return [member for member in _members(annotation) if isinstance(member, type) and issubclass(member, BaseModel)]
+
+
+def description_of(field: FieldInfo) -> str:
+    """What a key means: the first sentence of its docstring, else of that of the only class that it holds."""
+    classes = classes_of(field.annotation)
+    text = field.description or (classes[0].__doc__ if len(classes) == 1 else None) or ""
+    paragraph = one_line(text.strip().partition("\n\n")[0])
+    return re.split(r"(?<=\.)\s", paragraph)[0].removesuffix(".")
+
+
 def _explain_one(config_class: type[BaseModel], problem: ErrorDetails) -> str:
     key, owner, annotation = _locate(config_class, problem["loc"])
     kind, context = problem["type"], problem.get("ctx", {})
     received = json.dumps(problem["input"], default=str, ensure_ascii=False)
     received = received if len(received) <= 80 else received[:77] + "..."
-    tags = [tag for cls in _classes_of(annotation) for tag in _tags_of(cls)]
+    tags = [tag for cls in classes_of(annotation) for tag in _tags_of(cls)]
     match kind:
         case "extra_forbidden":
             return f"unknown key '{key}'{_nearest_key(config_class, owner, key)}"
@@ -122,7 +156,7 @@ def _locate(config_class: type[BaseModel], location: Sequence[int | str]) -> tup
         if str(part).startswith("tagged-union["):  # a union inside of a plain one has a name of its own
             continue
         variant = variant_of(annotation, part)
-        if variant is not None and len(_classes_of(annotation)) > 1:
+        if variant is not None and len(classes_of(annotation)) > 1:
             annotation = variant
             continue
         if variant is None and element_of(annotation) is None:
@@ -140,12 +174,12 @@ def _nearest_key(config_class: type[BaseModel], owner: type[BaseModel], key: str
     match = difflib.get_close_matches(leaf, owner.model_fields, n=1)
     if match:
         return f"; did you mean '{prefix + '.' * bool(prefix) + match[0]}'?"
-    rows = _rows(config_class)
+    rows = help_rows(config_class)
     takes = f"; '{prefix}' takes {_listing(owner)}" if prefix else f"; accepted are {_listing(owner)}"
-    tags = re.search(r"\[([^\]]*)\]$", dict(rows).get(key, ""))
+    tags = re.search(r"\[([^\]]*)\]$", {row.key: row.value for row in rows}.get(key, ""))
     if tags:  # a key of another variant of the union
         return f"; only type {tags[1]} takes it{takes}"
-    names = {name.rpartition(".")[2]: name for name, _ in reversed(rows) if "[" not in name}
+    names = {name.rpartition(".")[2]: name for name, _, _ in reversed(rows) if "[" not in name}
     match = difflib.get_close_matches(leaf, names, n=1, cutoff=0.8)
     return f"; did you mean '{names[match[0]]}'?" if match else takes
 
@@ -176,44 +210,46 @@ def _members(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _classes_of(annotation: Any) -> list[type[BaseModel]]:
-    return [member for member in _members(annotation) if isinstance(member, type) and issubclass(member, BaseModel)]
-
-
 def _tags_of(config_class: type[BaseModel]) -> tuple[str, ...]:
     field = config_class.model_fields.get("type")
     return typing.get_args(field.annotation) if field is not None else ()
 
 
-def _rows(config_class: type[BaseModel], prefix: str = "", default: Any = PydanticUndefined) -> list[tuple[str, str]]:
-    """Every dotted key with its type and default; `default` is the instance that the outer class declares."""
-    rows: list[tuple[str, str]] = []
+def help_rows(config_class: type[BaseModel], prefix: str = "", default: Any = PydanticUndefined) -> list[HelpRow]:
+    """Every dotted key of a configuration class.
+
+    Args:
+        config_class: whose keys.
+        prefix: what stands before each key.
+        default: the instance that the outer class declares; its values are shown in place of the class's own defaults.
+    """
+    rows: list[HelpRow] = []
     for name, field in config_class.model_fields.items():
         declared = getattr(default, name) if isinstance(default, BaseModel) else default_of(field)
         key = prefix + name
-        classes = _classes_of(field.annotation)
+        classes = classes_of(field.annotation)
         if len(classes) > 1:
             shown = getattr(declared, "type", declared)
-            rows.append((f"{key}.type", _type_name(field) + _default_text(shown)))
+            rows.append(HelpRow(f"{key}.type", _type_name(field) + _default_text(shown), description_of(field)))
         elif not classes or not isinstance(declared, BaseModel):
-            rows.append((key, _type_name(field) + _default_text(declared)))
+            rows.append(HelpRow(key, _type_name(field) + _default_text(declared), description_of(field)))
         if not classes:
-            classes = _classes_of(element_of(field.annotation))
+            classes = classes_of(element_of(field.annotation))
             key += "[]"
         rows += _variant_rows(classes, f"{key}.", declared)
     return rows
 
 
-def _variant_rows(classes: list[type[BaseModel]], prefix: str, default: Any) -> list[tuple[str, str]]:
+def _variant_rows(classes: list[type[BaseModel]], prefix: str, default: Any) -> list[HelpRow]:
     """The keys below a field; of a union, each key says which variants have it."""
-    tags_by_row: dict[tuple[str, str], list[str]] = {}
+    tags_by_row: dict[HelpRow, list[str]] = {}
     for cls in classes:
-        for key, text in _rows(cls, prefix, default if isinstance(default, cls) else PydanticUndefined):
-            if len(classes) == 1 or key != f"{prefix}type":
-                tags_by_row.setdefault((key, text), []).append("|".join(_tags_of(cls)))
+        for row in help_rows(cls, prefix, default if isinstance(default, cls) else PydanticUndefined):
+            if len(classes) == 1 or row.key != f"{prefix}type":
+                tags_by_row.setdefault(row, []).append("|".join(_tags_of(cls)))
     return [
-        (key, text if len(tags) == len(classes) else f"{text}  [{', '.join(tags)}]")
-        for (key, text), tags in tags_by_row.items()
+        row if len(tags) == len(classes) else row._replace(value=f"{row.value}  [{', '.join(tags)}]")
+        for row, tags in tags_by_row.items()
     ]
 
 

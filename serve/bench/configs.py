@@ -18,20 +18,20 @@ class LoadConfig(Config):
     application: ServeConfig
     """What is deployed, but for what is varied."""
     questions: str
-    """As for pipelines.benchmark serve."""
+    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
     num_questions: int | None = Field(default=None, ge=1)
-    """How many different ones, spread evenly over categories; None for all."""
+    """Number of different questions, one of each category in turn; null for all."""
     num_requests: int = Field(default=48, ge=1)
-    """Of every way, in every round."""
+    """Requests of every way, in every round."""
     max_tokens: int = Field(default=96, ge=1)
     """Tokens of every answer: all go on to there."""
     rounds: int = Field(default=2, ge=1)
-    """In which all ways take turns, forwards and backwards."""
+    """Rounds in which all ways take turns, forwards and backwards."""
     wait_seconds: float = Field(default=300.0, gt=0)
-    """For replicas to start."""
+    """Most seconds to wait for replicas to start."""
     ray: RayConfig = RayConfig()
     report: str | None = None
-    """JSON file to write; the same as `--json FILE`."""
+    """JSON file to write, the same as --json FILE; null for none."""
 
     def requests_to(self, url: str, **fields: Any) -> ServeBenchmarkConfig:
         """The load generator's settings."""
@@ -53,7 +53,9 @@ class PoolConfig(Config):
     """Numbers of replicas."""
 
     targets: int = Field(ge=1)
+    """Number of target replicas."""
     drafters: int = Field(ge=1)
+    """Number of drafter replicas."""
 
     @property
     def name(self) -> str:
@@ -65,9 +67,10 @@ class ScalingBenchmarkConfig(LoadConfig):
     """What more replicas are worth, with passes and drafts of synthetic cost."""
 
     pools: tuple[PoolConfig, ...] = Field(min_length=1)
-    """Measured one after another, by scaling one application up and down; ratios are taken over the first."""
+    """Pools that are measured one after another; ratios are taken over the first. One application is scaled up and
+    down."""
     regimes: Mapping[str, SyntheticCosts] = Field(min_length=1)
-    """By name, what passes and drafts cost."""
+    """What passes and drafts cost, by name of the regime."""
     num_streams: int = Field(default=16, ge=1)
     """Requests under way at any time."""
 
@@ -90,20 +93,21 @@ class WayConfig(Config):
     """One way to be measured."""
 
     application: str
-    """Of `applications`."""
+    """Name of the application that is asked, one of applications."""
     cores: Mapping[Part, tuple[int, ...]] = Field(default_factory=dict)
-    """Where the processes of a deployment run, and all others: Ray, its proxy and the load generator; numbered as the
-    system does. What is not named runs anywhere."""
+    """Cores that the processes of each part may run on, numbered as the system does; none named, any. Where the
+    processes of a deployment run, and all others: Ray, its proxy and the load generator."""
 
 
 class SideBySideConfig(LoadConfig):
     """Several applications that run at the same time and are asked in turn, on this machine alone."""
 
     applications: Mapping[str, dict[str, Any]] = Field(min_length=1)
-    """By name, what differs from `application`."""
+    """What differs from application in each of several applications, by name."""
     ways: Mapping[str, WayConfig] = Field(min_length=1)
+    """Ways to be measured, by name."""
     pairs: tuple[tuple[str, str], ...] = Field(min_length=1)
-    """Of ways, of which ratios are taken: the first over the second."""
+    """Pairs of ways of which ratios are taken: the first over the second."""
     levels: tuple[LevelConfig, ...] = Field(min_length=1)
     """Loads that are measured one after another."""
 

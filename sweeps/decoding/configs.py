@@ -24,13 +24,13 @@ class _Trees(Config):
 
 
 class ConfirmShapesConfig(Config):
-    """How the winners are made sure of: the best shapes of every drafter are measured again, all in one process, on
+    """How the winners are made sure of. The best shapes of every drafter are measured again, all in one process, on
     the same questions in turn, with nothing beside."""
 
     finalists: int = Field(default=2, ge=1)
-    """Shapes of each drafter."""
+    """Best shapes of each drafter that are measured again."""
     num_questions: int | None = Field(default=None, ge=1)
-    """None for as many as the ladder's last rung."""
+    """Number of questions of that measurement; null for as many as the ladder's last rung."""
 
 
 class TuneDecodingConfig(Config):
@@ -40,39 +40,42 @@ class TuneDecodingConfig(Config):
     drafters: tuple[str, ...] = Field(min_length=1)
     """Folders of trained drafters; each gets a winner of its own."""
     space: Space = Field(min_length=1)
-    """Values, or a range, of `tree.type`, `tree.depth`, `tree.breadth`, `tree.nodes`, or whole trees as `tree`; and of
-    `draft_vocab_size`, the number of tokens that may be proposed (null: as trained)."""
+    """Lists or ranges of tree.type, tree.depth, tree.breadth, tree.nodes, tree and draft_vocab_size. `tree` lists whole
+    trees; `draft_vocab_size` is the number of tokens that may be proposed (null: as trained)."""
     activations: str | None = None
-    """Cache whose responses tell which tokens are frequent; needed for numbers in `draft_vocab_size`."""
+    """Cache that tells which tokens are frequent, for draft_vocab_size; null without that. Its responses are
+    counted."""
     search: Search = GridSearch(type="grid")
-    """Of each drafter; a random one draws, and Optuna proposes, that many different shapes for each."""
+    """How shapes are chosen: every one (grid), at random, or proposed by Optuna, for each drafter."""
     ladder: LadderConfig = LadderConfig(rungs=3, reduction=2)
-    """How many of the questions a shape is asked before it is compared with the others: the last rung asks all."""
+    """How many questions a shape is asked before it is compared with the others; the last rung asks all."""
     objective: Objective = "speedup"
     """What is maximised: speed-up over plain decoding, tokens per target pass, or tokens per second."""
     questions: str
-    """As for pipelines.evaluate."""
+    """File of JSON Lines: Spec-Bench questions, rows of {prompt}, or chats whose user turns are asked."""
     num_questions: int | None = Field(default=None, ge=1)
-    """On the last rung; None for all."""
+    """Number of questions on the last rung, one of each category in turn; null for all."""
     max_new_tokens: int = Field(default=64, ge=2)
+    """Most tokens of an answer."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together, if the target takes more."""
+    """Most tokens of prompt and answer together; capped by the target's context."""
     sampling: SamplingParams = SamplingParams()
     threads: int | None = Field(default=1, ge=1)
-    """torch threads of a measurement; None for torch's own choice."""
+    """Number of torch threads of a measurement; null leaves it to torch."""
     cpus: float = Field(default=1.0, gt=0)
     """Logical CPUs of a measurement."""
     gpus: float = Field(default=0.0, ge=0)
-    """Of a measurement; it runs on the CPU with 0."""
+    """GPUs of a measurement; 0 runs it on the CPU."""
     confirm: ConfirmShapesConfig = ConfirmShapesConfig()
     max_concurrent: int | None = Field(default=None, ge=1)
-    """Most measurements at a time. None: on this machine without GPUs one, for timings disturb each other; elsewhere as
-    many as there is room for."""
+    """Most measurements at a time; null for one on a machine without GPUs, else as many as fit. Timings disturb each
+    other on one machine."""
     max_failures: int = Field(default=2, ge=0)
-    """How often a measurement is tried again whose process died."""
+    """How often a measurement whose process died is tried again; 0 for never."""
     output: str
+    """Folder of the sweep: its measurements, summary and report."""
     resume: bool = False
-    """Go on with the sweep in `output`; the same as `--resume`."""
+    """Go on with the sweep in output, the same as --resume."""
     ray: RayConfig = RayConfig()
 
     @field_validator("drafters")

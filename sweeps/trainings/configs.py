@@ -30,23 +30,26 @@ class DecodingConfig(Config):
     """How a drafter is measured: plain decoding and speculation in turn, on the same prompts."""
 
     tree: Shape
+    """Shape of the draft trees."""
     questions: str
-    """As for pipelines.evaluate."""
+    """File of JSON Lines: Spec-Bench questions, rows of {prompt}, or chats whose user turns are asked."""
     num_questions: int | None = Field(default=None, ge=1)
+    """Number of questions to ask, one of each category in turn; null for all."""
     max_new_tokens: int = Field(default=64, ge=2)
+    """Most tokens of an answer."""
     rounds: int = Field(default=3, ge=1)
-    """How often each prompt is decoded by each; the fastest counts, for other trials can only make it slower."""
+    """How often each prompt is decoded each way; the fastest counts. Other trials can only make it slower."""
     batch_size: int = Field(default=1, ge=1)
     """Sequences that are decoded together. What a drafter is worth falls as it grows: passes over many sequences have
     less to spare. Give several times as many questions."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together, if the target takes more."""
+    """Most tokens of prompt and answer together; capped by the target's context."""
     threads: int | None = Field(default=1, ge=1)
-    """torch threads; None for torch's own choice."""
+    """Number of torch threads; null leaves it to torch."""
     cpus: float = Field(default=1.0, gt=0)
     """Logical CPUs of the task that measures."""
     gpus: float | None = Field(default=None, ge=0)
-    """Its GPUs; None for as many as a worker has."""
+    """GPUs of the task that measures, 0 for the CPU; null for as many as a worker has."""
 
     @model_validator(mode="after")
     def _check(self) -> "DecodingConfig":
@@ -75,10 +78,11 @@ class DecodingConfig(Config):
 
 
 class ConfirmConfig(Config):
-    """How the winner is made sure of: the best trials are trained again from other seeds, and all are measured side by
+    """How the winner is made sure of. The best trials are trained again from other seeds, and all are measured side by
     side, alone on the machine."""
 
     finalists: int = Field(default=2, ge=1)
+    """Best trials that are trained again from other seeds."""
     seeds: int = Field(default=2, ge=1)
     """Trainings of each finalist, the one of the sweep included."""
 
@@ -87,24 +91,26 @@ class SweepConfig(Config):
     """Which distillations to compare, how, and for how long."""
 
     distil: tuple[str, ...] = Field(min_length=1)
-    """The words of pipelines.distill that all trials share: YAML files, then overrides."""
+    """Words of pipelines.distill that all trials share: YAML files, then overrides."""
     space: Space = Field(min_length=1)
-    """Values, or a range, of any key of pipelines.distill by its dotted name."""
+    """Lists or ranges of values of any key of pipelines.distill, by its dotted name."""
     search: Search = GridSearch(type="grid")
+    """How trials are chosen: every combination (grid), at random, or proposed by Optuna."""
     ladder: LadderConfig = LadderConfig()
     training_tokens: int | None = Field(default=None, ge=1)
-    """Of a trial that is trained to the end, counted in train.batch_tokens; None for what `distil` says."""
+    """Tokens of a trial trained to the end, counting every batch as full; null for what distil says."""
     objective: Objective = "speedup"
     """What is maximised: speed-up over plain decoding, tokens per target pass, or tokens per second."""
     decoding: DecodingConfig
     confirm: ConfirmConfig = ConfirmConfig()
     max_concurrent: int | None = Field(default=None, ge=1)
-    """Most trials at a time; None for as many as the machine or cluster has room for."""
+    """Most trials at a time; null for as many as the machine or cluster has room for."""
     max_failures: int = Field(default=2, ge=0)
-    """How often a trial is tried again whose process died."""
+    """How often a trial whose process died is tried again; 0 for never."""
     output: str
+    """Folder of the sweep: its trials, summary, report and best drafter."""
     resume: bool = False
-    """Go on with the sweep in `output`; the same as `--resume`."""
+    """Go on with the sweep in output, the same as --resume."""
     ray: RayConfig = RayConfig()
 
     @field_validator("space")

@@ -35,8 +35,11 @@ class Range(Config):
     """Numbers between two bounds, both included."""
 
     type: Literal["uniform", "loguniform", "integers"]
+    """How numbers are drawn: evenly, evenly in their logarithm, or whole numbers evenly."""
     low: float
+    """Lowest number, included."""
     high: float
+    """Highest number, included."""
 
     @model_validator(mode="after")
     def _check(self) -> "Range":

@@ -48,23 +48,26 @@ class CacheConfig(Config):
     """What to store of the target, and how."""
 
     hidden_depths: tuple[int, ...] = (-1, -2, -3)
-    """Depths of hidden states: -1 after the final norm, -1-N the input of the last N layers."""
+    """Depths of the stored hidden states: -1 after the final norm, -1-N the input of the last N layers."""
     kv_layers: tuple[int, ...] | None = None
-    """Layers whose keys and values are stored; None for all."""
+    """Indices of the layers whose keys and values are stored, from 0; null for all layers."""
     kv_codec: CodecName = "bfloat16"
-    """How keys and values are stored: 16, 32, 8 (fp8, int8) or 4 bits an element."""
+    """Number format of stored keys and values, in bits an element: 32, 16, 8 (fp8, int8) or 4 (int4)."""
     hidden_codec: CodecName = "bfloat16"
+    """Number format of stored hidden states, with the same choices as kv_codec."""
     column_codecs: dict[str, CodecName] = Field(default_factory=dict)
-    """Single columns that are stored otherwise: {hidden.-1: bfloat16, kv.00: int8}."""
+    """Formats of single columns that differ from the two above, such as {hidden.-1: bfloat16, kv.00: int8}."""
     compression: Literal["none", "zstd"] = "none"
+    """Compression of the shards on top of their number formats; none for no compression."""
     max_bytes: int | None = Field(default=None, ge=1)
-    """Most bytes that the whole cache may take; a plan that needs more is refused before anything is cached."""
+    """Most bytes that the whole cache may take; null for no limit. A plan that needs more is refused before anything is
+    cached."""
     max_length: int = Field(default=2048, ge=2)
-    """Chats are truncated to this many tokens, or to the target's context if that is shorter."""
+    """Most tokens of a chat; what is longer, or longer than the target's context, is cut off there."""
     batch_tokens: int = Field(default=16384, ge=64)
-    """Most tokens, padding included, that the target runs at once; also one row group."""
+    """Most tokens, padding included, that the target runs at once and that one row group holds."""
     shard_mib: int = Field(default=256, ge=1, le=4096)
-    """Size at which a shard is closed."""
+    """Size in MiB at which a shard is closed and the next one begins."""
     chats_per_part: int = Field(default=2048, ge=1)
     """Chats that are read, tokenised and sorted by length together."""
 

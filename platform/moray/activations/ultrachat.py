@@ -37,11 +37,16 @@ class ChatsConfig(Config):
     Rows are counted as they stand in the files, bad ones included, so that a plan never depends on their contents.
     """
 
-    path: str = Field(description="a file, a folder, a glob pattern of both, or hub:OWNER/NAME[@REVISION]")
-    split: str | None = Field(default=None, description="of a hub data set, or of a folder's file names")
+    path: str
+    """Where the chats are: a file, a folder, a glob pattern of both, or hub:OWNER/NAME[@REVISION]."""
+    split: str | None = None
+    """Split of a hub data set, or in the names of a folder's files; null for the only one, or all files."""
     max_chats: int | None = Field(default=None, ge=1)
-    skip_chats: int = Field(default=0, ge=0, description="rows to leave out at the start, such as held-out ones")
-    max_bad_rows: int = Field(default=100, ge=0, description="more unusable rows than this stop the job")
+    """Most rows to read, bad ones included; null for all."""
+    skip_chats: int = Field(default=0, ge=0)
+    """Rows to leave out at the start, such as held-out ones."""
+    max_bad_rows: int = Field(default=100, ge=0)
+    """Unusable rows that are left out; one more stops the job."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from moray.config import Config
 from moray.decoding.params import CompileMode, SamplingParams
-from moray.drafters.configs import TrainableConfig, UsableConfig
+from moray.drafters.configs import UsableConfig
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import MAX_DEPTH, AdaptiveShape, ChainShape, Shape
 
@@ -19,31 +19,33 @@ class EvaluateConfig(Config):
 
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
-    """Folders of trained drafters, or {type: trained, folder: ..., effort: 1, name: ...} to fix N of several; those
-    that need no training as {type: ngram} or {type: pretrained, model: ...}."""
+    """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also {type:
+    pretrained, model: ...}; {type: trained, folder: ..., effort: 1, name: ...} fixes N of several."""
     trees: tuple[Shape, ...] = Field(min_length=1)
+    """Shapes of the draft trees; every drafter is measured with each of them."""
     questions: str
-    """Spec-Bench JSON Lines, rows of {prompt}, or chats whose user turns are asked."""
+    """File of JSON Lines: Spec-Bench questions, rows of {prompt}, or chats whose user turns are asked."""
     num_questions: int | None = Field(default=None, ge=1)
-    """How many, spread evenly over categories; None for all."""
+    """Number of questions to ask, one of each category in turn; null for all."""
     categories: tuple[str, ...] = ()
-    """Empty for all."""
+    """Categories of questions to ask; empty for all."""
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = ()
-    """Each question is asked at each of them; empty for `sampling.temperature` alone."""
+    """Temperatures at which each question is asked; empty for sampling.temperature alone."""
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = Field(default=128, ge=1)
+    """Most tokens of an answer."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer, besides the end-of-sequence tokens."""
     compare_generate: bool = True
-    """Measure Hugging Face `generate` beside our own plain decoding."""
+    """Measure Hugging Face generate beside our own plain decoding."""
     threads: int | None = Field(default=1, ge=1)
-    """torch threads; None for torch's own choice."""
+    """Number of torch threads; null leaves it to torch."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together, if the target takes more: what the cache is allocated for."""
+    """Most tokens of prompt and answer together, for which the cache is allocated; capped by the target."""
     compile: CompileMode = "off"
-    """torch.compile for target and drafters."""
+    """Whether target and drafters are compiled by torch.compile."""
     exact_phases: bool = False
-    """Wait for the device after each phase, so that their times can be told apart; it costs some overlap."""
+    """Wait for the device after each phase, so that their times can be told apart; costs some overlap."""
     output: str
     """Folder of answers.jsonl, report.json and report.html."""
 
@@ -81,20 +83,23 @@ class DecodeBenchmarkConfig(Config):
 
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
-    """Folders of trained drafters, or {type: trained, folder: ..., effort: 1, name: ...} to fix N of several; those
-    that need no training as {type: ngram} or {type: pretrained, model: ...}."""
+    """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also {type:
+    pretrained, model: ...}; {type: trained, folder: ..., effort: 1, name: ...} fixes N of several."""
     trees: tuple[Shape, ...] = Field(min_length=1)
+    """Shapes of the draft trees; every drafter is measured with each of them."""
     questions: str
-    """As for pipelines.evaluate."""
+    """File of JSON Lines: Spec-Bench questions, rows of {prompt}, or chats whose user turns are asked."""
     num_questions: int | None = Field(default=None, ge=1)
+    """Number of questions to ask, one of each category in turn; null for all."""
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = Field(default=128, ge=1)
+    """Most tokens of an answer."""
     threads: int | None = Field(default=1, ge=1)
-    """torch threads; None for torch's own choice."""
+    """Number of torch threads; null leaves it to torch."""
     compile: CompileMode = "off"
-    """torch.compile for target and drafters."""
+    """Whether target and drafters are compiled by torch.compile."""
     report: str | None = None
-    """JSON file to write; the same as `--json FILE`."""
+    """JSON file to write, the same as --json FILE; null for none."""
 
     def evaluation(self) -> EvaluateConfig:
         """The evaluation that measures it."""
@@ -108,22 +113,26 @@ class EngineBenchmarkConfig(Config):
 
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
-    """As for `pipelines.benchmark decode`."""
+    """Folders of trained drafters, or drafters by type, as for pipelines.benchmark decode."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
+    """Shape of the draft trees."""
     batches: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
-    """Sequences at a time."""
+    """Numbers of sequences that run at the same time, measured one after another."""
     questions: str
-    """As for pipelines.evaluate; of several turns the first."""
+    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
     num_questions: int | None = Field(default=None, ge=1)
+    """Number of questions to ask, one of each category in turn; null for all."""
     num_answers: int | None = Field(default=None, ge=1)
-    """Answers in each round; None for one to every question, and never fewer than run at a time."""
+    """Answers in each round, at least as many as run at a time; null for one to every question."""
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = Field(default=96, ge=1)
+    """Most tokens of an answer."""
     rounds: int = Field(default=3, ge=1)
+    """How often every way to decode is measured."""
     threads: int | None = Field(default=1, ge=1)
-    """torch threads; None for torch's own choice."""
+    """Number of torch threads; null leaves it to torch."""
     report: str | None = None
-    """JSON file to write; the same as `--json FILE`."""
+    """JSON file to write, the same as --json FILE; null for none."""
 
 
 class ChannelsBenchmarkConfig(Config):
@@ -131,26 +140,29 @@ class ChannelsBenchmarkConfig(Config):
 
     target: TargetConfig
     drafter: str | UsableConfig
-    """Folder of a trained drafter, or one that needs no training; its messages are what crosses."""
+    """Folder of a trained drafter, or a drafter by type; its messages are what crosses."""
     tree: Shape = ChainShape(type="chain", depth=5)
+    """Shape of the draft trees."""
     channels: tuple[ChannelName, ...] = Field(default=get_args(ChannelName), min_length=1)
-    """Ways from the target's process to the drafter's, in turn."""
+    """Ways from the target's process to the drafter's, measured in turn."""
     batches: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = Field(default=(1, 4, 16, 32), min_length=1)
-    """Sequences at a time."""
+    """Numbers of sequences whose messages are recorded, one recording each."""
     questions: str
-    """As for pipelines.evaluate; of several turns the first."""
+    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
     num_questions: int | None = Field(default=None, ge=1)
+    """Number of questions to ask, one of each category in turn; null for all."""
     max_new_tokens: int = Field(default=96, ge=2)
+    """Most tokens of an answer."""
     num_cycles: int = Field(default=100, ge=2)
     """Messages of each batch size that are recorded."""
     rounds: int = Field(default=10, ge=1)
-    """How often each recording goes through each channel."""
+    """How often each recording goes through each channel with no drafter at work behind it."""
     drafted_rounds: int = Field(default=1, ge=0)
-    """The same with the drafter at work behind it."""
+    """How often each recording goes through each channel with the drafter at work; 0 for never."""
     threads: int | None = Field(default=1, ge=1)
-    """torch threads of each process; None for torch's own choice."""
+    """Number of torch threads of each process; null leaves it to torch."""
     report: str | None = None
-    """JSON file to write; the same as `--json FILE`."""
+    """JSON file to write, the same as --json FILE; null for none."""
 
     @model_validator(mode="after")
     def _check(self) -> "ChannelsBenchmarkConfig":
@@ -166,22 +178,23 @@ class StalenessConfig(Config):
 
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
-    """As for `pipelines.benchmark decode`."""
+    """Folders of trained drafters, or drafters by type, as for pipelines.benchmark decode."""
     questions: str
-    """As for pipelines.evaluate; of several turns the first."""
+    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
     num_questions: int | None = Field(default=None, ge=1)
-    """How many, spread evenly over categories; None for all."""
+    """Number of questions to ask, one of each category in turn; null for all."""
     depth: int = Field(default=6, ge=1)
     """Tokens of a draft."""
     lags: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2, 4, 6, 8, 12), min_length=1)
-    """How many tokens before the root memory ends. 0, as decoding has it, is what the others are compared with."""
+    """Tokens before the root at which memory ends; must hold 0, what the others are compared with."""
     max_new_tokens: int = Field(default=96, ge=2)
+    """Most tokens of an answer."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together, if the target takes more."""
+    """Most tokens of prompt and answer together; capped by the target's context."""
     threads: int | None = Field(default=1, ge=1)
-    """torch threads; None for torch's own choice."""
+    """Number of torch threads; null leaves it to torch."""
     report: str | None = None
-    """JSON file to write; the same as `--json FILE`."""
+    """JSON file to write, the same as --json FILE; null for none."""
 
     @model_validator(mode="after")
     def _check(self) -> "StalenessConfig":
@@ -202,26 +215,27 @@ class TreeSearchConfig(Config):
 
     target: TargetConfig
     drafter: str | UsableConfig
-    """Folder of a trained drafter, or {type: trained, ...}, {type: ngram} or {type: pretrained, model: ...}."""
+    """Folder of a trained drafter, or a drafter by type, such as {type: ngram}."""
     questions: str
-    """As for pipelines.evaluate; others than those it will be measured on."""
+    """File of questions, as for pipelines.evaluate; use others than those of a later measurement."""
     num_questions: int | None = Field(default=None, ge=1)
-    """How many, spread evenly over categories; None for all."""
+    """Number of questions to ask, one of each category in turn; null for all."""
     nodes: int = Field(default=63, ge=1, le=512)
-    """Of the tree, its root not counted."""
+    """Nodes of the tree, its root not counted."""
     levels: int = Field(default=5, ge=1, le=32)
     """Most levels below the root; a drafter of fewer has fewer."""
     ranks: int = Field(default=10, ge=1, le=64)
-    """Candidates of a level that are looked at."""
+    """Number of likeliest tokens of a level that are looked at as candidates."""
     max_new_tokens: int = Field(default=128, ge=2)
+    """Most tokens of an answer."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together, if the target takes more."""
+    """Most tokens of prompt and answer together; capped by the target's context."""
     threads: int | None = Field(default=1, ge=1)
-    """torch threads; None for torch's own choice."""
+    """Number of torch threads; null leaves it to torch."""
     output: str | None = None
-    """YAML file to write the tree to, for `trees` of other commands; None prints it."""
+    """YAML file to write the tree to, for trees of other commands; null prints it."""
     report: str | None = None
-    """JSON file for rates and tree; the same as `--json FILE`."""
+    """JSON file for rates and tree, the same as --json FILE; null for none."""
 
     @model_validator(mode="after")
     def _check(self) -> "TreeSearchConfig":
@@ -233,71 +247,15 @@ class TreeSearchConfig(Config):
         return self
 
 
-class ShapeConfig(Config):
-    """Sizes of a Llama of random weights."""
-
-    num_layers: int = Field(ge=1)
-    hidden_size: int = Field(ge=2)
-    num_heads: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=2)
-    intermediate_size: int = Field(ge=1)
-    vocab_size: int = Field(ge=2)
-
-
-class RecordedAcceptanceConfig(Config):
-    """Which cycles of an evaluation to replay."""
-
-    recorded: str
-    """answers.jsonl of an evaluation, or its folder."""
-    drafter: str
-    """As its report names it."""
-    tree: str
-    """As its report names it, such as chain-5."""
-    temperature: float | None = Field(default=None, ge=0)
-    """None: the only one that was asked at."""
-
-
-class ShapedBenchmarkConfig(Config):
-    """What `pipelines.benchmark shaped` measures: costs that depend on sizes alone."""
-
-    shape: ShapeConfig
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    drafter: TrainableConfig
-    trees: tuple[Shape, ...] = Field(min_length=1)
-    tau: float | None = Field(default=None, gt=1)
-    """Tokens per target pass that the SYNTHETIC acceptance is set to: random weights accept nothing."""
-    acceptance: RecordedAcceptanceConfig | None = None
-    """In place of tau: the lengths that an evaluation recorded, replayed in order. SYNTHETIC all the same."""
-    verify_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 8, 62), min_length=1)
-    """Tokens of the target passes that are timed."""
-    context: int = Field(default=512, ge=1)
-    """Tokens that stand before the first one generated."""
-    max_new_tokens: int = Field(default=256, ge=16)
-    memory_bandwidth: float | None = Field(default=None, gt=0)
-    """Bytes per second of the device, for the ceiling in milliseconds; None leaves it out."""
-    compile: CompileMode = "off"
-    report: str | None = None
-    """JSON file to write; the same as `--json FILE`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "ShapedBenchmarkConfig":
-        if (self.tau is None) == (self.acceptance is None):
-            given = "neither tau nor acceptance is" if self.tau is None else "both tau and acceptance are"
-            raise ValueError(f"{given} given; give one of the two, such as tau=4.2, and make the other null")
-        return self
-
-
 class CompareConfig(Config):
     """Two reports to put side by side."""
 
     a: str
-    """A report.json."""
+    """First report.json, what the other one is compared with."""
     b: str
-    """Another one; ratios are b / a."""
+    """Second report.json; ratios are b / a."""
     report: str | None = None
-    """JSON file to write; the same as `--json FILE`."""
+    """JSON file to write, the same as --json FILE; null for none."""
 
 
 class LiveConfig(Config):
@@ -307,6 +265,9 @@ class LiveConfig(Config):
     drafter: str
     """Folder of a trained drafter."""
     tree: Shape
+    """Shape of the draft trees."""
     prompt: str
+    """Text that the model is asked."""
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = Field(default=128, ge=1)
+    """Most tokens of an answer."""

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.bench.answers import ANSWERS_FILE, read_answers
-from moray.bench.configs import RecordedAcceptanceConfig
+from moray.bench.shaped_config import RecordedAcceptanceConfig
 from moray.decoding.accept import Accepted
 from moray.decoding.sampling import Sampler
 from moray.decoding.stats import Generation, tau

@@ -18,10 +18,10 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from moray.batch import TapNeeds
-from moray.bench.configs import ShapeConfig, ShapedBenchmarkConfig
 from moray.bench.decode_benchmark import print_costs, table_of_rows
 from moray.bench.recording import record
 from moray.bench.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
+from moray.bench.shaped_config import ShapeConfig, ShapedBenchmarkConfig
 from moray.bench.summary import cycle_costs
 from moray.bench.wording import number, percent, times
 from moray.decoding.compiling import compile_models

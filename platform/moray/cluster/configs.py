@@ -18,9 +18,9 @@ class RayConfig(Config):
     """Which cluster to use."""
 
     address: str | None = None
-    """None: the cluster that started this job (RAY_ADDRESS), else a new one on this machine."""
+    """Address of the Ray cluster; null for that of this job (RAY_ADDRESS), else a new one on this machine."""
     num_cpus: int | None = Field(default=None, ge=1)
-    """Logical CPUs of a new local cluster; None for the cores plus a few for data tasks."""
+    """Logical CPUs of a new local cluster; null for the cores plus a few for data tasks."""
     dashboard: bool = False
     """Start the dashboard of a new local cluster."""
 
@@ -33,29 +33,35 @@ class CaptureConfig(Config):
     num_targets: int = Field(default=1, ge=1)
     """Target replicas, one actor each."""
     cpus_per_target: float = Field(default=1.0, gt=0)
+    """Logical CPUs of each target replica."""
     gpus_per_target: float = Field(default=0.0, ge=0)
+    """GPUs of each target replica; 0 runs it on the CPU."""
     threads_per_target: int = Field(default=1, ge=1)
+    """Number of torch threads of each target replica."""
 
 
 class WorkersConfig(Config):
     """Ray Train workers of one distillation run."""
 
     num_workers: int | tuple[int, int] = 1
-    """How many, or the fewest and the most: Ray Train then takes what is free, and more when more gets free. It may
-    change when a run goes on: the run's lanes are shared out anew (see train.accumulate)."""
+    """Number of workers, or the fewest and the most as [1, 4]: as many train as there is room for. It may change when a
+    run goes on: the run's lanes are shared out anew (see train.accumulate)."""
     use_gpu: bool = False
+    """Train on GPUs; false trains on the CPU."""
     gpus_per_worker: float = Field(default=1.0, gt=0, le=1)
-    """Of each worker's GPU, if it uses one: below 1, as many runs of one worker share it. NCCL refuses two workers of
+    """GPUs of each worker if use_gpu is true; below 1 as many runs of one worker share one. NCCL refuses two workers of
     one run on one GPU."""
     cpus_per_worker: float = Field(default=1.0, gt=0)
+    """Logical CPUs of each worker."""
     threads_per_worker: int = Field(default=1, ge=1)
+    """Number of torch threads of each worker."""
     max_failures: int = Field(default=3, ge=0)
-    """How often the worker group is restarted from the last checkpoint."""
+    """How often the worker group is restarted from the last checkpoint; 0 for never."""
     prefetch_windows: int = Field(default=2, ge=1)
     """Windows of the cache that Ray Data reads ahead, per worker."""
     window_mib: int = Field(default=1024, ge=1)
-    """Most of the cache that a worker mixes batches from at a time, all its lanes together; never less than a batch of
-    each. The plan of a run keeps it: with half of the workers, each has twice the lanes and holds twice as much."""
+    """Most MiB of the cache that a worker mixes batches from, all its lanes together. Never less than a batch of each
+    lane. The plan of a run keeps it: with half of the workers, each has twice the lanes and holds twice as much."""
 
     @property
     def fewest(self) -> int:
@@ -117,18 +123,22 @@ class DistilConfig(Config):
     activations: str
     """Folder or URI of the activation cache."""
     source: Source = DiskSource(type="disk")
-    """Whether that cache is read, or made on the way."""
+    """Where activations come from: disk reads the cache, stream writes none, hybrid writes and reads it."""
     output: str
     """Folder of the drafter, its checkpoints and metrics."""
     drafter: TrainableConfig
+    """What kind of drafter is trained."""
     losses: LossConfig = LossConfig()
     optim: Optim
+    """Optimiser: muon for the matrices and AdamW for the rest, or adamw for all parameters."""
     schedule: Schedule = SpikeSchedule(type="spike")
+    """Learning-rate schedule: spike as published, or linear to `final` times the base rate."""
     train: TrainConfig = TrainConfig()
     parallel: Parallel = DdpConfig(type="ddp")
+    """How workers share the training state: ddp (each holds all of it) or deepspeed (ZeRO)."""
     workers: WorkersConfig = WorkersConfig()
     validation: ValidationConfig | None = None
-    """Held-out chats to measure checkpoints on; None for no validation."""
+    """Held-out chats to measure checkpoints on; null for no validation."""
     trackers: tuple[TrackerConfig, ...] = ()
     """Where figures go besides the output folder and TensorBoard: {type: mlflow, ...}, {type: wandb, ...}."""
     ray: RayConfig = RayConfig()

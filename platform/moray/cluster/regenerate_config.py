@@ -15,11 +15,13 @@ class AnswerSampling(Config):
     """How the target's answers are drawn. A text depends on the seed and its source row, on nothing else."""
 
     temperature: float = Field(default=0.0, ge=0)
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int = Field(default=0, ge=0)
-    """0 keeps every token."""
+    """Number of likeliest tokens that are drawn from; 0 for every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Share of the probability, likeliest tokens first, that is drawn from; 1 for every token."""
     seed: int = 0
+    """Seed of the draws."""
 
     @property
     def params(self) -> SamplingParams:
@@ -33,29 +35,31 @@ class RegenerateConfig(Config):
     target: TargetConfig
     chats: ChatsConfig
     output: str
-    """Folder or URI of JSON Lines parts; give a folder to pipelines.cache_activations as chats.path."""
+    """Folder or URI of the JSON Lines parts; chats.path of pipelines.cache_activations reads it."""
     sampling: AnswerSampling = AnswerSampling()
     max_new_tokens: int = Field(default=512, ge=1)
     """Most tokens of one answer."""
     max_length: int = Field(default=2048, ge=2)
-    """Most tokens of a prompt and max_new_tokens together: a chat ends before the question that is too long for it,
-    and is dropped if that is its first."""
+    """Most tokens of a prompt and max_new_tokens together; a chat ends before a question beyond it. It is dropped if
+    that question is its first."""
     max_turns: int | None = Field(default=None, ge=1)
-    """Questions of a chat that are answered, from the first on; None for all."""
+    """Questions of a chat that are answered, from the first on; null for all."""
     keep_truncated: bool = True
-    """Keep answers that max_new_tokens cut off. Such an answer has no end-of-sequence token of the target's, but a chat
-    template closes it as any other. False ends the chat before that question, or drops it if that is its first,
-    which leaves the shorter answers."""
+    """Keep answers that max_new_tokens cut off; false ends the chat before that question. Such an answer has no
+    end-of-sequence token of the target's, but a chat template closes it as any other. A chat is dropped if that
+    question is its first, which leaves the shorter answers."""
     batch_tokens: int = Field(default=16384, ge=64)
-    """Cache slots of a target replica: as many chats are answered at a time as fit, each with its prompt and
-    max_new_tokens."""
+    """Tokens of a target replica's cache; as many chats run at a time as fit, prompt and answer."""
     chats_per_part: int = Field(default=512, ge=1)
     """Chats that are answered and written together: what a kill costs at most."""
     num_targets: int = Field(default=1, ge=1)
     """Target replicas, one actor each."""
     cpus_per_target: float = Field(default=1.0, gt=0)
+    """Logical CPUs of each target replica."""
     gpus_per_target: float = Field(default=0.0, ge=0)
+    """GPUs of each target replica; 0 runs it on the CPU."""
     threads_per_target: int = Field(default=1, ge=1)
+    """Number of torch threads of each target replica."""
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")

@@ -23,8 +23,9 @@ class ExistingCache(Config):
     output: str
     """Folder or URI of the activation cache."""
     target: TargetConfig | None = None
-    """For a sample that is run again; None for the one that the cache's run.yaml names."""
+    """Target for a sample that is run again; null for the one that the cache's run.yaml names."""
     chats: ChatsConfig | None = None
+    """Chats that the caching command reads, named in advice only; null for those in run.yaml."""
     cache: CacheConfig = CacheConfig()
     capture: CaptureConfig = CaptureConfig()
     ray: RayConfig = RayConfig()
@@ -40,16 +41,16 @@ class CacheStatisticsConfig(ExistingCache):
     """What `stats` can be told."""
 
     batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens of a training batch, padding included: for the padding of an epoch."""
+    """Most tokens of a training batch, padding included, for the padding of an epoch."""
     report: str | None = None
-    """JSON file for the figures."""
+    """JSON file to write, the same as --json FILE; null for none."""
 
 
 class CompactCacheConfig(ExistingCache):
     """What `compact` can be told."""
 
     shard_mib: int | None = Field(default=None, ge=1)
-    """Largest size of a joined shard; None for the size that the cache was planned with."""
+    """Largest size of a joined shard in MiB; null for the size that the cache was planned with."""
     num_tasks: int = Field(default=2, ge=1)
     """Shards that are written at once."""
 

@@ -16,17 +16,18 @@ class EngineConfig(Config):
     """Tokens whose keys and values are held, over all sequences; allocated at the start. A sequence is admitted once
     all that it may come to fits."""
     capacity: int | None = Field(default=None, ge=16)
-    """Most tokens of prompt and answer together; None: the target's context, or all of `kv_tokens`."""
+    """Most tokens of prompt and answer together; null for the target's context, or all of kv_tokens."""
     prefill_tokens: int = Field(default=512, ge=16)
-    """Tokens of prompts that are read between two cycles: more of them sooner end a prompt, and delay the others."""
+    """Most tokens of prompts that are read between two cycles. More of them sooner end a prompt, and delay the
+    others."""
     gathers: bool = False
-    """New sequences wait until there are some for every sixteen that run: reading few prompts costs as much as a cycle
-    of all. For throughput, where nobody waits for a first token."""
+    """Let new sequences wait until there is one for every sixteen that run: for throughput. Reading few prompts costs
+    as much as a cycle of all; this is for where nobody waits for a first token."""
     num_groups: int = Field(default=1, ge=1, le=2)
-    """With two, half of the sequences are verified while the other half is drafted for elsewhere: for a drafter pool
-    that takes about as long as the target."""
+    """Groups of sequences; with 2 one is verified while the pool drafts for the other. For a drafter pool that takes
+    about as long as the target."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
-    """Of the drafts. An adaptive one follows batch size and acceptance, down to no draft at all."""
+    """Shape of the draft trees; adaptive follows batch size and acceptance, down to no draft at all."""
     synthetic: SyntheticCosts = SyntheticCosts()
     """For scaling experiments only: sleeps, as an accelerator would be waited for. None by default."""
 

@@ -17,22 +17,26 @@ class SamplingParams(Config):
     """The target's output distribution and the randomness it is drawn with."""
 
     temperature: float = Field(default=0.0, ge=0)
-    """0 is greedy, and so is what is as good as 0: below 1e-5."""
+    """Sampling temperature; 0 is greedy, and so is anything below 1e-5."""
     top_k: int = Field(default=0, ge=0)
-    """0 keeps every token."""
+    """Number of likeliest tokens that are drawn from; 0 for every token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Share of the probability, likeliest tokens first, that is drawn from; 1 for every token."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Tokens less probable than this share of the likeliest one's probability are dropped (arXiv 2407.01082)."""
+    """Tokens below this share of the likeliest one's probability are dropped; 0 drops none. See arXiv 2407.01082."""
     seed: int = 0
+    """Seed of the draws."""
     rule: Literal["coupled", "rejection", "typical"] = "coupled"
-    """How drafts are tested when sampling. "coupled": the token is the Gumbel-max sample of the target with
-    noise that depends on seed and position alone, so the text is the same for every drafter and tree.
-    "rejection": the classic test (chain sampled from q; a tree's children as point masses).
-    "typical": NOT lossless, only by name: a draft is kept if the target finds it probable enough (Medusa,
-    arXiv 2401.10774, section on typical acceptance), so the text does not follow the target's distribution."""
+    """How drafts are tested when sampling; coupled and rejection are lossless, typical is NOT. "coupled": the token is
+    the Gumbel-max sample of the target with noise that depends on seed and position alone, so the text is the same for
+    every drafter and tree. "rejection": the classic test (chain sampled from q; a tree's children as point masses).
+    "typical": NOT lossless, only by name: a draft is kept if the target finds it probable enough (Medusa, arXiv
+    2401.10774, section on typical acceptance), so the text does not follow the target's distribution."""
     typical_epsilon: float = Field(default=0.09, ge=0, le=1)
-    """Rule "typical": a draft x is kept if p(x) > min(typical_epsilon, typical_delta * exp(-entropy of p))."""
+    """Rule typical: probability from which a draft is kept in any case. A draft x is kept if p(x) >
+    min(typical_epsilon, typical_delta * exp(-entropy of p))."""
     typical_delta: float = Field(default=0.3, ge=0)
+    """Rule typical: factor of exp(-entropy), the probability from which a draft is kept if that is lower."""
 
     @property
     def is_greedy(self) -> bool:

@@ -18,9 +18,10 @@ class SyntheticCost(Config):
     """Least time that something takes for some sequences together; none at 0."""
 
     ms: float = Field(default=0.0, ge=0)
-    """However many sequences there are: what reading the weights takes."""
+    """Milliseconds that it takes at least, however many sequences there are; 0 for no sleep. What reading the weights
+    takes."""
     ms_per_sequence: float = Field(default=0.0, ge=0)
-    """What computing takes, once a device is busy."""
+    """Milliseconds more for every sequence; 0 for none. What computing takes, once a device is busy."""
 
     def seconds(self, num_sequences: int | float) -> float:
         """For so many sequences together."""

@@ -11,11 +11,12 @@ class LossConfig(Config):
     """Weights of the distillation losses (MoA, table 6)."""
 
     feature: float = Field(default=1.0, ge=0)
-    """Smooth L1 between predicted and real hidden states, mean over the hidden size."""
+    """Weight of the smooth L1 loss between predicted and real hidden states; 0 leaves it out. Mean over the hidden
+    size."""
     kl: float = Field(default=0.1, ge=0)
-    """KL(target || drafter) over the vocabulary."""
+    """Weight of KL(target || drafter) over the vocabulary; 0 leaves it out."""
     acceptance: float = Field(default=0.0, ge=0)
-    """1 - sum min(p, q): the probability that a sampled draft token is not accepted."""
+    """Weight of 1 - sum min(p, q), the chance that a drafted token is rejected; 0 leaves it out."""
 
     @model_validator(mode="after")
     def _check(self) -> "LossConfig":
@@ -29,8 +30,11 @@ class AdamWConfig(Config):
 
     type: Literal["adamw"]
     lr: float = Field(default=3e-5, gt=0)
+    """Base learning rate, which the schedule multiplies."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running means of gradients and of their squares, per update."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay; 0 for none."""
 
 
 class MuonConfig(Config):
@@ -38,10 +42,13 @@ class MuonConfig(Config):
 
     type: Literal["muon"]
     lr: float = Field(default=0.02, gt=0)
+    """Base learning rate of the matrices, which the schedule multiplies."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of the matrices' updates; 0 for none."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay of the matrices; 0 for none."""
     vector_lr: float = Field(default=3e-3, gt=0)
-    """AdamW's learning rate: norms, biases, embeddings, projections onto a vocabulary."""
+    """AdamW's learning rate, for norms, biases, embeddings and projections onto a vocabulary."""
 
 
 Optim = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
@@ -53,8 +60,11 @@ class SpikeSchedule(Config):
 
     type: Literal["spike"]
     warmup_steps: int = Field(default=50, ge=1)
+    """Updates over which the rate climbs to its peak."""
     peak: float = Field(default=20.0, ge=1)
+    """Highest learning rate, as a multiple of the base rate."""
     decay_epochs: float = Field(default=1.0, gt=0)
+    """Epochs, from the start of training, after which the rate is down at the base rate."""
 
     def factor(self, step: int, steps_per_epoch: int, total_steps: int) -> float:
         """What the base learning rate is multiplied with at `step` (0-based)."""
@@ -69,7 +79,9 @@ class LinearSchedule(Config):
 
     type: Literal["linear"]
     warmup_steps: int = Field(default=20, ge=1)
+    """Updates over which the rate climbs to the base rate."""
     final: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate of the last update, as a multiple of the base rate; 0 decays to nothing."""
 
     def factor(self, step: int, steps_per_epoch: int, total_steps: int) -> float:
         """What the base learning rate is multiplied with at `step` (0-based)."""
@@ -93,11 +105,11 @@ class DeepSpeedConfig(Config):
 
     type: Literal["deepspeed"]
     stage: Literal[1, 2, 3]
-    """1 shares the optimiser state, 2 gradients too, 3 weights too."""
+    """What workers share: 1 the optimiser state, 2 gradients too, 3 weights too."""
     offload_optimizer: bool = False
     """Keep the optimiser state, and update, in the CPU's memory."""
     persistence_threshold: int = Field(default=100_000, ge=0)
-    """Stage 3: weights of at most this many elements stay whole on every worker."""
+    """Stage 3: weights of at most this many elements stay whole on every worker; 0 shares all."""
 
 
 Parallel = Annotated[DdpConfig | DeepSpeedConfig, Field(discriminator="type")]
@@ -107,20 +119,26 @@ class TrainConfig(Config):
     """Length, batch size and bookkeeping of a training run."""
 
     epochs: int = Field(default=1, ge=1)
+    """Passes over the cache."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Ends the run early; None for all epochs."""
+    """Most optimiser updates, which may end the run early; null for all epochs."""
     batch_tokens: int = Field(default=16384, ge=16)
     """Most tokens, padding included, that one worker computes at once."""
     accumulate: int = Field(default=1, ge=1)
-    """Batches of every worker in one update. Their number times that of the workers is the run's number of lanes,
-    which it keeps when it goes on with fewer workers."""
+    """Batches of every worker in one update. Their number times that of the workers is the run's number of lanes, which
+    it keeps when it goes on with fewer workers."""
     seed: int = 0
+    """Seed of the initial weights, the order of batches and the masks."""
     clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient; what is longer is scaled down to it."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """bfloat16 and float16 run the forward pass under autocast, float16 with a loss scale; weights stay float32."""
+    """Number format of the forward pass, by autocast; float16 with a loss scale; weights stay float32."""
     activation_checkpointing: bool = False
-    """Keep the inputs of each block of layers alone and compute the rest again in the backward pass: the same gradients
-    with less memory, for about a third more work."""
+    """Compute activations again in the backward pass: less memory, about a third more work. Only the inputs of each
+    block of layers are kept; the gradients are the same."""
     checkpoint_steps: int = Field(default=500, ge=1)
+    """Optimiser updates from one checkpoint to the next; the last update is saved in any case."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    """Number of checkpoints that are kept, the latest ones."""
     log_steps: int = Field(default=10, ge=1)
+    """Optimiser updates from one report of figures to the next."""

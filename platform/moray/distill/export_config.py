@@ -18,12 +18,15 @@ class ExportConfig(Config):
     output: str
     """Folder to write; one that holds an export of the same drafter is replaced."""
     include_head: bool = True
-    """Also write the target's frozen parts that a drafter replica holds: embeddings, the last layers, norm, lm_head."""
+    """Also write the target's frozen parts: embeddings, the last layers, norm and lm_head. They are what a drafter
+    replica holds."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of all weights; None leaves the drafter's as trained and the head's in target.dtype."""
+    """Number format of all weights; null keeps the drafter's as trained, the head's as target.dtype."""
     license: str | None = Field(default=None, min_length=1)
-    """For the model card, as the hub names it; the target's licence may bind you, for the head is part of it."""
+    """Licence for the model card, as the hub names it; null for none. The target's licence may bind you, for the head
+    is part of it."""
     base_model: str | None = Field(default=None, min_length=1)
-    """Hub name of the target for the model card; None for target.model if that is one."""
+    """Hub name of the target for the model card; null for target.model if that is one."""
     report: str | None = None
-    """report.json of an evaluation for the model card; None looks beside the drafter. It must be of these weights."""
+    """File report.json of an evaluation, for the model card; null looks beside the drafter. It must be of these
+    weights."""

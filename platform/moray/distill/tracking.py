@@ -23,11 +23,12 @@ class MlflowConfig(Config):
 
     type: Literal["mlflow"]
     uri: str | None = None
-    """http(s)://..., databricks, file:///folder or a folder's path; None for MLFLOW_TRACKING_URI. A database, such as
-    sqlite:///runs/mlflow.db, needs the whole of mlflow."""
+    """Server or folder: http(s)://..., databricks, file:///folder or a path; null for MLFLOW_TRACKING_URI. A database,
+    such as sqlite:///runs/mlflow.db, needs the whole of mlflow."""
     experiment: str = Field(default="moray", min_length=1)
+    """Experiment that the run belongs to."""
     name: str | None = None
-    """Of the run; None for the name of the output folder."""
+    """Name of the run; null for that of the output folder."""
 
     @field_validator("uri")
     @classmethod
@@ -58,12 +59,13 @@ class WandbConfig(Config):
 
     type: Literal["wandb"]
     project: str = Field(default="moray", min_length=1)
+    """Project that the run belongs to."""
     entity: str | None = None
-    """User or team; None for the default of WANDB_API_KEY's owner."""
+    """User or team; null for the default of WANDB_API_KEY's owner."""
     mode: Literal["offline", "online"] = "online"
-    """"offline" writes below the output folder; `wandb sync` sends it later."""
+    """Send figures at once (online), or write below the output folder for wandb sync (offline)."""
     name: str | None = None
-    """Of the run; None for the name of the output folder."""
+    """Name of the run; null for that of the output folder."""
 
     @property
     def label(self) -> str:

@@ -20,8 +20,11 @@ class BlockConfig(Config):
     """Sizes of one decoder layer of a drafter."""
 
     num_heads: int = Field(ge=1)
+    """Number of query heads."""
     num_kv_heads: int = Field(ge=1)
+    """Number of key/value heads; must divide num_heads."""
     intermediate_size: int = Field(ge=1)
+    """Inner width of the MLP, in elements."""
 
     @model_validator(mode="after")
     def _check(self) -> "BlockConfig":
@@ -76,8 +79,8 @@ class TrainableBase(DrafterConfigBase):
     """Drafters that are distilled and score tokens with a vocabulary projection."""
 
     draft_vocab_size: int | None = Field(default=None, ge=2)
-    """Propose only this many tokens, those most frequent in the cache's responses (None: all of them). On large
-    vocabularies the projection is most of a draft step."""
+    """Number of tokens that may be proposed, the cache's most frequent ones; null for all. Frequent in the cache's
+    responses. On large vocabularies the projection is most of a draft step."""
 
     @property
     def num_draft_tokens(self) -> int | None:
@@ -88,19 +91,23 @@ class LayeredBase(TrainableBase):
     """Trainable drafters made of decoder layers."""
 
     norm_init: Literal["ones", "normal"] = "ones"
-    """"normal" draws RMSNorm weights from N(0, 0.02), as MoA's released code does; it costs tau."""
+    """Initial RMSNorm weights: ones, or normal, drawn from N(0, 0.02) as MoA's code does, at a cost in tau."""
 
 
 class MoABase(LayeredBase):
     """What is the same for one N of Target Layer Inference and for several."""
 
     mask_width: tuple[int, int] = (5, 15)
-    """T: in training a response position is verified every P tokens, P uniform over low..high-1."""
+    """Bounds low, high of P: in training a position is verified every P tokens, low <= P < high. T in the paper; P is
+    uniform over low..high-1."""
     staircase: bool = True
     """Curriculum on self-attention: early on, some sequences see no token before the last verified one."""
     layer_self_attention: BlockConfig
+    """Sizes of the layer that attends over the target's layers, at every token."""
     self_attention: BlockConfig
+    """Sizes of the layer in which drafted tokens attend to the tokens before them."""
     cross_attention: BlockConfig
+    """Sizes of the layer that attends to what the target computed of verified tokens."""
 
     @model_validator(mode="after")
     def _check_width(self) -> "MoABase":
@@ -123,7 +130,7 @@ class MoAConfig(MoABase):
 
     type: Literal["moa"]
     target_layers: int = Field(default=0, ge=0)
-    """N of Target Layer Inference: how many of the target's last layers the drafter runs itself."""
+    """Target layers, the last ones, that the drafter runs itself: N of Target Layer Inference; 0 for none."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.moa", "MoA"
@@ -138,8 +145,8 @@ class DynamicMoAConfig(MoABase):
 
     type: Literal["dynamic-moa"]
     target_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=2)
-    """Every N of Target Layer Inference, ascending: one of them is drawn per training sequence, and one chosen per
-    cycle while decoding."""
+    """Every number of last target layers that the drafter can run itself, ascending. N of Target Layer Inference: one
+    of them is drawn per training sequence, and one chosen per cycle while decoding."""
 
     @model_validator(mode="after")
     def _check_layers(self) -> "DynamicMoAConfig":
@@ -166,9 +173,10 @@ class EagleConfig(LayeredBase):
 
     type: Literal["eagle"]
     layer: BlockConfig
+    """Sizes of the drafter's decoder layer."""
     feature_noise: float = Field(default=0.2, ge=0)
-    """Width of the uniform noise on the target's features in training: U(-noise / 2, noise / 2). The released code
-    also multiplies by 512 / length, which would drown the features of short chats."""
+    """Width of the uniform noise on the target's features in training, in their own unit; 0 for none. U(-noise / 2,
+    noise / 2). The released code also multiplies by 512 / length, which would drown the features of short chats."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.eagle", "Eagle"
@@ -183,10 +191,11 @@ class GlideConfig(LayeredBase):
 
     type: Literal["glide"]
     layer: BlockConfig
+    """Sizes of the drafter's decoder layer."""
     num_cross_heads: int = Field(ge=1)
     """Query heads of the cross-attention; a multiple of the target's key/value heads."""
     block_size: int = Field(default=5, ge=1)
-    """In training that many tokens are predicted from what the target knew before the first of them."""
+    """Tokens that training predicts from what the target knew before the first of them."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.glide", "Glide"
@@ -201,13 +210,14 @@ class MedusaConfig(TrainableBase):
 
     type: Literal["medusa"]
     num_heads: int = Field(default=5, ge=1, le=16)
+    """Number of heads, one for each token ahead."""
     num_blocks: int = Field(default=1, ge=1)
     """Residual SiLU blocks of a head."""
     projections: Literal["own", "frozen"] = "own"
-    """"own": every head trains a vocabulary projection that starts as the target's lm_head, as published;
-    "frozen": all heads share the target's."""
+    """Vocabulary projections: own, one trained per head from the target's lm_head, or frozen, all share it. "own" is as
+    published."""
     decay: float = Field(default=0.8, gt=0, le=1)
-    """The loss of head k counts in proportion to decay^k; all heads together count 1."""
+    """Base of the heads' weights: the loss of head k counts in proportion to decay^k. All heads together count 1."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.medusa", "Medusa"
@@ -218,12 +228,16 @@ class IndependentConfig(LayeredBase):
 
     type: Literal["independent"]
     num_layers: int = Field(default=1, ge=1)
+    """Number of decoder layers."""
     hidden_size: int = Field(ge=2)
+    """Width of the hidden states, in elements."""
     head_dim: int = Field(ge=2)
+    """Width of one attention head, in elements."""
     layer: BlockConfig
+    """Sizes of each of the drafter's decoder layers."""
     embeddings: Literal["frozen", "copied", "random"] = "random"
-    """Token embeddings and lm_head: the target's ("frozen"), trained from the target's ("copied"; both need its
-    hidden size), or trained from nothing."""
+    """Token embeddings and lm_head: the target's (frozen), trained from them (copied), or from random. Frozen and
+    copied need the target's hidden size."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.independent", "Independent"
@@ -233,7 +247,7 @@ class ReadyBase(DrafterConfigBase):
     """Drafters that need no training."""
 
     name: str | None = Field(default=None, min_length=1)
-    """In tables; None for the type. Needed to measure two of one type."""
+    """Name in tables; null for the type. Needed to measure two of one type."""
 
 
 class PretrainedConfig(ReadyBase):
@@ -241,7 +255,7 @@ class PretrainedConfig(ReadyBase):
 
     type: Literal["pretrained"]
     model: str
-    """Folder of a Hugging Face model, or its hub name."""
+    """Folder of a Hugging Face model with the target's tokenizer, or its hub name."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.pretrained", "Pretrained"
@@ -274,10 +288,11 @@ class TrainedConfig(Config):
 
     type: Literal["trained"]
     folder: str
+    """Folder of the trained drafter."""
     effort: int | None = Field(default=None, ge=0)
-    """Which of its efforts to draft with, such as one N of several; None leaves the choice to decoding."""
+    """Target layers that it runs in a draft step, one of those it knows; null lets decoding choose."""
     name: str | None = Field(default=None, min_length=1)
-    """In tables; None for the folder's name. Needed to measure one drafter in two ways."""
+    """Name in tables; null for that of the folder. Needed to measure one drafter in two ways."""
 
 
 TrainableConfig = Annotated[

@@ -25,9 +25,11 @@ class TargetConfig(Config):
     model: str
     """Folder of a Hugging Face model, or its hub name."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Number format of the weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to run on; auto takes the GPU if there is one."""
     template: str | None = None
-    """Chat template: None for the tokenizer's own, "plain" for none at all, or a jinja file."""
+    """Chat template: a jinja file, or plain for none at all; null for the tokenizer's own."""
 
 
 class TargetSpec(Config):

@@ -16,6 +16,7 @@ class ChainShape(Config):
 
     type: Literal["chain"]
     depth: int = Field(ge=1, le=MAX_DEPTH)
+    """Tokens of the chain."""
 
     @property
     def name(self) -> str:
@@ -43,6 +44,7 @@ class FixedShape(Config):
 
     type: Literal["fixed"]
     branching: tuple[int, ...] = Field(min_length=1, max_length=16)
+    """Children of each node, level by level: [3, 2] drafts 3 tokens and 2 after each of them."""
 
     @model_validator(mode="after")
     def _check(self) -> "FixedShape":
@@ -85,8 +87,11 @@ class DynamicShape(Config):
 
     type: Literal["dynamic"]
     depth: int = Field(ge=1, le=32)
+    """Levels below the root."""
     breadth: int = Field(ge=1, le=64)
+    """Number of likeliest nodes of each level that are expanded."""
     nodes: int = Field(ge=1, le=512)
+    """Number of likeliest nodes that are kept of the whole tree, its root not counted."""
 
     @model_validator(mode="after")
     def _check(self) -> "DynamicShape":
@@ -124,6 +129,7 @@ class SparseShape(Config):
 
     type: Literal["sparse"]
     paths: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(min_length=1, max_length=512)
+    """Nodes of the tree, each by the ranks on its path: [0] is the likeliest token after the root."""
 
     @model_validator(mode="after")
     def _check(self) -> "SparseShape":
@@ -171,11 +177,11 @@ class AdaptiveShape(Config):
 
     type: Literal["adaptive"]
     depth: int = Field(default=8, ge=1, le=32)
-    """Most levels."""
+    """Most levels below the root."""
     breadth: int = Field(default=1, ge=1, le=64)
-    """1 drafts chains, more draft dynamic trees."""
+    """Number of likeliest nodes of a level that are expanded; 1 drafts chains, more dynamic trees."""
     nodes: int | None = Field(default=None, ge=1, le=512)
-    """Most nodes of a tree; a chain has as many as levels."""
+    """Most nodes of a tree, its root not counted; null for chains, needed if breadth is above 1."""
 
     @model_validator(mode="after")
     def _check(self) -> "AdaptiveShape":

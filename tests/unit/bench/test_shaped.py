@@ -9,9 +9,9 @@ from rich.console import Console
 from tiny_drafters import DRAFTERS
 
 from moray.bench.answers import AnsweredTurn, MethodAnswer
-from moray.bench.configs import RecordedAcceptanceConfig, ShapeConfig, ShapedBenchmarkConfig
 from moray.bench.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
 from moray.bench.shaped import benchmark_shape, print_shaped, random_target
+from moray.bench.shaped_config import RecordedAcceptanceConfig, ShapeConfig, ShapedBenchmarkConfig
 from moray.bench.wording import percent, times
 from moray.config import validate
 from moray.decoding.params import SamplingParams

@@ -16,23 +16,26 @@ class LevelConfig(Config):
     """How much is asked at once."""
 
     request_rate: float | None = Field(default=None, gt=0)
-    """Requests per second; None: all at once, as far as `max_concurrency` lets them."""
+    """Requests per second; null for all at once, as far as max_concurrency lets them."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """Most requests under way; None: any number."""
+    """Most requests under way at any time; null for any number."""
     burstiness: float = Field(default=1.0, gt=0)
-    """Shape of the gamma distribution of the intervals; 1: a Poisson process, below 1 in bursts, above 1 steadier."""
+    """Shape of the gamma-distributed intervals: 1 a Poisson process, below 1 in bursts, above 1 steadier."""
     times_first: float | None = Field(default=None, gt=0)
-    """In place of `request_rate`: how many times the requests per second that the first level answered."""
+    """Rate as a multiple of the requests per second that level one answered; null for request_rate."""
     num_requests: int | None = Field(default=None, ge=1)
-    """At this level; None: as at all others."""
+    """Requests of this level; null for as many as at all others."""
 
 
 class GoodputConfig(Config):
     """What a request must keep to count as good, in milliseconds; None: anything."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
+    """Most milliseconds to the first token of a good request; null for any."""
     tpot_ms: float | None = Field(default=None, gt=0)
+    """Most milliseconds per token after the first of a good request; null for any."""
     e2e_ms: float | None = Field(default=None, gt=0)
+    """Most milliseconds from start to end of a good request; null for any."""
 
     @property
     def is_given(self) -> bool:
@@ -44,50 +47,51 @@ class ServeBenchmarkConfig(Config):
     """What `pipelines.benchmark serve` measures."""
 
     url: str
-    """Where the endpoint is, such as http://127.0.0.1:8000, with or without /v1; the same as `--url URL`."""
+    """Address of the endpoint, such as http://127.0.0.1:8000, with or without /v1; same as --url URL."""
     model: str | None = None
-    """None: the first of `/v1/models`."""
+    """Model that is asked; null for the first of /v1/models."""
     api: Literal["chat", "completions"] = "chat"
-    """`/v1/chat/completions` or `/v1/completions`."""
+    """Which interface is asked: /v1/chat/completions or /v1/completions."""
     api_key_env: str | None = None
-    """Environment variable that holds the bearer key; None: no key is sent."""
+    """Environment variable that holds the bearer key; null sends no key."""
     questions: str
-    """As for pipelines.evaluate: Spec-Bench JSON Lines, rows of {prompt}, or chats; the first turn is asked."""
+    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
     num_questions: int | None = Field(default=None, ge=1)
-    """How many different ones, spread evenly over categories; None for all."""
+    """Number of different questions, one of each category in turn; null for all."""
     urls: Mapping[str, str] = Field(default_factory=dict)
-    """By variant, addresses of those that are not at `url`: two servers, side by side. The same
-    key is sent to all."""
+    """Addresses of the variants, by name, that are not at url: two servers, side by side. The same key is sent to
+    all."""
     levels: tuple[LevelConfig, ...] = Field(default=(LevelConfig(),), min_length=1)
     """Loads that are measured one after another."""
     num_requests: int = Field(default=32, ge=1)
-    """Of every variant, at every level, in every round; questions come again where there are fewer."""
+    """Requests of every variant, at every level, in every round; questions are repeated if there are fewer."""
     num_warmups: int = Field(default=2, ge=0)
-    """Requests of every variant before a level that are not counted."""
+    """Requests of every variant before each level that are not counted; 0 for none."""
     rounds: int = Field(default=2, ge=1)
     """How often variants take turns; every other round goes backwards, so that drift cancels."""
     variants: Mapping[str, dict[str, Any]] = Field(default_factory=lambda: {"default": {}}, min_length=1)
-    """By name, fields that are laid over the body of a request."""
+    """Fields that are laid over the body of a request, by name of the variant."""
     baseline: str | None = None
-    """Variant that ratios are taken over; None: the last one."""
+    """Variant that ratios are taken over; null for the last one."""
     max_tokens: int = Field(default=128, ge=1)
     """Most tokens of an answer."""
     temperature: float = Field(default=0.0, ge=0)
-    """At 0 the answers of all variants are compared."""
+    """Sampling temperature; at 0 (greedy) the answers of all variants are compared."""
     stop: tuple[str, ...] = ()
+    """Texts that end an answer."""
     ignore_eos: bool = False
-    """Go on to `max_tokens`; sent only if true, for not every server knows it."""
+    """Go on to max_tokens; sent only if true, for not every server knows it."""
     seed: int = 0
-    """Of the arrivals; above temperature 0 also of the answers, one after another."""
+    """Seed of the arrivals, and above temperature 0 of the answers, counted up from one to the next."""
     goodput: GoodputConfig = GoodputConfig()
     timeout_s: float = Field(default=600.0, gt=0)
     """Most seconds of one request."""
     save_requests: bool = False
     """Write every request with its times and text into the report."""
     html: str | None = None
-    """Page of tables and plots to write; the same as `--html HTML`."""
+    """HTML page of tables and plots to write, the same as --html HTML; null for none."""
     report: str | None = None
-    """JSON file to write; the same as `--json FILE`."""
+    """JSON file to write, the same as --json FILE; null for none."""
 
     @field_validator("url")
     @classmethod
