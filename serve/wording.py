@@ -52,7 +52,7 @@ class Wording:
             chunk["speculation"] = {
                 "index": choice.index,
                 "pieces": [{"text": piece.text, "drafted": piece.is_drafted} for piece in pieces],
-                "rejected": choice.tokenizer.decode(update.rejected),
+                "rejected": _text_behind_others(choice.tokenizer, update.rejected),
                 "num_tokens": len(update.tokens),
                 "num_accepted": update.num_accepted,
                 "num_rejected": len(update.rejected),
@@ -84,6 +84,12 @@ class Wording:
             "top_logprobs": [_top_by_key(tokenizer, each) for each in logged],
             "text_offset": [each.offset for each in logged],
         }
+
+
+def _text_behind_others(tokenizer: ChatTokenizer, tokens: list[int]) -> str:
+    """What tokens would have added to a text; a first space may be missing where their bytes are not known."""
+    known = [data for data in map(tokenizer.token_bytes.of, tokens) if data is not None]
+    return b"".join(known).decode("utf-8", "replace") if len(known) == len(tokens) else tokenizer.decode(tokens)
 
 
 def _chat_token(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, Any]:

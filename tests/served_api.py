@@ -159,11 +159,16 @@ class Served:
 
 @contextmanager
 def served(
-    target: Path, max_waiting: int = 64, max_sequences: int = 8, exporters: Exporters | None = None, **api: Any
+    target: Path,
+    max_waiting: int = 64,
+    max_sequences: int = 8,
+    exporters: Exporters | None = None,
+    template: str | None = None,
+    **api: Any,
 ) -> Iterator[Served]:
     """Serve a target on a free port."""
     config = ServeConfig(
-        target=TargetConfig(model=str(target), device="cpu"),
+        target=TargetConfig(model=str(target), device="cpu", template=template),
         engine=EngineConfig(max_sequences=max_sequences, kv_tokens=4096),
         max_waiting=max_waiting,
         api=ApiConfig(**{"model_name": MODEL, **api}),

@@ -26,7 +26,7 @@ class TokenBytes:
         """`tokenizer` is a fast one of transformers."""
         self._tokenizer: Any = tokenizer
         self._special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        self._steps = _read_steps(json.loads(self._tokenizer.backend_tokenizer.to_str())["decoder"])
+        self._steps = _read_steps(_description(self._tokenizer.backend_tokenizer.decoder))
         self._known: dict[int, bytes | None] = {}
 
     def of(self, token: int) -> bytes | None:
@@ -53,6 +53,16 @@ class TokenBytes:
                 return piece if step is _joined else None
             piece = step(piece)
         return piece if isinstance(piece, bytes) else piece.encode("utf-8", "replace")
+
+
+def _description(decoder: Any) -> Any:
+    """A decoder of `tokenizers` as tokenizer.json has it; None if there is none, or one that only Python knows."""
+    if decoder is None:
+        return None
+    try:
+        return json.loads(decoder.__getstate__())
+    except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower where a decoder is written in Python
+        return None
 
 
 def _read_steps(decoder: Any) -> list[Step] | None:

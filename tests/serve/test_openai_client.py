@@ -2,8 +2,10 @@
 
 import json
 
+import openai
 import pytest
-from served_api import MODEL
+from openai.types.chat import ChatCompletionMessage
+from served_api import MODEL, served
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import PlainDecoder
@@ -203,7 +205,7 @@ def test_logprobs_of_chats(chat):
         assert len(token.top_logprobs) == 3
         assert token.token == token.top_logprobs[0].token, "the greedy token is the likeliest"
         assert token.logprob == pytest.approx(token.top_logprobs[0].logprob)
-        assert token.bytes == list(token.token.encode())
+    assert b"".join(bytes(token.bytes) for token in content).decode(errors="replace") == choice.message.content
     assert chat(max_tokens=5, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
     assert chat(max_tokens=5).choices[0].logprobs is None
     chunks = chat(max_tokens=5, logprobs=True, top_logprobs=3, stream=True)
@@ -215,10 +217,25 @@ def test_logprobs_of_completions(complete):
     whole = complete(max_tokens=5, logprobs=2).choices[0].logprobs
     assert [len(whole.tokens), len(whole.token_logprobs), len(whole.text_offset)] == [5, 5, 5]
     assert all(token in top for token, top in zip(whole.tokens, whole.top_logprobs, strict=True))
-    lengths = [len(token) for token in whole.tokens]
-    assert whole.text_offset == [sum(lengths[:index]) for index in range(5)]
+    assert whole.text_offset[0] == 0
     offsets = [o for c in complete(max_tokens=5, logprobs=2, stream=True) for o in c.choices[0].logprobs.text_offset]
     assert offsets == whole.text_offset
+
+
+def test_parts_of_a_character_have_their_own_bytes(client, running):
+    """Each token of the tiny target is a byte; a bias writes the character that the answer is to begin with."""
+    tokenizer = running.replica._tokenizer
+    first, *rest = tokenizer.encode_text("é")
+    prompts = [[*tokenizer.encode_text("one"), *given] for given in ([], [first])]
+
+    def ask(prompt, token):
+        options = {"max_tokens": 1, "temperature": 0, "logprobs": 20, "logit_bias": {str(token): 100}}
+        return client.completions.create(model=MODEL, prompt=prompt, **options).choices[0]
+
+    begun, ended = ask(prompts[0], first), ask(prompts[1], rest[0])
+    assert (begun.text, ended.text) == ("\ufffd", "é")
+    assert (begun.logprobs.tokens, ended.logprobs.tokens) == (["bytes:\\xc3"], ["bytes:\\xa9"])
+    assert len(begun.logprobs.top_logprobs[0]) == 20
 
 
 def test_logit_bias_forces_and_forbids(running, complete):
@@ -261,6 +278,29 @@ def test_chats_of_parts_and_with_answers_taken_over(client, chat):
     assert client.chat.completions.create(model=MODEL, messages=history, max_tokens=2).choices
 
 
+def test_an_answer_of_openais_is_taken_over_as_its_client_writes_it(client):
+    texts = {"content": "four", "annotations": [], "tool_calls": [], "refusal": None, "audio": None}
+    citation = {"type": "url_citation", "url_citation": {"start_index": 0, "end_index": 1, "title": "a", "url": "b"}}
+
+    def answer(**fields):
+        dumped = ChatCompletionMessage.model_validate({"role": "assistant", **fields}).model_dump()
+        history = [*CHAT, dumped, {"role": "user", "content": "go on"}]
+        return client.chat.completions.create(model=MODEL, messages=history, max_tokens=4, temperature=0).choices[0]
+
+    expected = answer(content="four")
+    assert answer(**texts) == answer(**texts | {"annotations": [citation]}) == expected
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for field, value in (
+        ("tool_calls", [call]),
+        ("function_call", call["function"]),
+        ("refusal", "I will not"),
+        ("audio", {"id": "a", "data": "", "expires_at": 1, "transcript": "four"}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=rf"messages.1: {field} holds .*only text") as caught:
+            answer(**{"content": None, field: value})
+        assert (caught.value.param, caught.value.code) == ("messages", "unsupported_parameter")
+
+
 def test_models(client):
     (model,) = client.models.list().data
     assert (model.id, model.object) == (MODEL, "model")
@@ -281,3 +321,39 @@ def test_raw_answers_are_json(client):
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=CHAT, max_tokens=1)
     assert raw.headers["content-type"] == "application/json"
     assert set(json.loads(raw.text)) == {"id", "created", "model", "object", "choices", "usage"}
+
+
+@pytest.fixture(scope="module")
+def stories(shared_data):
+    """A small real target with SentencePiece's tokens."""
+    with served(shared_data / "models" / "stories3M-hf", template="plain") as running:
+        yield running.client()
+
+
+def test_completions_keep_their_first_space(stories):
+    options = {"model": MODEL, "prompt": "Once upon", "temperature": 0, "max_tokens": 6}
+    text = stories.completions.create(**options).choices[0].text
+    assert text.startswith(" a time,")
+    assert streamed(stories.completions.create(stream=True, **options))[0][0] == text
+    stopped = stories.completions.create(stop=" a", **options)
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
+    assert stopped.usage.completion_tokens == 1
+    chat = {"messages": [{"role": "user", "content": "Once upon"}]}
+    answer = stories.chat.completions.create(
+        **{"logprobs": True, **chat, **{k: options[k] for k in options if k != "prompt"}}
+    )
+    assert answer.choices[0].message.content == text
+    assert b"".join(bytes(token.bytes) for token in answer.choices[0].logprobs.content) == text.encode()
+
+
+def test_tokens_that_differ_in_a_space_have_entries_of_their_own(stories):
+    options = {"model": MODEL, "prompt": "It was a sun", "temperature": 0, "max_tokens": 8, "logprobs": 20}
+    logprobs = stories.completions.create(**options).choices[0].logprobs
+    assert [len(top) for top in logprobs.top_logprobs] == [20] * 8
+    assert logprobs.top_logprobs[0]["r"] > logprobs.top_logprobs[0][" r"] + 1
+    assert all(
+        top[token] == value
+        for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+    )
+    lengths = [len(token) for token in logprobs.tokens]
+    assert logprobs.text_offset == [sum(lengths[:index]) for index in range(8)]

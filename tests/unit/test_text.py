@@ -189,6 +189,13 @@ def test_plain_template_writes_contents_alone_and_answers_run_to_eos(folder: Pat
     assert tokenizer.eos_ids == (1,)
 
 
+def test_the_first_space_of_an_answer_is_its_own_unless_the_template_writes_it(folder: Path, tmp_path: Path) -> None:
+    assert ChatTokenizer.load(str(folder), "plain").answers_keep_space
+    assert with_template(folder, tmp_path, CHATML).answers_keep_space
+    assert not with_template(folder, tmp_path, VICUNA).answers_keep_space
+    assert not with_template(folder, tmp_path, LLAMA2).answers_keep_space
+
+
 def test_eos_ids_are_the_end_of_turn_and_the_tokenizers_own(folder: Path, tmp_path: Path) -> None:
     assert with_template(folder, tmp_path, CHATML).eos_ids == (3, 1)
     assert with_template(folder, tmp_path, VICUNA).eos_ids == (1,)
