@@ -21,7 +21,8 @@ class SyntheticCost(Config):
     """Least milliseconds of a pass or a draft, however many sequences are in it; 0 for none. What reading the weights
     takes."""
     ms_per_sequence: float = Field(default=0.0, ge=0)
-    """Milliseconds more of a pass or a draft for every sequence in it; 0 for none. What computing takes, once a device is busy."""
+    """Milliseconds more of a pass or a draft for every sequence in it; 0 for none. What computing takes, once a device
+    is busy."""
 
     def seconds(self, num_sequences: int | float) -> float:
         """For so many sequences together."""
