@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from moray.config import Config, load_config, merge, read_yaml, run_entry_point, validate
 from moray.errors import ConfigError, DataError
+from moray.explain import describe, help_rows
 
 
 class Leaf(Config):
@@ -304,6 +305,32 @@ def test_help_lists_every_key_with_type_and_default(capsys):
         'speed: fast | slow = "fast"',
         "either: int | str = 3",
     }
+
+
+class Explained(Config):
+    """What keys are explained with."""
+
+    steps: int = 3
+    """Updates of the weights. They are counted over all workers, which is not shown."""
+    optim: Optim
+    second: Optim | None = None
+    """Another optimiser, for a test of how long lines look in a narrow terminal; null for none."""
+
+
+def test_a_key_is_explained_by_its_docstring_on_one_line():
+    lines = describe(Explained).splitlines()
+    assert "  steps: int = 3  # Updates of the weights" in lines
+    assert len(lines) == 1 + len(help_rows(Explained))
+
+
+def test_in_a_terminal_keys_are_wrapped():
+    lines = describe(Explained, 60).splitlines()
+    assert max(map(len, lines)) <= 60
+    start = next(number for number, line in enumerate(lines) if line.startswith("  second: "))
+    end = next(number for number, line in enumerate(lines) if line.startswith("  second.lr: "))
+    assert end - start > 1
+    assert all(line.startswith("      ") for line in lines[start + 1 : end])
+    assert " ".join(line.strip() for line in lines) == " ".join(map(str.strip, describe(Explained).splitlines()))
 
 
 def test_the_module_imports_nothing_heavy():

@@ -44,13 +44,14 @@ class WorkersConfig(Config):
     """Ray Train workers of one distillation run."""
 
     num_workers: int | tuple[int, int] = 1
-    """Number of workers, or the fewest and the most as [1, 4]: as many train as there is room for. It may change when a
-    run goes on: the run's lanes are shared out anew (see train.accumulate)."""
+    """Number of workers, or the fewest and the most as [1, 4]: as many train as there is room for. Ray Train takes what
+    is free, and more when more gets free. The number may change when a run goes on: the run's lanes are shared out anew
+    (see train.accumulate)."""
     use_gpu: bool = False
     """Train on GPUs; false trains on the CPU."""
     gpus_per_worker: float = Field(default=1.0, gt=0, le=1)
-    """GPUs of each worker if use_gpu is true; below 1 as many runs of one worker share one. NCCL refuses two workers of
-    one run on one GPU."""
+    """GPUs of each worker if use_gpu is true; below 1, several runs of one worker share a GPU. NCCL refuses two workers
+    of one run on one GPU."""
     cpus_per_worker: float = Field(default=1.0, gt=0)
     """Logical CPUs of each worker."""
     threads_per_worker: int = Field(default=1, ge=1)

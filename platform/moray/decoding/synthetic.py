@@ -18,10 +18,11 @@ class SyntheticCost(Config):
     """Least time that something takes for some sequences together; none at 0."""
 
     ms: float = Field(default=0.0, ge=0)
-    """Milliseconds that it takes at least, however many sequences there are; 0 for no sleep. What reading the weights
+    """Least milliseconds of a pass or a draft, however many sequences are in it; 0 for none. What reading the weights
     takes."""
     ms_per_sequence: float = Field(default=0.0, ge=0)
-    """Milliseconds more for every sequence; 0 for none. What computing takes, once a device is busy."""
+    """Milliseconds more of a pass or a draft for every sequence in it; 0 for none. What computing takes, once a device
+    is busy."""
 
     def seconds(self, num_sequences: int | float) -> float:
         """For so many sequences together."""

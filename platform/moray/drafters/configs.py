@@ -173,7 +173,7 @@ class EagleConfig(LayeredBase):
 
     type: Literal["eagle"]
     layer: BlockConfig
-    """Sizes of the drafter's decoder layer."""
+    """Sizes of each decoder layer of the drafter."""
     feature_noise: float = Field(default=0.2, ge=0)
     """Width of the uniform noise on the target's features in training, in their own unit; 0 for none. U(-noise / 2,
     noise / 2). The released code also multiplies by 512 / length, which would drown the features of short chats."""
@@ -191,7 +191,7 @@ class GlideConfig(LayeredBase):
 
     type: Literal["glide"]
     layer: BlockConfig
-    """Sizes of the drafter's decoder layer."""
+    """Sizes of each decoder layer of the drafter."""
     num_cross_heads: int = Field(ge=1)
     """Query heads of the cross-attention; a multiple of the target's key/value heads."""
     block_size: int = Field(default=5, ge=1)
@@ -234,7 +234,7 @@ class IndependentConfig(LayeredBase):
     head_dim: int = Field(ge=2)
     """Width of one attention head, in elements."""
     layer: BlockConfig
-    """Sizes of each of the drafter's decoder layers."""
+    """Sizes of each decoder layer of the drafter."""
     embeddings: Literal["frozen", "copied", "random"] = "random"
     """Token embeddings and lm_head: the target's (frozen), trained from them (copied), or from random. Frozen and
     copied need the target's hidden size."""
