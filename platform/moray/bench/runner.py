@@ -115,6 +115,7 @@ class Runner:
                     )
                     continue
                 decoder = SpeculativeDecoder(target, drafter, shape, self.capacity, self._session)
+                notes += [f"{name}, {shape.name}: {notice}" for notice in decoder.notices]
                 methods.append(Method(name, shape.name, self._ours(decoder)))
         if notes and not any(method.tree for method in methods):
             raise ConfigError(f"trees are too deep for every drafter ({'; '.join(notes)}); take shallower ones")
