@@ -31,7 +31,7 @@ from moray.errors import ConfigError, DataError
 from moray.trees.grow import grow
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, SparseShape
 
-CAPACITY, COUNT = 128, 16
+CAPACITY, COUNT = 128, 12
 INF, NAN = float("inf"), float("nan")
 SPARSE = SparseShape(type="sparse", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 TREES = SHAPES | ADAPTIVE | {"sparse": SPARSE}
@@ -96,8 +96,8 @@ class Faulty(Rehearsed):
 def test_spoilt_scores_never_change_the_text(tiny, fault, tree):
     drafter, prompt = Faulty(tiny.target, SCORES[fault]), tiny.prompt()
     decoder = SpeculativeDecoder(tiny.target, drafter, TREES[tree], CAPACITY)
-    for params in (GREEDY, FILTERED):
-        assert decoder.generate(prompt, params, COUNT, ()).tokens == plainly(tiny, prompt, params, COUNT)
+    params = (GREEDY, FILTERED)[(list(TREES).index(tree) + list(SCORES).index(fault)) % 2]
+    assert decoder.generate(prompt, params, COUNT, ()).tokens == plainly(tiny, prompt, params, COUNT)
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -243,13 +243,13 @@ class FaultyChannel(Channel):
 
 
 def answers_over(tiny, shape, spoil: Callable[[DraftReply], bytes]) -> RemoteDrafts:
-    """Three answers, drafted through a channel, are the target's own; returns the source."""
+    """Two answers, drafted through a channel, are the target's own; returns the source."""
     drafter = Rehearsed(tiny.target, 0.3)
     host = DraftHost({DRAFTER: drafter}, CAPACITY, 64)
     source = RemoteDrafts(drafter, DRAFTER, OnePlace(), timeout=0.2, connect=lambda _: FaultyChannel(host, spoil))
     config = EngineConfig(kv_tokens=3 * 256, capacity=CAPACITY, tree=shape)
     engine = Engine(tiny.target, config, (), drafts={DRAFTER: source})
-    asked = [(GREEDY, tiny.prompt()), (COUPLED, tiny.prompt(1)), (GREEDY, tiny.prompt(2))]
+    asked = [(GREEDY, tiny.prompt()), (COUPLED, tiny.prompt(1))]
     made = answer_together(
         engine, [Request(prompt=tuple(prompt), params=params, max_new_tokens=COUNT) for params, prompt in asked]
     )

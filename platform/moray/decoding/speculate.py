@@ -13,7 +13,7 @@ from moray.batch import TapNeeds, Taps
 from moray.decoding.accept import Accepted, accept
 from moray.decoding.adapt import DraftPlanner
 from moray.decoding.costs import Costs, growing_sizes, measure_costs
-from moray.decoding.fitting import depth_notice, fit_shape
+from moray.decoding.fitting import fit_shape
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession, synchronise
@@ -110,10 +110,7 @@ class SpeculativeDecoder:
         Raises:
             ConfigError: the shape does not go with the vocabulary, the drafter or the shared session.
         """
-        name, asked = type(drafter).__name__.lower(), shape
-        shape = fit_shape(shape, name, drafter.max_depth, drafter.spec.vocab_size)
-        self.notices = depth_notice(asked, name, shape)
-        """What is not done as it was asked for."""
+        shape = fit_shape(shape, type(drafter).__name__.lower(), drafter.max_depth, drafter.spec.vocab_size)
         if session is not None and (session.max_nodes <= shape.num_nodes or session.capacity > capacity):
             raise ConfigError(
                 f"the shared session is made for {session.capacity} tokens and trees of {session.max_nodes} nodes, "
