@@ -341,16 +341,17 @@ def test_a_text_that_differs_is_an_error_once_the_report_is_written(folder, tmp_
         "trees": [{"type": "chain", "depth": 3}],
         "max_new_tokens": 12,
     }
-    threads = torch.get_num_threads()
+    threads, report = torch.get_num_threads(), tmp_path / "report" / "report.json"
+    config = (
+        validate(EvaluateConfig, values | {"output": str(report.parent)})
+        if command == "evaluate"
+        else validate(DecodeBenchmarkConfig, values | {"report": str(report)})
+    )
     message = "the text was not plain decoding's, which is a defect: rehearsed with chain-3 at temperature 0"
     with pytest.raises(LosslessError, match=message) as caught:
-        if command == "evaluate":
-            evaluate.main(validate(EvaluateConfig, values | {"output": str(tmp_path / "report")}))
-        else:
-            report = str(tmp_path / "report" / "report.json")
-            benchmark.main(validate(DecodeBenchmarkConfig, values | {"report": report}))
+        (evaluate if command == "evaluate" else benchmark).main(config)
     torch.set_num_threads(threads)
     assert caught.value.exit_code == 1
-    assert (tmp_path / "report" / "report.json").is_file()
+    assert report.is_file()
     assert "NO" in capsys.readouterr().out
     check_lossless([("bf16, rejection and typical", None), ("equal", True)])
