@@ -70,9 +70,12 @@ def main(config: DecodeBenchmarkConfig) -> None:
     from rich.console import Console
 
     from moray.bench.decode_benchmark import benchmark_decoding, print_benchmark
+    from moray.bench.lossless import check_lossless, row_name
 
     console = Console()
-    print_benchmark(reported(config.report, lambda: benchmark_decoding(config, console)), console)
+    result = reported(config.report, lambda: benchmark_decoding(config, console))
+    print_benchmark(result, console)
+    check_lossless((row_name(row), row["lossless"]) for row in result["rows"])
 
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:

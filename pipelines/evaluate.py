@@ -2,7 +2,8 @@
 
     python -m pipelines.evaluate configs/targets/demo.yaml configs/evaluations/demo.yaml
 
-Writes answers.jsonl, report.json and report.html into `output` and prints the table. Killed at any instant, the same
+Writes answers.jsonl, report.json and report.html into `output` and prints the table; a text that had to be plain
+decoding's and is not makes the exit code 1. Killed at any instant, the same
 command goes on where it was. Two reports side by side, also as JSON with `--json out.json`:
 
     python -m pipelines.evaluate compare a.json b.json
@@ -21,6 +22,7 @@ def main(config: EvaluateConfig) -> None:
 
     from moray.bench.console import print_report
     from moray.bench.evaluation import evaluate
+    from moray.bench.lossless import check_lossless, row_name
     from moray.bench.report import write_report
 
     console = Console()
@@ -28,6 +30,7 @@ def main(config: EvaluateConfig) -> None:
     json_path, html_path = write_report(report, Path(config.output))
     print_report(report, console)
     console.print(f"report: {json_path} and {html_path}")
+    check_lossless((row_name(row), row["lossless"]) for row in report["rows"])
 
 
 def main_compare(config: CompareConfig) -> None:

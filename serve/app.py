@@ -18,6 +18,7 @@ from serve.gateway import Gateway
 from serve.metrics.exporters import RayExporters
 from serve.metrics.ray_sink import RaySink
 from serve.target import TargetReplica
+from serve.trees import check_trees
 
 _COMMON: dict[str, Any] = {
     "request_router_config": RequestRouterConfig(request_router_class="moray.cluster.sticky_router:StickyRouter"),  # type: ignore[arg-type]
@@ -39,8 +40,13 @@ _WAITING = 1000
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """Target and gateway, and a pool between them if there are drafters for one."""
+    """Target and gateway, and a pool between them if there are drafters for one.
+
+    Raises:
+        ConfigError: a value that is not accepted, or a tree that a drafter cannot draft.
+    """
     config = read_args(args)
+    check_trees(config)
     most = config.engine.max_sequences + config.max_waiting
     pool = None
     if config.pooled:

@@ -92,6 +92,10 @@ def _check(config: DeployConfig) -> None:
     for number, application in enumerate(config.applications):
         names = {deployment.get("name") for deployment in application.get("deployments") or ()}
         args = read_args(application.get("args", {}))
+        if args.drafters:
+            from serve.trees import check_trees  # which imports torch
+
+            check_trees(args)
         if not args.pooled and "Drafter" in names:
             raise ConfigError(
                 f"applications.{number}.deployments names 'Drafter', but args make no pool: that takes "

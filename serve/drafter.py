@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Mapping
 import torch
 
 from moray.bench.loading import build_drafters, num_head_layers
+from moray.decoding.fitting import fit_shape
 from moray.decoding.remote.ahead import can_run_ahead
 from moray.decoding.remote.channel import Endpoint, SocketServer
 from moray.decoding.remote.host import DraftHost
@@ -53,6 +54,8 @@ class DrafterReplica:
             name: build_drafters((entry,), lambda _: head, tokenizer).popitem()[1]
             for name, entry in config.pooled.items()
         }
+        for name, drafter in drafters.items():
+            fit_shape(config.engine.tree, name, drafter.max_depth, head.spec.vocab_size)
         if config.run_ahead:
             _warn_who_cannot_run_ahead(drafters, config)
         self.host = DraftHost(

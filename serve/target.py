@@ -13,6 +13,7 @@ from moray.decoding.calibrate import calibrate
 from moray.decoding.costs import Costs
 from moray.decoding.drafts import DraftSource, LocalDrafts
 from moray.decoding.engine import Engine
+from moray.decoding.fitting import fit_shape
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request, Update
 from moray.drafters.base import Drafter
@@ -65,11 +66,12 @@ class TargetReplica:
 
     def _measure(self) -> dict[str, dict[int, Costs]]:
         """What passes and drafts cost here, by drafter; nothing where the tree does not depend on it."""
-        shape, most = self._config.engine.tree, self._config.engine.max_sequences
+        tree, most = self._config.engine.tree, self._config.engine.max_sequences
         costs: dict[str, dict[int, Costs]] = {}
         for name, drafter in self._drafters.items():
+            shape = fit_shape(tree, name, drafter.max_depth)
             if isinstance(shape, AdaptiveShape):
-                costs[name] = calibrate(self._target, drafter, shape.limited(drafter.max_depth), most)
+                costs[name] = calibrate(self._target, drafter, shape, most)
         return costs
 
     @property
@@ -86,6 +88,9 @@ class TargetReplica:
         eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
         config, decode = self._config.engine, self._tokenizer.decode
         engine = Engine(self._target, config, eos_ids, drafts=self._sources(), decode=decode)
+        for drafting in engine.drafting.values():
+            for notice in drafting.notices:
+                _LOGGER.warning(notice)
         for name, costs in self._measure().items():
             engine.drafting[name].planner.know(costs)
         return engine

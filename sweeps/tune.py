@@ -17,6 +17,7 @@ def main(config: SweepConfig) -> None:
     """Run the sweep, or go on with it, then say who has won."""
     from rich.console import Console
 
+    from moray.bench.lossless import check_lossless
     from moray.cluster.session import ray_session
     from moray.provenance import read_json
     from sweeps.trainings.console import print_summary
@@ -32,6 +33,7 @@ def main(config: SweepConfig) -> None:
             console.print("this sweep is finished: its answer as it was", highlight=False)
         summary = read_json(summary_path(config)) if done else run_sweep(config, console)
     print_summary(summary, console)
+    check_lossless((trial["name"], trial["figures"].get("lossless")) for trial in summary["trials"])
 
 
 CONFIG = SweepConfig

@@ -22,6 +22,7 @@ def main(config: TuneDecodingConfig) -> None:
 
     from rich.console import Console
 
+    from moray.bench.lossless import check_lossless
     from moray.cluster.session import ray_session
     from moray.provenance import read_json
     from sweeps.decoding.console import print_decoding
@@ -36,6 +37,7 @@ def main(config: TuneDecodingConfig) -> None:
             console.print("this sweep is finished: its answer as it was", highlight=False)
         summary = read_json(Path(config.output) / SUMMARY_FILE) if done else run_decoding(config, console)
     print_decoding(summary, console)
+    check_lossless((trial["name"], trial["figures"].get("lossless")) for trial in summary["trials"])
 
 
 CONFIG = TuneDecodingConfig

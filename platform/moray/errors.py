@@ -36,3 +36,7 @@ class MismatchError(MorayError):
 
 class StorageFullError(MorayError):
     """A disk, a quota or a bucket has no room for what is to be written. Room made, the same command goes on."""
+
+
+class LosslessError(MorayError):
+    """Text that had to be the target's own, token by token, was not."""

@@ -16,11 +16,12 @@ from moray.bench.spread import quartiles
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.fitting import engine_notices, fit_shape, say_once
 from moray.decoding.params import SamplingParams
 from moray.decoding.request import Request
 from moray.decoding.row_cache import GRAIN
 from moray.decoding.session import synchronise
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder, check_shape
+from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation, tau
 from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
@@ -107,7 +108,10 @@ def measure_batch_speedup(
         )
     if batch < 1:
         raise ConfigError(f"batch is {batch}; it must be at least 1")
-    check_shape(shape, drafter)
+    name = type(drafter).__name__.lower()
+    fitted = fit_shape(shape, name, drafter.max_depth, target.spec.vocab_size)
+    if batch > 1:
+        say_once(engine_notices(shape, name, fitted, drafter.efforts))
     drafted, plain = (_side(target, d, shape, capacity, batch, params, eos_ids) for d in (drafter, None))
     for decode in (plain, drafted):  # the first call of anything is slow
         decode(prompts[:batch], min(_WARM_UP_TOKENS, max_new_tokens))

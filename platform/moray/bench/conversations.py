@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from moray.bench.configs import ChannelsBenchmarkConfig
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.fitting import say_once
 from moray.decoding.remote.channel import Channel, Endpoint
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import pack, unpack_request
@@ -109,6 +110,7 @@ def record_conversation(
     source = RemoteDrafts(drafter, DRAFTER, OnePlace(), connect=lambda _: RecordingChannel(answer, conversation))
     limits = EngineConfig(max_sequences=size, kv_tokens=slots, tree=config.tree)
     engine = Engine(target, limits, eos_ids, drafts={DRAFTER: source})
+    say_once(engine.drafting[DRAFTER].notices)
     number = 0
     while len(conversation.frames) < config.num_cycles:
         while engine.num_running + engine.num_waiting < size:

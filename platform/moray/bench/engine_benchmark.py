@@ -23,6 +23,7 @@ from moray.decoding.costs import Costs
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.fitting import engine_notices, fit_shape, say_once
 from moray.decoding.request import Request
 from moray.decoding.session import synchronise
 from moray.decoding.stats import tau
@@ -46,7 +47,7 @@ def benchmark_engine(config: EngineBenchmarkConfig, console: Console) -> dict[st
     prompts = first_prompts(questions, tokenizer, room, config.questions)
     eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
     pairs = [(name, size) for name in drafters for size in config.batches]
-    costs = {name: _costs(config, target, drafter) for name, drafter in drafters.items()}
+    costs = {name: _costs(config, target, name, drafter) for name, drafter in drafters.items()}
     rows = []
     for name, size in track(pairs, "benchmark", console=console):
         engine = _engine(config, target, drafters[name], size, prompts, eos_ids)
@@ -55,11 +56,11 @@ def benchmark_engine(config: EngineBenchmarkConfig, console: Console) -> dict[st
     return {"rows": rows, "tree": config.tree.name} | record(config)
 
 
-def _costs(config: EngineBenchmarkConfig, target: Target, drafter: Drafter) -> dict[int, Costs]:
-    shape = config.tree
-    if not isinstance(shape, AdaptiveShape):
-        return {}
-    return calibrate(target, drafter, shape.limited(drafter.max_depth), max(config.batches))
+def _costs(config: EngineBenchmarkConfig, target: Target, name: str, drafter: Drafter) -> dict[int, Costs]:
+    """What an adaptive tree depends on; of every tree, what the engine does not do of it is said."""
+    shape = fit_shape(config.tree, name, drafter.max_depth, target.spec.vocab_size)
+    say_once(engine_notices(config.tree, name, shape, drafter.efforts))
+    return calibrate(target, drafter, shape, max(config.batches)) if isinstance(shape, AdaptiveShape) else {}
 
 
 def _engine(

@@ -6,6 +6,7 @@ from rich.text import Text
 
 from moray.bench.configs import LiveConfig
 from moray.bench.loading import load_drafters
+from moray.decoding.fitting import depth_notice, say_once
 from moray.decoding.speculate import SpeculativeDecoder
 from moray.decoding.stats import tau
 from moray.targets.model import Target
@@ -21,6 +22,7 @@ def show_live(config: LiveConfig, console: Console) -> None:
     target = Target.load(config.target)
     drafter = next(iter(load_drafters((config.drafter,), target, tokenizer).values()))
     decoder = SpeculativeDecoder(target, drafter, config.tree, target.spec.max_positions)
+    say_once(depth_notice(config.tree, type(drafter).__name__.lower(), decoder.shape))
     prompt = tokenizer.encode_prompt([{"role": "user", "content": config.prompt}])
     shown: list[int] = []
 

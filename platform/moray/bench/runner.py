@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from moray.bench.answers import AnswerLog, MethodAnswer
 from moray.bench.configs import EvaluateConfig
 from moray.bench.specbench import Question
+from moray.decoding.fitting import depth_notice
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
@@ -115,6 +116,7 @@ class Runner:
                     )
                     continue
                 decoder = SpeculativeDecoder(target, drafter, shape, self.capacity, self._session)
+                notes += depth_notice(shape, name, decoder.shape)
                 methods.append(Method(name, shape.name, self._ours(decoder)))
         if notes and not any(method.tree for method in methods):
             raise ConfigError(f"trees are too deep for every drafter ({'; '.join(notes)}); take shallower ones")

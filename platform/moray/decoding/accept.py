@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import STREAM_RESIDUAL, STREAM_TEST, Sampler, gumbel
 from moray.trees.stack import stack_padded
 from moray.trees.tree import TokenTree
+
+_SUM_TOLERANCE = 1e-3
+"""By how much a drafter's probabilities may miss 1 and still be taken as what a token was drawn from."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,13 @@ def accept_by_rejection(
     """Speculative sampling (arXiv 2211.17192) along a tree, siblings in order (arXiv 2305.09781).
 
     Children of one node must be independent draws from that node's `draft_probs`, or distinct deterministic
-    proposals. Waits for the device once per tested child.
+    proposals. A child whose `draft_probs` are no distribution (NaN, negative, another sum than 1) is tested as a
+    deterministic proposal, which is exact whatever the child was drawn from. Waits for the device once per tested
+    child.
     """
-    tokens, parents, depths = torch.stack([tree.tokens, tree.parents, tree.depths]).tolist()
+    q_of = tree.draft_probs
+    is_drawn = torch.zeros_like(tree.tokens) if q_of is None else _are_distributions(q_of).to(tree.tokens)
+    tokens, parents, depths, drawn = torch.stack([tree.tokens, tree.parents, tree.depths, is_drawn]).tolist()
     children: list[list[int]] = [[] for _ in tokens]
     for node in range(1, len(tokens)):
         children[parents[node]].append(node)
@@ -137,7 +144,7 @@ def accept_by_rejection(
         accepted = None
         for test, child in zip(tests, children[node], strict=False):
             token = tokens[child]
-            q = None if tree.draft_probs is None else tree.draft_probs[child].double()
+            q = q_of[child].double() if q_of is not None and drawn[child] else None
             q_token = 1.0 if q is None else q[token]
             if bool(test * q_token < p[token]):
                 accepted = child
@@ -153,6 +160,11 @@ def accept_by_rejection(
             return _accepted(tokens, parents, path, int((p.log() + noise).argmax()))
         path.append(accepted)
         node = accepted
+
+
+def _are_distributions(probs: Float[Tensor, "nodes vocab"]) -> Bool[Tensor, " nodes"]:
+    """Whether each row can be a distribution; rounding in float32 stays far below the tolerance. NaN never is one."""
+    return (probs.amin(dim=-1) >= 0) & ((probs.sum(dim=-1) - 1).abs() < _SUM_TOLERANCE)
 
 
 def accept_typical(

@@ -16,10 +16,11 @@ from moray.batch import Taps
 from moray.decoding.batch_planner import NUM_TRIED, BatchPlanner
 from moray.decoding.drafts import Ask, DraftSource
 from moray.decoding.engine_stats import EngineStats
+from moray.decoding.fitting import engine_notices, fit_shape
 from moray.decoding.row_cache import RowCache
 from moray.decoding.sequence import EngineSequence
 from moray.targets.model import Target
-from moray.trees.shapes import AdaptiveShape, AnyShape
+from moray.trees.shapes import AnyShape
 from moray.trees.tree import TokenTree
 
 _AT_ONCE = 64
@@ -32,11 +33,17 @@ class Drafting:
     """One draft source and the sequences that use it."""
 
     def __init__(
-        self, source: DraftSource, shape: AnyShape, target: Target, cache: RowCache, stats: EngineStats
+        self, name: str, source: DraftSource, shape: AnyShape, target: Target, cache: RowCache, stats: EngineStats
     ) -> None:
+        """
+        Raises:
+            ConfigError: the source cannot draft such trees.
+        """
         self.source = source
         self.observed = source.observed
-        self.shape = shape.limited(source.max_depth) if isinstance(shape, AdaptiveShape) else shape
+        self.shape = fit_shape(shape, name, source.max_depth, target.spec.vocab_size)
+        self.notices = engine_notices(shape, name, self.shape, source.efforts)
+        """What is not done as it was asked for: for whoever builds the engine to say."""
         self.planner = BatchPlanner(self.shape)
         self._target = target
         self._cache = cache

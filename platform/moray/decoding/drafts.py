@@ -48,6 +48,11 @@ class DraftSource(ABC):
     def max_depth(self) -> int | None:
         """Most levels that can be drafted; None for any number."""
 
+    @property
+    def efforts(self) -> tuple[int, ...]:
+        """See `Drafter.efforts`; the engine drafts with the first."""
+        return (0,)
+
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
         """Turn taps of verified tokens into memory, beside the target."""
@@ -112,6 +117,10 @@ class LocalDrafts(DraftSource):
     @property
     def max_depth(self) -> int | None:
         return self.drafter.max_depth
+
+    @property
+    def efforts(self) -> tuple[int, ...]:
+        return self.drafter.efforts
 
     def observe(self, taps: Taps) -> Memory:
         return self.drafter.observe(taps)

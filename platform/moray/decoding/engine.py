@@ -63,7 +63,7 @@ class Engine:
         hidden_depths = sorted({depth for source in sources.values() for depth in source.observed.hidden_depths})
         self._rows = TargetRows(target, config.kv_tokens, hidden_depths)
         self.drafting = {
-            name: Drafting(source, config.tree, target, self._rows.cache, self.stats)
+            name: Drafting(name, source, config.tree, target, self._rows.cache, self.stats)
             for name, source in sources.items()
         }
         most_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)

@@ -13,6 +13,7 @@ from moray.batch import TapNeeds, Taps
 from moray.decoding.accept import Accepted, accept
 from moray.decoding.adapt import DraftPlanner
 from moray.decoding.costs import Costs, growing_sizes, measure_costs
+from moray.decoding.fitting import fit_shape
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession, synchronise
@@ -109,9 +110,7 @@ class SpeculativeDecoder:
         Raises:
             ConfigError: the shape does not go with the vocabulary, the drafter or the shared session.
         """
-        if isinstance(shape, AdaptiveShape):
-            shape = shape.limited(drafter.max_depth)
-        check_shape(shape, drafter)
+        shape = fit_shape(shape, type(drafter).__name__.lower(), drafter.max_depth, drafter.spec.vocab_size)
         if session is not None and (session.max_nodes <= shape.num_nodes or session.capacity > capacity):
             raise ConfigError(
                 f"the shared session is made for {session.capacity} tokens and trees of {session.max_nodes} nodes, "
@@ -254,20 +253,3 @@ class SpeculativeDecoder:
 
     def _observe(self, tokens: Int[Tensor, " new"], taps: Taps, num_kept: int = 0) -> None:
         self.drafter.extend(self._state, tokens, self.drafter.observe(taps), num_kept)
-
-
-def check_shape(shape: AnyShape, drafter: Drafter) -> None:
-    """Refuse trees that a drafter, or any drafter of its target, cannot draft.
-
-    Raises:
-        ConfigError: the shape does not go with the vocabulary or the drafter.
-    """
-    if shape.max_children > drafter.spec.vocab_size:
-        raise ConfigError(
-            f"tree '{shape.name}' gives a node {shape.max_children} children; the target's vocabulary has "
-            f"{drafter.spec.vocab_size} tokens"
-        )
-    if drafter.max_depth is not None and shape.depth > drafter.max_depth:
-        raise ConfigError(
-            f"tree '{shape.name}' is {shape.depth} levels deep; this drafter drafts at most {drafter.max_depth}"
-        )

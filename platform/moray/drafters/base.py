@@ -4,6 +4,7 @@ One class serves training, single-device decoding, Ray Serve and edge clients. A
 its target (`TargetSpec`) and its frozen head, never the target itself.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ class DraftOutput:
     """By depth."""
 
 
+_LOGGER = logging.getLogger(__name__)
+
 State = TypeVar("State")
 
 
@@ -95,6 +98,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self.vocabulary = DraftVocabulary(head, config.num_draft_tokens)
         self.efforts = config.efforts
         """What decoding may choose from in every cycle, cheapest first (see `fix_effort`)."""
+        self._has_warned = False
         self.recomputes = False
         """Training keeps the inputs of each block of layers alone, and computes the rest again in the backward pass."""
 
@@ -111,7 +115,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     @property
     def max_depth(self) -> int | None:
         """Most levels that it can draft; None for any number."""
-        return None
+        return self.config.max_depth
 
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
@@ -204,7 +208,28 @@ class Drafter(nn.Module, ABC, Generic[State]):
         return grow_many(roots, shape, self._step_of(states), select)
 
     def _step_of(self, states: Sequence[State]) -> StepMany:
-        return lambda asked, *rest: self.step_many([states[number] for number in asked], *rest)
+        """`step_many` for `grow_many`. Scores of another shape than was asked for propose nothing, for their tokens
+        might be none of the vocabulary; whether they are finite is for the tree's growth to see, on the device."""
+
+        def step(
+            asked: Sequence[int], tokens: Int[Tensor, "asked new"], ancestors: Tensor | None, depth: int
+        ) -> tuple[Sequence[int], Tensor]:
+            left, scores = self.step_many([states[number] for number in asked], tokens, ancestors, depth)
+            if not left or scores.shape == (len(left), tokens.shape[1], self.spec.vocab_size):
+                return left, scores
+            self._warn_of(scores, (len(left), tokens.shape[1], self.spec.vocab_size))
+            return (), scores
+
+        return step
+
+    def _warn_of(self, scores: Tensor, expected: tuple[int, ...]) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "a drafter of type %s gives scores of shape %s where %s (sequences, nodes, vocabulary) is needed: it "
+                "proposes nothing; mend its step",
+                *(type(self).__name__.lower(), list(scores.shape), list(expected)),
+            )
 
     def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
         """Take the target's feature sizes from the cache's statistics; called once, before training."""

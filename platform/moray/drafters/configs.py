@@ -59,6 +59,11 @@ class DrafterConfigBase(Config):
         return (self.num_target_layers,)
 
     @property
+    def max_depth(self) -> int | None:
+        """Most levels that the drafter can draft; None for any number."""
+        return None
+
+    @property
     def verified_period(self) -> tuple[int, int] | None:
         """T-step training: a response position counts as verified every P tokens, P uniform over low..high-1.
         None: every position is predicted from the one before it."""
@@ -221,6 +226,10 @@ class MedusaConfig(TrainableBase):
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.medusa", "Medusa"
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_heads
 
 
 class IndependentConfig(LayeredBase):

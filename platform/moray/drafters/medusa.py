@@ -48,10 +48,6 @@ class Medusa(TogetherDrafter[MedusaState]):
     def needs(self) -> TapNeeds:
         return TapNeeds(hidden_depths=(-1,))
 
-    @property
-    def max_depth(self) -> int:
-        return self.config.num_heads
-
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
         super().choose_vocabulary(counts)
         self._start_projections(self.head.weight)

@@ -4,6 +4,7 @@ what becomes of the children that were picked, and the trees in the end.
 Knows neither drafters nor sampling (see `trees.grow`), and never waits for the device, but for a budget.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -15,11 +16,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from moray.trees.ranking import at_most, keep_best, level_of
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, GrowableShape, SparseShape
 from moray.trees.tree import Structure, TokenTree, fixed_structure, structure_of
 
 Budget = Callable[[list[float]], int]
-"""budget(log_probs) -> how many nodes to keep, given the cumulative log-probabilities of the best ones, best first."""
+"""budget(log_probs) -> how many nodes to keep, given the cumulative log-probabilities of the best ones, best first.
+
+It is not asked where no node has a finite one: then the tree is its root alone."""
 
 
 class Picked(NamedTuple):
@@ -241,7 +245,7 @@ class _DynamicGrowth(Growth):
     def add(self, picked: Picked) -> None:
         breadth, above = self._shape.breadth, self._best
         tokens = picked.tokens.flatten(1)
-        scores = (above.scores[..., None] + picked.log_probs).flatten(1)
+        scores = at_most(above.scores[..., None], picked.log_probs).flatten(1)
         self._levels.append(tokens)
         self._parents.append(above.candidates.repeat_interleave(breadth, dim=1))
         self._scores.append(scores)
@@ -265,51 +269,18 @@ class _DynamicGrowth(Growth):
         ranked = torch.cat(self._scores, dim=1).sort(dim=1, descending=True, stable=True)
         best = ranked.indices[:, : self._shape.nodes + 1]
         if budget is None or not self.num_levels:
-            return _keep_best(tokens, parents, best, self.num_levels)
+            return keep_best(tokens, parents, best, self.num_levels)
         # In one copy; indices of candidates are far below what doubles count exactly.
         host = torch.stack([ranked.values.double(), ranked.indices.double()], dim=1)[:, :, : best.shape[1]].tolist()
         trees = []
         for row, (log_probs, indices) in enumerate(host):
-            kept = budget(log_probs[1:]) + 1
-            deepest = max(_level(int(index), self._shape.breadth) for index in indices[:kept])
+            known = [log_prob for log_prob in log_probs[1:] if log_prob > -math.inf]
+            kept = 1 + (budget(known) if known else 0)
+            deepest = max(level_of(int(index), self._shape.breadth) for index in indices[:kept])
             own = slice(row, row + 1)
-            (tree,) = _keep_best(tokens[own], parents[own], best[own, :kept], deepest)
+            (tree,) = keep_best(tokens[own], parents[own], best[own, :kept], deepest)
             trees.append(replace(tree, num_empty_levels=self.num_levels - deepest))
         return trees
-
-
-def _level(candidate: int, breadth: int) -> int:
-    """Where a candidate of a dynamic tree stands: see the numbering of `_DynamicGrowth`."""
-    if candidate == 0:
-        return 0
-    return 1 if candidate <= breadth else 2 + (candidate - 1 - breadth) // breadth**2
-
-
-def _keep_best(
-    tokens: Int[Tensor, "sequences candidates"],
-    parents: Int[Tensor, "sequences candidates"],
-    best: Int[Tensor, "sequences kept"],
-    max_depth: int,
-) -> list[TokenTree]:
-    """The trees of the roots and the likeliest candidates, none of them deeper than `max_depth`.
-
-    A child scores at most its parent's score and stands behind it, so a stable sort keeps every kept node's
-    parent too.
-    """
-    kept = best.sort(dim=1).values
-    size = kept.shape[1]
-    rows = torch.arange(size, device=kept.device).expand(kept.shape[0], -1)
-    rank = torch.zeros_like(parents).scatter_(1, kept, rows)
-    hop = rank.gather(1, parents.gather(1, kept).clamp(min=0))
-    new_parents = torch.where(kept == 0, -1, hop)
-    ancestors = torch.eye(size, dtype=torch.bool, device=kept.device).repeat(kept.shape[0], 1, 1)
-    depths, node = torch.zeros_like(hop), rows
-    for _ in range(max_depth):
-        depths += (node != 0).long()
-        node = hop.gather(1, node)
-        ancestors.scatter_(2, node[..., None], True)
-    rest = zip(tokens.gather(1, kept), new_parents, depths, ancestors, strict=True)
-    return [TokenTree(*own, max_depth) for own in rest]
 
 
 def _tree(

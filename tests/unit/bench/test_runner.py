@@ -9,7 +9,8 @@ import torch
 from rehearsed import Rehearsed
 from tiny_targets import save_chat_target
 
-from moray.bench.configs import EvaluateConfig
+from moray.bench.configs import DecodeBenchmarkConfig, EvaluateConfig
+from moray.bench.lossless import check_lossless
 from moray.bench.report_schema import read_report
 from moray.bench.runner import Measurement, Method, Run, Runner
 from moray.bench.specbench import Question
@@ -19,7 +20,7 @@ from moray.decoding import speculate
 from moray.decoding.accept import Accepted
 from moray.decoding.params import SamplingParams
 from moray.decoding.stats import Generation
-from moray.errors import ConfigError
+from moray.errors import ConfigError, LosslessError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
@@ -316,3 +317,41 @@ def test_an_evaluation_without_a_prompt_says_so(folder, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"no prompt of questions .* fits into the context of 512 tokens"):
         evaluation.evaluate(validate(EvaluateConfig, values), Console(quiet=True))
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "decode"])
+def test_a_text_that_differs_is_an_error_once_the_report_is_written(folder, tmp_path, monkeypatch, command, capsys):
+    from moray.bench import decode_benchmark, evaluation
+    from pipelines import benchmark, evaluate
+
+    def accept_everything(tree, logits, sampler, root_position):
+        return Accepted([1, 2, 3], tree.tokens[1:4].tolist(), int(logits[3].argmax()))
+
+    monkeypatch.setattr(speculate, "accept", accept_everything)
+    for module in (evaluation, decode_benchmark):
+        monkeypatch.setattr(module, "load_drafters", lambda _, target, __: {"rehearsed": Rehearsed(target, 0.5)})
+    (tmp_path / "drafter.json").touch()
+    (tmp_path / "drafter.safetensors").touch()
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question_id": 1, "category": "c", "turns": ["one two"]}\n')
+    values = {
+        "target": {"model": str(folder), "device": "cpu"},
+        "drafters": [str(tmp_path)],
+        "questions": str(questions),
+        "trees": [{"type": "chain", "depth": 3}],
+        "max_new_tokens": 12,
+    }
+    threads, report = torch.get_num_threads(), tmp_path / "report" / "report.json"
+    config = (
+        validate(EvaluateConfig, values | {"output": str(report.parent)})
+        if command == "evaluate"
+        else validate(DecodeBenchmarkConfig, values | {"report": str(report)})
+    )
+    message = "the text was not plain decoding's, which is a defect: rehearsed with chain-3 at temperature 0"
+    with pytest.raises(LosslessError, match=message) as caught:
+        (evaluate if command == "evaluate" else benchmark).main(config)
+    torch.set_num_threads(threads)
+    assert caught.value.exit_code == 1
+    assert report.is_file()
+    assert "NO" in capsys.readouterr().out
+    check_lossless([("bf16, rejection and typical", None), ("equal", True)])

@@ -158,5 +158,5 @@ def test_heads_beyond_a_short_text_count_nothing(tiny):
 
 def test_a_tree_deeper_than_its_heads_is_refused_with_both_numbers(tiny, fresh):
     shape = ChainShape(type="chain", depth=HEADS + 1)
-    with pytest.raises(ConfigError, match=r"is 5 levels deep; this drafter drafts at most 4"):
+    with pytest.raises(ConfigError, match=r"is 5 levels deep; drafter 'medusa' drafts at most 4"):
         SpeculativeDecoder(tiny.target, fresh, shape, 64)

@@ -3,6 +3,7 @@
 import logging
 import time
 
+import pytest
 from tiny_drafters import build
 from tiny_targets import TinyTarget, save_chat_target
 
@@ -12,14 +13,17 @@ from moray.decoding.remote.channel import SocketChannel
 from moray.decoding.remote.messages import DraftedTree, DraftRequest, Entry, pack, unpack_reply
 from moray.distill.checkpoint import save_drafter
 from moray.drafters.configs import MedusaConfig
+from moray.errors import ConfigError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
-from moray.trees.shapes import ChainShape
+from moray.trees.shapes import AdaptiveShape, ChainShape
+from serve.app import build_app
 from serve.config import ServeConfig
 from serve.drafter import DrafterReplica
 from serve.metrics import series
 from serve.metrics.readings import read_host
+from serve.target import TargetReplica
 
 SHAPE = ChainShape(type="chain", depth=3)
 
@@ -77,3 +81,31 @@ def test_a_drafter_that_is_not_deep_enough_to_run_ahead_is_named(tmp_path, caplo
     assert "drafter 'few' will not run ahead: max_depth is 6, and to go on below a chain of depth 3 it needs 7" in (
         record.getMessage()
     )
+
+
+def test_a_tree_too_deep_is_refused_at_deploy_and_at_start(tmp_path, caplog):
+    folder, medusa = save_chat_target(tmp_path / "target"), tmp_path / "medusa"
+    target = TinyTarget("chat", folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
+    medusa.mkdir()
+    few = build(target, MedusaConfig(type="medusa", num_heads=5))
+    save_drafter(medusa, few, ChatTokenizer.load(str(folder)).fingerprint)
+    settings = {
+        "target": {"model": str(folder), "device": "cpu"},
+        "drafters": {"heads": str(medusa)},
+        "engine": {"tree": {"type": "chain", "depth": 8}, "kv_tokens": 1024, "max_sequences": 1},
+    }
+    message = "tree 'chain-8' is 8 levels deep; drafter 'heads' drafts at most 5: give a tree of at most 5 levels"
+    with pytest.raises(ConfigError, match=message):
+        build_app(settings)
+    with pytest.raises(ConfigError, match=message):
+        DrafterReplica(validate(ServeConfig, settings), host="127.0.0.1")
+    alone = validate(ServeConfig, settings | {"placement": "in_process"})
+    with pytest.raises(ConfigError, match=message):
+        TargetReplica(alone)
+    wide = {"type": "adaptive", "depth": 8, "breadth": 2, "nodes": 6}
+    engine = alone.engine.model_copy(update={"tree": AdaptiveShape.model_validate(wide)})
+    with caplog.at_level(logging.WARNING, logger="ray.serve"):
+        TargetReplica(alone.model_copy(update={"engine": engine}))
+    deep, unpruned = caplog.messages
+    assert "goes at most 5 levels deep with drafter 'heads'" in deep
+    assert "verifies all of up to 6 nodes" in unpruned

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moray.decoding.picking import picks_of
 from moray.decoding.remote.ahead import Ahead, Drawn, Session, Told, can_run_ahead
-from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest, Entry, described
+from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest, Entry, check_request, described
 from moray.decoding.sampling import Sampler
 from moray.decoding.synthetic import NO_COST, SyntheticCost
 from moray.drafters.base import Drafter
@@ -106,7 +106,13 @@ class DraftHost:
 
     @torch.inference_mode()
     def handle(self, request: DraftRequest, tensors: Mapping[str, Tensor]) -> DraftReply:
-        """Take in what is told, and draft what is asked for."""
+        """Take in what is told, and draft what is asked for.
+
+        Raises:
+            DataError: it cannot be taken in (see `check_request`); nothing of it is.
+            ConfigError: a tree is asked for that its drafter cannot draft.
+        """
+        check_request(request, tensors, self._drafters, self._sizes[1])
         with self._locked():
             begin = time.perf_counter()
             for session in request.closed:

@@ -18,7 +18,9 @@ from pydantic import Field
 from torch import Tensor
 
 from moray.config import AnyConfig, Config
+from moray.decoding.fitting import fit_shape
 from moray.decoding.params import SamplingParams
+from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, GrowableShape, SparseShape
 from moray.trees.tree import TokenTree, chain_of, structure_of
@@ -42,9 +44,9 @@ class Entry(Config):
     """See `Drafter.extend`."""
     root: int | None = None
     """None: nothing is to be drafted."""
-    shape: int = 0
+    shape: int = Field(default=0, ge=0)
     """Index into the request's shapes."""
-    params: int = 0
+    params: int = Field(default=0, ge=0)
     """Index into the request's sampling parameters."""
     sequence: int = 0
 
@@ -80,7 +82,7 @@ class DraftReply(Config):
     number: int
     """Of the request."""
     trees: tuple[DraftedTree, ...]
-    seconds: float = 0.0
+    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """That drafting took."""
 
 
@@ -112,6 +114,46 @@ def unpack_reply(frame: bytes | bytearray) -> DraftReply:
     return _validated(DraftReply, _unpack(frame)[0])
 
 
+def check_request(
+    request: DraftRequest, tensors: Mapping[str, Tensor], drafters: Mapping[str, Drafter], max_expanded: int
+) -> None:
+    """Refuse what a drafter could not take in, before any of it is: on a GPU a strange token would end the process.
+
+    Args:
+        request: of any target; who is not among `drafters` is not looked at.
+        tensors: memory of all its tokens.
+        drafters: by the names that requests use.
+        max_expanded: most nodes of a tree that are expanded.
+
+    Raises:
+        DataError: naming what is wrong.
+    """
+    num_tokens = sum(len(entry.tokens) for entry in request.entries)
+    for name, rows in tensors.items():
+        if rows.dim() != 2 or rows.shape[0] != num_tokens:
+            raise DataError(f"memory '{name}' has the shape {list(rows.shape)}; {num_tokens} rows of tokens are needed")
+    for entry in request.entries:
+        drafter = drafters.get(entry.drafter)
+        if drafter is None:
+            continue
+        ids = entry.tokens if entry.root is None else (*entry.tokens, entry.root)
+        size = drafter.spec.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            raise DataError(f"a request holds tokens from {min(ids)} to {max(ids)}; the vocabulary has {size}")
+        if entry.num_kept > len(entry.tokens):
+            raise DataError(f"a request keeps {entry.num_kept} of {len(entry.tokens)} tokens")
+        if entry.root is None:
+            continue
+        if entry.shape >= len(request.shapes) or entry.params >= len(request.params):
+            raise DataError(
+                f"a request names shape {entry.shape} and parameters {entry.params}, which it does not hold"
+            )
+        shape = request.shapes[entry.shape]
+        fit_shape(shape, entry.drafter, drafter.max_depth, size)
+        if shape.num_expanded > max_expanded:
+            raise DataError(f"tree '{shape.name}' expands {shape.num_expanded} nodes; here are {max_expanded} at most")
+
+
 def described(tree: TokenTree) -> dict[str, Any]:
     """A tree as fields of `DraftedTree`."""
     return {
@@ -123,23 +165,33 @@ def described(tree: TokenTree) -> dict[str, Any]:
     }
 
 
-def restored(drafted: DraftedTree, device: torch.device, shape: GrowableShape, vocab_size: int) -> TokenTree:
-    """The tree that `described` described.
+def restored(drafted: DraftedTree, device: torch.device, root: int, shape: GrowableShape, vocab_size: int) -> TokenTree:
+    """The tree that `described` described, below a root that was asked for.
+
+    The target verifies it as it is, so nothing of it may be wrong but its guesses: another root or a node in another
+    place would change the text, a strange token or a deeper tree would end the pass.
 
     Raises:
-        DataError: it is no tree, or none of that shape and vocabulary.
+        DataError: it is no tree, or none of that root, shape and vocabulary.
     """
-    tokens, parents = drafted.tokens, drafted.parents
-    if not 0 < len(tokens) <= shape.num_nodes + 1 or not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        raise DataError(f"a draft of {len(tokens)} nodes or with strange tokens came for a tree '{shape.name}'")
+    tokens, parents, where = drafted.tokens, drafted.parents, f"for a tree '{shape.name}'"
+    if not 0 < len(tokens) <= shape.num_nodes + 1:
+        raise DataError(f"a draft of {len(tokens)} nodes came {where}, which has at most {shape.num_nodes + 1}")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise DataError(
+            f"a draft with tokens from {min(tokens)} to {max(tokens)} came {where}; the vocabulary has {vocab_size}"
+        )
+    if tokens[0] != root:
+        raise DataError(f"a draft below token {tokens[0]} came {where} below token {root}")
+    depths = _depths(range(-1, len(tokens) - 1) if drafted.is_chain else parents, len(tokens))
+    if not 0 <= drafted.num_empty_levels <= shape.depth - max(depths):
+        raise DataError(
+            f"a draft of {max(depths)} levels and {drafted.num_empty_levels} empty ones came {where}, which has "
+            f"{shape.depth}"
+        )
     ids = torch.tensor(tokens, device=device)
     if drafted.is_chain:
         return chain_of(ids)
-    if len(parents) != len(tokens) or parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
-        raise DataError("a draft came whose nodes make no tree")
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
     structure = structure_of(list(parents), depths, device)
     return TokenTree(
         ids,
@@ -147,8 +199,18 @@ def restored(drafted: DraftedTree, device: torch.device, shape: GrowableShape, v
         structure.depths,
         structure.ancestors,
         max(depths),
-        num_empty_levels=max(0, drafted.num_empty_levels),
+        num_empty_levels=drafted.num_empty_levels,
     )
+
+
+def _depths(parents: Sequence[int], num_nodes: int) -> list[int]:
+    """How deep each node stands; a parent must stand before its children."""
+    if len(parents) != num_nodes or parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
+        raise DataError("a draft came whose nodes make no tree")
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 def _unpack(frame: bytes | bytearray) -> tuple[bytes, dict[str, Tensor]]:

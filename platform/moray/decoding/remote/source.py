@@ -5,6 +5,7 @@ per token for Llama-3-8B's MoA), so that another process can take its place at a
 not asked again before it has: nothing piles up.
 """
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,33 +20,18 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel
 from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, last_rows, pack, restored, unpack_reply
 from moray.decoding.remote.places import Places, Shunned
+from moray.decoding.remote.remote_stats import RemoteStats
 from moray.drafters.base import Drafter, Memory
 from moray.errors import DataError, UnreachableError
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
+_LOGGER = logging.getLogger(__name__)
+
 _STALL_SECONDS = 5.0
 """A drafter that has not answered for so long is given up."""
 _MAX_TOLD_BYTES = 8 << 20
 """Of one message, but for its first sequence; the others are told with the next ones."""
-
-
-@dataclass
-class RemoteStats:
-    """What the channels have carried so far."""
-
-    num_cycles: int = 0
-    num_bytes_sent: int = 0
-    num_bytes_received: int = 0
-    num_misses: int = 0
-    num_late: int = 0
-    num_lost: int = 0
-    """Drafter processes that were given up."""
-    waiting_seconds: float = 0.0
-    drafting_seconds: float = 0.0
-    """What the drafters say that they needed."""
-    channel_seconds: float = 0.0
-    """Waiting beyond drafting: the way there and back, and standing in line."""
 
 
 @dataclass
@@ -74,8 +60,8 @@ class _Told:
 class _Debt:
     """A request that is not answered yet."""
 
-    owed: dict[str, tuple[int, GrowableShape]]
-    """By session, number of the sequence and the shape asked for."""
+    owed: dict[str, Ask]
+    """By session."""
     since: float
 
 
@@ -131,6 +117,10 @@ class RemoteDrafts(DraftSource):
     @property
     def max_depth(self) -> int | None:
         return self._drafter.max_depth
+
+    @property
+    def efforts(self) -> tuple[int, ...]:
+        return self._drafter.efforts
 
     def observe(self, taps: Taps) -> Memory:
         return self._drafter.observe(taps)
@@ -255,9 +245,8 @@ class RemoteDrafts(DraftSource):
         except UnreachableError:
             self._give_up(place)
             return
-        line.debts[request.number] = _Debt(
-            {self._told[ask.number].session: (ask.number, ask.shape) for ask in asks}, time.monotonic()
-        )
+        owed = {self._told[ask.number].session: ask for ask in asks}
+        line.debts[request.number] = _Debt(owed, time.monotonic())
         for ask in asks:
             self._told[ask.number].request = request.number
         self.stats.num_cycles += 1
@@ -276,7 +265,11 @@ class RemoteDrafts(DraftSource):
             self.stats.num_bytes_received += len(frame)
             self.stats.drafting_seconds += reply.seconds
             self._take_in(line, reply)
-        except (UnreachableError, DataError):
+        except UnreachableError:
+            self._give_up(place)
+            return False
+        except DataError as error:
+            _LOGGER.warning("a drafter is given up: %s", error)
             self._give_up(place)
             return False
         return True
@@ -289,18 +282,29 @@ class RemoteDrafts(DraftSource):
         return None if place is None else self._lines.get(place)
 
     def _take_in(self, line: _Line, reply: DraftReply) -> None:
+        """
+        Raises:
+            DataError: the reply is not what was asked for.
+        """
         debt = line.debts.pop(reply.number, None)
-        for drafted in reply.trees if debt is not None else ():
-            number, shape = debt.owed.get(drafted.session, (-1, None)) if debt is not None else (-1, None)
-            told = self._told.get(number)
-            if shape is None or told is None or told.session != drafted.session or told.request != reply.number:
+        if debt is None:
+            raise DataError(f"request {reply.number} was answered, which is not open")
+        for drafted in reply.trees:
+            ask = debt.owed.pop(drafted.session, None)
+            if ask is None:
+                raise DataError(f"a draft for session '{drafted.session[:40]}' came, for which none was asked")
+            told = self._told.get(ask.number)
+            if told is None or told.session != drafted.session or told.request != reply.number:
                 continue
             told.request = None
             if drafted.known != told.num_sent:
                 self.stats.num_misses += 1
                 told.place, told.num_sent = None, 0  # to be told again, from the beginning, wherever its place is now
             elif drafted.tokens:
-                self._ready[number] = restored(drafted, self._device, shape, self._drafter.spec.vocab_size)
+                size = self._drafter.spec.vocab_size
+                self._ready[ask.number] = restored(drafted, self._device, ask.root, ask.shape, size)
+        if debt.owed:
+            raise DataError(f"request {reply.number} was answered without {len(debt.owed)} of its drafts")
 
     def _drop_dead_lines(self) -> None:
         """Processes that have ended while no sequence had its place there: nobody has noticed."""
