@@ -52,8 +52,11 @@ def main(config: DeployConfig) -> None:
     from moray.cluster.session import ray_session
 
     _check(config)
-    address = config.ray.address or os.environ.get("RAY_ADDRESS") or "auto"
-    with ray_session(config.ray.model_copy(update={"address": address})):
+    if config.ray.address or os.environ.get("RAY_ADDRESS"):
+        ray = config.ray
+    else:
+        ray = config.ray.model_copy(update={"address": "auto"})
+    with ray_session(ray):
         options = deploy(config).http_options
     print(f"running at http://{options.host}:{options.port}; serve shutdown ends it")
 

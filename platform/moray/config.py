@@ -8,15 +8,18 @@ error answer at once. For the same reason configuration classes live in torch-fr
 import argparse
 import json
 import re
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from moray.errors import ConfigError, MorayError
+from moray.errors import ConfigError, MorayError, Terminated
 from moray.explain import default_of, describe, element_of, explain, nearest_path, one_line, variant_of
 from moray.runs_folder import resolve_runs
 
@@ -226,13 +229,35 @@ def run_entry_point(
 def run_command(command: Callable[[], None], again: str = "run the same command again to go on") -> None:
     """Run a command and turn our own errors into one line and an exit code."""
     try:
-        command()
+        with _sigterm_raised():
+            command()
     except MorayError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print(f"\ninterrupted: {again}", file=sys.stderr)
         sys.exit(130)
+    except Terminated:
+        print(f"ended by SIGTERM: {again}", file=sys.stderr)
+        sys.exit(143)
+
+
+@contextmanager
+def _sigterm_raised() -> Iterator[None]:
+    """Raise `Terminated` where SIGTERM arrives, so that what was opened is closed; a second one ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse_yaml(text: str, source: str) -> Any:

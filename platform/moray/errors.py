@@ -2,7 +2,13 @@
 
 Every message names the field or file, the value received, what is accepted, and what to do. Entry points
 print the message on one line and exit with `exit_code`; anything else that escapes is a defect and keeps
-its traceback.
+its traceback. Exit codes of every command:
+
+    0    done
+    1    something failed: data, files, a cluster, a deployment; also two artefacts that do not belong together
+    2    the command line, a YAML file or an environment variable is wrong: nothing was begun
+    130  interrupted by Ctrl-C
+    143  ended by SIGTERM, as `ray job stop` sends it
 """
 
 
@@ -36,3 +42,11 @@ class MismatchError(MorayError):
 
 class StorageFullError(MorayError):
     """A disk, a quota or a bucket has no room for what is to be written. Room made, the same command goes on."""
+
+
+class ClusterError(MorayError):
+    """Ray does not start here, or no cluster answers where one is said to be."""
+
+
+class Terminated(BaseException):
+    """SIGTERM has come, as `ray job stop` sends it: like KeyboardInterrupt, nothing but entry points catches it."""

@@ -152,14 +152,14 @@ class Progress:
         """Print how far the work is, as a line."""
         with self._lock:
             lines = [self._line(), *(f"  {_part_line(name, part)}" for name, part in self._parts.items())]
-        self._has_told = True
         self._write("\n".join(lines))
+        self._has_told = True
 
     def _tell_on_time(self) -> None:
         while not self._clock.wait(self._stop, LINE_SECONDS):
             try:
                 self.tell()
-            except (OSError, ValueError):  # nobody reads any more: what follows will say so, or need not
+            except (OSError, ValueError, SystemExit):  # nobody reads any more; SystemExit is rich's word for that
                 return
 
     def _change(
