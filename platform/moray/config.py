@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from moray.errors import ConfigError, MorayError, Terminated
+from moray.errors import ConfigError, MorayError
 from moray.explain import default_of, describe, element_of, explain, nearest_path, one_line, variant_of
 from moray.runs_folder import resolve_runs
 
@@ -228,30 +228,32 @@ def run_entry_point(
 
 def run_command(command: Callable[[], None], again: str = "run the same command again to go on") -> None:
     """Run a command and turn our own errors into one line and an exit code."""
+    ended = threading.Event()
     try:
-        with _sigterm_raised():
+        with _sigterm_interrupts(ended):
             command()
     except MorayError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: {again}", file=sys.stderr)
-        sys.exit(130)
-    except Terminated:
-        print(f"ended by SIGTERM: {again}", file=sys.stderr)
-        sys.exit(143)
+        print(f"ended by SIGTERM: {again}" if ended.is_set() else f"\ninterrupted: {again}", file=sys.stderr)
+        sys.exit(143 if ended.is_set() else 130)
 
 
 @contextmanager
-def _sigterm_raised() -> Iterator[None]:
-    """Raise `Terminated` where SIGTERM arrives, so that what was opened is closed; a second one ends the process."""
+def _sigterm_interrupts(ended: threading.Event) -> Iterator[None]:
+    """Treat SIGTERM, which `ray job stop` sends, as Ctrl-C, and set `ended`; a second one ends the process at once.
+
+    Of what a signal can raise, Ray's waiting lets KeyboardInterrupt through and swallows an exception of our own.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise Terminated
+        ended.set()
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, end)
     try:

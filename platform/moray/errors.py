@@ -6,7 +6,7 @@ its traceback. Exit codes of every command:
 
     0    done
     1    something failed: data, files, a cluster, a deployment; also two artefacts that do not belong together
-    2    the command line, a YAML file or an environment variable is wrong: nothing was begun
+    2    the command line, a YAML file or an environment variable is wrong
     130  interrupted by Ctrl-C
     143  ended by SIGTERM, as `ray job stop` sends it
 """
@@ -46,7 +46,3 @@ class StorageFullError(MorayError):
 
 class ClusterError(MorayError):
     """Ray does not start here, or no cluster answers where one is said to be."""
-
-
-class Terminated(BaseException):
-    """SIGTERM has come, as `ray job stop` sends it: like KeyboardInterrupt, nothing but entry points catches it."""

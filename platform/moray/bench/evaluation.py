@@ -36,7 +36,8 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         if isinstance(entry, str | TrainedConfig)
     }
     fingerprints = measurement_fingerprints(config, target, tokenizer)
-    compiled = compile_models(target, drafters.values(), config.compile)
+    with Progress("compile", console=console):
+        compiled = compile_models(target, drafters.values(), config.compile)
     runner = Runner(target, drafters, tokenizer, config)
     with open_answers(config, fingerprints) as log:
         record = read_run_yaml(Path(config.output))

@@ -95,5 +95,3 @@ def _extend_all(store: CacheStore, growth: Growth, wanted: Wanted, capture: Capt
     with Progress("add columns", growth.tokens, done=finished, unit="tokens") as progress:
         for row in dataset.iter_rows():
             progress.advance(int(row["tokens"]))
-            made = bar.tasks[0].completed - finished
-            bar.update(task, note=f"{made / (bar.tasks[0].elapsed or 1.0):,.0f} tokens/s")

@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from moray.errors import ClusterError, ConfigError
 from moray.explain import one_line
@@ -96,7 +97,7 @@ def _ask(address: str, where: str, seconds: float, left: float) -> None:
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-    messages = gcs_service_pb2
+    messages: Any = gcs_service_pb2
     channel = init_grpc_channel(address, [("grpc.enable_http_proxy", 0)])  # nor does Ray use one
     try:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)

@@ -47,8 +47,9 @@ def _check_sample(store: CacheStore, config: VerifyCacheConfig, findings: Findin
 
     assert findings.manifest is not None
     options = config.verify
-    target = Target.load(config.target or _recorded_target(store))
-    errors = recheck(store, findings.manifest, target, options.sample_chats, options.seed)
+    with Progress(f"run the target on {options.sample_chats} chats again"):
+        target = Target.load(config.target or _recorded_target(store))
+        errors = recheck(store, findings.manifest, target, options.sample_chats, options.seed)
     wrong = too_far(errors, findings.manifest.columns, options.max_error)
     print(f"{'column':<12} {'largest error':>14} {'relative rms':>14}")
     for name, error in errors.items():
