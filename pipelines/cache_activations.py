@@ -75,10 +75,12 @@ def main_plan(config: CacheActivationsConfig) -> None:
     from rich.console import Console
 
     from moray.activations.plan_report import Workers, print_plan
+    from moray.progress import Progress
 
     capture = config.capture
     workers = Workers(capture.num_targets, capture.threads_per_target, need_gpu=capture.gpus_per_target > 0)
-    print_plan(config.output, config.target, config.chats, config.cache, workers, Console())
+    with Progress("look at a sample of the chats, and run the target on some"):
+        print_plan(config.output, config.target, config.chats, config.cache, workers, Console())
 
 
 def main_verify(config: VerifyCacheConfig) -> None:
@@ -96,10 +98,12 @@ def main_stats(config: CacheStatisticsConfig) -> None:
     from moray.activations.figures import cache_statistics, statistics_lines
     from moray.activations.manifest import read_manifest
     from moray.activations.store import CacheStore
+    from moray.progress import Progress
     from moray.provenance import write_json_atomically
 
     store = CacheStore(config.output)
-    figures = cache_statistics(store, read_manifest(store), config.batch_tokens)
+    with Progress(f"read what {config.output} holds"):
+        figures = cache_statistics(store, read_manifest(store), config.batch_tokens)
     if config.report:
         write_json_atomically(Path(config.report), figures)
     print("\n".join(statistics_lines(figures)))

@@ -13,8 +13,10 @@ from moray.distill.export_config import ExportConfig
 def main(config: ExportConfig) -> None:
     """Check that drafter and target belong together, then write the folder."""
     from moray.distill.export import export_drafter
+    from moray.progress import Progress
 
-    folder = export_drafter(config)
+    with Progress(f"export {config.drafter}"):
+        folder = export_drafter(config)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
     print(f"exported: {folder} ({size:,.1f} MiB)")
 

@@ -19,6 +19,7 @@ from moray.cluster.configs import RayConfig
 from moray.config import Config, run_entry_point
 from moray.errors import ConfigError, MorayError
 from moray.explain import did_you_mean, explain
+from moray.progress import Progress
 from serve.config import read_args
 
 _SENT_ALONG = ("working_dir", "py_modules", "env_vars")
@@ -54,8 +55,11 @@ def main(config: DeployConfig) -> None:
     from moray.cluster.session import ray_session
 
     _check(config)
-    address = config.ray.address or os.environ.get("RAY_ADDRESS") or "auto"
-    with ray_session(config.ray.model_copy(update={"address": address})):
+    if config.ray.address or os.environ.get("RAY_ADDRESS"):
+        ray = config.ray
+    else:
+        ray = config.ray.model_copy(update={"address": "auto"})
+    with ray_session(ray):
         options = deploy(config).http_options
     print(f"running at http://{options.host}:{options.port}; serve shutdown ends it")
 
@@ -71,7 +75,9 @@ def deploy(config: DeployConfig) -> Any:
     schema = _schema(config)
     _send(schema)
     for application in config.applications:
-        _wait(application.get("name", "default"), config.wait_seconds)
+        name = application.get("name", "default")
+        with Progress(f"wait for the replicas of '{name}'") as progress:
+            _wait(name, config.wait_seconds, progress)
     return schema
 
 
@@ -150,7 +156,7 @@ def _send(schema: Any) -> None:
     client.deploy_apps(schema)
 
 
-def _wait(name: str, seconds: float) -> None:
+def _wait(name: str, seconds: float, progress: Progress) -> None:
     """Until the application runs.
 
     Raises:
@@ -175,7 +181,17 @@ def _wait(name: str, seconds: float) -> None:
         if message and message != told:
             print(f"waiting: {message}", file=sys.stderr, flush=True)
             told = message
+        progress.update(note=_states(application) if application else "")
         time.sleep(_POLL_SECONDS)
+
+
+def _states(application: Any) -> str:
+    """How many replicas of each deployment are in which state."""
+    return ", ".join(
+        f"{name} {' '.join(f'{count} {state.lower()}' for state, count in deployment.replica_states.items())}"
+        for name, deployment in application.deployments.items()
+        if deployment.replica_states
+    )
 
 
 def _messages(application: Any) -> str:

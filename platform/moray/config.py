@@ -9,8 +9,11 @@ import argparse
 import json
 import re
 import shutil
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -243,14 +246,38 @@ def run_entry_point(
 
 def run_command(command: Callable[[], None], again: str = "run the same command again to go on") -> None:
     """Run a command and turn our own errors into one line and an exit code."""
+    ended = threading.Event()
     try:
-        command()
+        with _sigterm_interrupts(ended):
+            command()
     except MorayError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: {again}", file=sys.stderr)
-        sys.exit(130)
+        print(f"ended by SIGTERM: {again}" if ended.is_set() else f"\ninterrupted: {again}", file=sys.stderr)
+        sys.exit(143 if ended.is_set() else 130)
+
+
+@contextmanager
+def _sigterm_interrupts(ended: threading.Event) -> Iterator[None]:
+    """Treat SIGTERM, which `ray job stop` sends, as Ctrl-C, and set `ended`; a second one ends the process at once.
+
+    Of what a signal can raise, Ray's waiting lets KeyboardInterrupt through and swallows an exception of our own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ended.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse_yaml(text: str, source: str) -> Any:

@@ -2,7 +2,13 @@
 
 Every message names the field or file, the value received, what is accepted, and what to do. Entry points
 print the message on one line and exit with `exit_code`; anything else that escapes is a defect and keeps
-its traceback.
+its traceback. Exit codes of every command:
+
+    0    done
+    1    something failed: data, files, a cluster, a deployment; also two artefacts that do not belong together
+    2    the command line, a YAML file or an environment variable is wrong
+    130  interrupted by Ctrl-C
+    143  ended by SIGTERM, as `ray job stop` sends it
 """
 
 
@@ -40,3 +46,7 @@ class StorageFullError(MorayError):
 
 class LosslessError(MorayError):
     """Text that had to be the target's own, token by token, was not."""
+
+
+class ClusterError(MorayError):
+    """Ray does not start here, or no cluster answers where one is said to be."""

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from moray.cluster.errors import own_errors
 from moray.errors import ConfigError, DataError
+from moray.progress import Progress
 from moray.provenance import machine, versions, write_json_atomically
 from sweeps.decoding.check import concurrency, fingerprints, limits_of, num_questions, sizes_of
 from sweeps.decoding.combinations import Combination, Limits, Listing, combine, draw_another, drawn, listed
@@ -163,7 +164,7 @@ def _confirm(sweep: TuneDecodingConfig, finalists: list[Trial], console: Console
     digest = hashlib.sha256(json.dumps([points, count], sort_keys=True).encode()).hexdigest()[:8]
     folder = Path(sweep.output).absolute() / "confirm" / digest
     task: Any = ray.remote(measure_together).options(num_cpus=sweep.cpus, num_gpus=sweep.gpus)
-    with console.status(f"measuring the best {len(points)} side by side on {count} questions"), own_errors():
+    with Progress(f"measuring the best {len(points)} side by side on {count} questions", console=console), own_errors():
         found: Any = ray.get(task.remote(sweep.model_dump_json(), points, str(folder), count))
     return found
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moray.cluster.claim import run_fingerprints
 from moray.errors import DataError
+from moray.progress import Progress
 from moray.provenance import (
     RUN_FILE,
     machine,
@@ -132,7 +133,7 @@ def _measure_together(sweep: SweepConfig, folders: tuple[str, ...], console: Con
     names = sorted(map(folder_key, folders))
     if path.is_file() and sorted(read_json(path)) == names:
         return read_json(path)
-    with console.status(f"measuring {len(folders)} drafters side by side"):
+    with Progress(f"measuring {len(folders)} drafters side by side", console=console):
         found = measure_on_ray(sweep, sweep.trial({}), folders)
     write_json_atomically(path, found)
     return found

@@ -7,9 +7,9 @@ from typing import Any
 
 import ray
 import ray.exceptions
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column
 
+from moray.cluster.board import training_note
+from moray.progress import Part, Progress
 from sweeps.tuning.folders import ENDED, trial_folders
 from sweeps.tuning.spaces import label
 
@@ -40,22 +40,18 @@ class SweepBoard:
 def follow_sweep(board: Any, output: str, total: int, objective: str) -> Iterator[None]:
     """Show how far the sweep and each running trial are while the block runs."""
     stop = threading.Event()
-    how_far = TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True, min_width=5))
-    notes = TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(12), how_far, TimeElapsedColumn(), notes)
-    with Progress(*columns) as bar:
-        whole = bar.add_task("trials", total=total, note="")
-        lines: dict[str, Any] = {}
+    ended, best = _standing(output, objective)
+    with Progress("sweep", total, done=ended, unit="trials", note=best) as progress:
 
         def poll() -> None:
             while not stop.wait(_POLL_SECONDS):
                 try:
                     running: Any = ray.get(board.trials.remote(), timeout=5)
-                    _show_trials(bar, lines, running)
+                    progress.show_parts(_parts(running))
                 except ray.exceptions.RayError:
                     return  # the cluster is going down: the sweep itself reports why
                 ended, best = _standing(output, objective)
-                bar.update(whole, completed=ended, note=best)
+                progress.update(done=ended, note=best)
 
         thread = threading.Thread(target=poll, daemon=True)
         thread.start()
@@ -64,29 +60,28 @@ def follow_sweep(board: Any, output: str, total: int, objective: str) -> Iterato
         finally:
             stop.set()
             thread.join(timeout=15)
-            for line in lines.values():
-                bar.remove_task(line)
             ended, best = _standing(output, objective)
-            bar.update(whole, completed=ended, note=best)
+            progress.update(done=ended, note=best)
 
 
-def _show_trials(bar: Progress, lines: dict[str, Any], running: dict[str, tuple[int, Any]]) -> None:
-    for name in lines.keys() - running.keys():
-        bar.remove_task(lines.pop(name))
-    for name, (rung, board) in running.items():
-        if name not in lines:
-            lines[name] = bar.add_task(f"  {name.rpartition('-')[0]}", total=1, note="")
-        if board is None:
-            bar.update(lines[name], note=f"rung {rung}: measuring")
-            continue
-        try:
-            latest: Any = ray.get(board.latest.remote(), timeout=5)
-        except ray.exceptions.RayError:
-            bar.update(lines[name], note=f"rung {rung}: its process has died")
-            continue
-        metrics = latest["metrics"]
-        note = f"rung {rung}: loss {metrics['loss']:.3f}" if metrics else f"rung {rung}: starting"
-        bar.update(lines[name], total=latest["total"] or 1, completed=latest["step"], note=note)
+def _parts(running: dict[str, tuple[int, Any]]) -> dict[str, Part]:
+    """How far each trial is, by the readable part of its name and, where that is not enough, all of it."""
+    short = {name: name.rpartition("-")[0] for name in running}
+    names = {name: text if list(short.values()).count(text) == 1 else name for name, text in short.items()}
+    return {names[name]: _part(rung, board) for name, (rung, board) in running.items()}
+
+
+def _part(rung: int, board: Any) -> Part:
+    if board is None:
+        return Part(note=f"rung {rung}: measuring")
+    try:
+        latest: Any = ray.get(board.latest.remote(), timeout=5)
+    except ray.exceptions.RayError:
+        return Part(note=f"rung {rung}: its process has died")
+    metrics = latest["metrics"]
+    if not metrics:
+        return Part(note=f"rung {rung}: starting")
+    return Part(latest["step"], latest["total"], f"rung {rung}: {training_note(metrics)}")
 
 
 def _standing(output: str, objective: str) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """How configurations are read and how wrong ones are explained."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -280,6 +281,24 @@ def test_an_interrupt_says_how_to_go_on_and_a_defect_keeps_its_traceback(capsys)
     assert "run the same command again" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):
         run_entry_point(Run, "Test.", fail, ["name=a"])
+
+
+def test_sigterm_ends_in_one_line_and_closes_what_was_opened(capsys):
+    closed = []
+
+    def work(config: Run) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            closed.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        run_entry_point(Run, "Test.", work, ["name=a"])
+    assert caught.value.code == 143
+    assert capsys.readouterr().err == "ended by SIGTERM: run the same command again to go on\n"
+    assert closed
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_help_lists_every_key_with_type_and_default(capsys):

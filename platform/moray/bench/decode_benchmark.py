@@ -11,7 +11,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +22,7 @@ from moray.bench.runner import Runner
 from moray.bench.summary import summarise
 from moray.bench.wording import number, percent, times
 from moray.decoding.compiling import compile_models
+from moray.progress import Progress, track
 
 
 def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[str, Any]:
@@ -34,10 +34,11 @@ def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[
     evaluation = config.evaluation()
     questions, tokenizer, target = load_target(config)
     drafters = load_drafters(config.drafters, target, tokenizer)
-    compiled = compile_models(target, drafters.values(), config.compile)
+    with Progress("compile", console=console):
+        compiled = compile_models(target, drafters.values(), config.compile)
     runner = Runner(target, drafters, tokenizer, evaluation)
     total = sum(len(question.turns) for question in questions)
-    for _ in track(runner.ask(questions), "benchmark", total, console=console):
+    for _ in track(runner.ask(questions), "benchmark", total, unit="turns", console=console):
         pass
     if not runner.measurement.asked:
         raise nothing_fits(config.questions, runner.capacity)

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from moray.bench.configs import EngineBenchmarkConfig
@@ -29,6 +28,7 @@ from moray.decoding.session import synchronise
 from moray.decoding.stats import tau
 from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
+from moray.progress import Progress, track
 from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape
 
@@ -47,9 +47,10 @@ def benchmark_engine(config: EngineBenchmarkConfig, console: Console) -> dict[st
     prompts = first_prompts(questions, tokenizer, room, config.questions)
     eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
     pairs = [(name, size) for name in drafters for size in config.batches]
-    costs = {name: _costs(config, target, name, drafter) for name, drafter in drafters.items()}
+    with Progress("measure what passes and drafts cost", console=console):
+        costs = {name: _costs(config, target, name, drafter) for name, drafter in drafters.items()}
     rows = []
-    for name, size in track(pairs, "benchmark", console=console):
+    for name, size in track(pairs, "benchmark", len(pairs), unit="measurements", console=console):
         engine = _engine(config, target, drafters[name], size, prompts, eos_ids)
         engine.drafting["drafter"].planner.know(costs[name])
         rows.append({"drafter": name, **_measure(engine, config, prompts, size)})

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from moray.bench.answers import AnswerLog, open_answers
 from moray.bench.configs import EvaluateConfig
@@ -16,6 +15,7 @@ from moray.decoding.compiling import compile_models
 from moray.distill.metrics import read_metrics
 from moray.drafters.base import Drafter
 from moray.drafters.configs import TrainedConfig
+from moray.progress import Progress
 from moray.provenance import machine, read_run_yaml, sha256_of_files, versions
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
@@ -36,7 +36,8 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         if isinstance(entry, str | TrainedConfig)
     }
     fingerprints = measurement_fingerprints(config, target, tokenizer)
-    compiled = compile_models(target, drafters.values(), config.compile)
+    with Progress("compile", console=console):
+        compiled = compile_models(target, drafters.values(), config.compile)
     runner = Runner(target, drafters, tokenizer, config)
     with open_answers(config, fingerprints) as log:
         record = read_run_yaml(Path(config.output))
@@ -87,10 +88,9 @@ def measurement_fingerprints(config: EvaluateConfig, target: Target, tokenizer: 
 
 def _ask(runner: Runner, questions: list[Question], log: AnswerLog, total: int, console: Console) -> None:
     """Ask whatever is not answered yet, and show how far it is."""
-    with Progress(console=console) as progress:
-        task = progress.add_task("evaluate", total=total, completed=log.num_recorded)
+    with Progress("evaluate", total, done=log.num_recorded, unit="turns", console=console) as progress:
         for num_turns in runner.ask(questions, log):
-            progress.advance(task, num_turns)
+            progress.advance(num_turns)
 
 
 def _making(drafter: Drafter, metrics: list[dict[str, Any]]) -> dict[str, Any]:

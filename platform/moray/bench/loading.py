@@ -18,6 +18,7 @@ from moray.distill.checkpoint import drafter_files, load_drafter, read_contract
 from moray.drafters.base import Drafter
 from moray.drafters.configs import PretrainedConfig, ReadyConfig, TrainedConfig, UsableConfig
 from moray.errors import ConfigError, DataError, MismatchError
+from moray.progress import Progress
 from moray.provenance import sha256_of_files
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
@@ -39,7 +40,8 @@ def load_target(
         torch.set_num_threads(config.threads)
     questions = read_questions(config.questions, config.num_questions, categories)
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-    return questions, tokenizer, Target.load(config.target)
+    with Progress(f"load target {config.target.model}"):
+        return questions, tokenizer, Target.load(config.target)
 
 
 def first_prompts(questions: Sequence[Question], tokenizer: ChatTokenizer, room: int, path: str) -> list[list[int]]:
@@ -71,7 +73,8 @@ def load_drafters(
         ConfigError: two have the same name, or one has not learnt the effort asked for.
         MismatchError: a drafter belongs to another target, tokenizer or template.
     """
-    return build_drafters(entries, lambda num_layers: TargetHead.of(target, num_layers), tokenizer)
+    with Progress("load drafters"):
+        return build_drafters(entries, lambda num_layers: TargetHead.of(target, num_layers), tokenizer)
 
 
 def num_head_layers(entries: tuple[str | UsableConfig, ...]) -> int:

@@ -31,6 +31,7 @@ from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession, synchronise
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.drafters.base import Drafter
+from moray.progress import Progress
 from moray.targets.attention import attention_backend
 from moray.targets.head import TargetHead
 from moray.targets.model import Target, pick_device
@@ -52,11 +53,18 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
         ConfigError: no such device, or a tree too shallow for the tau asked for.
         DataError: the recorded answers cannot be read, or nothing of the drafter and tree is among them.
     """
+    with Progress(f"time a target of {config.shape.num_layers} layers") as progress:
+        return _measure(config, progress)
+
+
+def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any]:
     label, rates, rules = _replays(config)
+    progress.update(note="making the target")
     device = pick_device(config.device)
     target = random_target(config, device)
     drafter = config.drafter.build(TargetHead.of(target, config.drafter.num_target_layers)).eval().to(device)
     drafter.cast(target.dtype)
+    progress.update(note="compiling")
     compiled = compile_models(target, [drafter], config.compile)
     most_nodes = max(*config.verify_sizes, *(shape.num_nodes + 1 for shape in config.trees))
     capacity = config.context + config.max_new_tokens
@@ -64,11 +72,13 @@ def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
     prompt = torch.randint(
         config.shape.vocab_size, (config.context,), generator=torch.Generator().manual_seed(0)
     ).tolist()
+    progress.update(note="passes and drafts")
     verify_ms = _verify_times(session, prompt, config.verify_sizes)
     draft_ms = _draft_time(target, drafter, session, prompt)
     plain = PlainDecoder(target, capacity, session)
     baselines, generations = [], []
     for shape, rule in zip(config.trees, rules, strict=True):
+        progress.update(note=f"{shape.name}, {len(generations)} of {len(config.trees)} trees done")
         decoder = SpeculativeDecoder(target, drafter, shape, capacity, session, rule)
         decoder.generate(prompt, _GREEDY, _WARM_UP_TOKENS, ())
         rule.restart()  # what the warm-up and the tree before it took does not count

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Int
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError
+from moray.progress import track
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 
@@ -141,13 +141,13 @@ def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, 
     most_lag = max(config.lags)
     late = {name: LateDrafter(session, drafter, config.depth, most_lag) for name, drafter in drafters.items()}
     asked = _answers(config, session, questions, tokenizer, target)
-    answers = list(track(asked, "answers", len(questions), console=console))
+    answers = list(track(asked, "answers", len(questions), unit="answers", console=console))
     if not answers:
         raise nothing_fits(config.questions, capacity - config.max_new_tokens)
     rows = []
     for name, drafter in late.items():
         counts: dict[int, list[tuple[float, float]]] = {lag: [] for lag in config.lags}
-        for answer in track(answers, name, console=console):
+        for answer in track(answers, name, len(answers), unit="answers", console=console):
             drafter.take(answer)
             for lag, pairs in counts.items():
                 accepted = drafter.count(lag)

@@ -6,7 +6,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from moray.bench.recording import record
 from moray.bench.wording import number
 from moray.errors import ConfigError, DataError
 from moray.explain import one_line
+from moray.progress import track
 from moray.provenance import write_text_atomically
 from moray.trees.search import best_paths, expected_tau
 from moray.trees.shapes import SparseShape
@@ -42,7 +42,7 @@ def search_tree(config: TreeSearchConfig, console: Console) -> dict[str, Any]:
     eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
     turns = sum(len(question.turns) for question in questions)
     asked = count_questions(counter, questions, tokenizer, config.max_new_tokens, eos_ids)
-    num_tokens = sum(track(asked, "answers", turns, console=console))
+    num_tokens = sum(track(asked, "answers", turns, unit="turns", console=console))
     if not num_tokens:
         raise nothing_fits(config.questions, capacity)
     measured = counter.measured

@@ -9,8 +9,8 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from moray.cluster.progress import progress_bar
 from moray.errors import MorayError
+from moray.progress import Progress
 
 _POLL_SECONDS = 0.5
 
@@ -58,8 +58,7 @@ class Board:
 def follow(board: Any, title: str) -> Iterator[None]:
     """Show a progress bar that follows the board while the block runs."""
     stop = threading.Event()
-    with progress_bar() as bar:
-        task = bar.add_task(title, total=None, note="starting workers")
+    with Progress(title, unit="updates", note="starting workers") as progress:
 
         def poll() -> None:
             num_warnings = 0
@@ -71,10 +70,10 @@ def follow(board: Any, title: str) -> Iterator[None]:
                 except ray.exceptions.RayError:
                     return  # the cluster is going down: the run itself reports why
                 for text in warnings:
-                    bar.console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
+                    progress.say(f"warning: {text}", style="yellow")
                 num_warnings += len(warnings)
                 if latest["total"] is not None:
-                    bar.update(task, total=latest["total"], completed=latest["step"], note=_note(latest["metrics"]))
+                    progress.update(total=latest["total"], done=latest["step"], note=training_note(latest["metrics"]))
                 if stopped:
                     return
 
@@ -87,7 +86,8 @@ def follow(board: Any, title: str) -> Iterator[None]:
             thread.join(timeout=10)
 
 
-def _note(metrics: dict[str, float]) -> str:
+def training_note(metrics: dict[str, float]) -> str:
+    """The figures of a training's last report that people watch."""
     if not metrics:
         return ""
     return f"loss {metrics['loss']:.3f} acc {metrics['accuracy']:.3f} tau {metrics['simulated_tau']:.2f}"

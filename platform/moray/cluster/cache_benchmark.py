@@ -13,7 +13,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from moray.activations.channels import quantised_columns, write_channels
@@ -33,6 +32,7 @@ from moray.bench.recording import record
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig
 from moray.cluster.tokenise import PartWriter
 from moray.errors import DataError
+from moray.progress import Progress
 from moray.targets.model import Target
 from moray.targets.spec import read_spec
 
@@ -44,16 +44,16 @@ def benchmark_cache(config: CacheBenchmarkConfig, console: Console) -> dict[str,
         DataError: no chat could be used.
     """
     stages: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=config.folder) as folder, Progress(console=console, transient=True) as bar:
-        task = bar.add_task("benchmark cache", total=1 + 2 * len(config.codecs))
+    progress = Progress("benchmark cache", 1 + 2 * len(config.codecs), unit="stages", console=console)
+    with tempfile.TemporaryDirectory(dir=config.folder) as folder, progress:
         settings = config.model_dump_json()
         stages.append(measure_alone(_tokenise, settings, folder))
-        bar.advance(task)
+        progress.advance()
         for kv, hidden in config.codecs:
             names = {"kv_codec": kv, "hidden_codec": hidden}
             for stage in (_capture, _read):
                 stages.append(measure_alone(stage, settings, folder, kv, hidden) | names)
-                bar.advance(task)
+                progress.advance()
     captured = next(stage for stage in stages if stage["stage"] == "capture")
     return {
         "bytes_per_token": captured["bytes_per_token"],

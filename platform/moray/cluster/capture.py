@@ -28,10 +28,10 @@ from moray.cluster.configs import CaptureConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.extend import add_columns
 from moray.cluster.full import Goal, told_if_cache_full
-from moray.cluster.progress import progress_bar
 from moray.cluster.rehearsal import REHEARSAL_FILE, rehearsal
 from moray.cluster.tokenise import tokenise
 from moray.errors import ConfigError, DamagedError
+from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 
 
@@ -198,10 +198,7 @@ def _run_target(
         num_gpus=capture.gpus_per_target,
     )
     tokens_of = planned.tokens_of
-    with progress_bar() as bar:
-        finished = sum(tokens_of[name] for name in done if name in tokens_of)
-        task = bar.add_task("cache", total=sum(tokens_of.values()), completed=finished, note="")
+    finished = sum(tokens_of[name] for name in done if name in tokens_of)
+    with Progress("cache", sum(tokens_of.values()), done=finished, unit="tokens") as progress:
         for row in dataset.iter_rows():
-            bar.update(task, advance=int(row["tokens"]))
-            made = bar.tasks[0].completed - finished
-            bar.update(task, note=f"{made / (bar.tasks[0].elapsed or 1.0):,.0f} tokens/s")
+            progress.advance(int(row["tokens"]))

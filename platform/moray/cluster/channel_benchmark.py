@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from moray.bench.configs import ChannelName, ChannelsBenchmarkConfig
@@ -35,6 +34,7 @@ from moray.cluster.session import ray_session
 from moray.decoding.remote.channel import Channel
 from moray.decoding.remote.messages import unpack_reply
 from moray.errors import DataError
+from moray.progress import Progress
 
 _WARM_UP_CYCLES = 20
 
@@ -49,19 +49,15 @@ def benchmark_channels(config: ChannelsBenchmarkConfig, console: Console) -> dic
     if needs_serve(config.channels):
         check_own_ray(RayConfig())
     passes = 1 + config.rounds + config.drafted_rounds
-    with Progress(console=console, refresh_per_second=2, transient=True) as bar:
-        task = bar.add_task("record", total=len(config.batches) * (1 + passes * len(config.channels)))
-
-        def done() -> None:
-            bar.advance(task)
-
-        conversations, longest = _record(config, done)
+    total = len(config.batches) * (1 + passes * len(config.channels))
+    with Progress("record", total, unit="passes", console=console) as progress:
+        conversations, longest = _record(config, progress.advance)
         replies = {size: conversation.replies for size, conversation in conversations.items()}
         make = partial(RecordedDrafter, config.model_dump_json(), replies, longest)
-        bar.update(task, description="start")
+        progress.update(title="start")
         with ray_session(RayConfig()), open_ways(config.channels, make) as ways:
-            bar.update(task, description="replay")
-            rows = _measure(config, ways, conversations, done)
+            progress.update(title="replay")
+            rows = _measure(config, ways, conversations, progress.advance)
     return {"rows": rows, "tree": config.tree.name} | record(config)
 
 

@@ -12,8 +12,8 @@ from moray.activations.schema import bytes_per_token
 from moray.activations.store import CacheStore
 from moray.activations.survey import survey
 from moray.cluster.errors import own_errors
-from moray.cluster.progress import progress_bar
 from moray.errors import DamagedError
+from moray.progress import Progress
 
 
 def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, int]:
@@ -65,10 +65,9 @@ def _join_all(store: CacheStore, groups: list[list[str]], cache: dict[str, Any],
         num_cpus=1,
         compute=ray.data.TaskPoolStrategy(size=min(num_tasks, len(items))),
     )
-    with progress_bar() as bar:
-        task = bar.add_task("compact", total=sum(map(len, groups)), note="")
+    with Progress("compact", sum(map(len, groups)), unit="shards") as progress:
         for row in dataset.iter_rows():
-            bar.update(task, advance=int(row["shards"]))
+            progress.advance(int(row["shards"]))
 
 
 def _join(batch: dict[str, Any], uri: str, compression: str) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _trainer(config: DistilConfig, board: Any, asked: int | tuple[int, int], sto
         "num_lanes": run_lanes(config),
         "stop_step": stop_step,
     }
-    return TorchTrainer(
+    return _Trainer(
         work,
         train_loop_config=settings,
         scaling_config=ray.train.ScalingConfig(
@@ -145,6 +145,14 @@ def _trainer(config: DistilConfig, board: Any, asked: int | tuple[int, int], sto
         ),
         validation_config=validation_of(config, output),
     )
+
+
+class _Trainer(TorchTrainer):
+    """Leaves Ctrl-C alone: Ray Train would end the process with exit code 0, as if training were done, and go on
+    answering Ctrl-C when it is over."""
+
+    def _register_sigint_handler(self, controller: Any) -> None:  # private: Ray Train has no setting for it
+        pass
 
 
 def free_workers() -> None:

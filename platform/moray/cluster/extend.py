@@ -15,8 +15,8 @@ from moray.activations.survey import survey
 from moray.activations.wanted import FORECAST_FILE, Planned, Wanted
 from moray.cluster.configs import CaptureConfig
 from moray.cluster.full import Goal
-from moray.cluster.progress import progress_bar
 from moray.cluster.rehearsal import REHEARSAL_FILE, rehearsal
+from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 
 
@@ -91,10 +91,7 @@ def _extend_all(store: CacheStore, growth: Growth, wanted: Wanted, capture: Capt
         num_cpus=capture.cpus_per_target,
         num_gpus=capture.gpus_per_target,
     )
-    with progress_bar() as bar:
-        finished = growth.tokens - growth.tokens_left
-        task = bar.add_task("add columns", total=growth.tokens, completed=finished, note="")
+    finished = growth.tokens - growth.tokens_left
+    with Progress("add columns", growth.tokens, done=finished, unit="tokens") as progress:
         for row in dataset.iter_rows():
-            bar.update(task, advance=int(row["tokens"]))
-            made = bar.tasks[0].completed - finished
-            bar.update(task, note=f"{made / (bar.tasks[0].elapsed or 1.0):,.0f} tokens/s")
+            progress.advance(int(row["tokens"]))

@@ -18,9 +18,9 @@ from moray.activations.ultrachat import ChatChunk, plan_chunks, read_chunk
 from moray.cluster.answer_store import AGAIN, AnswerStore
 from moray.cluster.dialogues import KEPT_BAD_ROWS, answer_chats
 from moray.cluster.errors import own_errors
-from moray.cluster.progress import progress_bar
 from moray.cluster.regenerate_config import RegenerateConfig
 from moray.errors import ConfigError, DataError
+from moray.progress import Progress
 from moray.provenance import run_yaml
 from moray.targets.spec import read_spec
 from moray.text import ChatTokenizer
@@ -75,15 +75,15 @@ def _answer_missing(
         num_gpus=config.gpus_per_target,
     )
     done = sum(summary["rows"] for summary in summaries.values())
-    with own_errors(), progress_bar() as bar:
-        task = bar.add_task("regenerate", total=sum(c.num_rows for c in chunks.values()), completed=done, note="")
+    total = sum(chunk.num_rows for chunk in chunks.values())
+    with own_errors(), Progress("regenerate", total, done=done, unit="chats") as progress:
         begin, num_tokens = time.monotonic(), 0
         for row in dataset.iter_rows():
             summary = json.loads(row["summary"])
             summaries[row["name"]] = summary
             num_tokens += summary["tokens"]
-            note = f"chats, {num_tokens / (time.monotonic() - begin):,.0f} tokens/s"
-            bar.update(task, advance=summary["rows"], note=note)
+            progress.advance(summary["rows"])
+            progress.update(note=f"{num_tokens / (time.monotonic() - begin):,.0f} tokens/s")
             _check_bad_rows(summaries, config.chats.max_bad_rows)
 
 

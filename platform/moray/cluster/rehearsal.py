@@ -14,6 +14,7 @@ from moray.activations.shards import ShardPlan
 from moray.activations.store import CacheStore
 from moray.activations.wanted import Planned, Wanted
 from moray.cluster.configs import CaptureConfig
+from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 
 REHEARSAL_FILE = "rehearsal.json"
@@ -23,7 +24,8 @@ def rehearsal(store: CacheStore, wanted: Wanted, planned: Planned, capture: Capt
     """What the target told on a few batches, once per cache; as `rehearse_on_ray`."""
     if store.exists(REHEARSAL_FILE) and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
         return store.read_json(REHEARSAL_FILE)
-    told = rehearse_on_ray(store, wanted.target, wanted.cache, capture, planned.shards)
+    with Progress("run the target on a few batches, to know its speed and its values"):
+        told = rehearse_on_ray(store, wanted.target, wanted.cache, capture, planned.shards)
     store.write_json(REHEARSAL_FILE, told)
     return told
 

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +14,11 @@ from typing import Any
 
 from moray.cluster import ENVIRONMENT
 from moray.cluster.configs import RayConfig
+from moray.cluster.reach import check_cluster, check_temporary_folder
 from moray.config import read_yaml
-from moray.errors import ConfigError
+from moray.errors import ClusterError
+from moray.explain import one_line
+from moray.progress import Progress
 from moray.runs_folder import JOB_VARIABLE
 
 _RUNTIME_ENV_FILE = "configs/runtime_env.yaml"
@@ -28,9 +33,12 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     Open it before the first import of ray: a new cluster then listens on the loopback interface alone.
 
     Raises:
-        ConfigError: no cluster answers at `config.address`.
+        ConfigError: the address is none of a cluster, or Ray cannot work in its temporary folder.
+        ClusterError: no cluster answers at the address, or Ray does not start.
     """
     address = config.address or os.environ.get("RAY_ADDRESS")
+    if address == "local":  # Ray's own word for a new cluster
+        address = None
     if not address or address.startswith(("127.0.0.1:", "localhost:")):
         # Ray's word for "this cluster has one machine"; without it, it listens on all interfaces, and looks for a
         # cluster that listens on loopback alone at the machine's outer address.
@@ -42,30 +50,60 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         return
     _quieten()
     try:
-        with _stderr_held():
+        with _sigterm_kept():
             if address:
-                ray.init(address=address, runtime_env=runtime_env(), log_to_driver=False, logging_level=logging.ERROR)
+                _join(address, "ray.address" if config.address else "RAY_ADDRESS")
             else:
-                # One machine is never announced to be taken away: spare the process that would watch for it.
-                os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-                ray.init(
-                    address="local",
-                    num_cpus=config.num_cpus or (os.cpu_count() or 1) + _DATA_CPUS,
-                    include_dashboard=config.dashboard,
-                    dashboard_host="127.0.0.1",
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
-    except ConnectionError as error:
-        name = "ray.address" if config.address else "RAY_ADDRESS"
-        raise ConfigError(
-            f"{name} is '{address}' but no cluster answers there: {error}; start one, or leave the address out for a "
-            "new cluster on this machine"
-        ) from None
-    try:
+                _start(config)
         yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str, name: str) -> None:
+    import ray
+    import ray.exceptions
+
+    with Progress(f"connect to Ray at {address}"), _stderr_held():
+        check_cluster(address, name)
+        try:
+            ray.init(address=address, runtime_env=runtime_env(), log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+            raise ClusterError(
+                f"{name} is '{address}', but connecting to its cluster failed: {one_line(str(error))}"
+            ) from None
+
+
+def _start(config: RayConfig) -> None:
+    import ray
+    import ray.exceptions
+
+    check_temporary_folder()
+    # One machine is never announced to be taken away: spare the process that would watch for it.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    with Progress("start Ray"), _stderr_held():
+        try:
+            ray.init(
+                address="local",
+                num_cpus=config.num_cpus or (os.cpu_count() or 1) + _DATA_CPUS,
+                include_dashboard=config.dashboard,
+                dashboard_host="127.0.0.1",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+            raise ClusterError(f"Ray does not start on this machine: {one_line(str(error))}") from None
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Keep the entry point's answer to SIGTERM, which Ray replaces by its own as it starts."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def runtime_env() -> dict[str, Any]:

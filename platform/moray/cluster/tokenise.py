@@ -12,8 +12,8 @@ from moray.activations.store import CacheStore
 from moray.activations.survey import find_parts
 from moray.activations.ultrachat import BadRow, ChatChunk, read_chunk
 from moray.cluster.configs import CaptureConfig
-from moray.cluster.progress import progress_bar
 from moray.errors import DataError
+from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
 
@@ -91,14 +91,14 @@ def tokenise(
             compute=ray.data.ActorPoolStrategy(size=min(capture.num_tokenisers, len(missing))),
             num_cpus=1,
         )
-        with progress_bar() as bar:
-            task = bar.add_task("tokenise", total=len(chunks), completed=done, note="")
+        with Progress("tokenise", len(chunks), done=done, unit="parts") as progress:
             chats_done = 0
             for row in dataset.iter_rows():
                 summary = json.loads(row["summary"])
                 summaries[summary["name"]] = summary
                 chats_done += summary["chats"]
-                bar.update(task, advance=1, note=f"{chats_done:,} chats")
+                progress.advance()
+                progress.update(note=f"{chats_done:,} chats")
     ordered = [summaries[name] for name in chunks]
     counts = {key: sum(summary[key] for summary in ordered) for key in ("chats", "dropped", "bad")}
     _report_bad_rows(counts, [line for summary in ordered for line in summary["bad_rows"]], max_bad_rows)

@@ -24,7 +24,6 @@ import torch
 import torch.distributed
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from moray.activations.manifest import read_manifest
@@ -35,6 +34,7 @@ from moray.cluster.benchmark_configs import TrainBenchmarkConfig
 from moray.cluster.configs import DistilConfig
 from moray.cluster.ways_to_train import WAYS, WaysToTrain, median_ratio
 from moray.config import merge, read_yaml, validate
+from moray.progress import Progress
 
 _MACHINE_TURNS = 5
 
@@ -51,21 +51,24 @@ def benchmark_training(config: TrainBenchmarkConfig, console: Console) -> dict[s
         read_manifest(CacheStore(run.activations))  # what is not there is said before anything is measured
     settings = config.model_dump_json()
     rows = []
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("benchmark train", total=len(runs) * (1 + len(WAYS)))
+    with Progress("benchmark train", len(runs) * (1 + len(WAYS)), unit="measurements", console=console) as progress:
         for path in runs:
+            progress.update(note=f"{path}: speeds")
             row = measure_alone(_row_of, settings, path)
-            bar.advance(task)
+            progress.advance()
             ways = list(row["tokens_per_second_by_way"])
             memory = {}
             for way in ways:
+                progress.update(note=f"{path}: memory, {way}")
                 memory[way] = measure_alone(_memory_of, settings, path, way)
-                bar.advance(task)
+                progress.advance()
             peaks = {
                 "peak_memory_bytes": {way: figures["peak_memory_bytes"] for way, figures in memory.items()},
                 "memory_before_bytes": {way: figures["before_bytes"] for way, figures in memory.items()},
             }
             has_machine = "recipe" in ways and not torch.cuda.is_available()
+            if has_machine:
+                progress.update(note=f"{path}: the whole machine")
             machine = _whole_machine(config, path) if has_machine else None
             rows.append(row | peaks | {"run": path, "whole_machine": machine})
     first = rows[0]

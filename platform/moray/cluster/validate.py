@@ -16,6 +16,7 @@ from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
 from moray.distill.metrics import read_metrics, read_validation, write_validation
 from moray.errors import ConfigError
+from moray.progress import Progress
 from moray.provenance import read_json
 
 
@@ -79,7 +80,7 @@ def validate_last(config: DistilConfig, checkpoint: ray.train.Checkpoint, output
     if any(row["step"] == step for row in read_validation(output)):
         return
     task: Any = ray.remote(validate_checkpoint).options(**_resources(config))
-    with own_errors():
+    with own_errors(), Progress(f"validate the checkpoint of step {step} on held-out chats"):
         ray.get(task.remote(checkpoint, config=config.model_dump_json(), output=str(output)))
 
 

@@ -6,9 +6,9 @@ import yaml
 
 from moray.activations.store import CacheStore
 from moray.activations.verify import Findings, repair, verify_files
-from moray.cluster.progress import progress_bar
 from moray.cluster.upkeep import VerifyCacheConfig, caching_command
 from moray.errors import ConfigError, DamagedError, DataError
+from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 
 
@@ -20,13 +20,12 @@ def verify_cache(config: VerifyCacheConfig) -> None:
         ConfigError: a sample is asked for and its target is not known.
     """
     store, options = CacheStore(config.output), config.verify
-    with progress_bar() as bar:
-        task = bar.add_task("verify", total=None, note="MiB")
+    with Progress("verify", unit="MiB") as progress:
         findings = verify_files(
             store,
             options.threads,
-            lambda num_bytes: bar.update(task, total=-(-num_bytes >> 20)),
-            lambda num_bytes: bar.advance(task, num_bytes / 2**20),
+            lambda num_bytes: progress.update(total=-(-num_bytes >> 20)),
+            lambda num_bytes: progress.advance(num_bytes / 2**20),
         )
     for line in findings.lines:
         print(line)
@@ -48,8 +47,9 @@ def _check_sample(store: CacheStore, config: VerifyCacheConfig, findings: Findin
 
     assert findings.manifest is not None
     options = config.verify
-    target = Target.load(config.target or _recorded_target(store))
-    errors = recheck(store, findings.manifest, target, options.sample_chats, options.seed)
+    with Progress(f"run the target on {options.sample_chats} chats again"):
+        target = Target.load(config.target or _recorded_target(store))
+        errors = recheck(store, findings.manifest, target, options.sample_chats, options.seed)
     wrong = too_far(errors, findings.manifest.columns, options.max_error)
     print(f"{'column':<12} {'largest error':>14} {'relative rms':>14}")
     for name, error in errors.items():

@@ -19,11 +19,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 from jaxtyping import Bool, Float
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from moray.progress import Progress
 from moray.targets.demo_config import DemoModelConfig, DemoOptimConfig, DemoTargetConfig
 from moray.targets.demo_data import SPECIAL_TOKENS, PackedRows
 
@@ -114,8 +114,7 @@ def _train(
     began = time.monotonic()
     step, done = 0, 0.0
     model.train()
-    with _progress(console) as progress:
-        bar = progress.add_task("training the demo target", total=optim.num_steps, loss=float("nan"), speed=0.0)
+    with Progress("training the demo target", optim.num_steps, unit="steps", console=console) as progress:
         while done < 1.0:
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
@@ -130,7 +129,7 @@ def _train(
             done = max(step / optim.num_steps, seconds / config.max_seconds)
             speed = step * optim.rows_per_step * optim.row_length / seconds
             total = step if done >= 1.0 else math.ceil(step / done)
-            progress.update(bar, completed=step, total=total, loss=loss / num_tokens, speed=speed)
+            progress.update(done=step, total=total, note=f"loss {loss / num_tokens:.3f}  {speed:,.0f} tokens/s")
     return model, step
 
 
@@ -246,14 +245,3 @@ def _learning_rate_factor(step: int, done: float, config: DemoOptimConfig) -> fl
     rise = (step + 1) / (config.warmup_steps + 1)
     fall = (1.0 - done) / config.decay_share
     return min(1.0, rise, fall)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:.0f} tokens/s  left"),
-        TimeRemainingColumn(),
-        console=console,
-    )

@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from moray.bench.load.client import Client
 from moray.bench.load.config import LevelConfig, ServeBenchmarkConfig
@@ -16,6 +15,7 @@ from moray.bench.load.variants import equal_texts, ratios
 from moray.bench.recording import record
 from moray.bench.specbench import Question, read_questions
 from moray.errors import DataError
+from moray.progress import Progress
 
 
 def benchmark_endpoint(
@@ -50,16 +50,13 @@ async def _benchmark(
             by_url[url] = await stack.enter_async_context(Client(config.model_copy(update={"url": url})))
             await by_url[url].find_model()
         clients = {name: by_url[config.url_of(name)] for name in config.variants}
-        with Progress(console=console, refresh_per_second=2, transient=True) as progress:
-            task = progress.add_task("serve", total=len(config.variants) * total)
+        with Progress("serve", len(config.variants) * total, unit="requests", console=console) as progress:
             levels: list[dict[str, Any]] = []
             try:
                 for level in config.levels:
                     rated = _rated(level, levels, config.baseline_name)
-                    progress.update(task, description=name_of(rated))
-                    levels.append(
-                        await _level(clients, config, questions, rated, lambda: progress.advance(task), prepare)
-                    )
+                    progress.update(title=name_of(rated))
+                    levels.append(await _level(clients, config, questions, rated, progress.advance, prepare))
             except asyncio.CancelledError:  # Ctrl-C
                 if not levels:
                     raise
