@@ -1,6 +1,7 @@
 """Pipelines, sweeps and the application as jobs of a cluster with token authentication."""
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -62,12 +63,15 @@ def drafter(cluster: RayCluster, target: str, chats_file: Path) -> str:
         *settings,
     )
     assert cached.returncode == 0, cached.stdout + cached.stderr
+    assert re.search(r"^cache: ([\d,]+) of \1 tokens, after [\d:]+$", cached.stdout, re.MULTILINE), cached.stdout
     assert (cluster.runs / "cache" / "manifest.json").is_file()
     distil = write_distil(cluster.runs, Path("runs/target"), Path("runs/cache"), max_steps=12)
     assert "runs/cache" in distil.read_text()
     distilled = cluster.submit("python", "-m", "pipelines.distill", "runs/distil.yaml", "output=runs/moa")
     assert distilled.returncode == 0, distilled.stdout + distilled.stderr
     assert f"drafter: {cluster.runs}/moa" in distilled.stdout
+    moved = r"^distil \w+: 12 of 12 updates, after [\d:]+; loss [\d.]+ acc [\d.]+ tau [\d.]+$"
+    assert re.search(moved, distilled.stdout, re.MULTILINE), distilled.stdout
     return "runs/moa"
 
 
