@@ -119,11 +119,6 @@ def test_sizes_come_from_the_config(tmp_path):
     assert (spec.vocab_size, spec.max_positions) == (97, MAX_POSITIONS)
 
 
-def test_mistral_s_window_bounds_the_context(tmp_path):
-    """Within the window full attention is the model's own; beyond it, it would not be."""
-    assert read_spec(str(save_target(tmp_path, "mistral", sliding_window=100))).max_positions == 100
-
-
 @pytest.mark.parametrize(
     ("in_config", "in_generation", "expected"),
     [(7, None, (7,)), ([7, 8], None, (7, 8)), (7, [9, 10, 11], (9, 10, 11)), (None, None, ()), (0, 3, (3,))],
