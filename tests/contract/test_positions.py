@@ -10,7 +10,7 @@ from side_by_side import GREEDY, SHAPES, plainly, speculate
 from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from moray.activations.record import record_taps
 from moray.activations.schema import CacheConfig
@@ -117,16 +117,15 @@ def test_cached_columns_are_the_model_s_own(sliding, stock):
     begin = 0
     for chat in chats:
         end = begin + len(chat)
-        with torch.no_grad():  # a cache without a configuration keeps keys beyond the window
-            output = stock(torch.from_numpy(chat)[None], output_hidden_states=True, use_cache=False)
-        for depth in config.hidden_depths:
-            found = columns[f"hidden.{depth}"][begin:end]
-            torch.testing.assert_close(found, output.hidden_states[depth][0], atol=2e-5, rtol=1e-5)
-        for layer, module in enumerate(stock.model.layers):
-            normed = module.input_layernorm(output.hidden_states[layer])
-            value = module.self_attn.v_proj(normed)[0].unflatten(-1, (-1, 16))
-            found = columns[f"kv.{layer:02d}"][begin:end].unflatten(-1, (-1, 2, 16))[:, :, 1]
-            torch.testing.assert_close(found, value, atol=2e-5, rtol=1e-5)
+        past = DynamicCache()  # given no configuration, it keeps the keys beyond the window
+        with torch.no_grad():
+            output = stock(torch.from_numpy(chat)[None], output_hidden_states=True, past_key_values=past)
+        wanted = {f"hidden.{depth}": output.hidden_states[depth][0] for depth in config.hidden_depths}
+        for layer, own in enumerate(past.layers):
+            wanted[f"kv.{layer:02d}"] = torch.cat([own.keys, own.values], dim=-1)[0].transpose(0, 1).flatten(1)
+        assert wanted.keys() == columns.keys()
+        for name, expected in wanted.items():
+            torch.testing.assert_close(columns[name][begin:end], expected, atol=2e-5, rtol=1e-5)
         begin = end
 
 

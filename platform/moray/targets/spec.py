@@ -61,6 +61,12 @@ class TargetSpec(Config):
         """Width of one layer's key and value of one token, heads flattened as [k_h ; v_h]."""
         return 2 * self.num_kv_heads * self.head_dim
 
+    @property
+    def claimed(self) -> dict[str, Any]:
+        """As a cache's plan holds it: windows where there are some, so that plans without stay equal to older ones."""
+        left_out = {"sliding_window", "sliding_layers"} if self.sliding_window is None else set[str]()
+        return self.model_dump(mode="json", exclude=left_out)
+
 
 def read_spec(model: str, needs_weights: bool = True) -> TargetSpec:
     """Read a target's sizes from its `config.json` and fingerprint its weights.
@@ -172,8 +178,8 @@ def _rope_scaling(model: str, parameters: dict[str, Any]) -> str:
     if kind not in ROPE_TYPES:
         raise ConfigError(
             f"target.model '{model}': rope_type is {kind!r} in its rope_parameters; accepted are "
-            f"{', '.join(ROPE_TYPES)}, for all layers alike: others may turn a token by more than its position, and "
-            "speculative text would differ from the target's own; give another target"
+            f"{', '.join(ROPE_TYPES)}, one for all layers: with others, longrope among them, a token's rotation may "
+            "depend on the length of its sequence, and no draft could be verified; give another target"
         )
     others = {key: parameters[key] for key in sorted(parameters) if key not in ("rope_type", "rope_theta")}
     return " ".join([kind, *(f"{key}={json.dumps(value)}" for key, value in others.items())])
