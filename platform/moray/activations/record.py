@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from moray.activations.schema import CacheConfig, hidden_column, kv_column
@@ -34,6 +34,10 @@ class KVRecorder(KVCache):
             self._kept[layer_idx] = (key_states, value_states)
         return key_states, value_states
 
+    def place(self, positions: Int[Tensor, "batch new"]) -> Int[Tensor, "batch new"]:
+        """The pass sees what it writes."""
+        return positions
+
     def take(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [batch, kv_heads, seq, head_dim] each, which are then forgotten."""
         return self._kept.pop(layer)
@@ -46,7 +50,7 @@ def record_taps(
 
     Column by column, so that a caller who encodes them at once never holds all in the form that is stored.
     Padding stands behind the tokens, where causality already hides it: no mask is made, and attention takes its
-    fastest kernel.
+    fastest kernel, but in layers whose sliding window is shorter than the chats.
     """
     rows, width = len(tokens), max(len(ids) for ids in tokens)
     padded = np.zeros((rows, width), dtype=np.int64)

@@ -50,14 +50,14 @@ class Wanted:
 
     @property
     def max_length(self) -> int:
-        """Beyond its context a target is no longer itself (Mistral's window), or fails."""
+        """Beyond its context a target is no longer itself, or fails."""
         return min(self.cache.max_length, self.spec.max_positions)
 
     def plan(self) -> dict[str, Any]:
         """What the cache is made of: another plan is another cache."""
         return {
             "format": FORMAT,
-            "target": self.spec.model_dump(mode="json"),
+            "target": self.spec.claimed,
             "dtype": self.target.dtype,
             "text_fingerprint": self.tokenizer.fingerprint,
             "content_rule": CONTENT_RULE,

@@ -110,6 +110,12 @@ class RowCache(Cache):
         rows = slice(self._first_row, self._first_row + key_states.shape[0])
         return key[rows, :, : self._seen], value[rows, :, : self._seen]
 
+    def place(self, positions: Int[Tensor, "rows new"]) -> Int[Tensor, "rows slots"]:
+        """The positions of all slots that the pass looks at: those of new tokens, and the numbers of all other slots,
+        whose tokens are committed."""
+        placed = torch.arange(self._seen, device=positions.device).repeat(positions.shape[0], 1)
+        return placed.scatter_(1, self._slots, positions)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many slots the next pass looks at."""
         return self._seen

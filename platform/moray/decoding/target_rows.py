@@ -43,7 +43,8 @@ class TargetRows:
         num_seen = self._num_seen(max(begins) + ids.shape[1])
         self.cache.aim(positions.clamp(max=self.cache.width - 1), num_seen, first_row)
         mask = (torch.arange(num_seen, device=device) <= positions[..., None])[:, None]
-        positions = positions.clamp(max=self._target.spec.max_positions - 1)
+        # Padding past a row's end shares its last slot, and so has to share a position.
+        positions = positions.clamp(max=min(self.cache.width, self._target.spec.max_positions) - 1)
         return self._target.forward(ids, positions, mask, self.cache, self._hidden_depths)
 
     def verify(self, first_row: int, lengths: Sequence[int], trees: Sequence[TokenTree]) -> TargetOutput:

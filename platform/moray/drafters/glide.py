@@ -4,7 +4,7 @@
 
 Cross-attention has queries of its own, rotated as the target rotates, and takes the keys and values of the
 target's last layer as they lie in its cache: of verified tokens only. In training a block-wise mask hides
-what the target would not have computed yet.
+what the target would not have computed yet. A sliding window of the target's last layer does not bind it.
 """
 
 from collections.abc import Callable, Sequence

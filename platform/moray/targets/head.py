@@ -22,6 +22,7 @@ from moray.targets.attention import attention_backend
 from moray.targets.kv_cache import KVCache, KVCaches, PastAndPredicted
 from moray.targets.model import Target, pick_device
 from moray.targets.rotary import RotaryCache
+from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
 from moray.targets.visibility import Visible
 
@@ -44,6 +45,7 @@ class TargetHead:
         self.num_layers = num_layers
         self._embed_tokens = whole.model.embed_tokens
         self._rotary = RotaryCache(whole.model.rotary_emb)
+        self._masks = LayerMasks(spec)
         self._layers = list(whole.model.layers)[spec.num_layers - num_layers : spec.num_layers]
         self._norm = whole.model.norm
         self._lm_head = whole.lm_head
@@ -180,13 +182,16 @@ class TargetHead:
     ) -> Float[Tensor, "batch new hidden"]:
         """Target Layer Inference (MoA, section 3.3): the target's last N layers and its final norm.
 
+        Layers with a sliding window see of `mask` what lies within it, as they do in the target.
         `run(layer, hidden)` runs one layer (see `Drafter.run_block`). N is `num_layers`, or all that are here.
         """
         rotary = self._rotary.at(hidden, positions)
-        for layer in self._last(self.num_layers if num_layers is None else num_layers):
+        last = self._last(self.num_layers if num_layers is None else num_layers)
+        numbers = range(self.spec.num_layers - len(last), self.spec.num_layers)
+        for layer, own_mask in zip(last, self._masks.of_pass(numbers, mask, positions, cache), strict=True):
             ready = partial(
                 layer,
-                attention_mask=mask,
+                attention_mask=own_mask,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache
 
 
@@ -28,6 +29,9 @@ class KVCache(Cache):
         self.data = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.length = 0
         self.capacity = capacity
+        # Where the tokens in the slots stand: committed ones at their slots' numbers, nodes of a tree anywhere behind.
+        self._positions = torch.arange(capacity, device=like.device).repeat(batch, 1)
+        self._has_places = False
         # Absolute layer number -> row, so that the last N layers alone can own a smaller cache.
         self._rows = {layer: row for row, layer in enumerate(layers)}
 
@@ -45,6 +49,13 @@ class KVCache(Cache):
         """Number of committed tokens."""
         return self.length
 
+    def place(self, positions: Int[Tensor, "batch new"]) -> Int[Tensor, "batch slots"]:
+        """Note the positions of the tokens that the next pass writes; return those of all slots that it sees."""
+        self._has_places = True
+        end = self.length + positions.shape[1]
+        self._positions[:, self.length : end] = positions
+        return self._positions[:, :end]
+
     def commit(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` of the slots just written."""
         self.length += num_tokens
@@ -58,6 +69,7 @@ class KVCache(Cache):
         num_tokens = path.shape[0]
         kept = self.data[..., self.length :, :].index_select(-2, path)
         self.data[..., self.length : self.length + num_tokens, :] = kept
+        self._place_in_order(num_tokens)
         self.length += num_tokens
 
     def write(self, kv: Float[Tensor, "batch new layers width"]) -> None:
@@ -66,6 +78,7 @@ class KVCache(Cache):
         heads, head_dim = self.data.shape[3], self.data.shape[5]
         unpacked = kv.view(batch, new, layers, heads, 2, head_dim).permute(2, 4, 0, 3, 1, 5)
         self.data[..., self.length : self.length + new, :] = unpacked
+        self._place_in_order(new)
         self.length += new
 
     def flat(
@@ -86,6 +99,11 @@ class KVCache(Cache):
     def reset(self) -> None:
         """Forget everything; the memory stays."""
         self.length = 0
+
+    def _place_in_order(self, num_tokens: int) -> None:
+        if self._has_places:
+            end = self.length + num_tokens
+            self._positions[:, self.length : end] = torch.arange(self.length, end, device=self._positions.device)
 
 
 class KVCaches:
@@ -108,6 +126,11 @@ class KVCaches:
             both[0, own, :, : key.shape[2]] = key
             both[1, own, :, : key.shape[2]] = value
         return both[0], both[1]
+
+    def place(self, positions: Int[Tensor, "sequences new"]) -> Int[Tensor, "sequences most"]:
+        """Like `KVCache.place`; behind a shorter one's slots stand zeros."""
+        own = [cache.place(row[None])[0] for cache, row in zip(self._caches, positions, strict=True)]
+        return pad_sequence(own, batch_first=True)
 
     def mask(
         self, masks: Sequence[Float[Tensor, "1 1 new _"] | None], new: Float[Tensor, "sequences new hidden"]

@@ -19,6 +19,7 @@ from moray.errors import ConfigError
 from moray.targets.attention import attention_backend
 from moray.targets.kv_cache import KVCache
 from moray.targets.rotary import RotaryCache
+from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
 
 
@@ -40,6 +41,7 @@ class Target:
         self.device: torch.device = self.model.lm_head.weight.device
         self.dtype: torch.dtype = self.model.lm_head.weight.dtype
         self._rotary = RotaryCache(self.model.model.rotary_emb)
+        self._masks = LayerMasks(spec)
 
     @classmethod
     def load(cls, config: TargetConfig) -> "Target":
@@ -85,20 +87,22 @@ class Target:
             positions: rotary positions, which need not follow the slots.
             mask: True (or 0 in an additive mask) where a token (row) sees a slot (column); slots = cache.length
                 + new. None: a single new token sees every slot; of more, into an empty cache, each sees itself and
-                those before it, without a mask in memory.
-            cache: a `KVCache`, or another that receives the keys and values of the new tokens.
+                those before it, without a mask in memory. Layers with a sliding window see the last of it alone.
+            cache: a `KVCache`, or another that receives the keys and values of the new tokens and, for a target
+                with sliding windows, knows their positions (see `targets.sliding`).
             hidden_depths: negative depths to return as well (-1 = after the final norm).
         """
         model = self.model.model
         hidden = model.embed_tokens(tokens)
         rotary = self._rotary.at(hidden, positions)
+        masks = self._masks.of_pass(range(self.spec.num_layers), mask, positions, cache)
         kept: dict[int, Tensor] = {}
-        for index, layer in enumerate(model.layers):
+        for index, (layer, own_mask) in enumerate(zip(model.layers, masks, strict=True)):
             if index - self.spec.num_layers - 1 in hidden_depths:
                 kept[index - self.spec.num_layers - 1] = hidden
             hidden = layer(
                 hidden,
-                attention_mask=mask,
+                attention_mask=own_mask,
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,

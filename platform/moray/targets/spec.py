@@ -15,6 +15,10 @@ from moray.explain import one_line
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose attention takes our mask, positions and cache unmodified (checked by tests)."""
 
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Kinds of rotary embedding that turn a token within the context by its position alone, however long its sequence is
+or becomes (checked by tests)."""
+
 _WINDOW = 1 << 20
 _NUM_WINDOWS = 64
 
@@ -49,11 +53,21 @@ class TargetSpec(Config):
     fingerprint: str
     rope_scaling: str = "default"
     """Kind of rotary embedding and its parameters, as text."""
+    sliding_window: int | None = None
+    """Positions that a query sees in `sliding_layers`, its own and those before it; None: no layer has a window that
+    is shorter than the context."""
+    sliding_layers: tuple[int, ...] = ()
 
     @property
     def kv_width(self) -> int:
         """Width of one layer's key and value of one token, heads flattened as [k_h ; v_h]."""
         return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def claimed(self) -> dict[str, Any]:
+        """As a cache's plan holds it: windows where there are some, so that plans without stay equal to older ones."""
+        left_out = {"sliding_window", "sliding_layers"} if self.sliding_window is None else set[str]()
+        return self.model_dump(mode="json", exclude=left_out)
 
 
 def read_spec(model: str, needs_weights: bool = True) -> TargetSpec:
@@ -64,7 +78,7 @@ def read_spec(model: str, needs_weights: bool = True) -> TargetSpec:
         needs_weights: False where sizes are enough: weights are neither fetched nor read, and the fingerprint is empty.
 
     Raises:
-        ConfigError: the folder is missing, or the family is not one we can verify losslessly.
+        ConfigError: the folder is missing, or family, rotary embedding or windows are none we can verify losslessly.
     """
     from transformers import AutoConfig
 
@@ -77,6 +91,8 @@ def read_spec(model: str, needs_weights: bool = True) -> TargetSpec:
         raise ConfigError(
             f"target.model '{model}' is of type '{config.model_type}'; supported are {', '.join(FAMILIES)}"
         )
+    rope_scaling = _rope_scaling(model, config.rope_parameters)
+    sliding_layers = _sliding_layers(model, config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return TargetSpec(
         family=config.model_type,
@@ -87,11 +103,13 @@ def read_spec(model: str, needs_weights: bool = True) -> TargetSpec:
         head_dim=head_dim,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        max_positions=_max_positions(config),
+        max_positions=config.max_position_embeddings,
         rope_theta=float(config.rope_parameters["rope_theta"]),
         norm_eps=float(config.rms_norm_eps),
         fingerprint=fingerprint(folder) if needs_weights else "",
-        rope_scaling=_rope_scaling(config.rope_parameters),
+        rope_scaling=rope_scaling,
+        sliding_window=config.sliding_window if sliding_layers else None,
+        sliding_layers=sliding_layers,
     )
 
 
@@ -157,14 +175,36 @@ def _window_starts(size: int) -> list[int]:
     return [i * (size - _WINDOW) // (count - 1) for i in range(count)]
 
 
-def _rope_scaling(parameters: dict[str, Any]) -> str:
-    kind = parameters.get("rope_type") or "default"
+def _rope_scaling(model: str, parameters: dict[str, Any]) -> str:
+    kind = parameters.get("rope_type")
+    if kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"target.model '{model}': rope_type is {kind!r} in its rope_parameters; accepted are "
+            f"{', '.join(ROPE_TYPES)}, one for all layers: with others, longrope among them, a token's rotation may "
+            "depend on the length of its sequence, and no draft could be verified; give another target"
+        )
     others = {key: parameters[key] for key in sorted(parameters) if key not in ("rope_type", "rope_theta")}
     return " ".join([kind, *(f"{key}={json.dumps(value)}" for key, value in others.items())])
 
 
-def _max_positions(config: Any) -> int:
-    """Context length; within a sliding window (Mistral) full attention gives the same result."""
-    window = getattr(config, "sliding_window", None)
-    uses_window = getattr(config, "use_sliding_window", config.model_type == "mistral")
-    return min(config.max_position_embeddings, window) if window and uses_window else config.max_position_embeddings
+def _sliding_layers(model: str, config: Any) -> tuple[int, ...]:
+    """Layers whose window is shorter than the context, as transformers finds them for each family."""
+    if config.model_type == "llama":
+        return ()
+    window = config.sliding_window
+    kinds = getattr(config, "layer_types", None) if config.model_type != "mistral" else None
+    if kinds is None:
+        kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+    strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if strange:
+        raise ConfigError(
+            f"target.model '{model}': layer_types has '{strange[0]}'; accepted are full_attention and "
+            "sliding_attention: give another target"
+        )
+    sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    if sliding and (window is None or window < 1):
+        raise ConfigError(
+            f"target.model '{model}': layer {sliding[0]} has sliding attention and sliding_window is {window}; a "
+            "number from 1 on is accepted, and use_sliding_window=true where its family has that: mend its config.json"
+        )
+    return sliding if window is not None and window < config.max_position_embeddings else ()

@@ -21,7 +21,7 @@ _QUERY_BLOCK = 512
 class Window:
     """What queries see of one run of keys, as long as the sequence: key j where first(i) <= j < end(i)."""
 
-    first: Int[Tensor, "batch seq"] | None
+    first: Int[Tensor, "#batch seq"] | None
     """None: from the first key on."""
     end: Int[Tensor, "#batch seq"]
     """At most i + 1: nothing behind a query is ever seen."""
@@ -36,7 +36,16 @@ class Visible:
 
     windows: tuple[Window, ...]
 
-    def rows(self, begin: int, end: int) -> Bool[Tensor, "batch 1 queries keys"]:
+    def within(self, size: int) -> "Visible":
+        """The same of the last `size` keys of every run alone, a query's own among them: a sliding window."""
+        windows = []
+        for window in self.windows:
+            nearest = (torch.arange(window.end.shape[1], device=window.end.device) + 1 - size).clamp(min=0)[None]
+            first = nearest if window.first is None else torch.maximum(window.first, nearest)
+            windows.append(Window(first, window.end))
+        return Visible(tuple(windows))
+
+    def rows(self, begin: int, end: int) -> Bool[Tensor, "#batch 1 queries keys"]:
         """The mask of queries begin..end-1 over the first `end` keys of every run: True where they see."""
         column = torch.arange(end, device=self.windows[0].end.device)
         masks = []

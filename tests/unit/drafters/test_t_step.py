@@ -31,6 +31,14 @@ def test_rules_by_hand():
     assert drawn(past_and_drafted(start).rows(1, 3)[0, 0]) == ["x...x.", "xxx..."], "keys up to the block's end alone"
 
 
+def test_a_sliding_window_cuts_every_run():
+    start = torch.tensor([[0, 0, 2, 2]])
+    assert drawn(memory_tokens(start).within(2).rows(0, 4)[0, 0]) == ["x...", "x...", ".xx.", "..x."]
+    tail = past_and_drafted(start).within(2)
+    assert drawn(tail.rows(0, 4)[0, 0]) == ["x.......", "x....x..", ".xx.....", "..x....x"]
+    assert drawn(tail.within(1).rows(0, 4)[0, 0]) == ["x.......", ".....x..", "..x.....", ".......x"]
+
+
 def views() -> tuple[torch.Tensor, torch.Tensor]:
     """start and staircase of chats of different lengths and turns; the last one is padding from position 9 on."""
     response = torch.zeros(4, SEQ, dtype=torch.bool)

@@ -119,11 +119,6 @@ def test_sizes_come_from_the_config(tmp_path):
     assert (spec.vocab_size, spec.max_positions) == (97, MAX_POSITIONS)
 
 
-def test_mistral_s_window_bounds_the_context(tmp_path):
-    """Within the window full attention is the model's own; beyond it, it would not be."""
-    assert read_spec(str(save_target(tmp_path, "mistral", sliding_window=100))).max_positions == 100
-
-
 @pytest.mark.parametrize(
     ("in_config", "in_generation", "expected"),
     [(7, None, (7,)), ([7, 8], None, (7, 8)), (7, [9, 10, 11], (9, 10, 11)), (None, None, ()), (0, 3, (3,))],
@@ -146,6 +141,51 @@ def test_unsupported_and_missing_targets_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
     with pytest.raises(ConfigError, match=r"of type 'gpt_neox'; supported are llama, mistral, qwen2, qwen3"):
         read_spec(str(folder))
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
+PER_LAYER = {kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("full_attention", "sliding_attention")}
+MIXED = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"rope_parameters": LONGROPE}, r"rope_type is 'longrope' .*accepted are default, linear, dynamic"),
+        ("llama", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, r"rope_type is 'spiral'"),
+        ("qwen2", {"rope_parameters": PER_LAYER, "layer_types": MIXED}, r"rope_type is None .*one for all layers"),
+        ("mistral", {"sliding_window": 0}, r"layer 0 has sliding attention and sliding_window is 0; a number from 1"),
+        ("qwen3", {"layer_types": MIXED}, r"layer 1 has sliding attention and sliding_window is None; .*use_sliding"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types has 'chunked_attention'"),
+    ],
+)
+def test_rotary_types_and_layers_that_are_not_handled_are_refused(tmp_path, family, changes, message):
+    path = save_target(tmp_path, family, num_hidden_layers=2) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    for load in (Target.load, TargetHead.load):
+        with pytest.raises(ConfigError, match=message) as caught:
+            load(TargetConfig(model=str(tmp_path), device="cpu"))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_window_as_long_as_the_context_is_none(tmp_path):
+    """So that no mask is made for it; a cache's plan says nothing of windows then."""
+    long = read_spec(str(save_target(tmp_path / "long", "mistral", sliding_window=MAX_POSITIONS)))
+    short = read_spec(str(save_target(tmp_path / "short", "mistral", sliding_window=MAX_POSITIONS - 1)))
+    assert (long.sliding_window, long.sliding_layers, long.max_positions) == (None, (), MAX_POSITIONS)
+    assert (short.sliding_window, short.sliding_layers, short.max_positions) == (511, (0, 1, 2, 3), MAX_POSITIONS)
+    assert short.claimed == long.claimed | {
+        "sliding_window": 511,
+        "sliding_layers": [0, 1, 2, 3],
+        "fingerprint": short.fingerprint,
+    }
 
 
 def test_a_damaged_weight_file_is_named(tmp_path):
