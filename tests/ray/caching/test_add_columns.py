@@ -224,6 +224,7 @@ def test_a_compacted_cache_grows_and_a_grown_one_is_compacted(
     assert make(cache, **MANY) == read_manifest(CacheStore(str(cache)))
 
 
+@pytest.mark.slow
 def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
     cache: Path,
     many_columns: Path,

@@ -165,6 +165,7 @@ def test_a_run_goes_on_with_fewer_workers_to_the_same_weights(
     _check_close(output, unbroken)
 
 
+@pytest.mark.soak
 def test_accumulation_on_one_worker_trains_as_two_workers_do(
     arguments: list[str], unbroken: Path, start_pipeline: Callable[..., Any], tmp_path: Path
 ) -> None:
