@@ -123,9 +123,6 @@ def test_after_a_kill_of_the_driver_the_same_command_ends_with_the_same_weights(
     third = start_pipeline("distill", *arguments, f"output={output}")
     assert third.finish() == 0
     assert third.output.strip() == f"{output} is complete for this configuration: nothing to do"
-    other = start_pipeline("distill", *arguments, f"output={output}", "train.seed=1")
-    assert other.finish() == 1
-    assert other.output.startswith(f"error: '{output}' holds a run with train.seed = 0, now it is 1")
 
 
 def test_after_kills_of_a_worker_and_the_controller_the_run_goes_on_by_itself_and_ends_with_the_same_weights(
@@ -156,9 +153,6 @@ def test_a_run_goes_on_with_fewer_workers_to_the_same_weights(
     output = tmp_path / "drafter"
     first = start_pipeline("distill", *arguments, f"output={output}", "workers.num_workers=[1, 2]")
     first.kill_when(_half_way(output))
-    refused = start_pipeline("distill", *arguments, f"output={output}", "workers.num_workers=3")
-    assert refused.finish() == 2
-    assert "began with 2 lanes, which is the most workers it can use: give workers.num_workers=2" in refused.output
     again = start_pipeline("distill", *arguments, f"output={output}", "workers.num_workers=1")
     assert again.finish() == 0, again.output
     assert _starts(output)[1] >= 2 * CHECKPOINT_STEPS, "it began anew instead of going on"

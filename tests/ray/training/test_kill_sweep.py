@@ -1,5 +1,4 @@
-"""Ctrl-C and kill -9 of a sweep's driver, and of its trials' processes: what was measured stays, and the sweep comes to its
-end."""
+"""Ctrl-C and kill -9 of a sweep's driver, and of its trials' processes: what was measured stays, and the sweep ends."""
 
 from collections.abc import Callable
 from pathlib import Path
