@@ -37,14 +37,18 @@ TENSOR_PACKAGES = [
 jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 
-_LONGEST = ("ray/chain", "ray/training", "ray/serving", "ray/caching")
-"""Folders whose files take minutes, the longest first."""
+_LONGEST = ("ray/chain", "ray/training", "ray/serving", "ray/caching", "unit/distill/test_zero.py")
+"""Folders and files that take minutes, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Called by pytest, in every process: what is long comes first."""
-    folders = [REPOSITORY / "tests" / name for name in _LONGEST]
-    items.sort(key=lambda item: folders.index(item.path.parent) if item.path.parent in folders else len(folders))
+    places = [REPOSITORY / "tests" / name for name in _LONGEST]
+
+    def place_of(item: pytest.Item) -> int:
+        return next((i for i, place in enumerate(places) if place in (item.path, item.path.parent)), len(places))
+
+    items.sort(key=place_of)
 
 
 @pytest.hookimpl(optionalhook=True)

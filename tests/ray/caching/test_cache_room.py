@@ -178,7 +178,7 @@ def unbroken(ray_session: None, tiny_target: Path, chats_file: Path, tmp_path_fa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["tokens", "shards"])
+@pytest.mark.parametrize("stage", [pytest.param("tokens", marks=pytest.mark.soak), "shards"])
 def test_a_disk_that_fills_up_ends_the_job_and_the_same_command_goes_on(
     stage: str, unbroken: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:

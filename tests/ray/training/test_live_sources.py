@@ -153,7 +153,7 @@ def _config(target: Path, chats: Path, folder: Path, source: dict[str, Any] | No
     return validate(DistilConfig, values)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_hybrid_run_trains_and_leaves_a_complete_cache(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
     from moray.cluster.distil import distil
     from moray.distill.metrics import read_metrics

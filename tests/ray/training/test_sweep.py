@@ -194,7 +194,7 @@ def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(
     assert before.items() <= after.items()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_optuna_searches_by_the_speed_of_a_batch(make_sweep: MakeSweep, tmp_path: Path) -> None:
     sweep = make_sweep(
         output=str(tmp_path / "sweep"),
