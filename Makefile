@@ -4,7 +4,7 @@ PIP := .venv/bin/python -m pip
 STAMP := .venv/.installed
 # Tests run in so many processes, file by file (tests/conftest.py); each that meets tests on Ray has a Ray of its own.
 WORKERS ?= 2
-PYTEST := .venv/bin/python -m pytest -n $(WORKERS)
+PYTEST := .venv/bin/python -m pytest -n $(WORKERS) --slowest-tests 25
 
 # pyright's wrapper asks npm for a newer version unless told not to, and would download one if its bundled
 # copy were switched off.
@@ -12,7 +12,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo test test-slow test-all test-soak lint format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -21,10 +21,16 @@ demo: $(STAMP) ## the whole chain on a small model, in minutes, without a GPU
 	.venv/bin/python -m pipelines.demo configs/demo.yaml
 
 test: lint ## lint, then every test that is not slow
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not soak"
 
 test-slow: $(STAMP) ## the tests that take minutes
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not soak"
+
+test-all: $(STAMP) ## both in one run, as CI does
+	$(PYTEST) -m "not soak"
+
+test-soak: $(STAMP) ## what is expensive and rarely fails: before a release (results in platform/RESULTS.md)
+	$(PYTEST) -m soak
 
 lint: $(STAMP) ## ruff, pyright and the import contracts
 	.venv/bin/ruff check .

@@ -37,14 +37,18 @@ TENSOR_PACKAGES = [
 jaxtyping.install_import_hook(TENSOR_PACKAGES, "beartype.beartype")
 
 
-_LONGEST = ("ray/chain", "ray/training", "ray/serving", "ray/caching")
-"""Folders whose files take minutes, the longest first."""
+_LONGEST = ("ray/chain", "ray/training", "ray/serving", "ray/caching", "unit/distill/test_zero.py")
+"""Folders and files that take minutes, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Called by pytest, in every process: what is long comes first."""
-    folders = [REPOSITORY / "tests" / name for name in _LONGEST]
-    items.sort(key=lambda item: folders.index(item.path.parent) if item.path.parent in folders else len(folders))
+    places = [REPOSITORY / "tests" / name for name in _LONGEST]
+
+    def place_of(item: pytest.Item) -> int:
+        return next((i for i, place in enumerate(places) if place in (item.path, item.path.parent)), len(places))
+
+    items.sort(key=place_of)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -73,10 +77,43 @@ class _FailuresAtOnce:
             )
 
 
+class _Times:
+    """The slowest tests and every folder's total, at the end: wall time of set-up, call and tear-down together."""
+
+    def __init__(self, num_shown: int) -> None:
+        self._num_shown = num_shown
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called by pytest, in the process that shares the tests out."""
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Called by pytest when all tests have run."""
+        suites: dict[str, list[float]] = {}
+        for test, seconds in self._seconds.items():
+            suites.setdefault(str(Path(test.partition("::")[0]).parent), []).append(seconds)
+        write = terminalreporter.write_line
+        terminalreporter.section(f"the {self._num_shown} slowest tests")
+        for test in sorted(self._seconds, key=self._seconds.__getitem__, reverse=True)[: self._num_shown]:
+            write(f"{self._seconds[test]:8.1f} s  {test}")
+        terminalreporter.section("suites")
+        for suite in sorted(suites, key=lambda name: sum(suites[name]), reverse=True):
+            write(f"{sum(suites[suite]):8.1f} s  {len(suites[suite]):5d} tests  {suite}")
+        write(f"{sum(self._seconds.values()):8.1f} s  {len(self._seconds):5d} tests  all together")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Called by pytest, in every process."""
+    parser.addoption("--slowest-tests", type=int, default=0, help="show so many, and what every folder has taken")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Called by pytest, in every process."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_FailuresAtOnce(config))
+        if num_shown := config.getoption("--slowest-tests"):
+            config.pluginmanager.register(_Times(num_shown))
 
 
 @pytest.fixture(scope="session")

@@ -65,3 +65,14 @@ def test_no_file_names_this_machine():
 @pytest.mark.parametrize("name", YAMLS)
 def test_every_yaml_is_read_by_our_loader(name):
     assert read_yaml(REPOSITORY / name)
+
+
+def test_every_promise_is_held_by_a_test_that_is_there():
+    promises = re.findall(r"`([\w/]+\.py)::(\w+)`", (REPOSITORY / "tests" / "README.md").read_text(encoding="utf-8"))
+    assert len(promises) > 50
+    missing = [
+        f"{file}::{name}"
+        for file, name in promises
+        if f"\ndef {name}(" not in (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+    ]
+    assert missing == []

@@ -1,6 +1,7 @@
 """The tiny targets of every family, read from disk, and drafters that have learnt a text of theirs by heart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -26,6 +27,24 @@ FOUR_TOKENS = {
     "initializer_range": 0.4,
     "seed": 11,
 }
+
+
+@pytest.fixture(scope="session")
+def checked() -> set[tuple[str, ...]]:
+    """Tests that have run with checked shapes, by file, function and variant."""
+    return set()
+
+
+@pytest.fixture(autouse=True)
+def _checked_once(request: pytest.FixtureRequest, checked: set[tuple[str, ...]]) -> Iterator[None]:
+    """Every test checks the tensors' shapes once with every variant of a drafter: with other trees and targets they are
+    the same, and checking them takes most of the time."""
+    params = request.node.callspec.params.values() if hasattr(request.node, "callspec") else ()
+    variants = [value for value in params if isinstance(value, str) and value in VARIANTS]
+    case = (request.path.name, request.node.originalname, *variants)
+    with unchecked() if case in checked else nullcontext():
+        checked.add(case)
+        yield
 
 
 @pytest.fixture(scope="session")

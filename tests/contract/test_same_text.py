@@ -31,13 +31,13 @@ def _checked_once(request):
 
 def every_target_variant_and_shape(turn: int) -> pytest.MarkDecorator:
     """All of them. On the first target, every drafter meets every tree, and then one tree on one other target, which
-    differ from drafter to drafter and `turn` to `turn`; the rest is slow."""
+    differ from drafter to drafter and `turn` to `turn`; the rest is soak."""
     cases = []
     for i, target_name in enumerate(TARGETS):
         for j, variant in enumerate(VARIANTS):
             for k, (name, shape) in enumerate(SHAPES.items()):
                 is_turn = i == 1 + (j + turn) % (len(TARGETS) - 1) and k == (i + j + turn) % len(SHAPES)
-                marks = [] if i == 0 or is_turn else [pytest.mark.slow]
+                marks = [] if i == 0 or is_turn else [pytest.mark.soak]
                 cases.append(
                     pytest.param(target_name, variant, shape, marks=marks, id=f"{target_name}-{variant}-{name}")
                 )

@@ -106,7 +106,7 @@ def test_some_requests(running, document, session, method, path, mode):
     assert mode == "negative" or "{" in path or statuses[200] > sum(statuses.values()) / 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("method", "path", "mode"), EVERY)
 def test_many_requests(running, document, session, method, path, mode):
     fuzz(running, document, session, method, path, mode, 600 if method == "POST" else 100)

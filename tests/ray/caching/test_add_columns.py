@@ -139,7 +139,7 @@ def test_added_columns_are_those_of_a_cache_made_with_all_at_once(
     _verify(cache, tiny_target)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_quantised_columns_keep_their_channels_and_new_ones_are_found_as_at_first(
     make: Callable[..., Manifest], tiny_target: Path, tmp_path: Path
 ) -> None:
@@ -202,7 +202,7 @@ def test_plan_says_what_adding_columns_takes_and_writes_nothing(
     assert _times(cache) == times
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_compacted_cache_grows_and_a_grown_one_is_compacted(
     cache: Path, many_columns: Path, make: Callable[..., Manifest], tiny_target: Path
 ) -> None:
@@ -224,6 +224,7 @@ def test_a_compacted_cache_grows_and_a_grown_one_is_compacted(
     assert make(cache, **MANY) == read_manifest(CacheStore(str(cache)))
 
 
+@pytest.mark.slow
 def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
     cache: Path,
     many_columns: Path,

@@ -167,6 +167,7 @@ def test_bad_rows_are_counted_reported_and_limited(
     assert "5 chats kept" in printed
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_stop_the_job_with_our_own_one_line_error(
     tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:

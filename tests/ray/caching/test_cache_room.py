@@ -115,6 +115,7 @@ def test_a_removed_shard_is_made_again_with_the_same_channels(
         _cache(output, tiny_target, chats_file, kv_codec="int4", hidden_codec="int4")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_the_advice_can_be_typed(
     tiny_cache: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:
@@ -177,7 +178,7 @@ def unbroken(ray_session: None, tiny_target: Path, chats_file: Path, tmp_path_fa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["tokens", "shards"])
+@pytest.mark.parametrize("stage", [pytest.param("tokens", marks=pytest.mark.soak), "shards"])
 def test_a_disk_that_fills_up_ends_the_job_and_the_same_command_goes_on(
     stage: str, unbroken: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:

@@ -86,7 +86,6 @@ def test_killed_while_adding_columns_it_goes_on_and_repeats_nothing(
         return lambda: sum(_times(output)[name] != time for name, time in old_times.items()) >= number
 
     instants = {
-        "the target rehearses": (output / "adding.json").exists,
         "a shard is being written": lambda: bool(list((output / "shards").glob("*.parquet.*.tmp"))),
         "thirteen shards are done": written(13),
     }
@@ -115,7 +114,7 @@ def test_killed_while_adding_columns_it_goes_on_and_repeats_nothing(
     assert yaml.safe_load((output / "run.yaml").read_text())["config"]["cache"]["hidden_depths"] == [-1, -2, -4]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_shard_over_which_replicas_die_is_named_and_the_same_command_goes_on(
     ray_session: None,
     tiny_target: Path,

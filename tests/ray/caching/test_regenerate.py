@@ -166,7 +166,7 @@ def test_a_dead_replica_is_replaced_and_its_part_redone(
     assert not list(output.glob("*.tries"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_part_over_which_replicas_die_ends_the_run_and_is_named(
     ray_session: None,
     tiny_target: Path,

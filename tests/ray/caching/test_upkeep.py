@@ -160,7 +160,8 @@ def test_a_sample_is_compared_with_the_target_itself(
         _verify(tiny_cache, other_target, sample_chats=2)
 
 
-@pytest.mark.parametrize("codec", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", "int8"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int4", *(pytest.param(name, marks=pytest.mark.soak) for name in ("fp8", "int8"))])
 def test_a_quantised_cache_is_compared_through_its_channels_and_they_are_verified(
     codec: str, tiny_target: Path, chats_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,7 +125,7 @@ def test_a_job_runs_the_code_that_was_sent_on_the_cluster_that_is_there(cluster)
     assert found[3:] == ["0", "1"]
 
 
-@pytest.mark.parametrize("setting", ["output=runs/lost", "output=lost"])
+@pytest.mark.parametrize("setting", ["output=runs/lost", pytest.param("output=lost", marks=pytest.mark.soak)])
 def test_a_job_does_not_write_where_its_output_would_be_lost(cluster, setting):
     words = ["python", "-m", "pipelines.distill", "configs/drafters/moa-demo.yaml", "target.model=x", setting]
     job = cluster.submit("env", "-u", "MORAY_RUNS", *words)
@@ -144,12 +144,13 @@ def test_drafters_are_measured_as_jobs(cluster, target, drafter):
     assert (cluster.runs / "report" / "report.html").is_file()
 
 
+@pytest.mark.soak
 def test_sweeps_are_jobs(cluster, drafter):
     write_questions(cluster.runs, "one two three", "four five")
     tree = {"type": "chain", "depth": 3}
     sweep = {
         "distil": ["runs/distil.yaml"],
-        "space": {"optim.lr": [0.01, 0.02]},
+        "space": {"optim.lr": [0.01]},  # what a sweep decides is tested elsewhere
         "ladder": {"rungs": 1, "reduction": 2},
         "training_tokens": 6 * 512,
         "decoding": {"tree": tree, "questions": "runs/questions.jsonl", "max_new_tokens": 8},
@@ -159,7 +160,7 @@ def test_sweeps_are_jobs(cluster, drafter):
     (cluster.runs / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     job = cluster.submit("python", "-m", "sweeps.tune", "runs/sweep.yaml")
     assert job.returncode == 0, job.stdout + job.stderr
-    assert read_json(cluster.runs / "sweep" / "summary.json")["winner"]["choices"]["optim.lr"] in (0.01, 0.02)
+    assert read_json(cluster.runs / "sweep" / "summary.json")["winner"]["choices"]["optim.lr"] == 0.01
     assert (cluster.runs / "sweep" / "best").is_dir()
 
 

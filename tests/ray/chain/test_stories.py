@@ -9,7 +9,7 @@ import pytest
 from moray.config import load_config
 from pipelines import cache_activations, distill, evaluate
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NUM_HELD_OUT = 40

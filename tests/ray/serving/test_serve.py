@@ -16,19 +16,26 @@ AT_ONCE = 16
 
 @pytest.mark.timeout(600)
 def test_texts_are_the_target_s_own_at_any_number_of_replicas(app, expected):
-    """Greedy and sampled, streamed, sixteen at a time; drafters and targets are added under way."""
+    """Greedy and sampled, streamed, sixteen at a time; a drafter and a target are added under way."""
     asked = questions(NUM_QUESTIONS)
-    for num_replicas in ({}, {"Drafter": 2}, {"Target": 2, "Drafter": 2}):
+    for num_replicas in ({}, {"Target": 2, "Drafter": 2}):
         app.deploy(num_replicas)
         answers = app.ask_all(asked, AT_ONCE)
         assert [text for text, _ in answers] == expected, num_replicas
-        assert sum(num_drafted for _, num_drafted in answers) > 100, "drafts were accepted"
+        assert sum(num_drafted for _, num_drafted in answers) > 50, "drafts were accepted"
     alone = app.ask_all(asked[:12], 1)
     assert [text for text, _ in alone] == expected[:12], "sampling with a seed gives the same text at any concurrency"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victims", [("Drafter",), ("Target",), ("Target", "Drafter")], ids="-".join)
+@pytest.mark.parametrize(
+    "victims",
+    [
+        pytest.param(("Target", "Drafter"), id="both"),
+        pytest.param(("Drafter",), marks=pytest.mark.soak, id="drafters"),
+        pytest.param(("Target",), marks=pytest.mark.soak, id="targets"),
+    ],
+)
 def test_whoever_is_killed_nothing_is_lost(app, expected, victims):
     """kill -9 of replicas in a loop while answers are streamed; now and then of all drafters at once."""
     app.deploy({"Target": 2, "Drafter": 2})
@@ -93,7 +100,8 @@ def _wait_for_drafts(app: ServedApp, asked: list[Question]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_five_hundred_clients_that_leave_hold_nothing(app):
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.soak)], ids=["100", "500"])
+def test_clients_that_leave_hold_nothing(app, rounds):
     """Their places are free again within a second, in both pools."""
     app.deploy({})
     app.wait_until_idle(30)
@@ -112,7 +120,7 @@ def test_five_hundred_clients_that_leave_hold_nothing(app):
 
             await asyncio.gather(*(one(number) for number in range(count)))
 
-    for _ in range(5):
+    for _ in range(rounds):
         asyncio.run(leave(100))
         app.wait_until_idle(1.0)
 

@@ -54,6 +54,7 @@ def test_pools_are_scaled_and_set_beside_the_model(ray_session, load):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 def test_applications_are_asked_in_turn(ray_session, load):
     config = validate(
         SideBySideConfig,

@@ -80,7 +80,7 @@ def test_sessions_stay_and_siblings_return(ask):
     assert all(abs(count - 8) <= 1 for count in last.values()), "sessions that begin together are spread evenly"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_without_the_index_of_our_own_siblings_hang(ask):
     """The defect of Ray 2.60 that the router works around; once this fails, three methods can go."""
     cloudpickle.register_pickle_by_value(unfixed_router)  # the replicas cannot import it

@@ -158,6 +158,7 @@ def test_no_cache_is_a_one_line_error(tiny_target: Path, tmp_path: Path) -> None
         distil(_config(tiny_target, tmp_path / "nothing", tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
@@ -323,6 +324,7 @@ def test_a_checkpoint_that_ray_has_not_listed_counts(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_chats(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:

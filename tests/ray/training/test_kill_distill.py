@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from moray.distill.metrics import read_metrics
 
 CHECKPOINT_STEPS = 20
-MAX_STEPS = 140
+MAX_STEPS = 100
 BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def arguments(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two workers, seven checkpoints; only the output is missing."""
+    """Two workers, five checkpoints; only the output is missing."""
     config = {
         "target": {"model": str(tiny_target)},
         "activations": str(tiny_cache),
@@ -123,9 +123,6 @@ def test_after_a_kill_of_the_driver_the_same_command_ends_with_the_same_weights(
     third = start_pipeline("distill", *arguments, f"output={output}")
     assert third.finish() == 0
     assert third.output.strip() == f"{output} is complete for this configuration: nothing to do"
-    other = start_pipeline("distill", *arguments, f"output={output}", "train.seed=1")
-    assert other.finish() == 1
-    assert other.output.startswith(f"error: '{output}' holds a run with train.seed = 0, now it is 1")
 
 
 def test_after_kills_of_a_worker_and_the_controller_the_run_goes_on_by_itself_and_ends_with_the_same_weights(
@@ -142,11 +139,11 @@ def test_after_kills_of_a_worker_and_the_controller_the_run_goes_on_by_itself_an
     workers = run.processes("RayTrainWorker")
     assert len(workers) == 2, workers
     kill(max(workers))
-    run.wait_until(_has_logged(output, 4 * CHECKPOINT_STEPS + 5))
+    run.wait_until(_has_logged(output, 3 * CHECKPOINT_STEPS + 5))
     (controller,) = run.processes("TrainController")
     kill(controller)
     assert run.finish() == 0, run.output
-    _check(output, unbroken, [2 * CHECKPOINT_STEPS, 4 * CHECKPOINT_STEPS])
+    _check(output, unbroken, [2 * CHECKPOINT_STEPS, 3 * CHECKPOINT_STEPS])
 
 
 def test_a_run_goes_on_with_fewer_workers_to_the_same_weights(
@@ -156,15 +153,13 @@ def test_a_run_goes_on_with_fewer_workers_to_the_same_weights(
     output = tmp_path / "drafter"
     first = start_pipeline("distill", *arguments, f"output={output}", "workers.num_workers=[1, 2]")
     first.kill_when(_half_way(output))
-    refused = start_pipeline("distill", *arguments, f"output={output}", "workers.num_workers=3")
-    assert refused.finish() == 2
-    assert "began with 2 lanes, which is the most workers it can use: give workers.num_workers=2" in refused.output
     again = start_pipeline("distill", *arguments, f"output={output}", "workers.num_workers=1")
     assert again.finish() == 0, again.output
     assert _starts(output)[1] >= 2 * CHECKPOINT_STEPS, "it began anew instead of going on"
     _check_close(output, unbroken)
 
 
+@pytest.mark.soak
 def test_accumulation_on_one_worker_trains_as_two_workers_do(
     arguments: list[str], unbroken: Path, start_pipeline: Callable[..., Any], tmp_path: Path
 ) -> None:

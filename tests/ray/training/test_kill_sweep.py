@@ -1,4 +1,4 @@
-"""kill -9 of a sweep's driver and of its trials' processes: what was measured stays, and the sweep comes to its end."""
+"""Ctrl-C and kill -9 of a sweep's driver, and of its trials' processes: what was measured stays, and the sweep ends."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,10 +46,16 @@ def _count(output: Path) -> int:
 def test_a_sweep_outlives_its_driver_and_its_trials_processes(
     config: Path, start_pipeline: Callable[..., Any], kill: Callable[[int], None], tmp_path: Path
 ) -> None:
+    """Ctrl-C ends the first run at once and without an answer, kill -9 the second, and the third loses its trials."""
     output = tmp_path / "sweep"
     words = ("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4")
     first = start_pipeline(*words)
-    first.kill_when(lambda: _count(output) >= 1)
+    first.wait_until(lambda: _count(output) >= 1)
+    first.interrupt()
+    assert first.finish() == 130, first.output
+    assert "interrupted: the same command with --resume goes on" in first.output
+    assert not (output / "summary.json").exists()
+    first.wait_until_gone(60, but=("DashboardAgent", "RuntimeEnvAgent"))
     before = _measured(output)
     refused = start_pipeline(*words)
     assert refused.finish() == 2
@@ -76,16 +82,3 @@ def test_a_sweep_outlives_its_driver_and_its_trials_processes(
     again = start_pipeline(*words)
     assert again.finish() == 0, again.output
     assert _measured(output) == after
-
-
-def test_ctrl_c_ends_a_sweep_at_once_without_an_answer(
-    config: Path, start_pipeline: Callable[..., Any], tmp_path: Path
-) -> None:
-    output = tmp_path / "sweep"
-    run = start_pipeline("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4")
-    run.wait_until(lambda: _count(output) >= 1)
-    run.interrupt()
-    assert run.finish() == 130, run.output
-    assert "interrupted: the same command with --resume goes on" in run.output
-    assert not (output / "summary.json").exists()
-    run.wait_until_gone(60, but=("DashboardAgent", "RuntimeEnvAgent"))

@@ -60,7 +60,8 @@ def _assert_equal(some: list[Any], others: list[Any]) -> None:
             assert torch.equal(batch.taps.hidden[-1], other_batch.taps.hidden[-1])
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["bfloat16", pytest.param("int8", marks=pytest.mark.soak)])
 def test_a_stream_hands_over_what_a_cache_does_and_writes_no_shard(
     codec: str, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:
@@ -79,7 +80,7 @@ def test_a_stream_hands_over_what_a_cache_does_and_writes_no_shard(
     assert not (live / "shards").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_window_over_which_replicas_die_ends_the_stream_with_a_reason(
     tiny_target: Path,
     write_chats: Callable[[Path, int], Path],
@@ -152,7 +153,7 @@ def _config(target: Path, chats: Path, folder: Path, source: dict[str, Any] | No
     return validate(DistilConfig, values)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_hybrid_run_trains_and_leaves_a_complete_cache(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
     from moray.cluster.distil import distil
     from moray.distill.metrics import read_metrics

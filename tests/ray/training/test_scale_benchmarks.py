@@ -44,6 +44,7 @@ def test_caching_is_measured_stage_by_stage(tiny_target: Path, chats_file: Path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 def test_training_is_measured_in_three_ways(
     tiny_cache: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

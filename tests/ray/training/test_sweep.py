@@ -60,14 +60,6 @@ Swept = tuple[SweepConfig, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def swept(make_sweep: MakeSweep, tmp_path_factory: pytest.TempPathFactory) -> Swept:
-    """Two trials to the end, on one rung."""
-    ladder = {"rungs": 1, "reduction": 2}
-    sweep = make_sweep(output=str(tmp_path_factory.mktemp("swept") / "two"), ladder=ladder)
-    return sweep, run(sweep)
-
-
-@pytest.fixture(scope="module")
 def climbed(make_sweep: MakeSweep, tmp_path_factory: pytest.TempPathFactory) -> Swept:
     """Two trials to the end, on two rungs."""
     sweep = make_sweep(output=str(tmp_path_factory.mktemp("climbed") / "two"))
@@ -75,8 +67,8 @@ def climbed(make_sweep: MakeSweep, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.slow
-def test_a_sweep_of_two_trials_writes_its_answer(swept: Swept) -> None:
-    sweep, summary = swept
+def test_a_sweep_of_two_trials_writes_its_answer(climbed: Swept) -> None:
+    sweep, summary = climbed
     output = Path(sweep.output)
     assert read_json(output / "summary.json") == json.loads(json.dumps(summary))
     assert [trial["state"] for trial in summary["trials"]] == ["finished", "finished"]
@@ -85,7 +77,7 @@ def test_a_sweep_of_two_trials_writes_its_answer(swept: Swept) -> None:
     assert summary["winner"]["choices"] == best["choices"]
     assert summary["training_tokens"] == sum(trial["training_tokens"] for trial in summary["trials"])
     rows = pd.read_parquet(output / "sweep.parquet")
-    assert sorted(rows["step"]) == [LAST_STEP, LAST_STEP]
+    assert sorted(rows["step"]) == [LAST_STEP // 2] * 2 + [LAST_STEP] * 2
     assert (rows["tau"] >= 1).all()
     assert rows["lossless"].all()
     assert (rows["objective"] == rows["speedup"]).all()
@@ -109,10 +101,10 @@ def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(climbed: S
 
 
 @pytest.mark.slow
-def test_a_complete_sweep_is_not_run_again(swept: Swept) -> None:
+def test_a_complete_sweep_is_not_run_again(climbed: Swept) -> None:
     from sweeps.trainings.run import is_complete
 
-    sweep, _ = swept
+    sweep, _ = climbed
     assert is_complete(sweep)
     assert is_complete(sweep.model_copy(update={"max_concurrent": 1, "ray": RayConfig(num_cpus=7)}))
     with pytest.raises(MismatchError, match="training_tokens"):
@@ -144,30 +136,29 @@ def test_resumption_measures_nothing_again_and_trains_what_is_missing(climbed: S
 
 
 @pytest.mark.slow
-def test_a_trial_that_diverges_is_reported_and_the_others_go_on(make_sweep: MakeSweep, tmp_path: Path) -> None:
-    space = {"optim.lr": [1e30, 0.02]}
-    summary = run(make_sweep(space=space, output=str(tmp_path / "sweep"), ladder={"rungs": 1, "reduction": 2}))
-    states = {trial["choices"]["optim.lr"]: trial for trial in summary["trials"]}
-    assert states[1e30]["state"] == "diverged"
-    assert "lower optim.lr" in states[1e30]["message"]
-    assert states[0.02]["state"] == "finished"
-    assert summary["winner"]["choices"] == {"optim.lr": 0.02}
-
-
-@pytest.mark.slow
-def test_what_speaks_against_a_trial_is_no_divergence(make_sweep: MakeSweep, tmp_path: Path) -> None:
-    """It may be mended: with --resume the trial is tried again."""
-    sweep = make_sweep(output=str(tmp_path / "sweep"), ladder={"rungs": 1, "reduction": 2})
-    blocked = trial_folder(sweep.output, {"drafter.target_layers": 0})
+def test_a_trial_that_diverges_or_cannot_be_made_is_reported_and_the_others_go_on(
+    make_sweep: MakeSweep, tmp_path: Path
+) -> None:
+    """What speaks against a trial is no divergence. It may be mended: with --resume that trial is tried again."""
+    space = {"optim.lr": [1e30, 0.02, 0.03]}
+    sweep = make_sweep(space=space, output=str(tmp_path / "sweep"), ladder={"rungs": 1, "reduction": 2})
+    blocked = trial_folder(sweep.output, {"optim.lr": 0.03})
     blocked.path.mkdir(parents=True)
     (blocked.path / "run.yaml").write_text("config: {drafter: {type: eagle}}\nfingerprints: {}\n")
     summary = run(sweep)
-    states = {trial["choices"]["drafter.target_layers"]: trial for trial in summary["trials"]}
-    assert {layers: trial["state"] for layers, trial in states.items()} == {0: "failed", 1: "finished"}
-    assert "another output" in states[0]["message"]
+    states = {trial["choices"]["optim.lr"]: trial for trial in summary["trials"]}
+    assert {rate: trial["state"] for rate, trial in states.items()} == {
+        1e30: "diverged",
+        0.02: "finished",
+        0.03: "failed",
+    }
+    assert "lower optim.lr" in states[1e30]["message"]
+    assert "another output" in states[0.03]["message"]
+    assert summary["winner"]["choices"] == {"optim.lr": 0.02}
     (blocked.path / "run.yaml").unlink()
     summary = run(sweep.model_copy(update={"resume": True}))
-    assert {trial["state"] for trial in summary["trials"]} == {"finished"}
+    after = {trial["choices"]["optim.lr"]: trial["state"] for trial in summary["trials"]}
+    assert after == {1e30: "diverged", 0.02: "finished", 0.03: "finished"}
 
 
 @pytest.mark.slow
@@ -180,13 +171,13 @@ def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(
     sweep = make_sweep(
         output=output,
         space={"optim.lr": {"type": "loguniform", "low": 0.01, "high": 0.05}},
-        search={"type": "random", "num_trials": 2},
+        search={"type": "random", "num_trials": 1},
         ladder={"rungs": 1, "reduction": 2},
     )
     trackers = json.dumps([{"type": "mlflow", "uri": str(store)}])
     sweep = sweep.model_copy(update={"distil": (*sweep.distil, f"trackers={trackers}")})
     first = run(sweep)
-    assert len(first["trials"]) == 2
+    assert len(first["trials"]) == 1
     assert all(0.01 <= trial["choices"]["optim.lr"] <= 0.05 for trial in first["trials"])
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = MlflowClient(tracking_uri=store.as_uri())
@@ -195,15 +186,15 @@ def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(
         (run_id,) = read_json(Path(trial["folder"]) / "trackers.json").values()
         told += [metric.value for metric in client.get_metric_history(run_id, "sweep/objective")]
     assert sorted(told) == pytest.approx(sorted(trial["figures"]["objective"] for trial in first["trials"]))
-    other = sweep.model_copy(update={"space": {"optim.lr": [0.03, 0.04]}, "search": GridSearch(type="grid")})
+    other = sweep.model_copy(update={"space": {"optim.lr": [0.03]}, "search": GridSearch(type="grid")})
     second = run(other.model_copy(update={"resume": True}))
     before = {trial["name"]: trial["figures"] for trial in first["trials"]}
     after = {trial["name"]: trial["figures"] for trial in second["trials"]}
-    assert len(after) == 4
+    assert len(after) == 2
     assert before.items() <= after.items()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_optuna_searches_by_the_speed_of_a_batch(make_sweep: MakeSweep, tmp_path: Path) -> None:
     sweep = make_sweep(
         output=str(tmp_path / "sweep"),

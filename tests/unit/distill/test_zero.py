@@ -11,7 +11,8 @@ from zero_workers import STEPS, resume_everywhere, spawn, train_every_drafter, z
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-WAYS = ["ddp", "zero-1", "zero-2", "zero-3", "zero-2-offload"]
+NAMES = sorted({*{name.rpartition("-")[0]: name for name in TRAINED}.values(), "moa-1"})
+"""One drafter of every kind, and the one that is trained at all stages."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,11 +25,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], A
     """Every drafter at stage 3, MoA at all stages; clipping is at work."""
     folder = tmp_path_factory.mktemp("zero")
     settings = [(None, 0.5), (zero(3), 0.5)]
-    spawn(train_every_drafter, folder, TRAINED, settings)
+    spawn(train_every_drafter, folder, NAMES, settings)
     found = {
-        (name, way): torch.load(folder / f"{name}-{i}.pt")
-        for name in TRAINED
-        for i, way in enumerate(["ddp", "zero-3"])
+        (name, way): torch.load(folder / f"{name}-{i}.pt") for name in NAMES for i, way in enumerate(["ddp", "zero-3"])
     }
     more = [(zero(1), 0.5), (zero(2), 0.5), (zero(2, offload=True), 0.5)]
     other = tmp_path_factory.mktemp("stages")
@@ -38,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], A
     return found
 
 
-CASES = [(name, "zero-3") for name in TRAINED] + [("moa-1", way) for way in ("zero-1", "zero-2", "zero-2-offload")]
+CASES = [(name, "zero-3") for name in NAMES] + [("moa-1", way) for way in ("zero-1", "zero-2", "zero-2-offload")]
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
