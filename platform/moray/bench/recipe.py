@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from moray.batch import Taps, TrainBatch
 from moray.distill.configs import LossConfig, TrainConfig
@@ -26,8 +25,9 @@ from moray.drafters.layers import Rotary, SelfAttentionLayer, rotate
 from moray.drafters.moa import MoA
 from moray.drafters.pooled import PooledSelfAttentionLayer
 from moray.errors import ConfigError
+from moray.targets.loading import load_causal_lm
 from moray.targets.model import pick_device
-from moray.targets.spec import TargetConfig, resolve_folder
+from moray.targets.spec import TargetConfig
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,8 @@ def _attend(
 
 def stock_model(config: TargetConfig) -> nn.Module:
     """The target as transformers loads it, with its own attention."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve_folder(config.model), dtype=getattr(torch, config.dtype), use_safetensors=True
-    )
-    return model.to(pick_device(config.device)).eval().requires_grad_(False)
+    model = load_causal_lm(config.model, getattr(torch, config.dtype), pick_device(config.device))
+    return model.eval().requires_grad_(False)
 
 
 def _dense(seen: Bool[Tensor, "1 seq seq"]) -> Float[Tensor, "1 1 seq seq"]:

@@ -129,4 +129,4 @@ def _load(model: str, like: Tensor) -> _FamiliarCausalLM | OtherCausalLM:
         return OtherCausalLM(model, like.dtype, like.device)
     dtype = str(like.dtype).removeprefix("torch.")
     settings = {"model": model, "dtype": dtype, "device": like.device.type}
-    return _FamiliarCausalLM(Target.load(TargetConfig.model_validate(settings)))
+    return _FamiliarCausalLM(Target.load(TargetConfig.model_validate(settings), "drafter.model"))

@@ -4,26 +4,27 @@ Shared with a loaded target in the same process, or read alone from its safetens
 never loads the whole target. All of it is frozen and none of it is ever saved with a drafter.
 """
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moray.errors import ConfigError, DataError
+from moray.errors import ConfigError, DataError, MorayError
+from moray.explain import one_line
 from moray.targets.attention import attention_backend
 from moray.targets.kv_cache import KVCache, KVCaches, PastAndPredicted
+from moray.targets.loading import TIED, UNTIED, check_stored, describe_difference, describe_nonfinite
 from moray.targets.model import Target, pick_device
 from moray.targets.rotary import RotaryCache
 from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
+from moray.targets.stored import StoredTensor, read_model_config, stored_tensors
 from moray.targets.visibility import Visible
 
 
@@ -57,27 +58,32 @@ class TargetHead:
 
     @classmethod
     def load(cls, config: TargetConfig, num_layers: int = 0) -> "TargetHead":
-        """Read only the needed tensors of a target from disk."""
+        """Read only the needed tensors of a target from disk.
+
+        Raises:
+            ConfigError: a tensor of the target, needed or not, is missing, unexpected or misshapen, or a needed one is
+                not finite.
+        """
         spec = read_spec(config.model)
         folder = resolve_folder(config.model)
-        model_config = AutoConfig.from_pretrained(folder)
-        dtype = getattr(torch, config.dtype)
+        model_config = read_model_config(folder, config.model)
+        stored = stored_tensors(folder)
         device = pick_device(config.device)
-        weight_map = _weight_map(folder)
-
-        def read(name: str) -> Tensor:
-            if name not in weight_map:
-                raise ConfigError(f"target.model '{folder}': tensor '{name}' is missing from its safetensors files")
-            with _open(folder / weight_map[name], device=str(device)) as file:
-                return file.get_tensor(name).to(dtype)
-
-        return cls._fill(model_config, spec, num_layers, read, dtype, device)
+        refuse = partial(_refuse, config.model)
+        source = _Source(partial(_read, stored, device), getattr(torch, config.dtype), device, refuse)
+        model = _hollow(model_config, source)
+        check_stored(stored, model, f"target.model '{config.model}'")
+        if model_config.tie_word_embeddings and stored.keys() >= TIED:
+            first, second = (source.read(name) for name in TIED)
+            if not torch.equal(first, second):
+                raise refuse(UNTIED)
+        return cls._fill(model, spec, num_layers, source)
 
     @classmethod
     def outline(cls, config: TargetConfig, num_layers: int = 0) -> "TargetHead":
         """Shapes alone, on torch's meta device: enough to build a drafter (there, too) and learn what it needs."""
         spec = read_spec(config.model)
-        model_config = AutoConfig.from_pretrained(resolve_folder(config.model))
+        model_config = read_model_config(resolve_folder(config.model), config.model)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, config.dtype))
         return cls(model.eval(), spec, num_layers)
@@ -89,18 +95,22 @@ class TargetHead:
         """Rebuild a head from what `tensors` gave and the target's config.json.
 
         Raises:
-            DataError: a tensor is missing.
+            DataError: a tensor is missing, misshapen or not finite.
         """
         others = {key: value for key, value in model_config.items() if key != "model_type"}
         config = AutoConfig.for_model(model_config["model_type"], **others)
 
+        def refuse(problem: str) -> DataError:
+            return DataError(f"the target's head in the exported drafter: {problem}; export the drafter again")
+
         def read(name: str) -> Tensor:
             if name not in tensors:
-                raise DataError(f"tensor '{name}' of the target's head is missing: export the drafter again")
+                raise refuse(f"tensor '{name}' is missing")
             return tensors[name]
 
         like = read("model.embed_tokens.weight")
-        return cls._fill(config, spec, num_layers, read, like.dtype, like.device)
+        source = _Source(read, like.dtype, like.device, refuse)
+        return cls._fill(_hollow(config, source), spec, num_layers, source)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every weight by its name in the target, once: a tied lm_head is its embeddings."""
@@ -113,27 +123,20 @@ class TargetHead:
         }
 
     @classmethod
-    def _fill(
-        cls,
-        model_config: Any,
-        spec: TargetSpec,
-        num_layers: int,
-        read: Callable[[str], Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "TargetHead":
-        """A head whose tensors `read` gives by their names in the target."""
-        backend = attention_backend(device.type)
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=backend)
-        # The rotary tables are no weights: they are computed, and a meta device cannot hold them.
-        model.model.rotary_emb = type(model.model.rotary_emb)(model_config).to(device)
+    def _fill(cls, model: Any, spec: TargetSpec, num_layers: int, source: "_Source") -> "TargetHead":
+        """A head of a model without weights, whose tensors `source` gives by their names in the target."""
         head = cls(model.eval(), spec, num_layers)
+        is_tied = model.config.tie_word_embeddings
         for prefix, module in head._parts():
-            if prefix != "lm_head" or not model_config.tie_word_embeddings:
-                state = {name: read(f"{prefix}.{name}") for name in module.state_dict()}
-                module.load_state_dict(state, assign=True)
-        if model_config.tie_word_embeddings:
+            if prefix != "lm_head" or not is_tied:
+                wanted = {name: tensor.shape for name, tensor in module.state_dict(prefix=f"{prefix}.").items()}
+                state = {name: source.read(name).to(source.dtype) for name in wanted}
+                found = {name: tensor.shape for name, tensor in state.items()}
+                problem = describe_difference(found, wanted) or describe_nonfinite(state.items())
+                if problem:
+                    raise source.refuse(problem)
+                module.load_state_dict({name[len(prefix) + 1 :]: t for name, t in state.items()}, assign=True)
+        if is_tied:
             head._lm_head.weight = head._embed_tokens.weight
         for _, module in head._parts():
             module.requires_grad_(False)
@@ -209,21 +212,37 @@ class TargetHead:
         return parts + [(f"model.layers.{first + i}", layer) for i, layer in enumerate(self._layers)]
 
 
-@contextmanager
-def _open(path: Path, device: str = "cpu") -> Iterator[Any]:
+@dataclass(frozen=True)
+class _Source:
+    """Where a head's weights come from."""
+
+    read: Callable[[str], Tensor]
+    """Gives a tensor by its name in the target."""
+    dtype: torch.dtype
+    device: torch.device
+    refuse: Callable[[str], MorayError]
+    """The error of a tensor that cannot be used, which it is told."""
+
+
+def _hollow(model_config: Any, source: _Source) -> Any:
+    """The target without weights, on torch's meta device."""
+    backend = attention_backend(source.device.type)
     try:
-        with safe_open(path, framework="pt", device=device) as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"target.model: '{path}' cannot be read: {' '.join(str(error).split())}") from None
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(model_config, dtype=source.dtype, attn_implementation=backend)
+    except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
+        raise source.refuse(f"its config.json cannot be used: {type(error).__name__}: {one_line(str(error))}") from None
+    # The rotary tables are no weights: they are computed, and a meta device cannot hold them.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model_config).to(source.device)
+    return model
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    names: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with _open(path) as file:
-            names.update(dict.fromkeys(file.keys(), path.name))
-    return names
+def _read(stored: Mapping[str, StoredTensor], device: torch.device, name: str) -> Tensor:
+    """A tensor of a checked checkpoint; tied embeddings may lie there as the lm_head alone."""
+    there = name if name in stored else "lm_head.weight"
+    with safe_open(stored[there].path, framework="pt", device=str(device)) as file:
+        return file.get_tensor(there)
+
+
+def _refuse(model: str, problem: str) -> ConfigError:
+    return ConfigError(f"target.model '{model}': {problem}; fetch or save the model again")

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
-from transformers.utils.logging import disable_progress_bar
 
 from moray.errors import ConfigError
 from moray.targets.attention import attention_backend
 from moray.targets.kv_cache import KVCache
+from moray.targets.loading import load_causal_lm
 from moray.targets.rotary import RotaryCache
 from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
@@ -44,26 +43,18 @@ class Target:
         self._masks = LayerMasks(spec)
 
     @classmethod
-    def load(cls, config: TargetConfig) -> "Target":
-        """Load the weights in `config.dtype` onto `config.device`.
+    def load(cls, config: TargetConfig, field: str = "target.model") -> "Target":
+        """Load the weights in `config.dtype` onto `config.device`; `field` is what errors call the model.
 
         Raises:
-            ConfigError: no such model, unsupported family, or no such device.
+            ConfigError: no such model, unsupported family, no such device, or weights that are not the model's
+                (see `targets.loading`).
         """
         spec = read_spec(config.model)
-        folder = resolve_folder(config.model)
         device = pick_device(config.device)
-        backend = attention_backend(device.type)
-        disable_progress_bar()
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, config.dtype), attn_implementation=backend, use_safetensors=True
-            )
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(
-                f"target.model '{config.model}' cannot be loaded: {' '.join(str(error).split())}"
-            ) from None
-        return cls(model.to(device), spec, read_eos_ids(config.model))
+        dtype, attention = getattr(torch, config.dtype), attention_backend(device.type)
+        model = load_causal_lm(config.model, dtype, device, attention, field)
+        return cls(model, spec, read_eos_ids(config.model))
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """An empty cache for `capacity` slots per sequence."""

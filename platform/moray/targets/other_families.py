@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers.utils.logging import disable_progress_bar
+from transformers import DynamicCache
 
 from moray.errors import ConfigError
 from moray.explain import one_line
+from moray.targets.loading import load_causal_lm
 from moray.targets.spec import resolve_folder
+from moray.targets.stored import read_model_config
 
 
 class OtherCausalLM:
@@ -31,14 +31,9 @@ class OtherCausalLM:
         Raises:
             ConfigError: it cannot be loaded, or has no positions or no keys and values to keep.
         """
-        folder = resolve_folder(model)
-        disable_progress_bar()
-        try:
-            sizes: Any = AutoConfig.from_pretrained(folder).get_text_config()
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(f"drafter.model '{model}' cannot be loaded: {one_line(str(error))}") from None
-        self._model = loaded.to(device).eval().requires_grad_(False)
+        field = "drafter.model"
+        sizes: Any = read_model_config(resolve_folder(model), model, field).get_text_config()
+        self._model = load_causal_lm(model, dtype, device, field=field).eval().requires_grad_(False)
         positions: Any = getattr(sizes, "max_position_embeddings", None)
         # Within a sliding window full attention gives the same result.
         window: Any = getattr(sizes, "sliding_window", None)

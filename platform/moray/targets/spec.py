@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from moray.config import Config
 from moray.errors import ConfigError
-from moray.explain import one_line
+from moray.targets.stored import read_model_config, weight_files
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose attention takes our mask, positions and cache unmodified (checked by tests)."""
@@ -80,13 +80,8 @@ def read_spec(model: str, needs_weights: bool = True) -> TargetSpec:
     Raises:
         ConfigError: the folder is missing, or family, rotary embedding or windows are none we can verify losslessly.
     """
-    from transformers import AutoConfig
-
     folder = resolve_folder(model, needs_weights)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"target.model '{model}': its config.json cannot be used: {one_line(str(error))}") from None
+    config = read_model_config(folder, model)
     if config.model_type not in FAMILIES:
         raise ConfigError(
             f"target.model '{model}' is of type '{config.model_type}'; supported are {', '.join(FAMILIES)}"
@@ -149,16 +144,17 @@ def fingerprint(folder: Path) -> str:
     """Hash of a model's config and weights that costs at most 64 MiB of reading per file.
 
     Files up to 64 MiB are hashed whole; of larger ones, 64 evenly spaced windows of 1 MiB, the first of
-    which holds the safetensors header. A changed, truncated or re-trained file changes the hash.
+    which holds the safetensors header. A changed, truncated or re-trained file changes the hash; safetensors files
+    that are not the model's (see `stored.weight_files`) do not.
+
+    Raises:
+        ConfigError: there are no weights, or a shard is missing.
     """
     digest = hashlib.sha256()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     volatile = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
     digest.update(json.dumps({k: v for k, v in config.items() if k not in volatile}, sort_keys=True).encode())
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise ConfigError(f"target.model '{folder}': no *.safetensors there; other weight formats are not read")
-    for path in weights:
+    for path in weight_files(folder):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:
