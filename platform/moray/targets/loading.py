@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from moray.errors import ConfigError
 from moray.explain import one_line
 from moray.targets.spec import resolve_folder
-from moray.targets.stored import FLOATS, StoredTensor, read_model_config, stored_tensors
+from moray.targets.stored import FLOATS, StoredTensor, check_rope_type, read_model_config, stored_tensors
 
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|(^|\.)position_ids|\.(attn|attention)\.(bias|masked_bias))$")
 """Buffers that old checkpoints hold and that the model computes itself: rotary frequencies and causal masks."""
@@ -50,12 +50,12 @@ def load_causal_lm(
         ConfigError: it cannot be loaded, or a tensor is missing, unexpected, misshapen, quantised or not finite.
     """
     folder = resolve_folder(model)
-    read_model_config(folder, model, field)
+    check_rope_type(read_model_config(folder, model, field), model, field)
     stored = stored_tensors(folder, field)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
         with _silent():
-            loaded, info = AutoModelForCausalLM.from_pretrained(
+            answer: Any = AutoModelForCausalLM.from_pretrained(  # a pair, which its annotation does not say
                 folder,
                 dtype=dtype,
                 use_safetensors=True,
@@ -67,6 +67,7 @@ def load_causal_lm(
         raise ConfigError(
             f"{field} '{model}' cannot be loaded: {type(error).__name__}: {one_line(str(error))}"
         ) from None
+    loaded, info = answer
     misshapen = {name: (tuple(found), tuple(wanted)) for name, found, wanted in info["mismatched_keys"]}
     problem = _describe(info["missing_keys"], _not_computed(info["unexpected_keys"]), misshapen)
     problem = problem or _quantised(stored, {name for name, _ in loaded.named_parameters()}) or _untied(loaded)

@@ -38,7 +38,7 @@ def read_model_config(folder: Path, model: str, field: str = "target.model") -> 
 
     Raises:
         ConfigError: it cannot be read, or asks for what is not read here: quantised weights, adapters, weights in a
-            file of another name, an unknown rotary embedding.
+            file of another name.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -62,12 +62,16 @@ def read_model_config(folder: Path, model: str, field: str = "target.model") -> 
             f"{field} '{model}': there is an adapter_config.json; accepted are whole models: merge the adapter and "
             "save the model"
         )
-    _check_rope(config, found)
     return config
 
 
-def _check_rope(config: Any, found: str) -> None:
-    parameters: Any = getattr(config, "rope_parameters", None)
+def check_rope_type(config: Any, model: str, field: str) -> None:
+    """Refuse a rotary embedding that transformers does not know; targets accept fewer (see `spec.ROPE_TYPES`).
+
+    Raises:
+        ConfigError: naming the type and what is accepted.
+    """
+    parameters: Any = getattr(config.get_text_config(), "rope_parameters", None)
     kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
     if kind in (None, "default"):
         return
@@ -75,7 +79,7 @@ def _check_rope(config: Any, found: str) -> None:
 
     if kind not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(sorted({"default", *ROPE_INIT_FUNCTIONS}))
-        raise ConfigError(f"{found} the rope_type '{kind}'; accepted are {known}")
+        raise ConfigError(f"{field} '{model}': rope_type is {kind!r} in its rope_parameters; accepted are {known}")
 
 
 def weight_files(folder: Path, field: str = "target.model") -> list[Path]:
