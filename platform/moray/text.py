@@ -9,10 +9,9 @@ know models, files of chats and drafters. It imports transformers (which imports
 import difflib
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,6 @@ __all__ = ["ChatTokenizer", "Message", "TokenisedChat", "fingerprint_parts"]
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_LOGGER = logging.getLogger(__name__)
 
 # For base models: contents alone behind BOS; an answer runs to EOS.
 _PLAIN_TEMPLATE = (
@@ -55,16 +52,7 @@ class TokenisedChat:
 class ChatTokenizer:
     """Turns chats into tokens with a response mask, prompts into token ids, and token ids into text."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", name: str, num_embeddings: int | None = None) -> None:
-        """
-        Args:
-            tokenizer: a fast one, with a chat template.
-            name: what errors call it.
-            num_embeddings: how many token ids the model takes; None where no model is known.
-
-        Raises:
-            ConfigError: the tokenizer is slow or has no chat template.
-        """
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
         if not tokenizer.is_fast:
             raise ConfigError(
                 f"tokenizer '{name}' has no tokenizer.json, which the response mask needs; "
@@ -79,7 +67,6 @@ class ChatTokenizer:
         self.tokenizer: Any = tokenizer  # transformers' own annotations are unions too wide to use
         self._template = ChatTemplate(tokenizer, name)
         self._special_tokens = SpecialTokens(tokenizer, self._template)
-        self._num_embeddings = num_embeddings
 
     @classmethod
     def load(cls, path_or_name: str, template: str | None = None) -> "ChatTokenizer":
@@ -90,9 +77,6 @@ class ChatTokenizer:
             template: None for the tokenizer's own chat template, "plain" for contents alone behind BOS with every
                 answer running to EOS, otherwise the path of a jinja file.
 
-        A tokenizer may know ids that the model beside it has no embedding for: they are named in one warning, and a
-        text that holds one of them is refused.
-
         Raises:
             ConfigError: for a missing tokenizer or template, or a template that cannot be rendered.
         """
@@ -100,18 +84,13 @@ class ChatTokenizer:
         tokenizer = _load_tokenizer(path_or_name)
         if source is not None:
             tokenizer.chat_template = source
-        num_embeddings = _num_embeddings(path_or_name)
-        loaded = cls(tokenizer, path_or_name, num_embeddings)
-        if num_embeddings is not None and loaded._ids_out_of_range:
-            _warn_of_ids(path_or_name, loaded._ids_out_of_range, num_embeddings)
-        return loaded
+        return cls(tokenizer, path_or_name)
 
     def encode_chat(self, messages: Sequence[Message], max_length: int) -> TokenisedChat:
         """Tokenise a chat and mark the assistant's tokens; what lies past `max_length` tokens is cut.
 
         Raises:
-            DataError: if the template refuses the chat, the assistant's turns cannot be told apart in it, or one of its
-                tokens has no embedding.
+            DataError: if the template refuses the chat or the assistant's turns cannot be told apart in it.
         """
         if max_length < 1:
             raise ConfigError(f"max_length is {max_length}; it must be at least 1")
@@ -121,28 +100,19 @@ class ChatTokenizer:
         if mark:
             text, spans = without_marks(text, mark, spans)
         mask = _mask_tokens(text, offsets, spans)
-        kept = self._checked(ids[:max_length])
-        return TokenisedChat(np.asarray(kept, dtype=np.int32), mask[:max_length])
+        return TokenisedChat(np.asarray(ids[:max_length], dtype=np.int32), mask[:max_length])
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokenise plain text as the tokenizer does by itself: with the special tokens that it adds.
-
-        Raises:
-            DataError: the text cannot be read, or one of its tokens has no embedding.
-        """
+        """Tokenise plain text as the tokenizer does by itself: with the special tokens that it adds."""
         try:
-            return self._checked(list(self.tokenizer(text, verbose=False)["input_ids"]))
+            return list(self.tokenizer(text, verbose=False)["input_ids"])
         except (TypeError, UnicodeError) as error:
             raise DataError(f"tokenizer '{self.name}' cannot read a text: {error} (a lone surrogate?)") from None
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokenise a chat up to where the target begins its answer.
-
-        Raises:
-            DataError: the template refuses the chat, or one of its tokens has no embedding.
-        """
+        """Tokenise a chat up to where the target begins its answer."""
         chat, mark = self._special_tokens.marked(messages, add_generation_prompt=True)
-        return self._checked(self._tokenise(self._template.render(chat, add_generation_prompt=True), mark)[0])
+        return self._tokenise(self._template.render(chat, add_generation_prompt=True), mark)[0]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """Text of token ids, with no spaces tidied away."""
@@ -191,23 +161,6 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         """How many ids the tokenizer knows, added tokens included."""
         return len(self.tokenizer)
-
-    @cached_property
-    def _ids_out_of_range(self) -> tuple[int, ...]:
-        """The tokenizer's ids that the model has no embedding for, ascending."""
-        if self._num_embeddings is None:
-            return ()
-        return tuple(sorted(index for index in self.tokenizer.get_vocab().values() if index >= self._num_embeddings))
-
-    def _checked(self, ids: list[int]) -> list[int]:
-        """The same ids; raise `DataError` where the model has no embedding for one of them."""
-        if self._ids_out_of_range and ids and (largest := max(ids)) >= self._ids_out_of_range[0]:
-            token = self.tokenizer.convert_ids_to_tokens(largest)
-            raise DataError(
-                f"token {largest} ({token!r}) of tokenizer '{self.name}' has no embedding: config.json says that the "
-                f"model has {self._num_embeddings}; leave that text out, or give the model its own tokenizer"
-            )
-        return ids
 
     def _tokenise(self, text: str, mark: str = "") -> tuple[list[int], np.ndarray]:
         """Ids of a rendered chat and their character offsets [seq, 2], those of marked chats (see `SpecialTokens`)
@@ -282,29 +235,6 @@ def _load_tokenizer(path_or_name: str) -> "PreTrainedTokenizerBase":
         raise ConfigError(
             f"tokenizer '{path_or_name}' cannot be loaded: {reason}; give a folder with tokenizer.json or OWNER/NAME"
         ) from None
-
-
-def _num_embeddings(path_or_name: str) -> int | None:
-    """How many token ids the model takes that a tokenizer lies beside; None where no model is there."""
-    import transformers
-
-    try:
-        config: Any = transformers.AutoConfig.from_pretrained(path_or_name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # a tokenizer by itself; a damaged config.json is refused where the model is loaded
-    size: Any = getattr(config.get_text_config(), "vocab_size", None)
-    return size if isinstance(size, int) else None
-
-
-@lru_cache
-def _warn_of_ids(name: str, ids: tuple[int, ...], num_embeddings: int) -> None:
-    """Say once in a process which ids cannot be used."""
-    named = str(ids[0]) if len(ids) == 1 else f"{ids[0]} to {ids[-1]}"
-    _LOGGER.warning(
-        "tokenizer '%s' has %d tokens that the model has no embedding for (ids %s; the model has %d): a chat or prompt "
-        "with one of them is refused",
-        *(name, len(ids), named, num_embeddings),
-    )
 
 
 def _nearest(path: Path) -> str:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drafting import state_at, tree_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from side_by_side import SHAPES
 from tiny_batches import taps_of
 from tiny_drafters import VARIANTS, build
@@ -82,16 +82,4 @@ def test_a_missing_or_damaged_drafter_is_refused_by_name(drafter, tmp_path):
     weights = tmp_path / "drafter.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(DataError, match=r"drafter\.safetensors"):
-        load_drafter(tmp_path, drafter.head, "text-1")
-
-
-def test_a_drafter_with_a_weight_that_is_not_finite_is_refused_by_name(drafter, tmp_path):
-    save_drafter(tmp_path, drafter, "text-1")
-    tensors = load_file(tmp_path / "drafter.safetensors")
-    if not tensors:
-        pytest.skip("it has no weights of its own")
-    name = max(name for name, tensor in tensors.items() if tensor.is_floating_point())
-    tensors[name].view(-1)[0] = float("nan")
-    save_file(tensors, tmp_path / "drafter.safetensors")
-    with pytest.raises(DataError, match=rf"drafter\.safetensors': tensor '{name}' holds NaN"):
         load_drafter(tmp_path, drafter.head, "text-1")

@@ -26,7 +26,6 @@ from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.provenance import RUN_FILE
 from moray.targets.head import TargetHead
-from moray.targets.loading import describe_nonfinite
 
 EXPORTED_TYPE = "moray_drafter"
 """`model_type` in the config.json of an exported drafter (see `distill.export`)."""
@@ -105,24 +104,17 @@ def load_drafter(folder: Path, head: TargetHead, text_fingerprint: str) -> Draft
 
 
 def load_weights(folder: Path, drafter: Drafter) -> None:
-    """Fill a drafter with saved weights.
-
-    Raises:
-        DataError: a tensor is missing, unexpected, misshapen or not finite; it is named.
-    """
+    """Fill a drafter with saved weights; they must match exactly."""
     _, path = drafter_files(folder)
     prefix = DRAFTER_PREFIX if is_exported(folder) else ""
     try:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-            tensors = {name[len(prefix) :]: file.get_tensor(name) for name in names}
-            drafter.load_state_dict(tensors)
+            drafter.load_state_dict({name[len(prefix) :]: file.get_tensor(name) for name in names})
     except (OSError, SafetensorError, RuntimeError) as error:
         raise DataError(
             f"'{path}' does not hold this drafter's weights: {' '.join(str(error).split())[:200]}"
         ) from None
-    if problem := describe_nonfinite(tensors.items()):
-        raise DataError(f"'{path}': {problem}; train the drafter again, or take an earlier checkpoint of it")
 
 
 def save_training(folder: Path, optimiser_state: Mapping[str, Tensor], progress: Progress) -> None:
