@@ -52,7 +52,17 @@ class TokenisedChat:
 class ChatTokenizer:
     """Turns chats into tokens with a response mask, prompts into token ids, and token ids into text."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", name: str, num_ids: int | None = None) -> None:
+        """
+        Args:
+            tokenizer: a fast one with a chat template.
+            name: what errors call it.
+            num_ids: rows of the model's embeddings and lm_head: ids from there on do not exist for it. None for a
+                tokenizer without a model.
+
+        Raises:
+            ConfigError: it has no tokenizer.json or no template, or any text may hold an id that the model lacks.
+        """
         if not tokenizer.is_fast:
             raise ConfigError(
                 f"tokenizer '{name}' has no tokenizer.json, which the response mask needs; "
@@ -67,6 +77,9 @@ class ChatTokenizer:
         self.tokenizer: Any = tokenizer  # transformers' own annotations are unions too wide to use
         self._template = ChatTemplate(tokenizer, name)
         self._special_tokens = SpecialTokens(tokenizer, self._template)
+        self._num_ids = num_ids
+        if num_ids is not None:
+            self._check_size(num_ids)
 
     @classmethod
     def load(cls, path_or_name: str, template: str | None = None) -> "ChatTokenizer":
@@ -78,19 +91,21 @@ class ChatTokenizer:
                 answer running to EOS, otherwise the path of a jinja file.
 
         Raises:
-            ConfigError: for a missing tokenizer or template, or a template that cannot be rendered.
+            ConfigError: for a missing tokenizer or template, a template that cannot be rendered, or a tokenizer that
+                is too large for the model beside it.
         """
         source = None if template is None else _PLAIN_TEMPLATE if template == "plain" else _read_template(template)
         tokenizer = _load_tokenizer(path_or_name)
         if source is not None:
             tokenizer.chat_template = source
-        return cls(tokenizer, path_or_name)
+        return cls(tokenizer, path_or_name, _num_ids(path_or_name))
 
     def encode_chat(self, messages: Sequence[Message], max_length: int) -> TokenisedChat:
         """Tokenise a chat and mark the assistant's tokens; what lies past `max_length` tokens is cut.
 
         Raises:
-            DataError: if the template refuses the chat or the assistant's turns cannot be told apart in it.
+            DataError: if the template refuses the chat, the assistant's turns cannot be told apart in it, or one of the
+                tokens is none of the model's.
         """
         if max_length < 1:
             raise ConfigError(f"max_length is {max_length}; it must be at least 1")
@@ -100,19 +115,27 @@ class ChatTokenizer:
         if mark:
             text, spans = without_marks(text, mark, spans)
         mask = _mask_tokens(text, offsets, spans)
-        return TokenisedChat(np.asarray(ids[:max_length], dtype=np.int32), mask[:max_length])
+        return TokenisedChat(np.asarray(self._known(ids[:max_length]), dtype=np.int32), mask[:max_length])
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokenise plain text as the tokenizer does by itself: with the special tokens that it adds."""
+        """Tokenise plain text as the tokenizer does by itself: with the special tokens that it adds.
+
+        Raises:
+            DataError: a lone surrogate, or a token that is none of the model's.
+        """
         try:
-            return list(self.tokenizer(text, verbose=False)["input_ids"])
+            return self._known(list(self.tokenizer(text, verbose=False)["input_ids"]))
         except (TypeError, UnicodeError) as error:
             raise DataError(f"tokenizer '{self.name}' cannot read a text: {error} (a lone surrogate?)") from None
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokenise a chat up to where the target begins its answer."""
+        """Tokenise a chat up to where the target begins its answer.
+
+        Raises:
+            DataError: the template refuses the chat, or one of its tokens is none of the model's.
+        """
         chat, mark = self._special_tokens.marked(messages, add_generation_prompt=True)
-        return self._tokenise(self._template.render(chat, add_generation_prompt=True), mark)[0]
+        return self._known(self._tokenise(self._template.render(chat, add_generation_prompt=True), mark)[0])
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """Text of token ids, with no spaces tidied away."""
@@ -161,6 +184,37 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         """How many ids the tokenizer knows, added tokens included."""
         return len(self.tokenizer)
+
+    def _check_size(self, num_ids: int) -> None:
+        """Accept ids that the model lacks where only a chat that spells an added token could hold them; `_known`
+        refuses such a chat."""
+        added: dict[int, Any] = self.tokenizer.added_tokens_decoder
+        if max(len(self.tokenizer), *added, 0) < num_ids:
+            return
+        chat = [Message(role="user", content="a"), Message(role="assistant", content="b")]
+        always = {*self._tokenise(self._template.render(chat))[0], *self.tokenizer("", verbose=False)["input_ids"]}
+        beyond = {
+            number: token
+            for token, number in self.tokenizer.get_vocab().items()
+            if number >= num_ids and (number not in added or number in always)
+        }
+        if beyond:
+            first = min(beyond)
+            more = f" and {len(beyond) - 1} more" if len(beyond) > 1 else ""
+            raise ConfigError(
+                f"tokenizer '{self.name}' has {len(self.tokenizer)} tokens, the lm_head of its model {num_ids} rows: "
+                f"id {first} ({beyond[first]!r}){more} may stand in any text; give the model its own tokenizer"
+            )
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """The ids themselves, all of which the model has."""
+        if self._num_ids is not None and ids and max(ids) >= self._num_ids:
+            first = next(number for number in ids if number >= self._num_ids)
+            raise DataError(
+                f"the text holds token {first} ({self.tokenizer.convert_ids_to_tokens(first)!r}) of tokenizer "
+                f"'{self.name}', but the lm_head of its model has {self._num_ids} rows: ids below that are accepted"
+            )
+        return ids
 
     def _tokenise(self, text: str, mark: str = "") -> tuple[list[int], np.ndarray]:
         """Ids of a rendered chat and their character offsets [seq, 2], those of marked chats (see `SpecialTokens`)
@@ -235,6 +289,24 @@ def _load_tokenizer(path_or_name: str) -> "PreTrainedTokenizerBase":
         raise ConfigError(
             f"tokenizer '{path_or_name}' cannot be loaded: {reason}; give a folder with tokenizer.json or OWNER/NAME"
         ) from None
+
+
+def _num_ids(path_or_name: str) -> int | None:
+    """How many ids the model beside a tokenizer has; None where there is no model."""
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(
+        path_or_name,
+        "config.json",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    try:
+        size = None if path is None else json.loads(Path(path).read_bytes()).get("vocab_size")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"tokenizer '{path_or_name}': '{path}' cannot be read: {error}; mend or remove it") from None
+    return size if isinstance(size, int) else None
 
 
 def _nearest(path: Path) -> str:

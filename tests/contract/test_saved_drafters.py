@@ -1,9 +1,11 @@
 """Drafters on disk: nothing of the target in them, the same drafts after loading, and clear refusals."""
 
+import re
+
 import pytest
 import torch
 from drafting import state_at, tree_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from side_by_side import SHAPES
 from tiny_batches import taps_of
 from tiny_drafters import VARIANTS, build
@@ -83,3 +85,23 @@ def test_a_missing_or_damaged_drafter_is_refused_by_name(drafter, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(DataError, match=r"drafter\.safetensors"):
         load_drafter(tmp_path, drafter.head, "text-1")
+
+
+def test_weights_that_are_not_this_drafters_or_not_finite_are_refused_by_name(drafter, tmp_path):
+    save_drafter(tmp_path, drafter, "text-1")
+    path = tmp_path / "drafter.safetensors"
+    good = load_file(path)
+    name = next((name for name, tensor in good.items() if tensor.is_floating_point()), None)
+    if name is None:
+        pytest.skip("a drafter without weights")
+    broken = good[name].clone()
+    broken.view(-1)[-1] = torch.nan
+    for state, message in (
+        ({**good, name: broken}, f"tensor '{name}' holds NaN"),
+        ({**good, name: good[name][None]}, f"tensor '{name}' has the shape"),
+        ({key: value for key, value in good.items() if key != name}, f"tensor '{name}' is missing"),
+        ({**good, "extra": torch.ones(1)}, "tensor 'extra' is unexpected"),
+    ):
+        save_file(state, path)
+        with pytest.raises(DataError, match=re.escape(message)):
+            load_drafter(tmp_path, drafter.head, "text-1")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -519,3 +520,39 @@ def test_real_base_model_reads_stories_plainly() -> None:
         assert 0 <= missing < 8
         whole += missing == 0
     assert whole >= 0.8 * len(chats)
+
+
+def test_a_tokenizer_larger_than_its_models_lm_head_is_refused_where_any_text_may_show_it(folder, tmp_path):
+    """Ordinary tokens, and those that the template writes, must be in range; another added token may be beyond it."""
+    shutil.copytree(folder, tmp_path / "small")
+    config = tmp_path / "small" / "config.json"
+    plain = ChatTokenizer.load(str(folder), "plain")
+    added, size = plain.tokenizer.added_tokens_decoder, plain.vocab_size
+    ordinary = max(set(plain.tokenizer.get_vocab().values()) - set(added))
+    config.write_text(json.dumps({"vocab_size": ordinary}))
+    with pytest.raises(ConfigError, match=rf"has {size} tokens, .* {ordinary} rows: id {ordinary} \(") as caught:
+        ChatTokenizer.load(str(tmp_path / "small"), "plain")
+    assert "\n" not in str(caught.value)
+    config.write_text(json.dumps({"vocab_size": size}))
+    assert ChatTokenizer.load(str(tmp_path / "small"), "plain").encode_prompt([user("hello")])
+
+
+def test_an_added_token_beyond_lm_head_is_refused_in_the_text_that_holds_it(folder, tmp_path):
+    bigger = ChatTokenizer.load(str(folder), "plain").tokenizer
+    size = len(bigger)
+    bigger.add_tokens(["<extra>"])
+    bigger.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size}))
+    tokenizer = ChatTokenizer.load(str(tmp_path), "plain")
+    turns = [user("hello"), assistant("x<extra>")]
+    for encode in (
+        lambda: tokenizer.encode_text("x<extra>"),
+        lambda: tokenizer.encode_prompt([user("x<extra>")]),
+        lambda: tokenizer.encode_chat(turns, 1000),
+    ):
+        with pytest.raises(DataError, match=rf"token {size} \('.*<extra>'\).* {size} rows"):
+            encode()
+    whole = ChatTokenizer.load(str(folder), "plain").encode_chat([user("hello"), assistant("x")], 1000).tokens
+    assert tokenizer.encode_chat(turns, len(whole) - 1).tokens.tolist() == whole[:-1].tolist()  # cut before it
+    with pytest.raises(ConfigError, match=rf"id {size} \('.*<extra>'\) may stand in any text"):
+        with_template(tmp_path, tmp_path, "{% for m in messages %}<extra>{{ m['content'] }}{% endfor %}")

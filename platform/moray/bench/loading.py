@@ -21,6 +21,7 @@ from moray.errors import ConfigError, DataError, MismatchError
 from moray.progress import Progress
 from moray.provenance import sha256_of_files
 from moray.targets.head import TargetHead
+from moray.targets.loading import describe_nonfinite
 from moray.targets.model import Target
 from moray.targets.spec import fingerprint, resolve_folder
 from moray.text import ChatTokenizer
@@ -105,6 +106,12 @@ def build_drafters(
         if isinstance(entry, TrainedConfig) and entry.effort is not None:
             drafter.fix_effort(entry.effort)
         drafter.cast(head.weight.dtype)
+        problem = describe_nonfinite(drafter.named_parameters())
+        if problem:  # float16 ends at 65504
+            raise ConfigError(
+                f"target.dtype does not hold the weights of drafter '{name}', which is run in it: {problem}; use "
+                "bfloat16 or float32"
+            )
         drafters[name] = drafter
     return drafters
 

@@ -26,6 +26,7 @@ from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.provenance import RUN_FILE
 from moray.targets.head import TargetHead
+from moray.targets.loading import describe_difference, describe_nonfinite
 
 EXPORTED_TYPE = "moray_drafter"
 """`model_type` in the config.json of an exported drafter (see `distill.export`)."""
@@ -104,17 +105,38 @@ def load_drafter(folder: Path, head: TargetHead, text_fingerprint: str) -> Draft
 
 
 def load_weights(folder: Path, drafter: Drafter) -> None:
-    """Fill a drafter with saved weights; they must match exactly."""
+    """Fill a drafter with saved weights; they must match exactly.
+
+    Raises:
+        DataError: see `fill`, or the file cannot be read.
+    """
     _, path = drafter_files(folder)
     prefix = DRAFTER_PREFIX if is_exported(folder) else ""
     try:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-            drafter.load_state_dict({name[len(prefix) :]: file.get_tensor(name) for name in names})
-    except (OSError, SafetensorError, RuntimeError) as error:
+            state = {name[len(prefix) :]: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
         raise DataError(
             f"'{path}' does not hold this drafter's weights: {' '.join(str(error).split())[:200]}"
         ) from None
+    fill(drafter, state, path)
+
+
+def fill(drafter: Drafter, state: dict[str, Tensor], path: Path) -> None:
+    """Give a drafter the weights and buffers that `path` holds.
+
+    Raises:
+        DataError: a tensor is missing, unexpected, misshapen or not finite.
+    """
+    wanted = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
+    problem = describe_difference({name: tensor.shape for name, tensor in state.items()}, wanted)
+    problem = problem or describe_nonfinite(state.items())
+    if problem:
+        raise DataError(
+            f"'{path}' does not hold this drafter's weights: {problem}; take another checkpoint or train it again"
+        )
+    drafter.load_state_dict(state)
 
 
 def save_training(folder: Path, optimiser_state: Mapping[str, Tensor], progress: Progress) -> None:
@@ -128,7 +150,11 @@ def save_training(folder: Path, optimiser_state: Mapping[str, Tensor], progress:
 def load_training(folder: Path, optimiser: Optimiser | Parallel) -> Progress:
     """Restore an optimiser and say how far the run was."""
     try:
-        optimiser.load_state_dict(load_file(folder / "training.safetensors"))
+        state = load_file(folder / "training.safetensors")
+        problem = describe_nonfinite(state.items())
+        if problem:
+            raise DataError(f"checkpoint '{folder}' cannot be resumed: {problem} of the optimiser; begin anew")
+        optimiser.load_state_dict(state)
         return Progress(**json.loads((folder / "training.json").read_text(encoding="utf-8")))
     except (OSError, SafetensorError, json.JSONDecodeError, TypeError) as error:
         raise DataError(f"checkpoint '{folder}' cannot be resumed: {' '.join(str(error).split())[:200]}") from None

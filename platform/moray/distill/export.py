@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moray.distill.checkpoint import DRAFTER_PREFIX, EXPORTED_TYPE, is_exported, load_drafter, read_contract
+from moray.distill.checkpoint import DRAFTER_PREFIX, EXPORTED_TYPE, fill, is_exported, load_drafter, read_contract
 from moray.distill.contract import Contract
 from moray.distill.export_config import ExportConfig
 from moray.distill.model_card import model_card
@@ -29,6 +29,7 @@ from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.provenance import read_json, versions, write_json_atomically
 from moray.targets.head import TargetHead
+from moray.targets.loading import describe_nonfinite
 from moray.targets.model import pick_device
 from moray.targets.spec import resolve_folder
 from moray.text import ChatTokenizer
@@ -51,6 +52,9 @@ def export_drafter(config: ExportConfig) -> Path:
     drafter = load_drafter(folder, TargetHead.load(target, contract.drafter.num_target_layers), tokenizer.fingerprint)
     if config.dtype is not None:
         drafter.cast(getattr(torch, config.dtype))
+        problem = describe_nonfinite(drafter.named_parameters())
+        if problem:
+            raise ConfigError(f"dtype is '{config.dtype}', which does not hold the drafter's weights: {problem}")
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex}.tmp")
     before = temporary.with_suffix(".old")
@@ -107,12 +111,7 @@ def load_exported(folder: Path, device: str = "auto") -> Drafter:
     drafter = drafter.to(drafter.head.weight.device)
     parameters = dict(drafter.named_parameters())
     drafter.cast(next((own[name].dtype for name in parameters if name in own), torch.float32))
-    try:
-        drafter.load_state_dict(own)
-    except RuntimeError as error:
-        raise DataError(
-            f"'{folder}' does not hold this drafter's weights: {' '.join(str(error).split())[:200]}"
-        ) from None
+    fill(drafter, own, folder / "model.safetensors")
     return drafter.eval()
 
 

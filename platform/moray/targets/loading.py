@@ -126,7 +126,7 @@ def _describe(
     unexpected: Collection[str],
     misshapen: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> str:
-    problems = [f"tensor '{name}' is missing from its safetensors files" for name in sorted(missing)]
+    problems = [f"tensor '{name}' is missing" for name in sorted(missing)]
     problems += [
         f"tensor '{name}' has the shape {list(found)}; {list(wanted)} is accepted"
         for name, (found, wanted) in sorted(misshapen.items())

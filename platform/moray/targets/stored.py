@@ -111,7 +111,9 @@ def stored_tensors(folder: Path, field: str = "target.model") -> dict[str, Store
                     for name, one in slices.items()
                 }
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{field}: '{path}' cannot be read: {one_line(str(error))}; fetch it again") from None
+            raise ConfigError(
+                f"{field} '{folder}' cannot be loaded: {path.name}: {one_line(str(error))}; fetch it again"
+            ) from None
         for name in tensors.keys() & found.keys():
             raise ConfigError(
                 f"{field} '{folder}': tensor '{name}' is in {found[name].path.name} and in {path.name}; one place is "

@@ -178,7 +178,7 @@ def test_values_that_are_not_finite_stop_the_job_with_our_own_one_line_error(
     broken = tmp_path / "broken"
     shutil.copytree(tiny_target, broken)
     weights = load_file(broken / "model.safetensors")
-    weights["model.layers.1.self_attn.v_proj.weight"][0, 0] = float("nan")
+    weights["model.layers.1.self_attn.v_proj.weight"][0] = 3e38  # finite, as a target's weights must be
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DataError, match=r"^column 'kv.01' of chat 'chats.jsonl#\d+#chat-\d+' is not finite") as caught:
         _cache(tmp_path / "cache", broken, chats_file)
