@@ -59,7 +59,8 @@ def unbroken(
     assert run.finish() == 0, run.output
     lines = [line for line in run.output.splitlines() if line.strip()]
     assert lines[-1] == f"drafter: {output}"
-    assert all(line.startswith("distil moa: ") for line in lines[:-1]), f"more than progress and result:\n{run.output}"
+    own = ("start Ray: ", "distil moa: ")  # on a slow machine Ray takes long enough to be reported
+    assert all(line.startswith(own) for line in lines[:-1]), f"more than progress and result:\n{run.output}"
     assert "100 of 100 updates" in lines[-2]
     assert _starts(output) == [0]
     return output
