@@ -55,7 +55,7 @@ def load_causal_lm(
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     try:
         with _silent():
-            loaded, info = AutoModelForCausalLM.from_pretrained(
+            pair: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
                 use_safetensors=True,
@@ -63,6 +63,7 @@ def load_causal_lm(
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **options,
             )
+        loaded, info = pair
     except (OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"{field} '{model}' cannot be loaded: {type(error).__name__}: {one_line(str(error))}"

@@ -1,5 +1,6 @@
 """What becomes of a chat that the target answers: its turns, its end, and what it is counted as."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,16 @@ def test_settings_that_leave_no_room_are_refused(folder: Path) -> None:
         settings(folder, max_length=20)
     with pytest.raises(ConfigError, match="one chat must fit"):
         settings(folder, batch_tokens=100)
+
+
+def test_a_chat_with_a_token_that_the_target_lacks_is_a_bad_row(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "target")
+    bigger = ChatTokenizer.load(str(folder)).tokenizer
+    bigger.add_tokens(["<extra>"])
+    bigger.save_pretrained(tmp_path / "target")
+    target = Target.load(TargetConfig(model=str(tmp_path / "target"), device="cpu"))
+    tokenizer = ChatTokenizer.load(str(tmp_path / "target"))
+    rows = [chat("a", "b", uid="good"), chat("a <extra>", "b", uid="strange")]
+    _, summary = answer_chats(rows, target, tokenizer, (), settings(folder))
+    assert (summary["rows"], summary["bad"]) == (2, 1)
+    assert summary["bad_rows"][0].startswith(f"chat 'strange': the text holds token {target.spec.vocab_size} (")
