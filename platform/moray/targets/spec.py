@@ -23,7 +23,8 @@ class TargetConfig(Config):
     """Which target to load, and how."""
 
     model: str
-    """Folder of a Hugging Face model, or its hub name."""
+    """Folder of a Hugging Face model, or its hub name. Its weights are model.safetensors or the shards of its index;
+    other files of weights beside them are not read."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     template: str | None = None
