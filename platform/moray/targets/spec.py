@@ -27,7 +27,8 @@ class TargetConfig(Config):
     """Which target to load, and how."""
 
     model: str
-    """Folder of a Hugging Face model, or its hub name."""
+    """Folder of a Hugging Face model, or its hub name. Its weights are model.safetensors or the shards of its index;
+    other files of weights beside them are not read."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
