@@ -159,7 +159,7 @@ class Progress:
         while not self._clock.wait(self._stop, LINE_SECONDS):
             try:
                 self.tell()
-            except (OSError, ValueError, SystemExit):  # nobody reads any more; SystemExit is rich's word for that
+            except (OSError, ValueError, SystemExit):  # the reader is gone; rich then raises SystemExit
                 return
 
     def _change(

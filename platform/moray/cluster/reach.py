@@ -30,7 +30,7 @@ def check_cluster(address: str, name: str, seconds: float = CONNECT_SECONDS) -> 
 
     Raises:
         ConfigError: it is no address of a cluster.
-        ClusterError: nobody answers there in time, or somebody who is no Ray, or refuses us.
+        ClusterError: nothing answers in time, what answers is not Ray, or the cluster refuses our token.
     """
     _check_form(address, name)
     where = f"{name} is '{address}'"
@@ -87,10 +87,10 @@ def _running_here(where: str) -> str:
 
 
 def _ask(address: str, where: str, seconds: float, left: float) -> None:
-    """Ask whoever listens there what every Ray answers; in Python, for Ray's own client cannot be interrupted.
+    """Send the health check that every Ray cluster answers. It runs in Python because Ray's own client blocks in C++.
 
     Raises:
-        ClusterError: it is no Ray, says nothing in time, or refuses our token.
+        ClusterError: the listener is not Ray, does not answer in time, or refuses our token.
     """
     import grpc
     import ray.exceptions

@@ -43,7 +43,7 @@ class Drafting:
         self.observed = source.observed
         self.shape = fit_shape(shape, name, source.max_depth, target.spec.vocab_size)
         self.notices = engine_notices(shape, name, self.shape, source.efforts)
-        """What is not done as it was asked for: for whoever builds the engine to say."""
+        """Warnings about settings that have no effect here; the engine's builder logs them."""
         self.planner = BatchPlanner(self.shape)
         self._target = target
         self._cache = cache

@@ -1,7 +1,7 @@
 """Which trees a drafter can draft, and what of a tree it cannot: the one check before anything is drafted.
 
 Every way to decode comes through `fit_shape`: the decoder of one sequence, the engine with drafters in its process or
-elsewhere, the drafters' own process, and whoever deploys them.
+elsewhere, the drafter replicas, and the deployment commands.
 """
 
 import logging

@@ -227,7 +227,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
             self._has_warned = True
             _LOGGER.warning(
                 "a drafter of type %s gives scores of shape %s where %s (sequences, nodes, vocabulary) is needed: it "
-                "proposes nothing; mend its step",
+                "proposes nothing; fix its step method",
                 *(type(self).__name__.lower(), list(scores.shape), list(expected)),
             )
 

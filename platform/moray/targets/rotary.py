@@ -13,8 +13,8 @@ _SPARE_POSITIONS = 64
 class RotaryCache:
     """Cosines and sines of a model's rotary module, of a type in `targets.spec.ROPE_TYPES`.
 
-    "dynamic" changes all rotations once a position lies past the context, where only drafts that nobody can accept do:
-    so these are turned like the last position, and all others as they are within the context.
+    The module of type "dynamic" recomputes every rotation once a position lies past the context. Only drafts reach such
+    positions, and none of them can be accepted, so they get the last position's rotation and the others keep theirs.
     """
 
     def __init__(self, module: Any) -> None:
