@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from moray.cluster.configs import RayConfig
 from moray.config import Config, run_entry_point
 from moray.errors import ConfigError, MorayError
-from moray.explain import did_you_mean, explain
+from moray.explain import did_you_mean, explain, one_line
 from moray.progress import Progress
 from serve.config import read_args
 
@@ -73,7 +73,7 @@ def deploy(config: DeployConfig) -> Any:
     """
     _check(config)
     schema = _schema(config)
-    _send(schema)
+    _send(schema, _LOOPBACK | config.http_options)
     for application in config.applications:
         name = application.get("name", "default")
         with Progress(f"wait for the replicas of '{name}'") as progress:
@@ -145,14 +145,41 @@ def _values(config: DeployConfig, environment: Mapping[str, Any]) -> dict[str, A
     return values | {"applications": applications, "http_options": _LOOPBACK | config.http_options}
 
 
-def _send(schema: Any) -> None:
+def _send(schema: Any, named: Mapping[str, Any]) -> None:
+    """Start Serve if it does not run, and send it the applications.
+
+    Raises:
+        ConfigError: Serve runs already, with HTTP options other than the `named`: it would leave these alone.
+        DeployError: Serve does not start.
+    """
+    import ray.exceptions
+    from ray import serve
     from ray.serve._private.api import serve_start  # as `serve deploy` of 2.60 does it; nothing public sends a schema
 
-    client = serve_start(
-        http_options=schema.http_options.model_dump(),
-        proxy_location=schema.proxy_location,
-        controller_options=schema.controller_options,
-    )
+    options = schema.http_options
+    try:
+        client = serve_start(
+            http_options=options.model_dump(),
+            proxy_location=schema.proxy_location,
+            controller_options=schema.controller_options,
+        )
+    except (ray.exceptions.RayError, RuntimeError) as error:
+        serve.shutdown()  # what runs without its proxy would keep these options for good
+        said = str(getattr(error, "cause", error))
+        if "bind" in said:
+            where = f"{options.host}:{options.port}"
+            raise DeployError(
+                f"http_options.port is {options.port}, but Ray Serve cannot listen at {where}, most likely because "
+                "another program does: end that one, or give another port"
+            ) from None
+        raise DeployError(f"Ray Serve does not start: {one_line(said)}") from None
+    running = client.http_config
+    for name, value in named.items():
+        if (current := getattr(running, name)) != value:
+            raise ConfigError(
+                f"http_options.{name} is {value!r}, but Ray Serve runs on this cluster with {current!r}, which it cannot change while "
+                "it runs: give that, or run `serve shutdown -y` first, which ends all applications"
+            )
     client.deploy_apps(schema)
 
 

@@ -76,7 +76,6 @@ def _join(address: str, name: str) -> None:
 
 def _start(config: RayConfig) -> None:
     import ray
-    import ray.exceptions
 
     check_temporary_folder()
     # One machine is never announced to be taken away: spare the process that would watch for it.
@@ -91,7 +90,7 @@ def _start(config: RayConfig) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+        except Exception as error:  # Ray raises a plain `Exception` where its processes take too long to start
             raise ClusterError(f"Ray does not start on this machine: {one_line(str(error))}") from None
 
 

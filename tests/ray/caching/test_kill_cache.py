@@ -1,4 +1,4 @@
-"""kill -9 while caching, at three instants: the same command goes on and every chat is in exactly one shard."""
+"""kill -9 while caching, at two instants: the same command goes on and every chat is in exactly one shard."""
 
 import json
 from collections.abc import Callable
@@ -62,8 +62,7 @@ def test_killed_again_and_again_it_goes_on_and_loses_and_repeats_nothing(
     # By the run's own progress, or kills would fall into Ray's start.
     instants: dict[str, Callable[[], bool]] = {
         "a tenth of the parts is tokenised": lambda: _files(broken)[0] >= NUM_PARTS // 10,
-        "a shard is being written": lambda: any((broken / "shards").glob("*.tmp")),
-        "three more shards are there": lambda: len(kept) // 2 + 3 <= _files(broken)[1],
+        "a shard is being written": lambda: _files(broken)[1] >= 3 and any((broken / "shards").glob("*.tmp")),
     }
     kept: dict[str, int] = {}
     for instant, ready in instants.items():
@@ -75,7 +74,7 @@ def test_killed_again_and_again_it_goes_on_and_loses_and_repeats_nothing(
         assert not (broken / "manifest.json").exists(), f"it was complete before the kill when {instant}"
         assert {name: committed.get(name) for name in kept} == kept, f"rewritten before the kill when {instant}"
         kept = committed
-    assert kept
+    assert len(kept) >= 2 * 3
 
     last = start_pipeline("cache_activations", *arguments)
     assert last.finish() == 0, last.output

@@ -1,4 +1,4 @@
-"""kill -9 while the target answers chats, at several instants: the same command goes on and the texts are the same."""
+"""kill -9 while the target answers chats, half-way: the same command goes on and the texts are the same."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,21 +52,16 @@ def test_killed_answering_goes_on_and_the_texts_are_the_same(
     assert "bad row: " in whole.output
     assert "Warning" not in whole.output
 
-    instants: dict[str, Callable[[], bool]] = {
-        "a file is being written": lambda: bool(list(broken.glob("part-*.tmp"))) or len(_written(broken)) >= 10,
-        "seven parts are there": lambda: len(_written(broken)) >= 14,
-    }
-    kept: dict[str, int] = {}
-    killed: list[Any] = []
-    for number, (instant, ready) in enumerate(instants.items()):
-        changes = {"batch_tokens": 512 * (1 + number), "num_targets": 1 + number % 2}
-        killed.append(start_pipeline("regenerate", *_arguments(tmp_path, tiny_target, chats, broken, **changes)))
-        killed[-1].kill_when(ready)
-        written = _written(broken)
-        assert not (broken / "summary.yaml").exists(), f"it was complete before the kill when {instant}"
-        assert {name: written.get(name) for name in kept} == kept, f"rewritten before the kill when {instant}"
-        kept = written
-    assert 14 <= len(kept) < 2 * NUM_CHATS // CHATS_PER_PART
+    def half_way() -> bool:
+        return len(_written(broken)) >= 8 and (bool(list(broken.glob("part-*.tmp"))) or len(_written(broken)) >= 14)
+
+    # Neither the size of a batch nor the number of replicas may change a text.
+    changes = {"batch_tokens": 1024, "num_targets": 2}
+    killed = start_pipeline("regenerate", *_arguments(tmp_path, tiny_target, chats, broken, **changes))
+    killed.kill_when(half_way)
+    kept = _written(broken)
+    assert not (broken / "summary.yaml").exists(), "it was complete before the kill"
+    assert 8 <= len(kept) < 2 * NUM_CHATS // CHATS_PER_PART
 
     last = start_pipeline("regenerate", *_arguments(tmp_path, tiny_target, chats, broken))
     assert last.finish() == 0, last.output
@@ -75,5 +70,4 @@ def test_killed_answering_goes_on_and_the_texts_are_the_same(
     assert totals[0]["chats"] == NUM_CHATS
     assert totals[0]["bad"] == 1
     assert _files(broken) == _files(unbroken)
-    for run in killed:
-        run.wait_until_gone(180)
+    killed.wait_until_gone(180)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 import threading
 import time
 
@@ -10,7 +11,8 @@ import psutil
 import pytest
 from served_app import MODEL, NUM_QUESTIONS, questions
 
-from serve.deploy import DeployError
+from moray.errors import ConfigError
+from serve.deploy import DeployConfig, DeployError, deploy
 
 pytestmark = pytest.mark.slow
 AT_ONCE = 16
@@ -26,6 +28,30 @@ LENGTHS = {"short": (700, 400, 6 << 20), "long": (2200, 1000, 3 << 20)}
 """Requests that come before, requests that are measured, and the bytes by which a process may grow in these: allocators
 come to rest in the first two thousand (2.4 MiB of a target between the first and the second, 1 MiB a thousand later).
 The short one notices 15 KiB that are kept of a request, the long one 3 KiB."""
+
+
+def at_port(port: int) -> DeployConfig:
+    """No application would come from it: the proxy is first."""
+    application = {"name": "none", "import_path": "nowhere:nothing"}
+    return DeployConfig(applications=(application,), http_options={"port": port})
+
+
+def test_a_port_in_use_is_one_line_and_leaves_no_serve_behind(ray_session):
+    from ray import serve
+    from ray.serve.schema import ProxyStatus
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(DeployError) as caught:
+            deploy(at_port(port))
+    assert str(caught.value).startswith(f"http_options.port is {port}, but Ray Serve cannot listen at 127.0.0.1:{port}")
+    assert "\n" not in str(caught.value)
+    assert ProxyStatus.HEALTHY not in serve.status().proxies.values()
+
+
+def test_a_running_serve_does_not_change_its_port_without_a_word(app):
+    with pytest.raises(ConfigError, match=rf"^http_options.port is {app.port + 1}, but .* runs .* with {app.port},"):
+        deploy(at_port(app.port + 1))
 
 
 @pytest.mark.timeout(600)
@@ -120,3 +146,9 @@ def test_who_deploys_is_told_what_it_waits_for(app, capsys):
     assert len(waiting) == 1
     assert "Target: " in waiting[0]
     assert "1000" in waiting[0]
+
+
+def test_an_application_that_cannot_start_is_said_to(app):
+    """The last test here: what runs until then is replaced."""
+    with pytest.raises(DeployError, match=r"application '\w+' is DEPLOY_FAILED: .*no_such_drafter"):
+        app.deploy({}, drafters={"moa": "no_such_drafter"})

@@ -43,42 +43,40 @@ def _count(output: Path) -> int:
     return sum(map(len, _measured(output).values()))
 
 
+def _end(run: Any, how: str, ready: Callable[[], bool]) -> None:
+    """End a run's driver by Ctrl-C or kill -9, and wait until all that works for it has gone."""
+    if how == "kill":
+        run.kill_when(ready)
+        return
+    run.wait_until(ready)
+    run.interrupt()
+    assert run.finish() == 130, run.output
+    assert "interrupted: the same command with --resume goes on" in run.output
+    run.wait_until_gone(60, but=("DashboardAgent", "RuntimeEnvAgent"))
+
+
+@pytest.mark.parametrize("how", ["kill", pytest.param("Ctrl-C", marks=pytest.mark.soak)])
 def test_a_sweep_outlives_its_driver_and_its_trials_processes(
-    config: Path, start_pipeline: Callable[..., Any], kill: Callable[[int], None], tmp_path: Path
+    how: str, config: Path, start_pipeline: Callable[..., Any], kill: Callable[[int], None], tmp_path: Path
 ) -> None:
-    """Ctrl-C ends the first run at once and without an answer, kill -9 the second, and the third loses its trials."""
+    """The first run loses its driver and leaves no answer, the second loses its trials and ends."""
     output = tmp_path / "sweep"
     words = ("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4")
-    first = start_pipeline(*words)
-    first.wait_until(lambda: _count(output) >= 1)
-    first.interrupt()
-    assert first.finish() == 130, first.output
-    assert "interrupted: the same command with --resume goes on" in first.output
+    _end(start_pipeline(*words), how, lambda: _count(output) >= 1)
     assert not (output / "summary.json").exists()
-    first.wait_until_gone(60, but=("DashboardAgent", "RuntimeEnvAgent"))
     before = _measured(output)
-    refused = start_pipeline(*words)
-    assert refused.finish() == 2
-    assert "--resume" in refused.output
     second = start_pipeline(*words, "--resume")
-    second.kill_when(lambda: _count(output) > sum(map(len, before.values())))
-    later = _measured(output)
-    third = start_pipeline(*words, "--resume")
-    third.wait_until(lambda: third.processes("ray::ImplicitFunc"))
-    living = third.processes("ray::ImplicitFunc")
+    second.wait_until(lambda: second.processes("ray::ImplicitFunc"))
+    living = second.processes("ray::ImplicitFunc")
     for pid in living:
         kill(pid)
     assert living
-    assert third.finish() == 0, third.output
+    assert second.finish() == 0, second.output
     after = _measured(output)
-    for known in (before, later):
-        for name, rows in known.items():
-            assert after[name][: len(rows)] == rows
+    for name, rows in before.items():
+        assert after[name][: len(rows)] == rows
     summary = read_json(output / "summary.json")
     assert {trial["state"] for trial in summary["trials"]} <= {"finished", "stopped"}
     assert len(summary["trials"]) == 3
     assert len({trial["choices"]["drafter.target_layers"] for trial in summary["trials"]}) == 2
     assert len(summary["sure"]["finalists"][0]["seeds"]) == 2
-    again = start_pipeline(*words)
-    assert again.finish() == 0, again.output
-    assert _measured(output) == after

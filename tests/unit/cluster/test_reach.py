@@ -23,6 +23,13 @@ def no_token(monkeypatch):
 
 
 @pytest.fixture
+def no_session(monkeypatch):
+    """A process of the tests may have a Ray of its own, which a pipeline would join, and which no failure may end."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+
+
+@pytest.fixture
 def listening() -> Iterator[socket.socket]:
     """Takes connections, as the system does for it, and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -86,7 +93,7 @@ def test_what_is_no_address_of_a_cluster_is_the_users_to_mend(address, said):
 
 
 @pytest.mark.parametrize("given", ["ray.address", "RAY_ADDRESS"])
-def test_every_session_names_where_its_address_comes_from(given, listening, monkeypatch):
+def test_every_session_names_where_its_address_comes_from(given, listening, no_session, monkeypatch):
     address = f"127.0.0.1:{listening.getsockname()[1]}"
     listening.close()
     monkeypatch.setenv("RAY_ADDRESS", address if given == "RAY_ADDRESS" else "127.0.0.1:2")
@@ -95,7 +102,7 @@ def test_every_session_names_where_its_address_comes_from(given, listening, monk
         pass
 
 
-def test_a_folder_too_long_for_sockets_is_refused_before_ray_starts(monkeypatch, tmp_path):
+def test_a_folder_too_long_for_sockets_is_refused_before_ray_starts(no_session, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + 60 * "x")
     with pytest.raises(ConfigError, match=r"RAY_TMPDIR is '/tmp/x+', .* at most \d\d bytes$"), ray_session(RayConfig()):
