@@ -12,6 +12,7 @@ os.environ.update(
     RAY_AUTH_MODE="disabled",
     RAY_USAGE_STATS_ENABLED="0",
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.25",
+    RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",  # as our own sessions have it: a process less for every run
     RAY_DATA_USE_DATASOURCE_V2="0",
     RAY_metrics_report_interval_ms="1000",
     RAY_worker_niceness="0",  # by default others would starve them that share the cores

@@ -292,7 +292,7 @@ def _run_yaml(target: Path, chats: Path, output: Path) -> str:
     return run_yaml(validate(CacheActivationsConfig, values | {"output": str(output)}))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_drafter_without_its_columns_is_told_the_command_that_adds_them_and_then_trains(
     few_columns: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:

@@ -200,7 +200,7 @@ def test_an_error_in_an_actors_constructor_is_our_own_one_line_error_too(
     assert type(caught.value) is ConfigError
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_actor_is_replaced_and_the_cache_is_complete(
     tiny_cache: Path,
     tiny_target: Path,

@@ -66,7 +66,7 @@ def _times(output: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (output / "shards").glob("*.json")}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_killed_while_adding_columns_it_goes_on_and_repeats_nothing(
     ray_session: None,

@@ -147,7 +147,7 @@ def test_bad_rows_are_counted_over_all_parts_and_all_runs(
 LONG_ANSWERS = {"chats_per_part": 10, "max_new_tokens": 300, "batch_tokens": 512}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_dead_replica_is_replaced_and_its_part_redone(
     ray_session: None,
     tiny_target: Path,

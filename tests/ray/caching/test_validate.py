@@ -134,7 +134,7 @@ def test_only_the_last_checkpoint_once_the_workers_have_gone(
     assert [row["step"] for row in read_validation(tmp_path / "run")] == [4]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_after_a_kill_every_checkpoint_is_validated(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path: Path, start_pipeline: Callable[..., Any]

@@ -35,6 +35,7 @@ def load(tiny_target, tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 def test_pools_are_scaled_and_set_beside_the_model(ray_session, load):
     one, more = {"targets": 1, "drafters": 1}, {"targets": 1, "drafters": 2}
     slow = {"verify": {"ms": 20}, "draft": {"ms_per_sequence": 40}}  # a busy machine's own work is little beside it

@@ -32,7 +32,7 @@ The short one notices 15 KiB that are kept of a request, the long one 3 KiB."""
 
 def at_port(port: int) -> DeployConfig:
     """No application would come from it: the proxy is first."""
-    application = {"name": "none", "import_path": "nowhere:nothing"}
+    application = {"name": "none", "import_path": "nowhere:nothing", "args": {"target": {"model": "nowhere"}}}
     return DeployConfig(applications=(application,), http_options={"port": port})
 
 

@@ -111,7 +111,7 @@ def test_a_complete_sweep_is_not_run_again(climbed: Swept) -> None:
         is_complete(sweep.model_copy(update={"training_tokens": 100}))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_resumption_measures_nothing_again_and_trains_what_is_missing(climbed: Swept, tmp_path: Path) -> None:
     from sweeps.trainings.run import is_complete
 
@@ -136,8 +136,9 @@ def test_resumption_measures_nothing_again_and_trains_what_is_missing(climbed: S
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("then", ["end", pytest.param("resume", marks=pytest.mark.soak)])
 def test_a_trial_that_diverges_or_cannot_be_made_is_reported_and_the_others_go_on(
-    make_sweep: MakeSweep, tmp_path: Path
+    then: str, make_sweep: MakeSweep, tmp_path: Path
 ) -> None:
     """What speaks against a trial is no divergence. It may be mended: with --resume that trial is tried again."""
     space = {"optim.lr": [1e30, 0.02, 0.03]}
@@ -155,13 +156,15 @@ def test_a_trial_that_diverges_or_cannot_be_made_is_reported_and_the_others_go_o
     assert "lower optim.lr" in states[1e30]["message"]
     assert "another output" in states[0.03]["message"]
     assert summary["winner"]["choices"] == {"optim.lr": 0.02}
+    if then == "end":
+        return
     (blocked.path / "run.yaml").unlink()
     summary = run(sweep.model_copy(update={"resume": True}))
     after = {trial["choices"]["optim.lr"]: trial["state"] for trial in summary["trials"]}
     assert after == {1e30: "diverged", 0.02: "finished", 0.03: "finished"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(
     make_sweep: MakeSweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
