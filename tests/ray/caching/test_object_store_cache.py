@@ -1,4 +1,4 @@
-"""The whole way on an object store: captured, killed, resumed, read by the stream, verified, compacted."""
+"""The whole way on an object store: captured, read by the stream, compacted, verified; and resumed after a kill."""
 
 import json
 import socket
@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-URI = "s3://moray-caches/tiny"
 READ = """
 import json, sys
 from moray.cluster.session import ray_session
@@ -72,7 +71,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_cache_lives_on_an_object_store(
+    is_killed: bool,
     environment: dict[str, str],
     tiny_target: Path,
     chats_file: Path,
@@ -82,19 +83,21 @@ def test_a_cache_lives_on_an_object_store(
     from moray.activations.manifest import read_manifest
     from moray.activations.store import CacheStore
 
+    uri = f"s3://moray-caches/{'killed' if is_killed else 'whole'}"
     config = {
         "target": {"model": str(tiny_target)},
         "chats": {"path": str(chats_file)},
         "cache": {"max_length": 384, "batch_tokens": 384, "shard_mib": 1, "chats_per_part": 4},
-        "output": URI + "/",
+        "output": uri + "/",
     }
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    store = CacheStore(URI)
-    first = start_pipeline("cache_activations", str(path))
-    first.kill_when(lambda: len(store.names("shards", ".json")) >= 7)
+    store = CacheStore(uri)
+    if is_killed:
+        first = start_pipeline("cache_activations", str(path))
+        first.kill_when(lambda: len(store.names("shards", ".json")) >= 7)
     done = store.committed()
-    assert 7 <= len(done) < 15
+    assert (7 if is_killed else 0) <= len(done) < 15
     second = start_pipeline("cache_activations", str(path))
     assert second.finish() == 0, second.output
     manifest = read_manifest(store)
@@ -106,17 +109,17 @@ def test_a_cache_lives_on_an_object_store(
             [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=280, check=False
         )
 
-    read = run("-c", READ, URI)
+    read = run("-c", READ, uri)
     assert read.returncode == 0, read.stderr
     figures = json.loads(read.stdout.splitlines()[-1])
     assert (figures["chats"], figures["same"]) == (60, True)
     assert figures["shards"][1] < figures["shards"][0] == len(manifest.shards)
-    checked = run("-m", "pipelines.cache_activations", "verify", URI, "verify.sample_chats=2")
+    checked = run("-m", "pipelines.cache_activations", "verify", uri, "verify.sample_chats=2")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     with store.filesystem.open_output_stream(store.path(f"shards/{min(read_manifest(store).shards)}.parquet")) as sink:
         sink.write(b"PAR1")
-    checked = run("-m", "pipelines.cache_activations", "verify", URI)
+    checked = run("-m", "pipelines.cache_activations", "verify", uri)
     assert checked.returncode == 1
     assert "it has 4 bytes, its marker says" in checked.stdout
-    assert checked.stderr.startswith(f"error: '{URI}' has ")
+    assert checked.stderr.startswith(f"error: '{uri}' has ")
     assert environment["AWS_SECRET_ACCESS_KEY"] not in store.read_text("run.yaml").replace("moray-tests", "").split()
