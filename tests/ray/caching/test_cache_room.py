@@ -96,7 +96,7 @@ def test_a_quantised_cache_is_close_to_the_unquantised_one(
     assert num_chats >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_removed_shard_is_made_again_with_the_same_channels(
     tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ def _written(output: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in files}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_killed_answering_goes_on_and_the_texts_are_the_same(
     tiny_target: Path, tmp_path: Path, start_pipeline: Callable[..., Any], write_chats: Callable[[Path, int], Path]

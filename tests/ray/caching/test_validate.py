@@ -121,7 +121,7 @@ def test_chats_that_are_not_there_and_a_machine_too_small_are_refused_before_any
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_only_the_last_checkpoint_once_the_workers_have_gone(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path: Path
 ) -> None:

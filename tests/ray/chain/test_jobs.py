@@ -146,6 +146,7 @@ def test_a_job_does_not_write_where_its_output_would_be_lost(cluster, setting):
     assert "which is removed with the job: set MORAY_RUNS to a folder that all nodes share" in job.stdout + job.stderr
 
 
+@pytest.mark.soak
 def test_drafters_are_measured_as_jobs(cluster, target, drafter):
     questions = write_questions(cluster.runs, "one two three", "four five")
     assert questions == cluster.runs / "questions.jsonl"

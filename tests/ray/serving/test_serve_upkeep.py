@@ -100,6 +100,7 @@ def test_memory_is_flat(app, length):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 def test_another_setting_is_rolled_out_while_answers_are_streamed(app, expected):
     """All replicas of all deployments are replaced; nobody is refused, and no token is lost, doubled or changed."""
     everywhere = {"Gateway": 2, "Target": 2, "Drafter": 2}
@@ -148,6 +149,7 @@ def test_who_deploys_is_told_what_it_waits_for(app, capsys):
     assert "1000" in waiting[0]
 
 
+@pytest.mark.soak
 def test_an_application_that_cannot_start_is_said_to(app):
     """The last test here: what runs until then is replaced."""
     with pytest.raises(DeployError, match=r"application '\w+' is DEPLOY_FAILED: .*no_such_drafter"):

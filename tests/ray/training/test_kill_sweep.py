@@ -15,14 +15,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def config(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep of two trials on two rungs; only the output is missing."""
+    """A sweep on two rungs; its space and its output are missing."""
     folder = tmp_path_factory.mktemp("config")
     distil = write_distil(folder, tiny_target, tiny_cache, epochs=8, checkpoint_steps=10, log_steps=5)
     questions = write_questions(folder, "one", "two six")
     decoding = {"tree": {"type": "chain", "depth": 3}, "questions": str(questions)}
     sweep = {
         "distil": [str(distil)],
-        "space": {"drafter.target_layers": [0, 1]},
         "ladder": {"rungs": 2, "reduction": 2},
         "training_tokens": 40 * 512,
         "objective": "tau",
@@ -61,8 +60,9 @@ def test_a_sweep_outlives_its_driver_and_its_trials_processes(
 ) -> None:
     """The first run loses its driver and leaves no answer, the second loses its trials and ends."""
     output = tmp_path / "sweep"
-    seeds = 1 if how == "kill" else 2
-    words = ("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4", f"confirm.seeds={seeds}")
+    layers, seeds = ([1], 1) if how == "kill" else ([0, 1], 2)
+    more = (f"space={{drafter.target_layers: {layers}}}", f"confirm.seeds={seeds}")
+    words = ("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4", *more)
     _end(start_pipeline(*words), how, lambda: _count(output) >= 1)
     assert not (output / "summary.json").exists()
     before = _measured(output)
@@ -78,6 +78,6 @@ def test_a_sweep_outlives_its_driver_and_its_trials_processes(
         assert after[name][: len(rows)] == rows
     summary = read_json(output / "summary.json")
     assert {trial["state"] for trial in summary["trials"]} <= {"finished", "stopped"}
-    assert len(summary["trials"]) == 1 + seeds
-    assert len({trial["choices"]["drafter.target_layers"] for trial in summary["trials"]}) == 2
+    assert len(summary["trials"]) == len(layers) + seeds - 1
+    assert {trial["choices"]["drafter.target_layers"] for trial in summary["trials"]} == {*layers}
     assert len(summary["sure"]["finalists"][0]["seeds"]) == seeds

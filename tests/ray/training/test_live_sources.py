@@ -60,7 +60,7 @@ def _assert_equal(some: list[Any], others: list[Any]) -> None:
             assert torch.equal(batch.taps.hidden[-1], other_batch.taps.hidden[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("codec", ["bfloat16", pytest.param("int8", marks=pytest.mark.soak)])
 def test_a_stream_hands_over_what_a_cache_does_and_writes_no_shard(
     codec: str, tiny_target: Path, chats_file: Path, tmp_path: Path
