@@ -177,8 +177,8 @@ def _send(schema: Any, named: Mapping[str, Any]) -> None:
     for name, value in named.items():
         if (current := getattr(running, name)) != value:
             raise ConfigError(
-                f"http_options.{name} is {value!r}, but Ray Serve runs on this cluster with {current!r}, which it cannot change while "
-                "it runs: give that, or run `serve shutdown -y` first, which ends all applications"
+                f"http_options.{name} is {value!r}, but Ray Serve runs on this cluster with {current!r} and cannot "
+                "change it while it runs: give that, or run `serve shutdown -y` first, which ends all applications"
             )
     client.deploy_apps(schema)
 

@@ -90,7 +90,7 @@ def _start(config: RayConfig) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except Exception as error:  # Ray raises a plain `Exception` where its processes take too long to start
+        except Exception as error:  # noqa: BLE001 - what Ray raises where its processes take too long to start
             raise ClusterError(f"Ray does not start on this machine: {one_line(str(error))}") from None
 
 
