@@ -153,8 +153,6 @@ def _capture(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]
 
 def _read(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]:
     """Shards to training batches, shuffled as an epoch is; nothing is trained."""
-    import json
-
     import pyarrow as pa
     import torch
 
@@ -174,8 +172,7 @@ def _read(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]:
     tokens, places = 0, 0
     begin = time.perf_counter()
     for window in plan.windows:
-        tables = list(read_window({"window": [json.dumps(window.row_groups)]}, store.uri, columns))
-        table = pa.concat_tables(tables)
+        table = read_window(window.row_groups, store.uri, columns)
         for rows in window.batches:
             batch = collate(pa.concat_tables([table.slice(row, 1) for row in rows]), needs, decoder)
             tokens += batch.num_tokens

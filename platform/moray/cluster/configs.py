@@ -59,7 +59,7 @@ class WorkersConfig(Config):
     max_failures: int = Field(default=3, ge=0)
     """How often the worker group is restarted from the last checkpoint; 0 for never."""
     prefetch_windows: int = Field(default=2, ge=1)
-    """Windows of the cache that Ray Data reads ahead, per worker."""
+    """Windows of the cache that are read ahead, per worker."""
     window_mib: int = Field(default=1024, ge=1)
     """Most MiB of the cache that a worker mixes batches from, all its lanes together. Never less than a batch of each
     lane. The plan of a run keeps it: with half of the workers, each has twice the lanes and holds twice as much."""

@@ -7,10 +7,10 @@ Both keep the order, the batches and the format of a cache that is read, so that
 tell the difference.
 """
 
-import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -72,7 +72,7 @@ def only_needed(cache: CacheConfig, needs: TapNeeds) -> CacheConfig:
 
 
 class LiveWindows:
-    """Holds one target replica and makes windows with it; a callable for Ray Data."""
+    """Holds one target replica and makes windows with it; a Ray actor."""
 
     def __init__(
         self,
@@ -84,36 +84,32 @@ class LiveWindows:
         threads: int,
         stage: str,
     ) -> None:
-        import torch
-
-        from moray.targets.model import Target
-
-        torch.set_num_threads(threads)
         self._store = CacheStore(uri)
         self._columns = columns
         self._keeps = keeps
+        self._target = target
+        self._threads = threads
         self._planned = CacheConfig.model_validate(settings["planned"])
-        loaded = Target.load(TargetConfig.model_validate(target))
-        self._token_bytes = shard_token_bytes(self._store.read_json("plan.json"))
-        self._writer = ShardWriter(loaded, self._store, CacheConfig.model_validate(settings["stored"]))
+        self._stored = CacheConfig.model_validate(settings["stored"])
         self._stage = stage  # other runs may make the same windows now
         self._tries = Tries(self._store, TRIES_FOLDER)
         self._part = ""
         self._plans: dict[str, ShardPlan] = {}
 
-    def __call__(self, batch: dict[str, Any]) -> Iterator[pa.Table]:
-        """Yield the chats of each window under "window", as `windows.read_window` does."""
-        for text in batch["window"]:
-            row_groups = json.loads(text)
-            if self._keeps:
-                for shard in dict.fromkeys(shard for shard, _ in row_groups):
-                    if not self._store.exists(f"shards/{shard}.json"):
-                        self._writer.write(self._plan(shard))
-                yield from read_window({"window": [text]}, self._store.uri, self._columns)
-            else:
-                yield self._make(row_groups)
+    def window(self, row_groups: Sequence[tuple[str, int]]) -> pa.Table:
+        """A window's chats, as `windows.read_window` gives them.
 
-    def _make(self, row_groups: list[tuple[str, int]]) -> pa.Table:
+        Raises:
+            DataError: replicas die over these row groups.
+        """
+        if not self._keeps:
+            return self._make(row_groups)
+        for shard in dict.fromkeys(shard for shard, _ in row_groups):
+            if not self._store.exists(f"shards/{shard}.json"):
+                self._writer.write(self._plan(shard))
+        return read_window(row_groups, self._store.uri, self._columns)
+
+    def _make(self, row_groups: Sequence[tuple[str, int]]) -> pa.Table:
         """
         Raises:
             DataError: replicas die over these row groups.
@@ -131,6 +127,22 @@ class LiveWindows:
         finally:
             self._tries.end(name)
         return pa.concat_tables([table.select(self._columns) for table in tables])
+
+    @cached_property
+    def _writer(self) -> ShardWriter:
+        """Loaded at the first window and not with the actor, so that what is wrong comes back as that window's error:
+        Ray would start an actor again and again whose constructor fails."""
+        import torch
+
+        from moray.targets.model import Target
+
+        torch.set_num_threads(self._threads)
+        loaded = Target.load(TargetConfig.model_validate(self._target))
+        return ShardWriter(loaded, self._store, self._stored)
+
+    @cached_property
+    def _token_bytes(self) -> int:
+        return shard_token_bytes(self._store.read_json("plan.json"))
 
     def _plan(self, shard: str) -> ShardPlan:
         """The plan of one shard; those of one part are made together and kept until another part is asked for."""

@@ -41,8 +41,12 @@ def check_cluster(address: str, name: str, seconds: float = CONNECT_SECONDS) -> 
     deadline = time.monotonic() + seconds
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
-    except OSError as error:
-        reason = f"no answer within {seconds:g} s" if isinstance(error, TimeoutError) else error.strerror or error
+    except (OSError, UnicodeError) as error:  # the latter of a name that is no host's
+        reason = (
+            f"no answer within {seconds:g} s"
+            if isinstance(error, TimeoutError)
+            else getattr(error, "strerror", None) or error
+        )
         raise ClusterError(f"{where}, where no Ray cluster answers ({reason}): {_WHAT_TO_DO}") from None
     _ask(address, where, seconds, max(0.1, deadline - time.monotonic()))
 
@@ -66,6 +70,8 @@ def _check_form(address: str, name: str) -> None:
         )
     if address != "auto" and not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[^:\s/]+):\d{1,5}", address):
         raise ConfigError(f"{name} is '{address}', which is no address of a Ray cluster: {accepted}")
+    if address != "auto" and not 0 < int(address.rpartition(":")[2]) < 1 << 16:
+        raise ConfigError(f"{name} is '{address}', whose port is not between 1 and 65535: {accepted}")
 
 
 def _running_here(where: str) -> str:
@@ -76,7 +82,6 @@ def _running_here(where: str) -> str:
     """
     from ray._private import services  # what `ray.init` asks; nothing public tells
 
-    found = None
     try:
         found = services.canonicalize_bootstrap_address("auto")
     except ConnectionError as error:
@@ -131,7 +136,8 @@ def check_temporary_folder() -> None:
     from ray._common.utils import get_default_ray_temp_dir
 
     folder = Path(get_default_ray_temp_dir())
-    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), None)
+    names = ("RAY_TMPDIR", "TMPDIR") if sys.platform.startswith("linux") else ("RAY_TMPDIR",)  # as Ray reads them
+    name = next((name for name in names if name in os.environ), None)
     where = f"{name} is '{os.environ[name]}'" if name else f"Ray's folder is '{folder}'"
     session = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}_{os.getpid()}"
     excess = len(os.fsencode(folder / session / "sockets" / "plasma_store")) - _SOCKET_BYTES

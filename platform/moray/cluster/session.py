@@ -33,7 +33,7 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     Open it before the first import of ray: a new cluster then listens on the loopback interface alone.
 
     Raises:
-        ConfigError: the address is none of a cluster, or Ray cannot work in its temporary folder.
+        ConfigError: the address is malformed, or Ray cannot work in its temporary folder.
         ClusterError: no cluster answers at the address, or Ray does not start.
     """
     address = config.address or os.environ.get("RAY_ADDRESS")

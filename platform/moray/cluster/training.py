@@ -195,8 +195,10 @@ def build_drafter(config: DistilConfig, manifest: Manifest, device_type: str = "
     Raises:
         DataError: the cache lacks a column that it reads.
     """
-    # Where the worker trains, which need not be where `target.device` would look first.
-    target = config.target.model_copy(update={"device": device_type})
+    # Where the worker trains, which need not be where `target.device` would look first; and in the format in which it
+    # multiplies, for the projection on the vocabulary is a large part of the work.
+    narrow = {"dtype": config.train.precision} if config.train.precision == "bfloat16" else {}
+    target = config.target.model_copy(update={"device": device_type} | narrow)
     head = TargetHead.load(target, config.drafter.num_target_layers)
     torch.manual_seed(config.train.seed)
     drafter = config.drafter.build(head)

@@ -1,6 +1,5 @@
 """One drafter and the ways to train it that `train_benchmark` compares, on the first windows of its cache."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -163,8 +162,7 @@ class WaysToTrain:
         """The rows of every batch, with just the columns that are needed."""
         columns = needed_columns(needs, self._manifest.columns)
         for window, batches in self._windows:
-            names = json.dumps(window.row_groups)
-            table = pa.concat_tables(read_window({"window": [names]}, self._store.uri, columns))
+            table = read_window(window.row_groups, self._store.uri, columns)
             for rows in batches:
                 yield pa.concat_tables([table.slice(row, 1) for row in rows])
 

@@ -21,8 +21,10 @@ from moray.drafters.base import Drafter, Prediction
 MAX_STEPS_AHEAD = 8
 """Accuracy is reported for drafts of 1..8 steps past the last verified token."""
 
-_CHUNK_NUMBERS = 1 << 26
-"""Logits of one chunk: 512 positions with 128k tokens. Some eight tensors of this size live at once."""
+_CHUNK_NUMBERS = {"cuda": 1 << 26, "cpu": 6 << 20}
+"""Logits of one chunk by device: 512 positions with 128k tokens on a GPU, 128 with 49k on a CPU, where 24 MiB stay in
+cache and in memory that malloc has at hand (above 32 MiB it takes every tensor from the system anew, page by page).
+Some eight tensors of this size live at once."""
 _MAX_CHUNK = 4096
 
 
@@ -83,7 +85,8 @@ class _Job:
     with_figures: bool
 
     def chunks(self) -> list[slice]:
-        size = max(1, min(_MAX_CHUNK, _CHUNK_NUMBERS // self.drafter.spec.vocab_size))
+        numbers = _CHUNK_NUMBERS["cpu" if self.real.device.type == "cpu" else "cuda"]
+        size = max(1, min(_MAX_CHUNK, numbers // self.drafter.spec.vocab_size))
         return [slice(begin, begin + size) for begin in range(0, self.rows.shape[0], size)]
 
     def target(self, chunk: slice) -> _Target:
