@@ -36,7 +36,7 @@ class DeployConfig(Config):
     http_options: dict[str, Any] = Field(default_factory=dict)
     """Ray Serve's HTTP options: host, port and more; on loopback if no host is named."""
     proxy_location: str = "HeadOnly"
-    """Nodes that run an HTTP proxy: HeadOnly, EveryNode or Disabled."""
+    """Nodes that run an HTTP proxy: HeadOnly, EveryNode or Disabled. A Ray Serve that runs already keeps its own."""
     logging_config: dict[str, Any] | None = None
     """Ray Serve's logging options for all applications; null for Ray Serve's own."""
     wait_seconds: float = Field(default=1800.0, gt=0)
@@ -163,10 +163,10 @@ def _send(schema: Any, named: Mapping[str, Any]) -> None:
             proxy_location=schema.proxy_location,
             controller_options=schema.controller_options,
         )
-    except (ray.exceptions.RayError, RuntimeError) as error:
+    except (ray.exceptions.RayError, RuntimeError, TimeoutError) as error:
         serve.shutdown()  # what runs without its proxy would keep these options for good
         said = str(getattr(error, "cause", error))
-        if "bind" in said:
+        if "failed to bind" in said.lower():
             where = f"{options.host}:{options.port}"
             raise DeployError(
                 f"http_options.port is {options.port}, but Ray Serve cannot listen at {where}, most likely because "

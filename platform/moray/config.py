@@ -262,7 +262,7 @@ def run_command(command: Callable[[], None], again: str = "run the same command 
 def _sigterm_interrupts(ended: threading.Event) -> Iterator[None]:
     """Treat SIGTERM, which `ray job stop` sends, as Ctrl-C, and set `ended`; a second one ends the process at once.
 
-    Of what a signal can raise, Ray's waiting lets KeyboardInterrupt through and swallows an exception of our own.
+    The handler raises KeyboardInterrupt because Ray's blocking calls let it through and swallow other exceptions.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -126,7 +126,7 @@ def _byte_fallback(piece: str) -> str | bytes:
 
 
 def _byte_level() -> Step:
-    """Each character of a token stands for a byte, but for tokens that were added with others: these are text."""
+    """Each character stands for one byte. Added tokens that contain any other character are plain text."""
     # GPT-2's table: printable bytes stand for themselves, the others, in order, for the characters from U+0100 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]

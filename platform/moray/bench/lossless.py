@@ -1,4 +1,4 @@
-"""What a measurement comes to whose text was not the target's own: an error, once everything is written. Torch-free."""
+"""An error if a measured text differs from plain decoding, raised after the report has been written. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from moray.errors import LosslessError
 
 
 def row_name(row: Mapping[str, Any]) -> str:
-    """A row of a report, in an error."""
+    """How an error names a row of a report."""
     return f"{row['drafter']} with {row['tree']} at temperature {row.get('temperature') or 0:g}"
 
 
@@ -15,8 +15,8 @@ def check_lossless(lossless: Iterable[tuple[str, bool | None]]) -> None:
     """Refuse texts that had to be plain decoding's and were not.
 
     Args:
-        lossless: of each row its name, and whether its text was the same; None where that is not promised: in 16 bits,
-            where near ties fall either way, by rejection, which keeps the distribution alone, and by the lossy rule.
+        lossless: pairs of a row's name and whether its text equals plain decoding's. None means that equality is not
+            promised: in 16-bit formats, with the rule rejection, and with the rule typical.
 
     Raises:
         LosslessError: naming the rows.
@@ -24,6 +24,6 @@ def check_lossless(lossless: Iterable[tuple[str, bool | None]]) -> None:
     broken = [name for name, is_lossless in lossless if is_lossless is False]
     if broken:
         raise LosslessError(
-            f"the text was not plain decoding's, which is a defect: {'; '.join(broken)}. What was measured is written; "
-            "do not use these rows, and report them with target, drafter and questions"
+            f"the text differs from plain decoding, which is a defect of Moray: {'; '.join(broken)}. The report is "
+            "written; do not use these rows, and report the defect with target, drafter and questions"
         )

@@ -68,7 +68,7 @@ def engine_notices(shape: AnyShape, drafter: str, fitted: AnyShape, efforts: Seq
 
 
 def say_once(notices: Iterable[str]) -> None:
-    """Warn of each on stderr, or wherever the logger 'moray' goes, once in this process."""
+    """Log each notice as a warning, once in this process."""
     for notice in notices:
         if notice not in _SAID:
             _SAID.add(notice)

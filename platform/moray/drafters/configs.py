@@ -103,8 +103,8 @@ class MoABase(LayeredBase):
     """What is the same for one N of Target Layer Inference and for several."""
 
     mask_width: tuple[int, int] = (5, 15)
-    """Bounds low, high of P: in training a position is verified every P tokens, low <= P < high. T in the paper; P is
-    uniform over low..high-1."""
+    """Bounds low, high of P: in training a position is verified every P tokens, low <= P < high. The paper calls P T.
+    P is drawn uniformly from low to high - 1."""
     staircase: bool = True
     """Curriculum on self-attention: early on, some sequences see no token before the last verified one."""
     layer_self_attention: BlockConfig

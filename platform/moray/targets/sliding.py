@@ -1,4 +1,4 @@
-"""What the layers of a target see that have a sliding window: of what a pass's mask shows, the last positions alone.
+"""Attention masks of layers with a sliding window: the mask of the pass, limited to the last `window` positions.
 
 A query at position i sees keys at positions j with i - window < j <= i. A window follows positions, not slots: a tree's
 nodes lie side by side in the cache, and those of one level share a position. So every cache says where the tokens in
