@@ -20,6 +20,7 @@ def main(config: SweepConfig) -> None:
     from moray.bench.lossless import check_lossless
     from moray.cluster.session import ray_session
     from moray.provenance import read_json
+    from sweeps.reports.lossless import lossless_rows
     from sweeps.trainings.console import print_summary
 
     for choices in corners_of(config.space):  # what is misspelt is said before Ray starts
@@ -33,7 +34,7 @@ def main(config: SweepConfig) -> None:
             console.print("this sweep is finished: its answer as it was", highlight=False)
         summary = read_json(summary_path(config)) if done else run_sweep(config, console)
     print_summary(summary, console)
-    check_lossless((trial["name"], trial["figures"].get("lossless")) for trial in summary["trials"])
+    check_lossless(lossless_rows(summary))
 
 
 CONFIG = SweepConfig

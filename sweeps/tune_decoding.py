@@ -26,6 +26,7 @@ def main(config: TuneDecodingConfig) -> None:
     from moray.cluster.session import ray_session
     from moray.provenance import read_json
     from sweeps.decoding.console import print_decoding
+    from sweeps.reports.lossless import lossless_rows
     from sweeps.tuning.claim import SUMMARY_FILE
 
     console = Console()
@@ -37,7 +38,7 @@ def main(config: TuneDecodingConfig) -> None:
             console.print("this sweep is finished: its answer as it was", highlight=False)
         summary = read_json(Path(config.output) / SUMMARY_FILE) if done else run_decoding(config, console)
     print_decoding(summary, console)
-    check_lossless((trial["name"], trial["figures"].get("lossless")) for trial in summary["trials"])
+    check_lossless(lossless_rows(summary))
 
 
 CONFIG = TuneDecodingConfig

@@ -5,8 +5,8 @@ print the message on one line and exit with `exit_code`; anything else that esca
 its traceback. Exit codes of every command:
 
     0    done
-    1    something failed: data, files, a cluster, a deployment; also two artefacts that do not belong together
-    2    the command line, a YAML file or an environment variable is wrong
+    1    the work failed: data, files, a cluster, a deployment, two artefacts that do not belong together
+    2    a setting cannot be used: on the command line, in YAML, in an environment variable, or the model that it names
     130  interrupted by Ctrl-C
     143  ended by SIGTERM, as `ray job stop` sends it
 """
