@@ -347,9 +347,7 @@ def test_a_text_that_differs_is_an_error_once_the_report_is_written(folder, tmp_
         if command == "evaluate"
         else validate(DecodeBenchmarkConfig, values | {"report": str(report)})
     )
-    message = (
-        "differs from plain decoding, which is a defect of Moray: rehearsed with chain-3 at temperature 0"
-    )
+    message = "differs from plain decoding, which is a defect of Moray: rehearsed with chain-3 at temperature 0"
     with pytest.raises(LosslessError, match=message) as caught:
         (evaluate if command == "evaluate" else benchmark).main(config)
     torch.set_num_threads(threads)
