@@ -143,11 +143,6 @@ class Progress:
         self._console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
-    @property
-    def speed(self) -> float | None:
-        """Units per second since counting began; None before anything is done."""
-        return self._speed(self._clock.now())
-
     def tell(self) -> None:
         """Print how far the work is, as a line."""
         with self._lock:

@@ -19,7 +19,14 @@ from moray.errors import ConfigError, DataError, MorayError
 from moray.explain import one_line
 from moray.targets.attention import attention_backend
 from moray.targets.kv_cache import KVCache, KVCaches, PastAndPredicted
-from moray.targets.loading import TIED, UNTIED, check_stored, describe_difference, describe_nonfinite
+from moray.targets.loading import (
+    TIED,
+    UNTIED,
+    check_stored,
+    describe_difference,
+    describe_nonfinite,
+    with_advice,
+)
 from moray.targets.model import Target, pick_device
 from moray.targets.rotary import RotaryCache
 from moray.targets.sliding import LayerMasks
@@ -245,4 +252,4 @@ def _read(stored: Mapping[str, StoredTensor], device: torch.device, name: str) -
 
 
 def _refuse(model: str, problem: str) -> ConfigError:
-    return ConfigError(f"target.model '{model}': {problem}; fetch or save the model again")
+    return ConfigError(f"target.model '{model}': {with_advice(problem)}")

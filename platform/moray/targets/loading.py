@@ -75,7 +75,7 @@ def load_causal_lm(
         loaded = loaded.to(device)
         problem = describe_nonfinite(loaded.state_dict().items())
     if problem:
-        raise ConfigError(f"{field} '{model}': {problem}; fetch or save the model again")
+        raise ConfigError(f"{field} '{model}': {with_advice(problem)}")
     return loaded
 
 
@@ -97,7 +97,7 @@ def check_stored(stored: Mapping[str, StoredTensor], model: Any, source: str) ->
     found = {name: tensor.shape for name, tensor in stored.items() if name in wanted or not _COMPUTED.search(name)}
     problem = describe_difference(found, wanted) or _quantised(stored, wanted)
     if problem:
-        raise ConfigError(f"{source}: {problem}; fetch or save the model again")
+        raise ConfigError(f"{source}: {with_advice(problem)}")
 
 
 def describe_difference(found: Shapes, wanted: Shapes) -> str:
@@ -119,6 +119,15 @@ def describe_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
                 what = "NaN" if bool(torch.isnan(least) | torch.isnan(most)) else "infinity"
                 return f"tensor '{name}' holds {what} (in {str(tensor.dtype).removeprefix('torch.')})"
     return ""
+
+
+def with_advice(problem: str) -> str:
+    """A problem of a checkpoint, and what to do about it."""
+    if problem == UNTIED:  # which says it
+        return problem
+    if problem.endswith("(in float16)"):
+        return f"{problem}; if the checkpoint itself is finite, load it with dtype bfloat16 or float32"
+    return f"{problem}; fetch or save the model again"
 
 
 def _describe(

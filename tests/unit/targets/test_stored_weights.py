@@ -115,6 +115,14 @@ def test_a_tensor_that_is_not_finite_is_named(good, tmp_path, load, value, word)
     refused(load, broken, f"'model.norm.weight' holds {word}")
 
 
+@pytest.mark.parametrize("load", [Target.load, TargetHead.load])
+def test_what_float16_cannot_hold_is_no_damage(good, tmp_path, load):
+    large = changed(good, tmp_path / "large", lambda weights: weights["model.norm.weight"][:2].fill_(70_000.0))
+    with pytest.raises(ConfigError, match=r"'model\.norm\.weight' holds infinity \(in float16\); .* dtype bfloat16 or"):
+        load(TargetConfig(model=str(large), device="cpu", dtype="float16"))
+    load(TargetConfig(model=str(large), device="cpu"))
+
+
 @WAYS
 def test_weights_stored_as_integers_are_no_weights(good, tmp_path, load):
     bits = changed(good, tmp_path / "bits", lambda weights: weights.update({LAYER: weights[LAYER].to(torch.int8)}))

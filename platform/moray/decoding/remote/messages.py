@@ -82,7 +82,7 @@ class DraftReply(Config):
     number: int
     """Of the request."""
     trees: tuple[DraftedTree, ...]
-    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    seconds: float = Field(default=0.0, ge=0)
     """That drafting took."""
 
 
