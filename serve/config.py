@@ -55,7 +55,7 @@ class ServeConfig(Config):
     """Let drafters of the pool go on below a chain while the target verifies it. Their memory is a cycle older: if all
     of the chain is accepted and the target's own token is what they expect, the next draft is there at once."""
     session_idle_seconds: float = Field(default=60.0, gt=0)
-    """Seconds after which a drafter replica forgets a sequence that nobody asks for. Its place there is free again."""
+    """Seconds without a request after which a drafter replica drops a sequence and frees its place."""
     threads: int | None = Field(default=None, ge=1)
     """Number of torch threads of every replica; null leaves it to torch."""
     max_waiting: int = Field(default=64, ge=0)

@@ -9,7 +9,7 @@ from serve.answers import Choice, LoggedToken, Usage
 from serve.schemas import ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0
-"""What OpenAI's schema has for tokens that are as good as impossible."""
+"""The log-probability that OpenAI's schema gives for very unlikely tokens."""
 
 
 class Wording:

@@ -152,10 +152,7 @@ class Progress:
 
     def _tell_on_time(self) -> None:
         while not self._clock.wait(self._stop, LINE_SECONDS):
-            try:
-                self.tell()
-            except (OSError, ValueError, SystemExit):  # the reader is gone; rich then raises SystemExit
-                return
+            self.tell()
 
     def _change(
         self,
@@ -185,8 +182,11 @@ class Progress:
                 self._bars.show(self._title, Part(self._done, self._total, self._note), self._parts)
 
     def _write(self, text: str) -> None:
-        self._console.out(text, highlight=False)
-        self._console.file.flush()
+        try:
+            self._console.out(text, highlight=False)
+            self._console.file.flush()
+        except (OSError, ValueError, SystemExit):  # the reader has gone, where rich raises SystemExit: the work goes on
+            self._stop.set()
 
     def _speed(self, now: float) -> float | None:
         since, before = self._base

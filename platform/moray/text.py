@@ -307,7 +307,9 @@ def _num_ids(path_or_name: str) -> int | None:
     try:
         size = None if path is None else json.loads(Path(path).read_bytes()).get("vocab_size")
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"tokenizer '{path_or_name}': '{path}' cannot be read: {error}; mend or remove it") from None
+        raise ConfigError(
+            f"tokenizer '{path_or_name}': '{path}' cannot be read: {error}; correct or remove it"
+        ) from None
     return size if isinstance(size, int) else None
 
 

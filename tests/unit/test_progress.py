@@ -1,6 +1,8 @@
 """Progress without a terminal: plain lines from a steady clock. No test here sleeps."""
 
 import io
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -130,17 +132,25 @@ def test_items_are_counted(console):
     assert printed(console) == ["answers: 3 of 3 turns, after 0:00"]
 
 
-def test_nobody_reading_does_not_matter(console):
-    clock = FakeClock(2)
-    with Progress("cache", console=Console(file=_Closed()), clock=clock):
-        pass
-
-
-class _Closed(io.StringIO):
-    """A pipe whose reader has gone."""
-
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
+def test_work_goes_on_after_the_reader_of_its_lines_has_gone(tmp_path):
+    """In a process of its own: rich turns the standard output of a process without a reader to /dev/null."""
+    script = (
+        "import sys, pathlib\n"
+        "from moray.progress import Progress\n"
+        "sys.stdin.read()\n"  # until the reader has gone
+        "with Progress('cache', 3, unit='tokens') as progress:\n"
+        "    progress.tell()\n"
+        "    progress.advance(3)\n"
+        "pathlib.Path(sys.argv[1]).write_text('done')\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "result")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0, process.stderr.read() if process.stderr else ""
+    assert (tmp_path / "result").read_text() == "done"
 
 
 class _Terminal(io.StringIO):

@@ -65,7 +65,7 @@ def pack_chats(config: PackConfig) -> dict[str, int]:
                     )
                 continue
             num_read += 1
-            question = next((m["content"] for m in row.messages if m["role"] == "user"), "")
+            question = _question(row)
             if config.min_chars <= len(question) <= (config.max_chars or len(question)):
                 chats.append(row)
     random.Random(config.seed).shuffle(chats)
@@ -80,6 +80,11 @@ def pack_chats(config: PackConfig) -> dict[str, int]:
     partial.write_bytes(packed[1])
     partial.replace(config.output)
     return {"read": num_read, "packed": packed[0], "bad": len(bad), "bytes": len(packed[1])}
+
+
+def _question(chat: Chat) -> str:
+    """What the user asks first."""
+    return next((message["content"] for message in chat.messages if message["role"] == "user"), "")
 
 
 def _fit(chats: list[Chat], max_bytes: int | None) -> tuple[int, bytes]:
@@ -103,7 +108,7 @@ def _fit(chats: list[Chat], max_bytes: int | None) -> tuple[int, bytes]:
 
 def _write(chats: list[Chat]) -> bytes:
     rows: list[dict[str, Any]] = [
-        {"prompt": chat.messages[0]["content"], "prompt_id": chat.uid, "messages": chat.messages} for chat in chats
+        {"prompt": _question(chat), "prompt_id": chat.uid, "messages": chat.messages} for chat in chats
     ]
     sink = io.BytesIO()
     table = pa.Table.from_pylist(rows, schema=_SCHEMA)

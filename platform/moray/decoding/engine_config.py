@@ -22,7 +22,7 @@ class EngineConfig(Config):
     others."""
     gathers: bool = False
     """Let new sequences wait until there is one for every sixteen that run: for throughput. Reading few prompts costs
-    as much as a cycle of all; this is for where nobody waits for a first token."""
+    as much as a cycle of all; use it where the time to the first token does not matter."""
     num_groups: int = Field(default=1, ge=1, le=2)
     """Groups of sequences; with 2 one is verified while the pool drafts for the other. For a drafter pool that takes
     about as long as the target."""

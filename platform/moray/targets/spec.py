@@ -207,6 +207,6 @@ def _sliding_layers(model: str, config: Any) -> tuple[int, ...]:
     if sliding and (window is None or window < 1):
         raise ConfigError(
             f"target.model '{model}': layer {sliding[0]} has sliding attention and sliding_window is {window}; a "
-            "number from 1 on is accepted, and use_sliding_window=true where its family has that: mend its config.json"
+            "number from 1 on is accepted, and use_sliding_window=true where its family has that: fix its config.json"
         )
     return sliding if window is not None and window < config.max_position_embeddings else ()

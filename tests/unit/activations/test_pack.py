@@ -31,10 +31,10 @@ def packed(path: Path, chats: Path, **changes) -> list[Chat]:
     told = pack_chats(PackConfig(chats=ChatsConfig(path=str(chats)), output=path, **changes))
     assert told["bytes"] == path.stat().st_size
     assert told["bad"] == 1
-    found = [row for chunk in plan_chunks(ChatsConfig(path=str(path))) for row in read_chunk(chunk)]
-    assert len(found) == told["packed"]
-    assert all(isinstance(row, Chat) for row in found)
-    return found  # type: ignore[return-value]
+    rows = [row for chunk in plan_chunks(ChatsConfig(path=str(path))) for row in read_chunk(chunk)]
+    found = [row for row in rows if isinstance(row, Chat)]
+    assert len(found) == len(rows) == told["packed"]
+    return found
 
 
 def test_every_chat_is_there_once_in_another_order(chats, tmp_path):
