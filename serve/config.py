@@ -17,23 +17,23 @@ class ApiConfig(Config):
     """Limits and rules of the HTTP interface."""
 
     model_name: str | None = Field(default=None, min_length=1)
-    """What clients call the model; null for the last part of the target's name."""
+    """Name of the model for clients; null for the last part of the target's name."""
     api_keys_file: str | None = None
-    """File with one bearer key per line; null lets everybody ask."""
+    """File with one bearer key per line; null accepts every request."""
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
     """Most bytes of the body of one request."""
     max_body_seconds: float = Field(default=30.0, gt=0)
     """Most seconds in which a request must arrive; one that takes longer is answered with 408."""
     max_choices: int = Field(default=8, ge=1)
-    """Most answers that one request may ask for: n times its prompts."""
+    """Most answers to one request: n times the number of its prompts."""
     default_max_tokens: int = Field(default=512, ge=1)
-    """Most tokens of an answer whose request does not say, as far as the context has room."""
+    """Most tokens of an answer if its request names no limit; the context may allow fewer."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Most requests per minute of one key, or of one address without keys; null for any number. At one gateway replica:
-    each counts for itself, so that several let through as many times more."""
+    """Most requests per minute of one key, or of one address without keys; null for any number. Each gateway replica
+    counts its own requests, so n of them accept up to n times as many."""
     num_retries: int = Field(default=5, ge=0)
-    """How often in a row an answer is taken up again after its replica has died; 0 for never. Without a token in
-    between; but once where engines fail over it."""
+    """How often in a row an answer is resumed after its replica has died; 0 for never. A new token begins the count
+    again. An answer over which an engine fails is resumed only once."""
     log_prompts: bool = False
     """Write prompts and answers into the replicas' logs."""
 
@@ -43,8 +43,8 @@ class ServeConfig(Config):
 
     target: TargetConfig
     drafters: Mapping[str, str | UsableConfig] = Field(default_factory=dict)
-    """Drafters by the names that requests choose by, the first is the default; none decodes plainly. Folders of trained
-    drafters, or ready-made ones."""
+    """Drafters by the names that requests choose, the first is the default; none decodes plainly. Each is the folder of
+    a trained drafter, or a drafter by type."""
     placement: Literal["pool", "in_process"] = "pool"
     """Drafters in a deployment of their own (pool), or inside each target replica (in_process). Prompt lookup is always
     inside."""
@@ -52,8 +52,8 @@ class ServeConfig(Config):
     draft_timeout_ms: float = Field(default=100.0, gt=0)
     """Most milliseconds that a cycle waits for drafts from the pool; it goes on without them."""
     run_ahead: bool = False
-    """Let drafters of the pool go on below a chain while the target verifies it. Their memory is a cycle older: if all
-    of the chain is accepted and the target's own token is what they expect, the next draft is there at once."""
+    """Let drafters of the pool draft on below a chain while the target verifies it. They do so with memory that is one
+    cycle old. If the whole chain and the token that they expect next are accepted, the next draft is ready at once."""
     session_idle_seconds: float = Field(default=60.0, gt=0)
     """Seconds without a request after which a drafter replica drops a sequence and frees its place."""
     threads: int | None = Field(default=None, ge=1)
@@ -94,7 +94,7 @@ class ServeConfig(Config):
 
     @property
     def pooled(self) -> dict[str, str | UsableConfig]:
-        """Drafters of the pool. What has no weights is drafted sooner than asked for: it stays beside the target."""
+        """Drafters of the pool. Those without weights stay with the target, because messages would only slow them."""
         if self.placement != "pool":
             return {}
         return {name: entry for name, entry in self.drafters.items() if isinstance(entry, str) or entry.has_weights}
@@ -106,7 +106,7 @@ class ServeConfig(Config):
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """Name of the model for clients."""
         return self.api.model_name or self.target.model.rstrip("/").rsplit("/", 1)[-1]
 
 

@@ -77,10 +77,11 @@ class TopLogprob(_Answer):
     """A token that was likely."""
 
     token: str
-    """Its text, with a leading space where it has one; bytes such as `\\xf0` where it holds a part of a character."""
+    """Text of the token with its leading space; bytes such as `\\xf0` if it holds a part of a character."""
     logprob: float
     bytes: list[int] | None
-    """Its own, which joined are the text: none of special tokens. Null where the tokenizer's kind is not known."""
+    """UTF-8 bytes that the token adds to the text, none for a special token; joined, they are the text. Null if Moray
+    does not know the tokenizer's kind."""
 
 
 class TokenLogprob(TopLogprob):

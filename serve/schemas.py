@@ -168,7 +168,7 @@ class ChatMessage(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_contents(cls, values: Any) -> Any:
-        """Answers of OpenAI's may hold something else than text, and then their content is null."""
+        """Refuse tool calls, audio and the like: OpenAI's answers may hold them in place of text."""
         found = [key for key in _OTHER_CONTENTS if isinstance(values, dict) and values.get(key)]
         if found:
             what = _OTHER_CONTENTS[found[0]]

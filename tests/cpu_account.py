@@ -29,17 +29,17 @@ SLOW_SECONDS = 0.175
 
 @dataclass(frozen=True)
 class Process:
-    """What /proc says of one process.
+    """One process as /proc describes it.
 
     Attributes:
         parent: the parent's process id.
         seconds: CPU time of its own and of the children for which it has waited.
-        is_deaf: it ignores SIGCHLD, as Ray's raylet does: the kernel forgets the CPU time of its children.
+        ignores_sigchld: as Ray's raylet does, so that the kernel forgets the CPU time of its children.
     """
 
     parent: int
     seconds: float
-    is_deaf: bool
+    ignores_sigchld: bool
 
 
 def _look(pid: int) -> tuple[tuple[int, int], Process]:
@@ -91,9 +91,9 @@ class CpuAccount:
             except (OSError, IndexError):
                 continue  # it has just ended
             self._living[key] = process
-        deaf = {pid for (pid, _), process in before.items() if process.is_deaf}
+        ignoring = {pid for (pid, _), process in before.items() if process.ignores_sigchld}
         for key in before.keys() - self._living.keys():
-            if before[key].parent in deaf:
+            if before[key].parent in ignoring:
                 self._forgotten += before[key].seconds
 
     @property
@@ -155,8 +155,8 @@ def main(arguments: list[str]) -> int:
     wall, cpu = (time.monotonic() - begin) / 60, account.seconds / 60
     allowed = budget_minutes(options.slow_minutes, options.fast_minutes, share)
     print(
-        f"time: {wall:.1f} minutes, {cpu:.2f} CPU minutes; the budget of this machine, {share:.2f} times as slow as the"
-        f" slowest, is {allowed:.1f} CPU minutes"
+        f"time: {wall:.1f} minutes, {cpu:.2f} CPU minutes; the budget is {allowed:.1f} CPU minutes on this machine,"
+        f" where the timed loop takes {share:.2f} of the slow machine's time"
     )
     if cpu > allowed:
         print(

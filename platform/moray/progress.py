@@ -33,13 +33,13 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 LINE_SECONDS = 10.0
-"""Between two lines. They are promised every 15 s at least: the rest is for machines that are busy."""
+"""Time between two lines. The docs promise one every 15 s, so a busy machine may be late by the rest."""
 
 Item = TypeVar("Item")
 
 
 class Clock:
-    """The time, and waiting for it; tests have one of their own."""
+    """Reads the time and waits; tests pass one that does neither for real."""
 
     def now(self) -> float:
         """Seconds since some moment."""

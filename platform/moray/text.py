@@ -156,8 +156,11 @@ class ChatTokenizer:
 
     @cached_property
     def answers_keep_space(self) -> bool:
-        """Whether the first space of an answer to a chat is the answer's, and not one that the template writes before
-        every answer: so an answer that is put back into its chat gives the tokens that the target wrote."""
+        """Whether the first space of an answer to a chat belongs to the answer rather than to the template.
+
+        A template may write a space before every answer. Without it, an answer that is put back into its chat gives the
+        tokens that the target wrote.
+        """
         return not self._template.marks.answer_lead.isspace()
 
     @cached_property
@@ -188,8 +191,8 @@ class ChatTokenizer:
         return len(self.tokenizer)
 
     def _check_size(self, num_ids: int) -> None:
-        """Accept ids that the model lacks where only a chat that spells an added token could hold them; `_known`
-        refuses such a chat."""
+        """Accept ids that the model lacks if they are added tokens: a chat holds them only if it spells them out, and
+        `_known` refuses such a chat."""
         added: dict[int, Any] = self.tokenizer.added_tokens_decoder
         if max(len(self.tokenizer), *added, 0) < num_ids:
             return
@@ -209,7 +212,7 @@ class ChatTokenizer:
             )
 
     def _known(self, ids: list[int]) -> list[int]:
-        """The ids themselves, all of which the model has."""
+        """The ids, unchanged, if the model has all of them."""
         if self._num_ids is not None and ids and max(ids) >= self._num_ids:
             first = next(number for number in ids if number >= self._num_ids)
             raise DataError(

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from moray.decoding.fitting import is_too_deep
 from moray.explain import one_line
 from moray.trees.shapes import AdaptiveShape, AnyShape, DynamicShape, Shape, SparseShape
 from sweeps.tuning.spaces import Choices, Space, Verdict, draw, grid
@@ -119,10 +120,10 @@ def combine(choices: Choices, limits: Limits) -> Combination:
         UnfitError: they come to nothing.
     """
     tree = _tree(choices)
+    if is_too_deep(tree, limits.max_depth):
+        raise UnfitError(f"depth {tree.depth}: this drafter drafts at most {limits.max_depth} levels")
     if isinstance(tree, AdaptiveShape):
         tree = tree.limited(limits.max_depth)
-    elif limits.max_depth is not None and tree.depth > limits.max_depth:
-        raise UnfitError(f"depth {tree.depth}: this drafter drafts at most {limits.max_depth} levels")
     if isinstance(tree, DynamicShape | AdaptiveShape) and tree.nodes is not None and tree.breadth > tree.nodes:
         raise UnfitError(f"breadth {tree.breadth} is more than {tree.nodes} nodes")
     size = choices.get("draft_vocab_size")

@@ -14,11 +14,10 @@ from moray.cluster.claim import check_same_target
 from moray.cluster.configs import DistilConfig
 from moray.cluster.lanes import num_workers
 from moray.cluster.outline import outline_drafter, run_length
-from moray.decoding.fitting import engine_notices, say_once
+from moray.decoding.fitting import engine_notices, is_too_deep, say_once
 from moray.distill.tracking import check_trackers
 from moray.errors import ConfigError, DataError
 from moray.targets.spec import read_spec
-from moray.trees.shapes import AdaptiveShape
 from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung, rungs_of, steps_at, tokens_per_step
 from sweeps.trainings.trial import decoding_gpus
@@ -60,11 +59,7 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
         )
     for choices, config in corners:
         depth = drafters[id(config)].max_depth
-        if (
-            depth is not None
-            and not isinstance(sweep.decoding.tree, AdaptiveShape)
-            and sweep.decoding.tree.depth > depth
-        ):
+        if is_too_deep(sweep.decoding.tree, depth):
             raise ConfigError(
                 f"decoding.tree is {sweep.decoding.tree.depth} levels deep; the drafter with {label(choices)} drafts "
                 f"at most {depth}"

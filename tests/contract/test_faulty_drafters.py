@@ -337,7 +337,7 @@ def test_a_tree_deeper_than_a_drafter_is_refused_when_the_engine_is_built(tiny):
     engine = Engine(tiny.target, adaptive, (), drafts={"m": LocalDrafts(drafter, CAPACITY, 64)})
     assert engine.drafting["m"].shape.depth == 6
     assert engine.drafting["m"].notices == [
-        "tree 'adaptive-8' goes at most 6 levels deep with drafter 'm', which drafts no more"
+        "drafter 'm' drafts at most 6 levels, so tree 'adaptive-8' grows no deeper with it"
     ]
 
 
@@ -350,7 +350,7 @@ def test_an_engine_says_what_it_does_not_choose(tiny):
         return engine.drafting["d"].notices
 
     several, unpruned = notices()
-    assert "knows N = 0, 1, 2, of which an engine of many sequences does not choose: it drafts with N = 0" in several
-    assert "verifies all of up to 14 nodes" in unpruned
+    assert "is trained for N = 0, 1, 2; an engine of many sequences does not choose among them and always" in several
+    assert "verifies all of its up to 14 nodes" in unpruned
     drafter.fix_effort(1)
     assert notices() == [unpruned]

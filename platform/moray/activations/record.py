@@ -14,10 +14,9 @@ from moray.targets.model import Target
 
 
 class KVRecorder(KVCache):
-    """Stands where the target's cache would, for one pass over whole chats.
+    """Takes the place of the target's cache in one pass over whole chats.
 
-    Keeps the keys and values of the wanted layers as the layers hand them over: nothing is allocated, zeroed or
-    copied, and no slot is addressed.
+    It keeps the keys and values of the wanted layers as it gets them, and allocates, zeroes and copies nothing.
     """
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
@@ -48,15 +47,15 @@ def record_taps(
 ) -> Iterator[tuple[str, Float[Tensor, "tokens width"]]]:
     """Run the target over chats; yield every tap column of their tokens, padding dropped, chats one after the other.
 
-    Column by column, so that a caller who encodes them at once never holds all in the form that is stored.
-    Padding stands behind the tokens, where causality already hides it: no mask is made, and attention takes its
-    fastest kernel, but in layers whose sliding window is shorter than the chats.
+    One column at a time, so that a caller that encodes each at once never holds all of them. Padding follows the
+    tokens, where the causal mask hides it: attention needs no other mask and takes its fastest kernel, except in layers
+    whose sliding window is shorter than the chats.
     """
     rows, width = len(tokens), max(len(ids) for ids in tokens)
     padded = np.zeros((rows, width), dtype=np.int64)
     for row, ids in enumerate(tokens):
         padded[row, : len(ids)] = ids
-    # Places of the tokens, found on the host: a boolean index would wait for the device, once per column.
+    # The host finds the tokens' places: a boolean index would wait for the device, once per column.
     row_index, column_index = (
         torch.from_numpy(index).to(target.device)
         for index in np.nonzero(np.arange(width) < np.array([len(ids) for ids in tokens])[:, None])

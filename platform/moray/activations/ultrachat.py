@@ -34,7 +34,7 @@ _parquet_lock = threading.Lock()
 class ChatsConfig(Config):
     """Which chats to read.
 
-    Rows are counted as they stand in the files, bad ones included, so that a plan never depends on their contents.
+    Rows are counted as they are in the files, bad ones included, so that a plan does not depend on their contents.
     """
 
     path: str

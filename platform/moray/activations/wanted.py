@@ -50,14 +50,14 @@ class Wanted:
 
     @property
     def max_length(self) -> int:
-        """Beyond its context a target is no longer itself, or fails."""
+        """Most tokens of a chat: `cache.max_length`, but never more than the target's context."""
         return min(self.cache.max_length, self.spec.max_positions)
 
     def plan(self) -> dict[str, Any]:
-        """What the cache is made of: another plan is another cache."""
+        """All that decides the contents of the cache; a folder with another plan is another cache."""
         return {
             "format": FORMAT,
-            "target": self.spec.claimed,
+            "target": self.spec.for_plan,
             "dtype": self.target.dtype,
             "text_fingerprint": self.tokenizer.fingerprint,
             "content_rule": CONTENT_RULE,
@@ -68,10 +68,10 @@ class Wanted:
         }
 
     def check_room(self, store: CacheStore) -> None:
-        """A sample tells in seconds what would otherwise be refused after hours of tokenising.
+        """Refuse, from a sample of chats, a cache that will not fit; the whole check follows the tokenising.
 
         Raises:
-            ConfigError: the cache, of which nothing is there, does not fit.
+            ConfigError: nothing of the cache is there yet, and it does not fit.
         """
         if not store.exists("plan.json"):
             work = project(sample_chats(self.chunks, self.tokenizer, self.max_length), self.rows, self.cache)
@@ -88,7 +88,7 @@ class Planned:
 
     @classmethod
     def of(cls, store: CacheStore, cache: CacheConfig) -> "Planned":
-        """Cut the parts of a cache that has a plan; the same again whenever it is asked for."""
+        """Cut the parts of a cache that has a plan; the result is always the same."""
         lengths = {part: summary["lengths"] for part, summary in find_parts(store).whole.items()}
         token_bytes = shard_token_bytes(store.read_plan())
         shards = [

@@ -19,8 +19,9 @@ class EvaluateConfig(Config):
 
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
-    """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also {type:
-    pretrained, model: ...}; {type: trained, folder: ..., effort: 1, name: ...} fixes N of several."""
+    """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also accepted:
+    {type: pretrained, model: ...}, and {type: trained, folder: ..., effort: 1, name: ...}, which fixes one N of a
+    drafter that is trained for several."""
     trees: tuple[Shape, ...] = Field(min_length=1)
     """Shapes of the draft trees; every drafter is measured with each of them."""
     questions: str
@@ -83,8 +84,9 @@ class DecodeBenchmarkConfig(Config):
 
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
-    """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also {type:
-    pretrained, model: ...}; {type: trained, folder: ..., effort: 1, name: ...} fixes N of several."""
+    """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also accepted:
+    {type: pretrained, model: ...}, and {type: trained, folder: ..., effort: 1, name: ...}, which fixes one N of a
+    drafter that is trained for several."""
     trees: tuple[Shape, ...] = Field(min_length=1)
     """Shapes of the draft trees; every drafter is measured with each of them."""
     questions: str

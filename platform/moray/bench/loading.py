@@ -118,12 +118,12 @@ def build_drafters(
 
 def fingerprints_of(entries: tuple[str | UsableConfig, ...]) -> dict[str, str]:
     """What tells drafters from others of the same name: hashes of their files."""
-    found = {}
+    found, field = {}, "drafter.model"
     for entry in entries:
         if isinstance(entry, str | TrainedConfig):
             found[_name(entry)] = sha256_of_files(drafter_files(folder_of(entry)))
         elif isinstance(entry, PretrainedConfig):
-            found[_name(entry)] = fingerprint(resolve_folder(entry.model))
+            found[_name(entry)] = fingerprint(resolve_folder(entry.model, field=field), field)
     return found
 
 

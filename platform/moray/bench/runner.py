@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from moray.bench.answers import AnswerLog, MethodAnswer
 from moray.bench.configs import EvaluateConfig
 from moray.bench.specbench import Question
-from moray.decoding.fitting import depth_notice
+from moray.decoding.fitting import depth_notice, is_too_deep
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
@@ -25,7 +25,7 @@ from moray.drafters.base import Drafter
 from moray.errors import ConfigError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
-from moray.trees.shapes import AdaptiveShape, AnyShape
+from moray.trees.shapes import AnyShape
 
 _WARM_UP_TOKENS = 16
 
@@ -109,8 +109,7 @@ class Runner:
             methods.append(Method("generate", "", self._hugging_face(target)))
         for name, drafter in drafters.items():
             for shape in config.trees if trees is None else trees[name]:
-                is_fixed = not isinstance(shape, AdaptiveShape)
-                if is_fixed and drafter.max_depth is not None and shape.depth > drafter.max_depth:
+                if is_too_deep(shape, drafter.max_depth):
                     notes.append(
                         f"{name}, {shape.name}: left out, this drafter drafts at most {drafter.max_depth} levels"
                     )

@@ -40,18 +40,18 @@ class RegenerateConfig(Config):
     max_new_tokens: int = Field(default=512, ge=1)
     """Most tokens of one answer."""
     max_length: int = Field(default=2048, ge=2)
-    """Most tokens of a prompt and max_new_tokens together; a chat ends before a question beyond it. It is dropped if
-    that question is its first."""
+    """Most tokens of a prompt and max_new_tokens together; a chat ends before a question that needs more. A chat whose
+    first question needs more is dropped."""
     max_turns: int | None = Field(default=None, ge=1)
     """Questions of a chat that are answered, from the first on; null for all."""
     keep_truncated: bool = True
-    """Keep answers that max_new_tokens cut off; false ends the chat before that question. Such an answer has no
-    end-of-sequence token of the target's, but a chat template closes it as any other. A chat is dropped if that
-    question is its first, which leaves the shorter answers."""
+    """Keep answers that max_new_tokens cut off; false ends the chat before that question. The target wrote no
+    end-of-sequence token after such an answer, but a chat template closes it like any other. With false, a chat whose
+    first answer is cut off is dropped, so that short answers remain."""
     batch_tokens: int = Field(default=16384, ge=64)
-    """Tokens of a target replica's cache; as many chats run at a time as fit, prompt and answer."""
+    """Tokens of a target replica's cache; as many chats run at a time as fit with prompt and answer."""
     chats_per_part: int = Field(default=512, ge=1)
-    """Chats that are answered and written together: what a kill costs at most."""
+    """Chats that are answered and written together; a kill loses at most these."""
     num_targets: int = Field(default=1, ge=1)
     """Target replicas, one actor each."""
     cpus_per_target: float = Field(default=1.0, gt=0)

@@ -1,7 +1,7 @@
-"""Which trees a drafter can draft, and what of a tree it cannot: the one check before anything is drafted.
+"""Checks that a drafter can draft a tree.
 
-Every way to decode comes through `fit_shape`: the decoder of one sequence, the engine with drafters in its process or
-elsewhere, the drafter replicas, and the deployment commands.
+Everything that decodes calls `fit_shape` once, when it is built: the decoder of one sequence, the engine with drafters
+in its process or elsewhere, drafter replicas, and the deployment commands.
 """
 
 import logging
@@ -15,13 +15,13 @@ _SAID: set[str] = set()
 
 
 def fit_shape(shape: AnyShape, drafter: str, max_depth: int | None, vocab_size: int | None = None) -> AnyShape:
-    """The tree as a drafter drafts it: an adaptive one goes no deeper than the drafter can, any other stays as it is.
+    """The tree to draft: an adaptive one is limited to the drafter's depth, any other is returned unchanged.
 
     Args:
-        shape: what was asked for.
+        shape: the tree of the configuration.
         drafter: its name, for the error.
-        max_depth: most levels that it can draft; None for any number.
-        vocab_size: tokens of the target; None where they are not known yet.
+        max_depth: most levels that the drafter can draft; None for any number.
+        vocab_size: tokens of the target; None if not known yet.
 
     Raises:
         ConfigError: the drafter cannot draft the tree.
@@ -33,7 +33,7 @@ def fit_shape(shape: AnyShape, drafter: str, max_depth: int | None, vocab_size: 
         )
     if isinstance(shape, AdaptiveShape):
         return shape.limited(max_depth)
-    if max_depth is not None and shape.depth > max_depth:
+    if is_too_deep(shape, max_depth):
         raise ConfigError(
             f"tree '{shape.name}' is {shape.depth} levels deep; drafter '{drafter}' drafts at most {max_depth}: give a "
             f"tree of at most {max_depth} levels, or type adaptive, which goes as deep as each drafter can"
@@ -41,28 +41,33 @@ def fit_shape(shape: AnyShape, drafter: str, max_depth: int | None, vocab_size: 
     return shape
 
 
+def is_too_deep(shape: AnyShape, max_depth: int | None) -> bool:
+    """Whether a drafter of at most `max_depth` levels cannot draft the tree; an adaptive one goes as deep as it can."""
+    return max_depth is not None and not isinstance(shape, AdaptiveShape) and shape.depth > max_depth
+
+
 def depth_notice(shape: AnyShape, drafter: str, fitted: AnyShape) -> list[str]:
-    """What to say where `fit_shape` gave another depth than was asked for."""
+    """A notice if `fit_shape` limited the depth of `shape` to that of `fitted`."""
     if fitted.depth == shape.depth:
         return []
-    return [
-        f"tree '{shape.name}' goes at most {fitted.depth} levels deep with drafter '{drafter}', which drafts no more"
-    ]
+    return [f"drafter '{drafter}' drafts at most {fitted.depth} levels, so tree '{shape.name}' grows no deeper with it"]
 
 
 def engine_notices(shape: AnyShape, drafter: str, fitted: AnyShape, efforts: Sequence[int]) -> list[str]:
-    """What an engine does not do of what the decoder of one sequence does with the same tree and drafter."""
+    """Notices for what the decoder of one sequence chooses in every cycle and an engine of many does not."""
     notices = depth_notice(shape, drafter, fitted)
     if len(efforts) > 1:
         known = ", ".join(map(str, efforts))
         notices.append(
-            f"drafter '{drafter}' knows N = {known}, of which an engine of many sequences does not choose: it drafts "
-            f"with N = {efforts[0]} throughout; for another give {{type: trained, folder: FOLDER, effort: N}}"
+            f"drafter '{drafter}' is trained for N = {known}; an engine of many sequences does not choose among them "
+            f"and always drafts with N = {efforts[0]}. To fix another N, load the drafter as "
+            "{type: trained, folder: FOLDER, effort: N}"
         )
     if isinstance(shape, AdaptiveShape) and shape.breadth > 1:
         notices.append(
-            f"tree '{shape.name}' with drafter '{drafter}': an engine of many sequences chooses its depth alone and "
-            f"verifies all of up to {fitted.num_nodes} nodes; breadth 1 drafts chains, whose size follows their depth"
+            f"tree '{shape.name}' with drafter '{drafter}': an engine of many sequences chooses only its depth, and "
+            f"verifies all of its up to {fitted.num_nodes} nodes without pruning. With breadth 1 it drafts chains, "
+            "whose size follows their depth"
         )
     return notices
 

@@ -102,16 +102,16 @@ class SettledText:
         held               | settled    | unsettled: the rest of the character is to come
         text       " hello"  |  " world"|
 
-    Held are the tokens of the last settled piece, for the text of a token depends on the one before it, and the
-    unsettled ones.
+    It holds the tokens of the last settled piece, because the text of a token depends on the one before it, and the
+    unsettled tokens.
 
-    Of an answer that goes on with the text of a prompt, it is what `decode(prompt + answer)` has beyond
-    `decode(prompt)`: some tokenizers drop the first space of whatever they decode, and the answer keeps its own. A
-    character that the prompt has begun belongs to the answer that completes it.
+    The text of an answer that continues a prompt is what `decode(prompt + answer)` adds to `decode(prompt)`: some
+    tokenizers drop the first space of what they decode, but the answer keeps it. A character that the prompt begins
+    belongs to the answer that completes it.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
-        """`context` holds the tokens in front of the answer, of which the last few are looked at."""
+        """`context` holds the tokens in front of the answer; only the last few are used."""
         self._decode = decode
         self._tokens = _needed(context, decode)
         self._num_settled = len(self._tokens)

@@ -1,8 +1,7 @@
 """Made-up costs of passes and drafts, for scaling experiments where there are no accelerators. Torch-free.
 
-The real models run, so tokens are what they are; then the process sleeps for what is left of the time that is set, as
-it would wait for an accelerator. Nothing that is measured so says how fast anything is: it says how speed changes with
-the numbers of replicas.
+The real models run, so the tokens are real; then the process sleeps for the rest of the configured time, as it would
+wait for an accelerator. Such measurements show how speed changes with the number of replicas, not how fast anything is.
 """
 
 import time
@@ -15,22 +14,22 @@ from moray.config import Config
 
 
 class SyntheticCost(Config):
-    """Least time that something takes for some sequences together; none at 0."""
+    """Least time of a pass or a draft, depending on its number of sequences; no cost at 0."""
 
     ms: float = Field(default=0.0, ge=0)
-    """Least milliseconds of a pass or a draft, however many sequences are in it; 0 for none. What reading the weights
-    takes."""
+    """Least milliseconds of a pass or a draft of any number of sequences; 0 for none. It stands for reading the
+    weights."""
     ms_per_sequence: float = Field(default=0.0, ge=0)
-    """Milliseconds more of a pass or a draft for every sequence in it; 0 for none. What computing takes, once a device
-    is busy."""
+    """Milliseconds that each sequence adds to a pass or a draft; 0 for none. It stands for computing on a busy
+    device."""
 
     def seconds(self, num_sequences: int | float) -> float:
-        """For so many sequences together."""
+        """Of one pass or draft of `num_sequences`."""
         return (self.ms + self.ms_per_sequence * num_sequences) / 1000
 
     @contextmanager
     def spent(self, num_sequences: int) -> Iterator[None]:
-        """Sleep at the end of a block for what is left of its time."""
+        """Sleep at the end of a block until its time has passed."""
         end = time.perf_counter() + self.seconds(num_sequences)
         yield
         left = end - time.perf_counter()
@@ -51,7 +50,7 @@ class SyntheticCosts(Config):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is made up."""
+        """Whether any cost is made up."""
         return self != SyntheticCosts()
 
     @property

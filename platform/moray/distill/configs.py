@@ -11,8 +11,8 @@ class LossConfig(Config):
     """Weights of the distillation losses (MoA, table 6)."""
 
     feature: float = Field(default=1.0, ge=0)
-    """Weight of the smooth L1 loss between predicted and real hidden states; 0 leaves it out. Mean over the hidden
-    size."""
+    """Weight of the smooth L1 loss between predicted and real hidden states; 0 leaves it out. The loss is the mean over
+    the hidden size."""
     kl: float = Field(default=0.1, ge=0)
     """Weight of KL(target || drafter) over the vocabulary; 0 leaves it out."""
     acceptance: float = Field(default=0.0, ge=0)

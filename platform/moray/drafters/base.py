@@ -208,8 +208,11 @@ class Drafter(nn.Module, ABC, Generic[State]):
         return grow_many(roots, shape, self._step_of(states), select)
 
     def _step_of(self, states: Sequence[State]) -> StepMany:
-        """`step_many` for `grow_many`. Scores of another shape than was asked for propose nothing, for their tokens
-        might be none of the vocabulary; whether they are finite is for the tree's growth to see, on the device."""
+        """`step_many` as `grow_many` calls it.
+
+        Scores of another shape than was asked for propose nothing, because their tokens may be outside the vocabulary.
+        Growing the tree checks on the device that they are finite.
+        """
 
         def step(
             asked: Sequence[int], tokens: Int[Tensor, "asked new"], ancestors: Tensor | None, depth: int

@@ -84,8 +84,8 @@ class TrainableBase(DrafterConfigBase):
     """Drafters that are distilled and score tokens with a vocabulary projection."""
 
     draft_vocab_size: int | None = Field(default=None, ge=2)
-    """Number of tokens that may be proposed, the cache's most frequent ones; null for all. Frequent in the cache's
-    responses. On large vocabularies the projection is most of a draft step."""
+    """Number of tokens that may be proposed, the most frequent in the cache's responses; null for all. With a large
+    vocabulary the projection is most of the cost of a draft step."""
 
     @property
     def num_draft_tokens(self) -> int | None:

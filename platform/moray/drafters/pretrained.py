@@ -125,7 +125,7 @@ class _FamiliarCausalLM:
 
 
 def _load(model: str, like: Tensor) -> _FamiliarCausalLM | OtherCausalLM:
-    if model_type_of(model) not in FAMILIES:
+    if model_type_of(model, "drafter.model") not in FAMILIES:
         return OtherCausalLM(model, like.dtype, like.device)
     dtype = str(like.dtype).removeprefix("torch.")
     settings = {"model": model, "dtype": dtype, "device": like.device.type}

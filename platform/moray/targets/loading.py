@@ -49,7 +49,7 @@ def load_causal_lm(
     Raises:
         ConfigError: it cannot be loaded, or a tensor is missing, unexpected, misshapen, quantised or not finite.
     """
-    folder = resolve_folder(model)
+    folder = resolve_folder(model, field=field)
     check_rope_type(read_model_config(folder, model, field), model, field)
     stored = stored_tensors(folder, field)
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}

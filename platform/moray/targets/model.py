@@ -50,11 +50,11 @@ class Target:
             ConfigError: no such model, unsupported family, no such device, or weights that are not the model's
                 (see `targets.loading`).
         """
-        spec = read_spec(config.model)
+        spec = read_spec(config.model, field=field)
         device = pick_device(config.device)
         dtype, attention = getattr(torch, config.dtype), attention_backend(device.type)
         model = load_causal_lm(config.model, dtype, device, attention, field)
-        return cls(model, spec, read_eos_ids(config.model))
+        return cls(model, spec, read_eos_ids(config.model, field))
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """An empty cache for `capacity` slots per sequence."""
@@ -118,9 +118,9 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def read_eos_ids(model: str) -> tuple[int, ...]:
+def read_eos_ids(model: str, field: str = "target.model") -> tuple[int, ...]:
     """Every id that ends a generation, from generation_config.json, else from config.json."""
-    folder = resolve_folder(model)
+    folder = resolve_folder(model, field=field)
     eos = (
         GenerationConfig.from_pretrained(folder).eos_token_id if (folder / "generation_config.json").is_file() else None
     )

@@ -32,7 +32,7 @@ class OtherCausalLM:
             ConfigError: it cannot be loaded, or has no positions or no keys and values to keep.
         """
         field = "drafter.model"
-        sizes: Any = read_model_config(resolve_folder(model), model, field).get_text_config()
+        sizes: Any = read_model_config(resolve_folder(model, field=field), model, field).get_text_config()
         self._model = load_causal_lm(model, dtype, device, field=field).eval().requires_grad_(False)
         positions: Any = getattr(sizes, "max_position_embeddings", None)
         # Within a sliding window full attention gives the same result.

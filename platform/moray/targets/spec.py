@@ -67,30 +67,29 @@ class TargetSpec(Config):
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
-    def claimed(self) -> dict[str, Any]:
+    def for_plan(self) -> dict[str, Any]:
         """As a cache's plan holds it: windows where there are some, so that plans without stay equal to older ones."""
         left_out = {"sliding_window", "sliding_layers"} if self.sliding_window is None else set[str]()
         return self.model_dump(mode="json", exclude=left_out)
 
 
-def read_spec(model: str, needs_weights: bool = True) -> TargetSpec:
+def read_spec(model: str, needs_weights: bool = True, field: str = "target.model") -> TargetSpec:
     """Read a target's sizes from its `config.json` and fingerprint its weights.
 
     Args:
         model: folder or hub name.
         needs_weights: False where sizes are enough: weights are neither fetched nor read, and the fingerprint is empty.
+        field: of the configuration that names the model.
 
     Raises:
         ConfigError: the folder is missing, or family, rotary embedding or windows are none we can verify losslessly.
     """
-    folder = resolve_folder(model, needs_weights)
-    config = read_model_config(folder, model)
+    folder = resolve_folder(model, needs_weights, field)
+    config = read_model_config(folder, model, field)
     if config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"target.model '{model}' is of type '{config.model_type}'; supported are {', '.join(FAMILIES)}"
-        )
-    rope_scaling = _rope_scaling(model, config.rope_parameters)
-    sliding_layers = _sliding_layers(model, config)
+        raise ConfigError(f"{field} '{model}' is of type '{config.model_type}'; supported are {', '.join(FAMILIES)}")
+    rope_scaling = _rope_scaling(f"{field} '{model}'", config.rope_parameters)
+    sliding_layers = _sliding_layers(f"{field} '{model}'", config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return TargetSpec(
         family=config.model_type,
@@ -104,27 +103,29 @@ def read_spec(model: str, needs_weights: bool = True) -> TargetSpec:
         max_positions=config.max_position_embeddings,
         rope_theta=float(config.rope_parameters["rope_theta"]),
         norm_eps=float(config.rms_norm_eps),
-        fingerprint=fingerprint(folder) if needs_weights else "",
+        fingerprint=fingerprint(folder, field) if needs_weights else "",
         rope_scaling=rope_scaling,
         sliding_window=config.sliding_window if sliding_layers else None,
         sliding_layers=sliding_layers,
     )
 
 
-def model_type_of(model: str) -> str:
+def model_type_of(model: str, field: str) -> str:
     """What a model's `config.json` calls its family.
 
     Raises:
         ConfigError: there is none, or it does not say.
     """
-    path = resolve_folder(model) / "config.json"
+    path = resolve_folder(model, field=field) / "config.json"
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"model '{model}': its config.json names no model_type; give a Hugging Face model") from None
+        raise ConfigError(
+            f"{field} '{model}': its config.json names no model_type; give a Hugging Face model"
+        ) from None
 
 
-def resolve_folder(model: str, needs_weights: bool = True) -> Path:
+def resolve_folder(model: str, needs_weights: bool = True, field: str = "target.model") -> Path:
     """The local folder of a model: itself, what a GGUF file was converted into, or the snapshot that the hub client has
     or fetches."""
     folder = folder_of(model) or Path(model)
@@ -132,7 +133,7 @@ def resolve_folder(model: str, needs_weights: bool = True) -> Path:
         return folder
     if folder.is_dir() or model.count("/") != 1 or model.startswith((".", "/", "runs/")):
         raise ConfigError(
-            f"target.model '{model}': no config.json there; give a Hugging Face model folder, a GGUF file or a hub name"
+            f"{field} '{model}': no config.json there; give a Hugging Face model folder, a GGUF file or a hub name"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -142,11 +143,11 @@ def resolve_folder(model: str, needs_weights: bool = True) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
-            f"target.model '{model}' is neither a folder nor a hub model that can be fetched: {type(error).__name__}"
+            f"{field} '{model}' is neither a folder nor a hub model that can be fetched: {type(error).__name__}"
         ) from None
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, field: str = "target.model") -> str:
     """Hash of a model's config and weights that costs at most 64 MiB of reading per file.
 
     Files up to 64 MiB are hashed whole; of larger ones, 64 evenly spaced windows of 1 MiB, the first of
@@ -160,7 +161,7 @@ def fingerprint(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     volatile = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
     digest.update(json.dumps({k: v for k, v in config.items() if k not in volatile}, sort_keys=True).encode())
-    for path in weight_files(folder):
+    for path in weight_files(folder, field):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:
@@ -177,11 +178,11 @@ def _window_starts(size: int) -> list[int]:
     return [i * (size - _WINDOW) // (count - 1) for i in range(count)]
 
 
-def _rope_scaling(model: str, parameters: dict[str, Any]) -> str:
+def _rope_scaling(whose: str, parameters: dict[str, Any]) -> str:
     kind = parameters.get("rope_type")
     if kind not in ROPE_TYPES:
         raise ConfigError(
-            f"target.model '{model}': rope_type is {kind!r} in its rope_parameters; accepted are "
+            f"{whose}: rope_type is {kind!r} in its rope_parameters; accepted are "
             f"{', '.join(ROPE_TYPES)}, one for all layers: with others, longrope among them, a token's rotation may "
             "depend on the length of its sequence, and no draft could be verified; give another target"
         )
@@ -189,7 +190,7 @@ def _rope_scaling(model: str, parameters: dict[str, Any]) -> str:
     return " ".join([kind, *(f"{key}={json.dumps(value)}" for key, value in others.items())])
 
 
-def _sliding_layers(model: str, config: Any) -> tuple[int, ...]:
+def _sliding_layers(whose: str, config: Any) -> tuple[int, ...]:
     """Layers whose window is shorter than the context, as transformers finds them for each family."""
     if config.model_type == "llama":
         return ()
@@ -200,13 +201,13 @@ def _sliding_layers(model: str, config: Any) -> tuple[int, ...]:
     strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if strange:
         raise ConfigError(
-            f"target.model '{model}': layer_types has '{strange[0]}'; accepted are full_attention and "
+            f"{whose}: layer_types has '{strange[0]}'; accepted are full_attention and "
             "sliding_attention: give another target"
         )
     sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     if sliding and (window is None or window < 1):
         raise ConfigError(
-            f"target.model '{model}': layer {sliding[0]} has sliding attention and sliding_window is {window}; a "
+            f"{whose}: layer {sliding[0]} has sliding attention and sliding_window is {window}; a "
             "number from 1 on is accepted, and use_sliding_window=true where its family has that: fix its config.json"
         )
     return sliding if window is not None and window < config.max_position_embeddings else ()

@@ -12,10 +12,10 @@ from moray.trees.tree import TokenTree
 def at_most(
     above: Float[Tensor, "sequences new 1"], log_probs: Float[Tensor, "sequences new children"]
 ) -> Float[Tensor, "sequences new children"]:
-    """Cumulative log-probabilities of children: at most their parent's, and -inf where a log-probability is none.
+    """Cumulative log-probabilities of children: at most their parent's, and -inf where a log-probability is not finite.
 
-    Every tree below relies on that order: NaN or inf would rank before the root, which `keep_best` would then drop,
-    and the target would verify another root than the sequence's.
+    Growing a tree relies on that order: NaN or inf would rank above the root, `keep_best` would drop the root, and the
+    target would verify below a token that is not the sequence's last.
     """
     scores = above + log_probs
     return torch.where(scores <= above, scores, -math.inf)  # no comparison with NaN holds

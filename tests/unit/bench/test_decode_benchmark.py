@@ -61,7 +61,7 @@ def test_every_drafter_is_measured_with_every_tree_it_can_grow(result):
     names = [(row["drafter"], row["tree"]) for row in result["rows"]]
     chain, deep = "chain-3", "adaptive-4x2-6"
     assert names == [(name, tree) for name in ("ngram", "eagle", "medusa") for tree in (chain, deep)]
-    depth = "tree 'adaptive-4x2-6' goes at most 3 levels deep with drafter 'medusa', which drafts no more"
+    depth = "drafter 'medusa' drafts at most 3 levels, so tree 'adaptive-4x2-6' grows no deeper with it"
     assert result["notes"] == [depth, "torch.compile is off"]
     assert all((row["num_prompts"], row["num_tokens"], row["lossless"]) == (2, 24, True) for row in result["rows"])
     assert result["plain_ms"] > 0

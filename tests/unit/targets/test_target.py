@@ -181,7 +181,7 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path):
     short = read_spec(str(save_target(tmp_path / "short", "mistral", sliding_window=MAX_POSITIONS - 1)))
     assert (long.sliding_window, long.sliding_layers, long.max_positions) == (None, (), MAX_POSITIONS)
     assert (short.sliding_window, short.sliding_layers, short.max_positions) == (511, (0, 1, 2, 3), MAX_POSITIONS)
-    assert short.claimed == long.claimed | {
+    assert short.for_plan == long.for_plan | {
         "sliding_window": 511,
         "sliding_layers": [0, 1, 2, 3],
         "fingerprint": short.fingerprint,

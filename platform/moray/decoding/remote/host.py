@@ -23,7 +23,6 @@ from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest
 from moray.decoding.sampling import Sampler
 from moray.decoding.synthetic import NO_COST, SyntheticCost
 from moray.drafters.base import Drafter
-from moray.errors import DataError
 from moray.trees.shapes import ChainShape, GrowableShape
 from moray.trees.tree import TokenTree
 
@@ -109,10 +108,10 @@ class DraftHost:
         """Take in what is told, and draft what is asked for.
 
         Raises:
-            DataError: it cannot be taken in (see `check_request`); nothing of it is.
+            DataError: it cannot be answered (see `check_request`); nothing of it is applied.
             ConfigError: a tree is asked for that its drafter cannot draft.
         """
-        check_request(request, tensors, self._drafters, self._sizes[1])
+        check_request(request, tensors, self._drafters, *self._sizes)
         with self._locked():
             begin = time.perf_counter()
             for session in request.closed:
@@ -120,18 +119,14 @@ class DraftHost:
             self._sweep()
             trees: list[DraftedTree] = []
             wishes: dict[int, _Wish] = {}
-            asked: set[str] = set()
             at = 0
             for place, entry in enumerate(request.entries):
-                if entry.session in asked:
-                    raise DataError("a message goes on with a sequence after asking for a draft of it")
                 end = at + len(entry.tokens)
                 session = self._find(entry)
                 if session is not None:
                     wish = self._wish(session, entry, request)
                     if wish is not None:
                         wishes[place] = wish
-                        asked.add(entry.session)
                     memory = {name: rows[None, at:end] for name, rows in tensors.items()}
                     self._tell(session, entry, memory, is_late=wish is not None and wish.guessed is not None)
                 trees.append(DraftedTree(session=entry.session, known=session.known if session else 0))
@@ -219,9 +214,7 @@ class DraftHost:
 
     def _find(self, entry: Entry) -> Session | None:
         """An entry's session; None: a miss."""
-        drafter = self._drafters.get(entry.drafter)
-        if drafter is None:
-            raise DataError(f"drafter '{entry.drafter}' is not here; there are {', '.join(self._drafters)}")
+        drafter = self._drafters[entry.drafter]
         session = self._sessions.get(entry.session)
         if entry.known == 0 and entry.session not in self._gone:
             session = self._begin(entry.session, entry.drafter, drafter)
@@ -246,8 +239,6 @@ class DraftHost:
 
     def _tell(self, session: Session, entry: Entry, memory: dict[str, Tensor], *, is_late: bool) -> None:
         """Let a session learn what an entry tells."""
-        if session.known + len(entry.tokens) > self._sizes[0]:
-            raise DataError(f"a sequence has more than {self._sizes[0]} tokens")
         session.guess = session.ahead = None
         drafter = self._drafters[session.drafter]
         device = drafter.head.weight.device

@@ -1,10 +1,11 @@
-"""What crosses between a target and a drafter, as bytes: JSON for numbers and names, raw memory for tensors. No pickle.
+"""Messages between a target and a drafter as bytes: JSON for numbers and names, raw memory for tensors, no pickle.
 
     frame    | lengths of the next two, 4 bytes each | message, JSON | tensors' names and sizes, JSON | tensors |
 
-To the drafter go, per sequence, newly verified tokens and their memory, and what to draft; all tensors of one name are
-one tensor, cut up by the number of tokens. Back come token ids and parents, or the word that the sequence is not known
-as far as was thought (a miss), upon which it is told from the beginning.
+A request holds, for each sequence, its newly verified tokens, their memory and the tree to draft. Tensors of one name
+are joined to one tensor and cut by the number of tokens. A reply holds token ids and parents, or says how much of the
+sequence the drafter knows. If that is less than the request assumed (a miss), the next request begins with the first
+token.
 """
 
 import json
@@ -37,13 +38,13 @@ class Entry(Config):
     session: str
     drafter: str
     known: int = Field(ge=0)
-    """Verified tokens that the drafter should have been told before."""
+    """Verified tokens that earlier requests held."""
     tokens: tuple[int, ...]
-    """Those that follow; their memory is in the tensors."""
+    """Verified tokens that follow them; their memory is in the tensors."""
     num_kept: int = Field(ge=0)
     """See `Drafter.extend`."""
     root: int | None = None
-    """None: nothing is to be drafted."""
+    """Token below which to draft; None to draft nothing."""
     shape: int = Field(default=0, ge=0)
     """Index into the request's shapes."""
     params: int = Field(default=0, ge=0)
@@ -67,9 +68,9 @@ class DraftedTree(Config):
 
     session: str
     known: int
-    """Verified tokens that the drafter has been told by now; other than asked for, it is a miss."""
+    """Verified tokens that the drafter knows by now; if that is not what the request assumed, it is a miss."""
     tokens: tuple[int, ...] = ()
-    """Of the nodes, the root first; empty where nothing was drafted."""
+    """Token ids of the nodes, the root first; empty if nothing was drafted."""
     parents: tuple[int, ...] = ()
     max_depth: int = 0
     num_empty_levels: int = 0
@@ -80,10 +81,10 @@ class DraftReply(Config):
     """One message from a drafter."""
 
     number: int
-    """Of the request."""
+    """Number of the request."""
     trees: tuple[DraftedTree, ...]
     seconds: float = Field(default=0.0, ge=0)
-    """That drafting took."""
+    """Time that drafting took."""
 
 
 def pack(message: DraftRequest | DraftReply, tensors: Mapping[str, Sequence[Tensor]] | None = None) -> bytes:
@@ -96,46 +97,60 @@ def pack(message: DraftRequest | DraftReply, tensors: Mapping[str, Sequence[Tens
 
 
 def unpack_request(frame: bytes | bytearray) -> tuple[DraftRequest, dict[str, Tensor]]:
-    """What `pack` packed.
+    """Read a request that `pack` wrote.
 
     Raises:
-        DataError: it is something else.
+        DataError: the frame holds no request.
     """
     words, tensors = _unpack(frame)
     return _validated(DraftRequest, words), tensors
 
 
 def unpack_reply(frame: bytes | bytearray) -> DraftReply:
-    """What `pack` packed.
+    """Read a reply that `pack` wrote.
 
     Raises:
-        DataError: it is something else.
+        DataError: the frame holds no reply.
     """
     return _validated(DraftReply, _unpack(frame)[0])
 
 
 def check_request(
-    request: DraftRequest, tensors: Mapping[str, Tensor], drafters: Mapping[str, Drafter], max_expanded: int
+    request: DraftRequest,
+    tensors: Mapping[str, Tensor],
+    drafters: Mapping[str, Drafter],
+    capacity: int,
+    max_expanded: int,
 ) -> None:
-    """Refuse what a drafter could not take in, before any of it is: on a GPU a strange token would end the process.
+    """Refuse a request that a host cannot answer, before anything of it is applied.
+
+    On a GPU a token outside the vocabulary would end the process. The names and widths of the memory are not checked:
+    a drafter that is told of another memory than its own raises where it reads it.
 
     Args:
-        request: of any target; who is not among `drafters` is not looked at.
-        tensors: memory of all its tokens.
+        request: from any target.
+        tensors: memory of all its tokens, by name, each [tokens, width].
         drafters: by the names that requests use.
+        capacity: most tokens of a sequence.
         max_expanded: most nodes of a tree that are expanded.
 
     Raises:
         DataError: naming what is wrong.
+        ConfigError: a tree is asked for that its drafter cannot draft.
     """
     num_tokens = sum(len(entry.tokens) for entry in request.entries)
     for name, rows in tensors.items():
         if rows.dim() != 2 or rows.shape[0] != num_tokens:
             raise DataError(f"memory '{name}' has the shape {list(rows.shape)}; {num_tokens} rows of tokens are needed")
+    asked: set[str] = set()
     for entry in request.entries:
         drafter = drafters.get(entry.drafter)
         if drafter is None:
-            continue
+            raise DataError(f"drafter '{entry.drafter}' is not here; there are {', '.join(drafters)}")
+        if entry.session in asked:
+            raise DataError("a message goes on with a sequence after asking for a draft of it")
+        if entry.known + len(entry.tokens) > capacity:
+            raise DataError(f"a sequence has {entry.known + len(entry.tokens)} tokens; {capacity} are accepted")
         ids = entry.tokens if entry.root is None else (*entry.tokens, entry.root)
         size = drafter.spec.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < size:
@@ -144,6 +159,7 @@ def check_request(
             raise DataError(f"a request keeps {entry.num_kept} of {len(entry.tokens)} tokens")
         if entry.root is None:
             continue
+        asked.add(entry.session)
         if entry.shape >= len(request.shapes) or entry.params >= len(request.params):
             raise DataError(
                 f"a request names shape {entry.shape} and parameters {entry.params}, which it does not hold"
@@ -166,13 +182,13 @@ def described(tree: TokenTree) -> dict[str, Any]:
 
 
 def restored(drafted: DraftedTree, device: torch.device, root: int, shape: GrowableShape, vocab_size: int) -> TokenTree:
-    """The tree that `described` described, below a root that was asked for.
+    """Build the tree of a reply, and check that it is what was asked for.
 
-    The target verifies it as it is, so nothing of it may be wrong but its guesses: another root or a node in another
-    place would change the text, a strange token or a deeper tree would end the pass.
+    Only its guesses may be wrong: another root or a misplaced node would change the target's text, and a token outside
+    the vocabulary or a deeper tree would break its pass.
 
     Raises:
-        DataError: it is no tree, or none of that root, shape and vocabulary.
+        DataError: it is not a tree, or not one of that root, shape and vocabulary.
     """
     tokens, parents, where = drafted.tokens, drafted.parents, f"for a tree '{shape.name}'"
     if not 0 < len(tokens) <= shape.num_nodes + 1:
@@ -204,7 +220,7 @@ def restored(drafted: DraftedTree, device: torch.device, root: int, shape: Growa
 
 
 def _depths(parents: Sequence[int], num_nodes: int) -> list[int]:
-    """How deep each node stands; a parent must stand before its children."""
+    """Depth of each node; a parent must come before its children."""
     if len(parents) != num_nodes or parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i):
         raise DataError("a draft came whose nodes make no tree")
     depths = [0]

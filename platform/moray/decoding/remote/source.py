@@ -1,8 +1,8 @@
 """Drafts from other processes: the engine's draft source in front of a pool of drafters.
 
-A sequence has a place in one of them for as long as that lives. All that was told of a sequence is kept here (2 KiB
-per token for Llama-3-8B's MoA), so that another process can take its place at any time. Whoever has not answered is
-not asked again before it has: nothing piles up.
+A sequence stays with one drafter process while that lives. This side keeps all that it has sent of a sequence (2 KiB
+per token for Llama-3-8B's MoA), so that another process can take over at any time. A sequence whose draft has not come
+yet is not asked for again, so requests do not pile up.
 """
 
 import logging
@@ -29,36 +29,36 @@ from moray.trees.tree import TokenTree
 _LOGGER = logging.getLogger(__name__)
 
 _STALL_SECONDS = 5.0
-"""A drafter that has not answered for so long is given up."""
+"""A drafter process that has not answered for so long is given up."""
 _MAX_TOLD_BYTES = 8 << 20
-"""Of one message, but for its first sequence; the others are told with the next ones."""
+"""Most bytes of memory in one request, whose first sequence may have more; other sequences wait for the next one."""
 
 
 @dataclass
 class _Told:
-    """A sequence as its drafter knows it, or will."""
+    """A sequence: what its drafter process was sent, and what is to be sent."""
 
     session: str
     tokens: list[int] = field(default_factory=list)
     memory: dict[str, list[Tensor]] = field(default_factory=dict)
     num_sent: int = 0
-    """Tokens that its present place has been sent."""
+    """Tokens that its drafter process has been sent."""
     num_kept: int = 0
-    """See `Drafter.extend`; of the first tokens that have not been sent."""
+    """Of the first tokens not sent yet; see `Drafter.extend`."""
     place: Endpoint | None = None
     request: int | None = None
-    """Of the request that asked for its draft and is not answered yet."""
+    """Number of the unanswered request for its draft."""
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Of memory that its present place has not been sent."""
+        """Bytes of memory that its drafter process has not been sent."""
         count = len(self.tokens) - self.num_sent
         return sum(count * rows[0][0].numel() * rows[0].element_size() for rows in self.memory.values())
 
 
 @dataclass
 class _Debt:
-    """A request that is not answered yet."""
+    """An unanswered request."""
 
     owed: dict[str, Ask]
     """By session."""
@@ -67,7 +67,7 @@ class _Debt:
 
 @dataclass
 class _Line:
-    """The channel to one drafter process, and what it owes."""
+    """The channel to one drafter process, and its unanswered requests."""
 
     channel: Channel
     debts: dict[int, _Debt] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class _Line:
 
 
 class RemoteDrafts(DraftSource):
-    """One drafter, of which `observe` runs here and `propose` elsewhere."""
+    """One drafter whose `observe` runs here, with the target, and whose `propose` runs in other processes."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class RemoteDrafts(DraftSource):
                 self._closed.setdefault(told.place, []).append(told.session)
 
     def _find(self, session: str) -> Endpoint | None:
-        """Its place, unless that was given up lately: then it looks for another."""
+        """The drafter process of a session; one that was given up lately is replaced by another."""
         place = self._places.find(session)
         if place is None or place not in self._shunned:
             return place
@@ -199,7 +199,7 @@ class RemoteDrafts(DraftSource):
         return None
 
     def _send(self, place: Endpoint, asks: list[Ask]) -> None:
-        """One message for all sequences that have their place there."""
+        """Send one request for all sequences of one drafter process."""
         shapes: dict[GrowableShape, int] = {}
         params: dict[SamplingParams, int] = {}
         entries: list[Entry] = []
@@ -253,7 +253,7 @@ class RemoteDrafts(DraftSource):
         self.stats.num_bytes_sent += len(frame)
 
     def _receive(self, place: Endpoint, line: _Line, seconds: float) -> bool:
-        """Take in the next answer; False if none comes in time, or ever."""
+        """Take in the next reply; False if none comes in time or the process is given up."""
         try:
             frame = line.channel.receive(seconds)
             if frame is None:
@@ -275,7 +275,7 @@ class RemoteDrafts(DraftSource):
         return True
 
     def _look(self, place: Endpoint | None) -> _Line | None:
-        """Take in what has come, without waiting; the line to a place, if it is open then."""
+        """Take in the replies that have come, without waiting; returns the line if it is still open."""
         line = None if place is None else self._lines.get(place)
         while place is not None and line is not None and line.debts and self._receive(place, line, 0.0):
             pass
@@ -299,7 +299,7 @@ class RemoteDrafts(DraftSource):
             told.request = None
             if drafted.known != told.num_sent:
                 self.stats.num_misses += 1
-                told.place, told.num_sent = None, 0  # to be told again, from the beginning, wherever its place is now
+                told.place, told.num_sent = None, 0  # the next request sends all of it, to whichever process it finds
             elif drafted.tokens:
                 size = self._drafter.spec.vocab_size
                 self._ready[ask.number] = restored(drafted, self._device, ask.root, ask.shape, size)
@@ -307,13 +307,13 @@ class RemoteDrafts(DraftSource):
             raise DataError(f"request {reply.number} was answered without {len(debt.owed)} of its drafts")
 
     def _drop_dead_lines(self) -> None:
-        """Processes that have ended while no sequence had its place there: nobody has noticed."""
+        """Close the lines to processes that ended while they had no sequences."""
         for place, line in [*self._lines.items()]:
             if not line.debts and all(told.place != place for told in self._told.values()):
                 self._receive(place, line, 0.0)
 
     def _give_up(self, place: Endpoint) -> None:
-        """A process is gone: its sequences look for another."""
+        """Close the line to a process; its sequences look for another."""
         line = self._lines.pop(place, None)
         if line is not None:
             line.channel.close()
