@@ -320,6 +320,16 @@ def test_requests_that_a_drafter_cannot_take_in_are_refused_whole(tiny):
         with pytest.raises((DataError, ConfigError), match=message.replace("'", ".")):
             host.handle(request, {"feature": torch.zeros(rows)})
         assert host.num_sessions == 0
+    other = good.model_copy(update={"session": "b"})
+    for last, message in [
+        (other.model_copy(update={"drafter": "x"}), "drafter 'x' is not here; there are d"),
+        (other.model_copy(update={"known": CAPACITY - 1}), f"{CAPACITY + 1} tokens; {CAPACITY} are accepted"),
+        (good.model_copy(update={"known": 2}), "goes on with a sequence after asking for a draft of it"),
+    ]:
+        request = DraftRequest(number=2, entries=(good, last), shapes=(SHAPES["chain"],), params=(GREEDY,))
+        with pytest.raises(DataError, match=message):
+            host.handle(request, {"feature": torch.zeros(4, size)})
+        assert host.num_sessions == 0, "the first entry was applied"
 
 
 # --- Trees that are too deep ---

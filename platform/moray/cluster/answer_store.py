@@ -43,11 +43,15 @@ class AnswerStore(CacheStore):
                         f"'{self.uri}' was answered with {key} = {json.dumps(present.get(key))}, now it is "
                         f"{json.dumps(plan[key])}; give another output or remove the folder"
                     )
-            for name in self.names("", (".tmp", TRIES)):
-                self.filesystem.delete_file(self.path(name))
+            self.clear_temporary()
         else:
             self.put("run.yaml", run_yaml)
             self.put("plan.yaml", yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
+
+    def clear_temporary(self) -> None:
+        """Remove files that a killed process left half-written, and notes of tries."""
+        for name in self.names("", (".tmp", TRIES)):
+            self.filesystem.delete_file(self.path(name))
 
     def summaries(self) -> dict[str, dict[str, Any]]:
         """What became of the rows of every part that counts, by part."""

@@ -74,6 +74,7 @@ def cache_activations(
             for name in (LAYOUT_FILE, "run.yaml"):  # of the old columns; who called this writes another record
                 store.delete(name)
             store.write_json("plan.json", grown_plan(store, wanted.plan()))
+        store.clear_temporary()  # left by target replicas that died
         manifest = write_manifest(store, counts)
         end_growth(store, wanted.plan())
         return manifest

@@ -57,6 +57,7 @@ def regenerate(config: RegenerateConfig) -> Summary:
     total = _total(summaries)
     for line in [line for summary in summaries.values() for line in summary["bad_rows"]][:KEPT_BAD_ROWS]:
         print(f"bad row: {line}")
+    store.clear_temporary()  # left by target replicas that died
     store.put("summary.yaml", json.dumps(total, indent=2) + "\n")
     return total
 
