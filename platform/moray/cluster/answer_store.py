@@ -48,10 +48,12 @@ class AnswerStore(CacheStore):
             self.put("run.yaml", run_yaml)
             self.put("plan.yaml", yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
 
-    def clear_temporary(self) -> None:
-        """Remove files that a killed process left half-written, and notes of tries."""
-        for name in self.names("", (".tmp", TRIES)):
+    def clear_temporary(self) -> int:
+        """Remove files that a killed process left half-written, and notes of tries; returns how many."""
+        found = self.names("", (".tmp", TRIES))
+        for name in found:
             self.filesystem.delete_file(self.path(name))
+        return len(found)
 
     def summaries(self) -> dict[str, dict[str, Any]]:
         """What became of the rows of every part that counts, by part."""
