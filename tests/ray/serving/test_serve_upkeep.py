@@ -55,7 +55,8 @@ def test_a_running_serve_does_not_change_its_port_without_a_word(app):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("length", ["short", pytest.param("long", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("length", ["short", "long"])
 def test_memory_is_flat(app, length):
     """Many short answers, streamed, every eighth given up by its client; then as many again."""
     num_before, num_measured, most_growth = LENGTHS[length]
@@ -120,6 +121,7 @@ def test_another_setting_is_rolled_out_while_answers_are_streamed(app, expected)
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 def test_pools_grow_under_load_and_shrink_again(app, expected):
     pools, asked = ("Target", "Drafter"), questions(NUM_QUESTIONS)
     app.deploy({}, scaling=dict.fromkeys(pools, SCALING))

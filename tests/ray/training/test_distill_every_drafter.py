@@ -33,11 +33,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 SIZE, STEPS = 100, 12
 
 
-# Ray Train takes most of the half minute that each costs, and the demo trains all of them: here the one with the most
-# unusual weights, and before a release the others.
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "medusa" else pytest.mark.soak) for kind in DRAFTERS]
-)
+# Ray Train takes most of the half minute that each costs.
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_one_cache_trains_it(kind: str, tiny_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
     from moray.cluster.distil import distil
 

@@ -135,8 +135,8 @@ def test_resumption_measures_nothing_again_and_trains_what_is_missing(climbed: S
     assert [row["tau"] for row in figures] == [trial["figures"]["tau"] for trial in before["trials"]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("then", ["end", pytest.param("resume", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("then", ["end", "resume"])
 def test_a_trial_that_diverges_or_cannot_be_made_is_reported_and_the_others_go_on(
     then: str, make_sweep: MakeSweep, tmp_path: Path
 ) -> None:
