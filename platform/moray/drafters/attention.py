@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from moray.targets.attention import attend_grouped
 from moray.targets.visibility import Visible, attend_causally, attend_visible
 
 KVBuffer = Float[Tensor, "2 1 kv_heads slots head_dim"]
@@ -46,8 +46,7 @@ def attend(
     elif isinstance(mask, str):
         attended = attend_causally(query, key, value)
     else:
-        is_grouped = query.shape[1] != key.shape[1]
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=is_grouped)
+        attended = attend_grouped(query, key, value, mask)
     return attended.transpose(1, 2).flatten(2)
 
 

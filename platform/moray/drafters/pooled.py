@@ -16,6 +16,8 @@ from moray.drafters.layers import RMSNorm, Rotary, SelfAttention, SwiGLU, rotate
 
 _SHORT = 64
 """Up to so many positions plain products of matrices beat a CPU's fused attention, which is made for long sequences."""
+_MAX_SCORES = 1 << 21
+"""That are computed at a time: 8 MiB."""
 
 
 class PooledSelfAttentionLayer(nn.Module):
@@ -39,20 +41,39 @@ class PooledSelfAttentionLayer(nn.Module):
         attention = self.attention
         num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
         qkv = self.input_norm.project(x, attention.qkv_proj.weight)
-        is_short = x.device.type == "cpu" and x.shape[1] <= _SHORT and num_heads == num_kv_heads
-        if is_short and qkv.dtype == torch.float32:  # half precision has no complex numbers
+        is_short = x.device.type == "cpu" and x.shape[1] <= _SHORT
+        is_float, is_grouped = qkv.dtype == torch.float32, num_heads != num_kv_heads
+        if is_short and is_float and not is_grouped:  # half precision has no complex numbers
             return attention.o_proj(LayerAttention.apply(qkv, rotary, num_heads))
         heads = qkv.unflatten(-1, (-1, attention.head_dim))
         turned, value = heads.transpose(1, 2).split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         query, key = rotate(turned, rotary).split([num_heads, num_kv_heads], dim=1)
-        mixed = _attend_by_products(query, key, value) if is_short else attend(query, key, value, None)
+        by_products = is_short and not is_float
+        mixed = _attend_by_products(query, key, value) if by_products else attend(query, key, value, None)
         return attention.o_proj(mixed)
 
 
 def _attend_by_products(
     query: Float[Tensor, "batch heads seq head_dim"],
-    key: Float[Tensor, "batch heads seq head_dim"],
-    value: Float[Tensor, "batch heads seq head_dim"],
+    key: Float[Tensor, "batch kv_heads seq head_dim"],
+    value: Float[Tensor, "batch kv_heads seq head_dim"],
 ) -> Float[Tensor, "batch seq width"]:
-    scores = (query * query.shape[3] ** -0.5) @ key.transpose(2, 3)
-    return (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)
+    """So many sequences at a time that their scores stay in cache."""
+    _, num_heads, seq, _ = query.shape
+    size = max(1, _MAX_SCORES // (num_heads * seq * seq))
+    parts = zip(query.split(size), key.split(size), value.split(size), strict=True)
+    mixed = [_attend_to(*part) for part in parts]
+    return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).transpose(1, 2).flatten(2)
+
+
+def _attend_to(
+    query: Float[Tensor, "batch heads seq head_dim"],
+    key: Float[Tensor, "batch kv_heads seq head_dim"],
+    value: Float[Tensor, "batch kv_heads seq head_dim"],
+) -> Float[Tensor, "batch heads seq head_dim"]:
+    batch, num_heads, seq, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    grouped = query.reshape(batch * num_kv_heads, num_heads // num_kv_heads * seq, head_dim)
+    scores = grouped @ key.reshape(-1, seq, head_dim).transpose(1, 2)
+    shares = (scores.float() * head_dim**-0.5).softmax(dim=-1).to(value.dtype)
+    return (shares @ value.reshape(-1, seq, head_dim)).view(batch, num_heads, seq, head_dim)
