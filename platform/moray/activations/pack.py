@@ -33,6 +33,8 @@ class PackConfig(Config):
     """Parquet file to write, in UltraChat's schema."""
     seed: int = 0
     """Seed of the shuffle."""
+    distinct: bool = False
+    """Keep only the first of chats that begin with the same question; for prompts that the target is to answer."""
     min_chars: int = Field(default=1, ge=1)
     """Fewest characters of a chat's first question; chats with fewer are left out."""
     max_chars: int | None = Field(default=None, ge=1)
@@ -53,6 +55,7 @@ def pack_chats(config: PackConfig) -> dict[str, int]:
         DataError: no chat is left, too many rows are bad, or not one chat fits.
     """
     chats: list[Chat] = []
+    seen: set[str] = set()
     bad: list[BadRow] = []
     num_read = 0
     for chunk in plan_chunks(config.chats):
@@ -66,8 +69,10 @@ def pack_chats(config: PackConfig) -> dict[str, int]:
                 continue
             num_read += 1
             question = _question(row)
-            if config.min_chars <= len(question) <= (config.max_chars or len(question)):
+            if config.min_chars <= len(question) <= (config.max_chars or len(question)) and question not in seen:
                 chats.append(row)
+                if config.distinct:
+                    seen.add(question)
     random.Random(config.seed).shuffle(chats)
     chats = chats[: config.max_packed]
     if not chats:

@@ -53,6 +53,24 @@ def test_every_chat_is_there_once_in_another_order(chats, tmp_path):
     assert (tmp_path / "one.parquet").read_bytes() != (tmp_path / "three.parquet").read_bytes()
 
 
+def test_a_question_is_asked_once_if_so_wished(tmp_path):
+    rows = [
+        {
+            "prompt_id": str(number),
+            "messages": [
+                {"role": "user", "content": f"question {number % 7}"},
+                {"role": "assistant", "content": f"answer {number}"},
+            ],
+        }
+        for number in range(20)
+    ]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("\n".join([*map(json.dumps, rows), "damaged"]), encoding="utf-8")
+    once = packed(tmp_path / "once.parquet", asked, distinct=True)
+    assert sorted(chat.messages[1]["content"] for chat in once) == [f"answer {number}" for number in range(7)]
+    assert len(packed(tmp_path / "all.parquet", asked)) == 20
+
+
 def test_filters_and_limits(chats, tmp_path):
     found = packed(tmp_path / "some.parquet", chats, min_chars=20, max_chars=60)
     lengths = [len(chat.messages[0]["content"]) for chat in found]
