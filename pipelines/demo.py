@@ -37,7 +37,7 @@ def main(config: DemoConfig) -> None:
     from moray.bench.live import show_live
     from moray.cluster.session import ray_session
 
-    stages = [(name, arguments, *_load_stage(name, arguments)) for name, *arguments in config.stages]
+    stages = [(name, arguments, *load_stage(name, arguments)) for name, *arguments in config.stages]
     console = Console()
     begin = time.perf_counter()
     seconds: dict[str, float] = {}
@@ -57,7 +57,7 @@ def main(config: DemoConfig) -> None:
     console.print(f"{parts}; {time.perf_counter() - begin:.0f} s in all", highlight=False)
 
 
-def _load_stage(name: str, arguments: Sequence[str]) -> tuple[Callable[[Any], None], Config]:
+def load_stage(name: str, arguments: Sequence[str]) -> tuple[Callable[[Any], None], Config]:
     """A stage's `main` and its configuration: every stage is checked before the first one runs."""
     names = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "benchmark", "demo"}
     if name not in names:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moray.activations.ultrachat import Chat, plan_chunks, read_chunk
 from moray.bench.configs import EvaluateConfig
 from moray.bench.loading import folder_of
 from moray.bench.shaped import random_target
@@ -15,6 +16,7 @@ from moray.config import load_config, read_yaml
 from moray.drafters.configs import DRAFTER_CONFIG, TrainedConfig
 from moray.targets.head import TargetHead
 from moray.trees.shapes import ChainShape
+from pipelines.demo import DemoConfig, load_stage
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DRAFTERS = sorted((CONFIGS / "drafters").glob("*.yaml"))
@@ -76,3 +78,23 @@ def test_a_wide_preset_has_the_parameters_that_it_says(path, vocab_size, written
     unit = {"M": 1e6, "B": 1e9}[said[1]]
     digits = len(said[0].partition(".")[2])
     assert f"{count / unit:.{digits}f}" == said[0]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("demo*.yaml")), ids=lambda path: path.stem)
+def test_a_demo_trains_what_it_evaluates_from_files_that_are_here(path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    demo = load_config(DemoConfig, [str(path)])
+    stages = [(name, load_stage(name, arguments)[1]) for name, *arguments in demo.stages]
+    trained = {str(config.output) for name, config in stages if name == "distill"}
+    (evaluated,) = (config for name, config in stages if name == "evaluate")
+    folders = {str(folder_of(entry)) for entry in evaluated.drafters if isinstance(entry, str | TrainedConfig)}
+    assert folders == trained
+    (cached,) = (config for name, config in stages if name == "cache_activations")
+    assert {config.activations for name, config in stages if name == "distill"} == {cached.output}
+    if not cached.chats.path.startswith("runs/"):
+        rows = [row for chunk in plan_chunks(cached.chats) for row in read_chunk(chunk)]
+        assert len(rows) == cached.chats.max_chats
+        assert all(isinstance(row, Chat) for row in rows)
+    assert demo.live is not None
+    assert demo.live.drafter in trained
+    assert demo.live.target.model == evaluated.target.model

@@ -1,4 +1,4 @@
-"""The demo's chain from nothing, and what it must show: with fewer steps, and as `make demo` runs it."""
+"""The demo's chain from nothing, and what it must show: with fewer steps, and as `make demo-small` runs it."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ROW_KEYS = {
     "num_tokens",
 }
 TRAINED = ("moa", "eagle", "glide", "medusa", "independent")
-DEMO = REPOSITORY / "configs" / "demo.yaml"
+DEMO = REPOSITORY / "configs" / "demo-small.yaml"
 FEWER = {
     "train_demo_target": ("optim.num_steps=120", "num_train_chats=800", "num_heldout_chats=100"),
     "cache_activations": (),

@@ -7,7 +7,7 @@ import pytest
 from moray.errors import DataError
 from moray.targets.embedded import FILE, fetch
 
-INSTEAD = "run `make demo`, which needs neither"
+INSTEAD = "run `make demo-small`, which needs neither"
 
 
 def test_a_registry_that_does_not_have_it_is_one_line(tmp_path, monkeypatch):
