@@ -33,7 +33,7 @@ class ApiConfig(Config):
     counts its own requests, so n of them accept up to n times as many."""
     num_retries: int = Field(default=5, ge=0)
     """How often in a row an answer is resumed after its replica has died; 0 for never. A new token begins the count
-    again. An answer over which an engine fails is resumed only once."""
+    again. If engines fail over it, it is resumed once without a new token in between."""
     log_prompts: bool = False
     """Write prompts and answers into the replicas' logs."""
 

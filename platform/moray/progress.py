@@ -33,7 +33,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 LINE_SECONDS = 10.0
-"""Time between two lines. The docs promise one every 15 s, so a busy machine may be late by the rest."""
+"""Seconds between two lines, as README says."""
 
 Item = TypeVar("Item")
 

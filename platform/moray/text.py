@@ -158,8 +158,8 @@ class ChatTokenizer:
     def answers_keep_space(self) -> bool:
         """Whether the first space of an answer to a chat belongs to the answer rather than to the template.
 
-        A template may write a space before every answer. Without it, an answer that is put back into its chat gives the
-        tokens that the target wrote.
+        A template may write a space before every answer. Then the first space of a decoded answer is the template's and
+        is left out, so that the answer, put back into its chat, gives the tokens that the target wrote.
         """
         return not self._template.marks.answer_lead.isspace()
 

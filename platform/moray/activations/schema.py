@@ -72,7 +72,7 @@ class CacheConfig(Config):
     """Chats that are read, tokenised and sorted by length together."""
 
     @property
-    def claimed(self) -> dict[str, Any]:
+    def for_plan(self) -> dict[str, Any]:
         """What makes one cache differ from another: a quota does not."""
         left_out = {"max_bytes"} | (set() if self.column_codecs else {"column_codecs"})
         return self.model_dump(mode="json", exclude=left_out)

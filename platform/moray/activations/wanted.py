@@ -63,7 +63,7 @@ class Wanted:
             "content_rule": CONTENT_RULE,
             "chats": self.chats.model_dump(mode="json", exclude={"max_bad_rows"}),
             "files": {chunk.label: chunk.file_bytes for chunk in self.chunks},
-            "cache": self.cache.claimed,
+            "cache": self.cache.for_plan,
             "columns": self.columns,
         }
 

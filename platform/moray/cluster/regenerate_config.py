@@ -51,7 +51,7 @@ class RegenerateConfig(Config):
     batch_tokens: int = Field(default=16384, ge=64)
     """Tokens of a target replica's cache; as many chats run at a time as fit with prompt and answer."""
     chats_per_part: int = Field(default=512, ge=1)
-    """Chats that are answered and written together; a kill loses at most these."""
+    """Chats that are answered and written together; a kill loses at most one such part per replica."""
     num_targets: int = Field(default=1, ge=1)
     """Target replicas, one actor each."""
     cpus_per_target: float = Field(default=1.0, gt=0)

@@ -1,7 +1,8 @@
 """Checks that a drafter can draft a tree.
 
-Everything that decodes calls `fit_shape` once, when it is built: the decoder of one sequence, the engine with drafters
-in its process or elsewhere, drafter replicas, and the deployment commands.
+Everything that decodes calls `fit_shape` when it is built: the decoder of one sequence, the engine with drafters in its
+process or elsewhere, and drafter replicas, which also check every request. Deployment commands call it before they
+start anything.
 """
 
 import logging

@@ -17,7 +17,7 @@ from moray.drafters.layers import RMSNorm, Rotary, SelfAttention, SwiGLU, rotate
 _SHORT = 64
 """Up to so many positions plain products of matrices beat a CPU's fused attention, which is made for long sequences."""
 _MAX_SCORES = 1 << 21
-"""That are computed at a time: 8 MiB."""
+"""Most attention scores that are computed at a time; in float32 they take 8 MiB."""
 
 
 class PooledSelfAttentionLayer(nn.Module):
@@ -58,7 +58,7 @@ def _attend_by_products(
     key: Float[Tensor, "batch kv_heads seq head_dim"],
     value: Float[Tensor, "batch kv_heads seq head_dim"],
 ) -> Float[Tensor, "batch seq width"]:
-    """So many sequences at a time that their scores stay in cache."""
+    """Attention by plain products, for as many sequences at a time as keep their scores in the CPU's cache."""
     _, num_heads, seq, _ = query.shape
     size = max(1, _MAX_SCORES // (num_heads * seq * seq))
     parts = zip(query.split(size), key.split(size), value.split(size), strict=True)
@@ -73,7 +73,7 @@ def _attend_to(
 ) -> Float[Tensor, "batch heads seq head_dim"]:
     batch, num_heads, seq, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    grouped = query.reshape(batch * num_kv_heads, num_heads // num_kv_heads * seq, head_dim)
+    grouped = (query * head_dim**-0.5).reshape(batch * num_kv_heads, num_heads // num_kv_heads * seq, head_dim)
     scores = grouped @ key.reshape(-1, seq, head_dim).transpose(1, 2)
-    shares = (scores.float() * head_dim**-0.5).softmax(dim=-1).to(value.dtype)
+    shares = scores.float().softmax(dim=-1).to(value.dtype)
     return (shares @ value.reshape(-1, seq, head_dim)).view(batch, num_heads, seq, head_dim)

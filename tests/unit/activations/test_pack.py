@@ -53,7 +53,7 @@ def test_every_chat_is_there_once_in_another_order(chats, tmp_path):
     assert (tmp_path / "one.parquet").read_bytes() != (tmp_path / "three.parquet").read_bytes()
 
 
-def test_a_question_is_asked_once_if_so_wished(tmp_path):
+def test_distinct_keeps_the_first_chat_of_each_question(tmp_path):
     rows = [
         {
             "prompt_id": str(number),

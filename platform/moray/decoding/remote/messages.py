@@ -3,9 +3,9 @@
     frame    | lengths of the next two, 4 bytes each | message, JSON | tensors' names and sizes, JSON | tensors |
 
 A request holds, for each sequence, its newly verified tokens, their memory and the tree to draft. Tensors of one name
-are joined to one tensor and cut by the number of tokens. A reply holds token ids and parents, or says how much of the
-sequence the drafter knows. If that is less than the request assumed (a miss), the next request begins with the first
-token.
+are joined to one tensor and cut by the number of tokens. A reply says how many verified tokens the drafter knows
+now, and holds the token ids and parents of the draft. If the drafter does not know what the request builds on (a miss),
+that number is 0, nothing is drafted, and the next request begins with the first token.
 """
 
 import json
@@ -68,7 +68,7 @@ class DraftedTree(Config):
 
     session: str
     known: int
-    """Verified tokens that the drafter knows by now; if that is not what the request assumed, it is a miss."""
+    """Verified tokens that the drafter knows after the request; 0 if it is a miss."""
     tokens: tuple[int, ...] = ()
     """Token ids of the nodes, the root first; empty if nothing was drafted."""
     parents: tuple[int, ...] = ()
@@ -124,8 +124,9 @@ def check_request(
 ) -> None:
     """Refuse a request that a host cannot answer, before anything of it is applied.
 
-    On a GPU a token outside the vocabulary would end the process. The names and widths of the memory are not checked:
-    a drafter that is told of another memory than its own raises where it reads it.
+    On a GPU a token outside the vocabulary would end the process. The names and widths of the memory are not checked
+    here: a drafter that misses a name or finds another width raises when it reads the memory, after earlier entries were
+    applied.
 
     Args:
         request: from any target.

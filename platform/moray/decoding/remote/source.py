@@ -44,7 +44,7 @@ class _Told:
     num_sent: int = 0
     """Tokens that its drafter process has been sent."""
     num_kept: int = 0
-    """Of the first tokens not sent yet; see `Drafter.extend`."""
+    """`num_kept` of the first `extend` whose tokens were not sent yet."""
     place: Endpoint | None = None
     request: int | None = None
     """Number of the unanswered request for its draft."""
