@@ -2,9 +2,9 @@
 
 On CPUs torch's kernel handles grouped key/value heads and masks together, so the copies of every key and value
 that the stock backend makes for each query head (`repeat_kv`) are not needed: 12 % off a verify pass of the
-demo target. Where
-there are few queries, the query heads of a group are computed together (`attend_grouped`). On a GPU the stock backend picks better
-kernels and stays. Both also take, in place of a mask, the rule of a whole training sequence (see `visibility`).
+small demo's target. Where there are few queries, the query heads of a group are computed together (`attend_grouped`).
+On a GPU the stock backend picks better kernels and stays. Both also take, in place of a mask, the rule of a whole
+training sequence (see `visibility`).
 
 What is imported inside functions costs two seconds, and many processes import this module without running a target.
 """
@@ -50,13 +50,12 @@ def attend_grouped(
     mask: Float[Tensor, "#batch 1 #seq slots"] | Bool[Tensor, "#batch 1 #seq slots"] | None,
     scale: float | None = None,
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Attention of query heads to the key/value head that their group shares; Without a mask
-    every query sees all slots.
+    """Attention of query heads to the key/value head that their group shares.
 
-    A CPU's fused kernel reads keys and values anew for each head, and in half precision converts them each time. With
-    the heads of a group as further queries of one head it does so once for the group: bit for bit the same, and for one
-    query over a batch of caches in bfloat16 four to six times as fast. In float32 one query alone changes in its last
-    bit and gains nothing, so it stays.
+    Without a mask every query sees all slots. A CPU's fused kernel reads keys and values anew for each head, and in
+    half precision converts them each time. With the heads of a group as further queries of one head it does so once for
+    the group: in bfloat16 one query over a batch of caches is four to six times as fast. The last bits may differ. In
+    float32 a single query gains nothing and is computed head by head.
     """
     batch, num_heads, seq, head_dim = query.shape
     num_kv_heads = key.shape[1]

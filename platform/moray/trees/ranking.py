@@ -12,7 +12,7 @@ from moray.trees.tree import TokenTree
 def at_most(
     above: Float[Tensor, "sequences new 1"], log_probs: Float[Tensor, "sequences new children"]
 ) -> Float[Tensor, "sequences new children"]:
-    """Cumulative log-probabilities of children: at most their parent's, and -inf where a log-probability is NaN or positive.
+    """Cumulative log-probabilities of children: at most their parent's, -inf for a log-probability that is NaN or > 0.
 
     Growing a tree relies on that order: NaN or inf would rank above the root, `keep_best` would drop the root, and the
     target would verify below a token that is not the sequence's last.

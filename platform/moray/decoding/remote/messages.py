@@ -125,8 +125,8 @@ def check_request(
     """Refuse a request that a host cannot answer, before anything of it is applied.
 
     On a GPU a token outside the vocabulary would end the process. The names and widths of the memory are not checked
-    here: a drafter that misses a name or finds another width raises when it reads the memory, after earlier entries were
-    applied.
+    here: a drafter that misses a name or finds another width raises when it reads the memory, after earlier entries
+    were applied.
 
     Args:
         request: from any target.
