@@ -24,6 +24,7 @@ from moray.decoding.stop import StopStrings
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError
 from moray.targets.model import Target
+from moray.targets.packed_linear import stock_kernels
 from moray.text import ChatTokenizer, Message
 from moray.trees.shapes import AnyShape
 
@@ -221,14 +222,15 @@ class Runner:
             tokens = torch.tensor([prompt], device=target.device)
             limit = min(most, self.capacity - len(prompt))
             begin = time.perf_counter()
-            output = target.model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=limit,
-                stop_strings=list(self._config.stop) or None,
-                tokenizer=self._tokenizer.tokenizer,
-                **options,
-            )
+            with stock_kernels():
+                output = target.model.generate(
+                    tokens,
+                    attention_mask=torch.ones_like(tokens),
+                    max_new_tokens=limit,
+                    stop_strings=list(self._config.stop) or None,
+                    tokenizer=self._tokenizer.tokenizer,
+                    **options,
+                )
             return Generation(output[0, len(prompt) :].tolist(), seconds=time.perf_counter() - begin)
 
         return run
