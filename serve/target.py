@@ -54,6 +54,8 @@ class TargetReplica:
         self._config = config
         self._ends_process = ends_process
         self._target = Target.load(config.target)
+        if self._target.kernels is not None and self._target.kernels.reason:
+            _LOGGER.info(self._target.kernels.reason)
         self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
         self._drafters = {
             name: load_drafters((entry,), self._target, self._tokenizer).popitem()[1]

@@ -42,7 +42,10 @@ def load_target(
     questions = read_questions(config.questions, config.num_questions, categories)
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
     with Progress(f"load target {config.target.model}"):
-        return questions, tokenizer, Target.load(config.target)
+        target = Target.load(config.target)
+    if target.kernels is not None and target.kernels.reason:
+        print(target.kernels.reason)
+    return questions, tokenizer, target
 
 
 def first_prompts(questions: Sequence[Question], tokenizer: ChatTokenizer, room: int, path: str) -> list[list[int]]:
@@ -112,6 +115,7 @@ def build_drafters(
                 f"target.dtype does not hold the weights of drafter '{name}', which is run in it: {problem}; use "
                 "bfloat16 or float32"
             )
+        drafter.pack()
         drafters[name] = drafter
     return drafters
 

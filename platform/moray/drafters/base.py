@@ -20,6 +20,7 @@ from moray.drafters.configs import DrafterConfigBase, TrainableBase
 from moray.drafters.vocabulary import DraftVocabulary
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
+from moray.targets.packed_linear import choose_kernels, linear_weights, pack_linears
 from moray.trees.grow import Budget, Select, SelectMany, StepMany, alone, grow_many
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
@@ -265,6 +266,15 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """Draft in the target's precision: half the bytes, and no output depends on it. Never for training."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
+
+    def pack(self) -> None:
+        """Pack the weights for a CPU's kernels if that makes drafting faster. Never for training."""
+        if self.head.weight.device.type != "cpu":
+            return
+        rows = [self.vocabulary.rows] if self.vocabulary.is_reduced else []
+        kernels = choose_kernels([*linear_weights(self), *rows])
+        pack_linears(self, kernels)
+        self.vocabulary.pack(kernels)
 
     def step_weights(self) -> list[Tensor]:
         """The weights that one draft step reads: its cost in bytes. Shared rows of lm_head stand as they are stored."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
+from moray.targets.packed_linear import Kernels, PackedWeight
 
 
 class DraftVocabulary(nn.Module):
@@ -33,6 +34,7 @@ class DraftVocabulary(nn.Module):
         tokens = torch.arange(self.size, device=head.weight.device) if self.is_reduced else None
         self.register_buffer("tokens", tokens)
         self._rows: Tensor | None = None
+        self._packed: PackedWeight | None = None
         self.register_load_state_dict_post_hook(lambda module, _: module._forget_rows())
 
     @property
@@ -77,7 +79,14 @@ class DraftVocabulary(nn.Module):
     def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any draft"]:
         """Logits of final-norm hidden states over the draft vocabulary."""
         hidden = hidden.to(self._head.weight.dtype)
+        if self._packed is not None:
+            return self._packed.linear(hidden)
         return F.linear(hidden, self.rows) if self.is_reduced else self._head.logits(hidden)
+
+    def pack(self, kernels: Kernels) -> None:
+        """Keep a packed copy of the rows of a reduced vocabulary; those of a whole one are the target's business."""
+        if self.is_reduced and kernels.are_packed:
+            self._packed = PackedWeight(self.rows, kernels)
 
     def select(self, full: Float[Tensor, "*any vocab"]) -> Float[Tensor, "*any draft"]:
         """The draft vocabulary's columns of something over all tokens."""
@@ -95,4 +104,4 @@ class DraftVocabulary(nn.Module):
         return ids if self.tokens is None else self.tokens[ids]
 
     def _forget_rows(self) -> None:
-        self._rows = None
+        self._rows = self._packed = None

@@ -17,7 +17,7 @@ from moray.errors import ConfigError
 from moray.targets.attention import attention_backend
 from moray.targets.kv_cache import KVCache
 from moray.targets.loading import load_causal_lm
-from moray.targets.packed_linear import pack_linears
+from moray.targets.packed_linear import Kernels, choose_kernels, linear_weights, pack_linears
 from moray.targets.rotary import RotaryCache
 from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
@@ -42,8 +42,8 @@ class Target:
         self.dtype: torch.dtype = self.model.lm_head.weight.dtype
         self._rotary = RotaryCache(self.model.model.rotary_emb)
         self._masks = LayerMasks(spec)
-        self.kernels = "linear layers: torch's own"
-        """Which kernels compute its linear layers, in one line."""
+        self.kernels: Kernels | None = None
+        """Which kernels compute its linear layers, if that was chosen."""
 
     @classmethod
     def load(cls, config: TargetConfig, field: str = "target.model") -> "Target":
@@ -59,7 +59,8 @@ class Target:
         model = load_causal_lm(config.model, dtype, device, attention, field)
         target = cls(model, spec, read_eos_ids(config.model, field))
         if device.type == "cpu":
-            target.kernels = pack_linears(model)
+            target.kernels = choose_kernels(linear_weights(model))
+            pack_linears(model, target.kernels)
         return target
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:

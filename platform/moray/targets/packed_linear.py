@@ -1,15 +1,15 @@
-"""Linear layers of a CPU target whose weights are laid out once for oneDNN's kernels.
+"""Linear maps on a CPU whose weights are laid out once for oneDNN's kernels.
 
 `F.linear` on a CPU hands its weight to a BLAS that packs it anew in each call, which for the few rows of a verify pass
-costs more than the products. Here the weight is packed at load, and the module keeps the plain one beside it: for row
-counts at which it is the faster one, for gradients, for torch.compile and for baselines (`stock_kernels`).
+costs more than the products. Here the weight is packed at load, and the plain one is kept beside it: for row counts at
+which it is the faster one, for gradients, for torch.compile and for baselines (`stock_kernels`).
 
 What is faster depends on the CPU and its BLAS, so it is measured at load, on the model's own weights. Models so small
 that their weights stay in cache are left as they are: they gain little, and results stay the same in every process.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,22 +18,22 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-_LEAST_BYTES = 32 << 20
-"""Of all linear weights; below that nothing is packed."""
+_LEAST_BYTES = 8 << 20
+"""Of all weights together; with fewer, nothing is packed."""
 _TRIED_BYTES = 48 << 20
-"""Of the weights that are measured: more than a cache holds, as in a real pass."""
+"""Most bytes of weights that are measured: more than a cache holds, as in a real pass."""
 _ROWS = (1, 4, 17)
 """Row counts that are measured: a plain step, a short chain, a tree."""
 _HINT = 64
 """Row count for which oneDNN picks the layout; those from 4 to 64 are equally fast at any row count."""
 _GAIN = 1.05
-"""How much faster packed weights must be, so that noise does not decide."""
+"""How many times as fast packed weights must be, so that noise does not decide."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass
 class _Switch:
-    """Whether all packed layers use the plain weight for now."""
+    """Whether plain weights are used everywhere for now."""
 
     is_stock: bool = False
 
@@ -41,27 +41,9 @@ class _Switch:
 _SWITCH = _Switch()
 
 
-class PackedLinear(nn.Module):
-    """An `nn.Linear` with a packed copy of its weight."""
-
-    def __init__(self, linear: nn.Linear, packed: Tensor, packs_one_row: bool) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self._packed = packed
-        self._packs_one_row = packs_one_row
-
-    def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
-        """x weight^T + bias."""
-        is_packed = self._packs_one_row or x.numel() > self.in_features
-        if not is_packed or _SWITCH.is_stock or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
-        return _packed_linear(x, self._packed, self.bias)
-
-
 @contextmanager
 def stock_kernels() -> Iterator[None]:
-    """Run `F.linear` in all packed layers, as any other program would; not for several threads at once."""
+    """Compute with plain weights, as any other program would; not for several threads at once."""
     _SWITCH.is_stock = True
     try:
         yield
@@ -69,39 +51,86 @@ def stock_kernels() -> Iterator[None]:
         _SWITCH.is_stock = False
 
 
-@torch.inference_mode()
-def pack_linears(model: nn.Module) -> str:
-    """Replace a frozen CPU model's linear layers by packed ones where those are faster.
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels are faster for some weights."""
 
-    Returns:
-        What was chosen, and why, in one line.
-    """
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    num_bytes = sum(linear.weight.nbytes for linear in linears.values())
-    dtypes = {linear.weight.dtype for linear in linears.values()}
+    are_packed: bool
+    pack_one_row: bool
+    """Also for a single row, where torch's own kernel only reads the weight."""
+    reason: str
+    """One line, to be told; empty for small models, where nothing was measured."""
+
+
+class PackedWeight:
+    """A weight and its packed copy."""
+
+    def __init__(self, weight: Float[Tensor, "outputs inputs"], kernels: Kernels) -> None:
+        self.weight, self._packed = weight, _pack(weight)
+        self._packs_one_row = kernels.pack_one_row
+
+    def linear(
+        self, x: Float[Tensor, "*batch inputs"], bias: Float[Tensor, " outputs"] | None = None
+    ) -> Float[Tensor, "*batch outputs"]:
+        """x weight^T + bias."""
+        is_packed = self._packs_one_row or x.numel() > x.shape[-1]
+        if not is_packed or _SWITCH.is_stock or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return F.linear(x, self.weight, bias)
+        return _packed_linear(x, self._packed, bias)
+
+
+class PackedLinear(nn.Module):
+    """An `nn.Linear` with a packed copy of its weight, and the same parameters."""
+
+    def __init__(self, linear: nn.Linear, kernels: Kernels) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self._both = PackedWeight(linear.weight.detach(), kernels)
+
+    def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        """x weight^T + bias."""
+        if self.weight.data_ptr() != self._both.weight.data_ptr():  # the weight was replaced since it was packed
+            return F.linear(x, self.weight, self.bias)
+        return self._both.linear(x, self.bias)
+
+
+def linear_weights(model: nn.Module) -> list[Tensor]:
+    """The weights that `pack_linears` would pack."""
+    return [module.weight.detach() for module in model.modules() if type(module) is nn.Linear]
+
+
+@torch.inference_mode()
+def choose_kernels(weights: Sequence[Tensor]) -> Kernels:
+    """Measure which kernels are faster for these weights on this CPU, at the number of threads that is set now."""
+    num_bytes = sum(weight.nbytes for weight in weights)
     if num_bytes < _LEAST_BYTES:
-        return "linear layers: torch's own (a small model)"
-    if not torch.backends.mkldnn.is_available() or not dtypes <= set(_DTYPES):
-        return "linear layers: torch's own (no packed kernels for this CPU and number format)"
+        return Kernels(False, False, "")
+    if not torch.backends.mkldnn.is_available() or not {weight.dtype for weight in weights} <= set(_DTYPES):
+        return _stock("there are no packed ones for this CPU and number format")
     free = _free_bytes()
     if 2 * num_bytes > free:
-        return (
-            f"linear layers: torch's own (packed copies take {num_bytes >> 20} MiB, more than half of the {free >> 20} "
-            "MiB that are free)"
-        )
-    gains = _measure([linear.weight for linear in linears.values()])
-    said = ", ".join(f"{rows}: {gain:.2f}" for rows, gain in gains.items())
-    several = [gain for rows, gain in gains.items() if rows > 1]
-    if min(several) < _GAIN:
-        return f"linear layers: torch's own (packed weights are so many times as fast, by rows: {said})"
-    for name, linear in linears.items():
+        return _stock(f"packed copies take {num_bytes >> 20} MiB, more than half of the {free >> 20} MiB that are free")
+    gains = _measure(weights)
+    said = ", ".join(f"{gain:.2f} at {rows}" for rows, gain in gains.items())
+    if min(gain for rows, gain in gains.items() if rows > 1) < _GAIN:
+        return _stock(f"packed ones are {said} rows times as fast")
+    return Kernels(True, gains[1] >= _GAIN, f"linear layers: packed weights, {said} rows times as fast as torch's own")
+
+
+def pack_linears(model: nn.Module, kernels: Kernels) -> None:
+    """Replace the linear layers of a frozen model by packed ones, if those are faster."""
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    for name, linear in linears.items() if kernels.are_packed else ():
         parent, _, last = name.rpartition(".")
-        packed = PackedLinear(linear, _pack(linear.weight), gains[1] >= _GAIN)
-        setattr(model.get_submodule(parent), last, packed)
-    return f"linear layers: packed weights, so many times as fast as torch's own, by rows: {said}"
+        setattr(model.get_submodule(parent), last, PackedLinear(linear, kernels))
 
 
-def _measure(weights: list[Tensor]) -> dict[int, float]:
+def _stock(reason: str) -> Kernels:
+    return Kernels(False, False, f"linear layers: torch's own kernels, because {reason}")
+
+
+def _measure(weights: Sequence[Tensor]) -> dict[int, float]:
     """How many times as fast some of the weights are when packed, by the number of rows."""
     tried: list[Tensor] = []
     for weight in weights:
@@ -111,10 +140,10 @@ def _measure(weights: list[Tensor]) -> dict[int, float]:
     packed = [_pack(weight) for weight in tried]
     gains = {}
     for rows in _ROWS:
-        inputs = {size: torch.randn(rows, size).to(tried[0].dtype) for size in {one.shape[1] for one in tried}}
-        pairs = [(inputs[plain.shape[1]], plain, pack) for plain, pack in zip(tried, packed, strict=True)]
-        gains[rows] = _seconds(lambda pairs=pairs: [F.linear(x, plain) for x, plain, _ in pairs]) / _seconds(
-            lambda pairs=pairs: [_packed_linear(x, pack, None) for x, _, pack in pairs]
+        inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in tried]
+        plain = _seconds(lambda inputs=inputs: [F.linear(*pair) for pair in zip(inputs, tried, strict=True)])
+        gains[rows] = plain / _seconds(
+            lambda inputs=inputs: [_packed_linear(x, weight, None) for x, weight in zip(inputs, packed, strict=True)]
         )
     return gains
 
@@ -126,11 +155,11 @@ def _seconds(run: Callable[[], object]) -> float:
         begin = time.perf_counter()
         run()
         taken.append(time.perf_counter() - begin)
-    return min(taken[1:])
+    return min(taken)
 
 
 def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINT)
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _HINT)
 
 
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -138,7 +167,7 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _free_bytes() -> int:
-    """Memory that a process may still take."""
+    """Memory that this machine has left."""
     import psutil
 
     return int(psutil.virtual_memory().available)

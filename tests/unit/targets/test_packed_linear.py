@@ -1,0 +1,96 @@
+"""Packed linear layers: torch's results to rounding, plain weights where they are asked for, chosen by measurement."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moray.targets import packed_linear
+from moray.targets.packed_linear import (
+    Kernels,
+    PackedLinear,
+    choose_kernels,
+    linear_weights,
+    pack_linears,
+    stock_kernels,
+)
+
+PACKED = Kernels(True, True, "for a test")
+OUTPUTS, INPUTS = 48, 32
+
+
+def packed_model(dtype: torch.dtype = torch.float32, kernels: Kernels = PACKED) -> Any:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(INPUTS, OUTPUTS), nn.SiLU())
+    model = nn.Sequential(inner, nn.Linear(OUTPUTS, INPUTS, bias=False)).to(dtype).requires_grad_(False)
+    pack_linears(model, kernels)
+    return model
+
+
+def plainly(model: Any, x: torch.Tensor) -> torch.Tensor:
+    (first, _), second = model[0], model[1]
+    return F.linear(F.silu(F.linear(x, first.weight, first.bias)), second.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (1, 1, 1), (5,), (3, 17), (0,)])
+@torch.inference_mode()
+def test_results_are_those_of_plain_weights(shape, dtype):
+    model = packed_model(dtype)
+    assert [type(module) for module in (model[0][0], model[1])] == [PackedLinear] * 2
+    x = torch.randn(*shape, INPUTS).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(model(x), plainly(model, x), atol=tolerance, rtol=tolerance)
+    sliced = torch.randn(*shape, 2 * INPUTS).to(dtype)[..., ::2]
+    torch.testing.assert_close(model(sliced), plainly(model, sliced), atol=tolerance, rtol=tolerance)
+
+
+def test_parameters_keep_their_names_and_plain_weights_are_used_where_asked(monkeypatch):
+    model = packed_model()
+    assert set(model.state_dict()) == {"0.0.weight", "0.0.bias", "1.weight"}
+    used: list[int] = []
+    monkeypatch.setattr(
+        packed_linear, "_packed_linear", lambda x, packed, bias: used.append(1) or x.new_zeros(*x.shape[:-1], INPUTS)
+    )
+    x = torch.randn(2, OUTPUTS)
+    model[1](x)  # gradients could be asked for
+    with torch.inference_mode():
+        with stock_kernels():
+            model[1](x)
+        assert not used
+        model[1](x)
+        assert used
+        used.clear()
+        several = packed_model(kernels=Kernels(True, False, ""))
+        several[1](x[:1])
+        assert not used
+        several[1](x)
+        assert used
+
+
+@torch.inference_mode()
+def test_a_weight_that_is_replaced_is_the_one_that_counts():
+    layer = packed_model()[1]
+    layer.weight = nn.Parameter(torch.ones(3, OUTPUTS), requires_grad=False)
+    assert torch.equal(layer(torch.ones(2, OUTPUTS)), torch.full((2, 3), float(OUTPUTS)))
+
+
+def test_the_choice_is_measured_and_told(monkeypatch):
+    large = [torch.randn(2048, 1024) for _ in range(2)]
+    assert choose_kernels(linear_weights(packed_model())) == Kernels(False, False, "")
+    assert "number format" in choose_kernels([one.half() for one in large]).reason
+    monkeypatch.setattr(packed_linear, "_free_bytes", lambda: 1 << 20)
+    assert "packed copies take 16 MiB, more than half of the 1 MiB" in choose_kernels(large).reason
+    monkeypatch.undo()
+    for seconds, expected in (
+        ([2.0, 1.0] * 3, (True, True)),
+        ([1.0, 1.0, 2.0, 1.0, 2.0, 1.0], (True, False)),
+        ([2.0, 1.0, 2.0, 1.0, 1.0, 1.0], (False, False)),
+    ):
+        given = iter(seconds)
+        monkeypatch.setattr(packed_linear, "_seconds", lambda run, given=given: run() and next(given))
+        found = choose_kernels(large)
+        assert (found.are_packed, found.pack_one_row) == expected
+        assert "rows times as fast" in found.reason
