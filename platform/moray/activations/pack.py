@@ -34,7 +34,7 @@ class PackConfig(Config):
     seed: int = 0
     """Seed of the shuffle."""
     distinct: bool = False
-    """Keep only the first of chats that begin with the same question; for prompts that the target is to answer."""
+    """Keep one chat of several with the same first question. For prompts that the target is to answer."""
     min_chars: int = Field(default=1, ge=1)
     """Fewest characters of a chat's first question; chats with fewer are left out."""
     max_chars: int | None = Field(default=None, ge=1)
