@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-_LEAST_BYTES = 8 << 20
+_LEAST_BYTES = 16 << 20
 """Of all weights together; with fewer, nothing is packed."""
 _TRIED_BYTES = 48 << 20
 """Most bytes of weights that are measured: more than a cache holds, as in a real pass."""
