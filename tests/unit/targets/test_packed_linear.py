@@ -80,7 +80,7 @@ def test_a_weight_that_is_replaced_is_the_one_that_counts():
 def test_the_choice_is_measured_and_told(monkeypatch):
     large = [torch.randn(2048, 1024) for _ in range(3)]
     assert choose_kernels(linear_weights(packed_model())) == Kernels(False, False, "")
-    assert "number format" in choose_kernels([one.half() for one in large]).reason
+    assert "number format" in choose_kernels([one.half() for one in 2 * large]).reason
     monkeypatch.setattr(packed_linear, "_free_bytes", lambda: 1 << 20)
     assert "packed copies take 24 MiB, more than half of the 1 MiB" in choose_kernels(large).reason
     monkeypatch.undo()
