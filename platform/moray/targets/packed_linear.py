@@ -28,7 +28,6 @@ _HINT = 64
 """Row count for which oneDNN picks the layout; those from 4 to 64 are equally fast at any row count."""
 _GAIN = 1.05
 """How many times as fast packed weights must be, so that noise does not decide."""
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass
@@ -106,7 +105,7 @@ def choose_kernels(weights: Sequence[Tensor]) -> Kernels:
     num_bytes = sum(weight.nbytes for weight in weights)
     if num_bytes < _LEAST_BYTES:
         return Kernels(False, False, "")
-    if not torch.backends.mkldnn.is_available() or not {weight.dtype for weight in weights} <= set(_DTYPES):
+    if not all(_are_kernels_there(dtype) for dtype in {weight.dtype for weight in weights}):
         return _stock("there are no packed ones for this CPU and number format")
     free = _free_bytes()
     if 2 * num_bytes > free:
@@ -146,6 +145,13 @@ def _measure(weights: Sequence[Tensor]) -> dict[int, float]:
             lambda inputs=inputs: [_packed_linear(x, weight, None) for x, weight in zip(inputs, packed, strict=True)]
         )
     return gains
+
+
+def _are_kernels_there(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has kernels of this CPU for a number format; for bfloat16 it needs their instructions."""
+    if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _seconds(run: Callable[[], object]) -> float:
