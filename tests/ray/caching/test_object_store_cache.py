@@ -69,9 +69,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_a_cache_lives_on_an_object_store(
     is_killed: bool,
     environment: dict[str, str],

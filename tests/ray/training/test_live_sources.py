@@ -107,7 +107,7 @@ def test_a_window_over_which_replicas_die_ends_the_stream_with_a_reason(
     assert len(killer.killed) == MAX_TRIES
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_hybrid_source_writes_what_is_missing_and_reads_what_is_there(
     tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from moray.targets.spec import TargetConfig
 BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_caching_is_measured_stage_by_stage(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
     from tiny_caches import CACHE_SETTINGS
 

@@ -85,7 +85,7 @@ def test_a_sweep_of_two_trials_writes_its_answer(climbed: Swept) -> None:
         assert (output / "best" / name).read_bytes() == (Path(best["folder"]) / name).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(climbed: Swept, tmp_path: Path) -> None:
     from moray.cluster.distil import distil
 
