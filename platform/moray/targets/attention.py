@@ -21,7 +21,7 @@ from moray.targets.visibility import Visible, attend_visible
 GROUPED = "moray_grouped_sdpa"
 STOCK = "moray_sdpa"
 _FEW = 64
-"""Most queries of a head that are computed together with its group's; each head of it needs a copy of their mask."""
+"""Most queries per head for which a group is computed together: each of its heads needs a copy of their mask."""
 
 
 def grouped_attention(

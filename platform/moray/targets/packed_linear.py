@@ -6,6 +6,7 @@ which it is the faster one, for gradients, for torch.compile and for baselines (
 
 What is faster depends on the CPU and its BLAS, so it is measured at load, on the model's own weights. Models so small
 that their weights stay in cache are left as they are: they gain little, and results stay the same in every process.
+Another process may choose other kernels for a larger model, and its results may then differ in the last bits.
 """
 
 import time

@@ -191,7 +191,7 @@ class RemoteDrafts(DraftSource):
                 self._closed.setdefault(told.place, []).append(told.session)
 
     def _find(self, session: str) -> Endpoint | None:
-        """The drafter process of a session; one that was given up lately is replaced by another."""
+        """The drafter process of a session; if the last one failed recently, another takes its place."""
         place = self._places.find(session)
         if place is None or place not in self._shunned:
             return place
