@@ -42,7 +42,7 @@ def stock(tiny):
     return AutoModelForCausalLM.from_pretrained(tiny.folder, attn_implementation="eager").eval()
 
 
-@pytest.fixture(scope="module", params=["pretrained-0", "ngram-0"])
+@pytest.fixture(scope="module", params=["pretrained-0", pytest.param("ngram-0", marks=pytest.mark.soak)])
 def drafter(tiny, request):
     return build(tiny, VARIANTS[request.param])
 

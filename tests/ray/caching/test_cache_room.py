@@ -133,6 +133,12 @@ def test_what_does_not_fit_is_refused_and_the_advice_can_be_typed(
         with pytest.raises(ConfigError, match=r"^the cache takes \d.*cache.max_bytes"):
             _cache(output, tiny_target, chats_file, max_bytes=size // 2)
     assert _files(output) == {}
+
+
+@pytest.mark.soak
+def test_what_was_advised_fits(tiny_cache: Path, tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "cache"
+    size = sum(shard.bytes for shard in read_manifest(CacheStore(str(tiny_cache))).shards.values())
     manifest = _cache(output, tiny_target, chats_file, max_bytes=size, kv_codec="int4", hidden_codec="fp8")
     assert sum(shard.bytes for shard in manifest.shards.values()) < size
     # A quota is no part of what a cache is.

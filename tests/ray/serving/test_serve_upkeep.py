@@ -49,6 +49,7 @@ def test_a_port_in_use_is_one_line_and_leaves_no_serve_behind(ray_session):
     assert ProxyStatus.HEALTHY not in serve.status().proxies.values()
 
 
+@pytest.mark.soak
 def test_a_running_serve_does_not_change_its_port_without_a_word(app):
     with pytest.raises(ConfigError, match=rf"^http_options.port is {app.port + 1}, but .* runs .* with {app.port} and"):
         deploy(at_port(app.port + 1))

@@ -158,7 +158,7 @@ def test_no_cache_is_a_one_line_error(tiny_target: Path, tmp_path: Path) -> None
         distil(_config(tiny_target, tmp_path / "nothing", tmp_path / "run"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:

@@ -60,7 +60,7 @@ def _assert_equal(some: list[Any], others: list[Any]) -> None:
             assert torch.equal(batch.taps.hidden[-1], other_batch.taps.hidden[-1])
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["bfloat16", pytest.param("int8", marks=pytest.mark.soak)])
 def test_a_stream_hands_over_what_a_cache_does_and_writes_no_shard(
     codec: str, tiny_target: Path, chats_file: Path, tmp_path: Path
@@ -171,7 +171,7 @@ def _markers(config: DistilConfig) -> list[Path]:
     return sorted((Path(config.activations) / "shards").glob("*.json"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_streaming_trains_the_drafter_that_a_cache_does(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
     from moray.cluster.capture import cache_activations, lay_out_cache
     from moray.cluster.distil import distil
