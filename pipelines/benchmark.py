@@ -31,6 +31,10 @@ with the target beside it, and as the published recipe has it:
 
     python -m pipelines.benchmark staleness --json runs/staleness.json
 
+`peers` measures Moray beside transformers and, where `make peers` has installed them, llama.cpp, vLLM and OpenVINO:
+
+    python -m pipelines.benchmark peers configs/benchmarks/peers-smollm2.yaml --json runs/peers.json
+
 `serve` loads an OpenAI-compatible endpoint, ours or another, and times its answers; without a YAML file with the demo's
 questions, speculation on and off:
 
@@ -52,6 +56,7 @@ from moray.bench.configs import (
     TreeSearchConfig,
 )
 from moray.bench.load.config import ServeBenchmarkConfig
+from moray.bench.peers.config import PeersBenchmarkConfig
 from moray.bench.recording import reported
 from moray.bench.shaped_config import ShapedBenchmarkConfig
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
@@ -115,6 +120,26 @@ def main_staleness(config: StalenessConfig) -> None:
 
     console = Console()
     print_staleness(reported(config.report, lambda: benchmark_staleness(config, console)), console)
+
+
+def main_peers(config: PeersBenchmarkConfig) -> None:
+    """Measure Moray and other engines side by side."""
+    from rich.console import Console
+
+    from moray.bench.peers.benchmark import benchmark_peers
+    from moray.bench.peers.console import print_peers
+    from moray.bench.peers.page import render_peers
+    from moray.bench.recording import check_writable
+    from moray.provenance import write_text_atomically
+
+    console = Console()
+    if config.html:
+        check_writable(Path(config.html), "html")
+    result = reported(config.report, lambda: benchmark_peers(config, console))
+    print_peers(result, console)
+    if config.html:
+        write_text_atomically(Path(config.html), render_peers(result))
+        console.print(f"page: {config.html}", markup=False, highlight=False)
 
 
 def main_tree(config: TreeSearchConfig) -> None:
@@ -189,6 +214,7 @@ COMMANDS = {
     "channels": Command(ChannelsBenchmarkConfig, main_channels, default=_DEMO_CHANNELS),
     "decode": _DECODE,
     "engine": Command(EngineBenchmarkConfig, main_engine, default=_DEMO_ENGINE),
+    "peers": Command(PeersBenchmarkConfig, main_peers, flags=("html",)),
     "serve": Command(ServeBenchmarkConfig, main_serve, default=_DEMO_SERVE, flags=("url", "html")),
     "shaped": Command(ShapedBenchmarkConfig, main_shaped),
     "staleness": Command(StalenessConfig, main_staleness, default=_DEMO_STALENESS),

@@ -78,6 +78,7 @@ def render_html(report: Report) -> str:
         category_lines=_category_lines(report),
         phases=tuple(Phases.model_fields),
         num_positions=max((len(row.acceptance_by_position) for row in report.rows), default=0),
+        chosen=[row for row in report.rows if row.tree.startswith("adaptive") and row.depth_shares],
         machine=_table(report.machine),
         settings=_table(report.settings),
     )

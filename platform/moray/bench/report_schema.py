@@ -51,6 +51,7 @@ class Row(Config):
     draft_cost: Measure = None  # c: one draft step / one plain target step
     verify_cost: Measure = None  # v: one verify pass / one plain target step
     acceptance_by_position: tuple[Measure, ...] = ()  # [k]: P(depth k + 1 accepted | depth k accepted)
+    depth_shares: tuple[Measure, ...] = ()  # [k]: of cycles that drafted k levels; [0] drafted nothing
     effort_shares: dict[str, Measure] = Field(default_factory=dict)  # of cycles with a draft, by the drafter's effort
     phases_ms: Phases | None = None
     tau_spread: tuple[Measure, Measure] | None = None  # 95 % interval of tau, by bootstrap over prompts

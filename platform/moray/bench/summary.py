@@ -6,7 +6,7 @@ from typing import Any
 from moray.bench.runner import Measurement, Method
 from moray.bench.spread import quartiles, ratio_interval, ratio_of_ratios_interval
 from moray.decoding.params import SamplingParams
-from moray.decoding.stats import PHASES, Generation, acceptance_by_position, effort_shares, tau
+from moray.decoding.stats import PHASES, Generation, acceptance_by_position, depth_shares, effort_shares, tau
 
 
 def summarise(measurement: Measurement, samplings: Sequence[SamplingParams], dtype: str) -> dict[str, Any]:
@@ -133,6 +133,7 @@ def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool)
         "num_prompts": len(generations),
         "num_tokens": sum(len(g.tokens) for g in generations),
         "acceptance_by_position": acceptance_by_position(generations),
+        "depth_shares": depth_shares(generations),
         "effort_shares": {str(effort): share for effort, share in effort_shares(generations).items()},
     }
 

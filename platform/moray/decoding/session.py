@@ -43,10 +43,16 @@ class TargetSession:
         self._positions = torch.arange(slots, device=target.device)
         self._lower = torch.ones(PREFILL_CHUNK, PREFILL_CHUNK, dtype=torch.bool, device=target.device).tril()
         self._output: TargetOutput | None = None
+        self._num_taken = 0
+        """Tokens in the cache whose taps have been handed over."""
+        self._hidden: dict[int, list[Tensor]] = {}
+        """Hidden states of the tokens behind them, by depth: the cache keeps none."""
 
     def begin(self, needs: TapNeeds) -> None:
         """A new sequence is to come, of which a drafter observes these taps."""
         self._needs = needs
+        self._num_taken = 0
+        self._hidden = {depth: [] for depth in needs.hidden_depths}
         self.cache.reset()
         self._mask.reset()
 
@@ -82,7 +88,8 @@ class TargetSession:
             output = self._pass(chunk, self._positions[begin : begin + new], self._lower[:new, :new])
             self._keep(new)
             if on_chunk is not None:
-                on_chunk(chunk, self._taps(begin, begin + new, output, None))
+                on_chunk(chunk, Taps(self._kv(begin, begin + new), output.hidden))
+        self._num_taken = len(prompt)
         assert output is not None
         return self.target.logits(output.last[0, -1:])
 
@@ -99,20 +106,34 @@ class TargetSession:
         self._output = self._pass(tree.tokens, tree.depths + self.cache.length, tree.ancestors)
         return self.target.logits(self._output.last[0])
 
-    def commit(self, path: list[int]) -> Taps:
-        """Keep the root and the accepted path, drop the rest, and return the taps of what was kept."""
+    def commit(self, path: list[int]) -> None:
+        """Keep the root and the accepted path, and drop the rest."""
         assert self._output is not None, "commit follows verify"
-        begin = self.cache.length
         kept = [0, *path]
         new = len(kept)
-        rows = None
+        rows: Tensor | slice = slice(0, new)
         if path and kept[-1] != new - 1:  # such a path already lies in order
             rows = torch.tensor(kept, device=self.target.device)
             self.cache.commit_path(rows)
         else:
             self.cache.commit(new)
         self._mask.commit(new)
-        return self._taps(begin, begin + new, self._output, rows)
+        for depth, hidden in self._output.hidden.items():
+            self._hidden[depth].append(hidden[:, rows])
+
+    def take_taps(self, most: int) -> Taps:
+        """The taps of the first tokens behind the prompt that have not been taken yet, at most so many of them.
+
+        Their keys and values are read from the cache now, so that what nobody asks for costs nothing.
+        """
+        begin, end = self._num_taken, min(self._num_taken + most, self.cache.length)
+        self._num_taken = end
+        hidden = {}
+        for depth, parts in self._hidden.items():
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            hidden[depth] = joined[:, : end - begin]
+            parts[:] = [joined[:, end - begin :]] if end < self.cache.length else []
+        return Taps(self._kv(begin, end), hidden)
 
     def _pass(self, tokens: Int[Tensor, " new"], positions: Int[Tensor, " new"], block: Tensor) -> TargetOutput:
         mask = self._mask.view(block)
@@ -122,11 +143,9 @@ class TargetSession:
         self.cache.commit(num_tokens)
         self._mask.commit(num_tokens)
 
-    def _taps(self, begin: int, end: int, output: TargetOutput, rows: Tensor | None) -> Taps:
+    def _kv(self, begin: int, end: int) -> Float[Tensor, "1 seq layers width"] | None:
         layers = self._needs.kv_layers
-        kv = self.cache.flat(begin, end, layers) if layers else None
-        index = slice(0, end - begin) if rows is None else rows
-        return Taps(kv, {depth: hidden[:, index] for depth, hidden in output.hidden.items()})
+        return self.cache.flat(begin, end, layers) if layers else None
 
 
 def synchronise(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from moray.decoding.costs import Costs, growing_sizes, measure_costs
 from moray.decoding.fitting import fit_shape
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler
-from moray.decoding.session import TargetSession, synchronise
+from moray.decoding.session import PREFILL_CHUNK, TargetSession, synchronise
 from moray.decoding.stats import Generation
 from moray.decoding.stop import Ending, StopStrings, longest_answer
 from moray.drafters.base import Drafter
@@ -122,6 +122,10 @@ class SpeculativeDecoder:
         self._accept: Accept = rule or accept
         self._session = session or TargetSession(target, capacity, shape.num_nodes + 1)
         self._state = drafter.new_state(capacity, shape.num_expanded)
+        self._unseen: list[Tensor] = []
+        """Verified tokens that the drafter has not observed: while nothing is drafted it need not."""
+        self._num_kept = 0
+        """How many of them, from the first on, the last draft expanded (see `Drafter.extend`)."""
         self._planner: DraftPlanner | None = None
 
     @torch.inference_mode()
@@ -147,6 +151,7 @@ class SpeculativeDecoder:
         ending = Ending(longest_answer(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         self.drafter.reset(self._state)
+        self._unseen, self._num_kept = [], 0
         self._session.begin(self.drafter.observed)
         logits = self._session.prefill(prompt, self._observe)
         root = sampler.choose(logits, len(prompt))
@@ -177,8 +182,11 @@ class SpeculativeDecoder:
         """One cycle; returns the next root."""
         root_position = prompt_length + len(generation.tokens) - 1
         wait = self._session.wait
+        shape = self._next_shape()
+        with generation.timed("observe", wait) as observe:
+            num_observed = self._catch_up() if shape is not None else 0
         with generation.timed("propose", wait) as propose:
-            tree = self._propose(root, root_position, sampler)
+            tree = root_alone(root) if shape is None else self._propose(root, shape, root_position, sampler)
         with generation.timed("verify", wait) as verify:
             logits = self._session.verify(tree)
         with generation.timed("accept", wait) as accept:
@@ -196,25 +204,43 @@ class SpeculativeDecoder:
         if ending.finish_reason is not None:
             return root
         with generation.timed("commit", wait) as commit:
-            taps = self._session.commit(result.path)
+            self._session.commit(result.path)
             verified = torch.tensor([*result.tokens, result.next_token], device=root.device)
-        with generation.timed("observe", wait) as observe:
-            self._observe(torch.cat([root, verified[:-1]]), taps, tree.num_kept(len(result.path)))
+        if not self._unseen:
+            self._num_kept = tree.num_kept(len(result.path))
+        self._unseen += [root, verified[:-1]]
         if self._planner is not None and self._session.has_exact_phases:
-            rest = accept.seconds + commit.seconds + observe.seconds
-            self._planner.record_seconds(tree.num_nodes - 1, verify.seconds, propose.seconds, rest)
+            rest = accept.seconds + commit.seconds
+            # Catching up after a pause is no part of what every draft takes.
+            draft = propose.seconds + (observe.seconds if num_observed <= 1 + self.shape.depth else 0.0)
+            self._planner.record_seconds(tree.num_nodes - 1, verify.seconds, draft, rest)
         return verified[-1:]
 
-    def _propose(self, root: Int[Tensor, " 1"], root_position: int, sampler: Sampler) -> TokenTree:
-        shape, budget = self.shape, None
+    def _next_shape(self) -> GrowableShape | None:
+        """What to draft in this cycle; None for nothing."""
         if self._planner is not None:
-            shape = self._planner.next_shape()
-            if shape is None:
-                return root_alone(root)
-            self.drafter.set_effort(self._state, self._planner.effort)
-            budget = self._planner.budget
-        assert not isinstance(shape, AdaptiveShape), "a planner has chosen"
-        return self._grow(root, shape, root_position, sampler, budget)
+            return self._planner.next_shape()
+        assert not isinstance(self.shape, AdaptiveShape), "an adaptive shape has a planner"
+        return self.shape
+
+    def _catch_up(self) -> int:
+        """Let the drafter observe what was verified since it last did; returns how many tokens that were."""
+        if not self._unseen:
+            return 0
+        tokens = torch.cat(self._unseen)
+        self._unseen = []
+        for number, part in enumerate(tokens.split(PREFILL_CHUNK)):
+            taps = self._session.take_taps(PREFILL_CHUNK)
+            self._observe(part, taps, self._num_kept if number == 0 else 0)
+        return tokens.shape[0]
+
+    def _propose(
+        self, root: Int[Tensor, " 1"], shape: GrowableShape, root_position: int, sampler: Sampler
+    ) -> TokenTree:
+        if self._planner is None:
+            return self._grow(root, shape, root_position, sampler)
+        self.drafter.set_effort(self._state, self._planner.effort)
+        return self._grow(root, shape, root_position, sampler, self._planner.budget)
 
     def _grow(
         self,

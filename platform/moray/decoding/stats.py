@@ -65,6 +65,12 @@ def acceptance_by_position(generations: Sequence[Generation]) -> list[float]:
     return [p / r for p, r in zip(passed, reached, strict=True) if r]
 
 
+def depth_shares(generations: Sequence[Generation]) -> list[float]:
+    """Share of the cycles by levels drafted: index 0 is those without a draft."""
+    drafted = [levels for generation in generations for levels in generation.drafted]
+    return [drafted.count(levels) / len(drafted) for levels in range(max(drafted, default=-1) + 1)]
+
+
 def effort_shares(generations: Sequence[Generation]) -> dict[int, float]:
     """Of the cycles that drafted something, the share of each effort."""
     used = [

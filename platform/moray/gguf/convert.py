@@ -28,7 +28,7 @@ _FORMAT = 1
 _SHARD_BYTES = 2 << 30
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Model types of transformers by general.architecture. Mistral's files call themselves llama, and are the same."""
-_PARTS = {
+PARTS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -41,7 +41,7 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LLAMA3_FACTORS = (8.0, 32.0)
 """Of the published Llama 3.1, 3.2 and 3.3, whose other rotary parameters are the same."""
@@ -302,10 +302,10 @@ def _weights(tensors: list[Any], sizes: _Sizes, where: str) -> Iterator[tuple[st
 def _name(name: str, where: str) -> str:
     """transformers' name of a tensor."""
     parts = name.split(".")
-    if len(parts) == 2 and parts[0] in _OUTER and parts[1] == "weight":
-        return f"{_OUTER[parts[0]]}.weight"
-    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in _PARTS:
-        return f"model.layers.{parts[1]}.{_PARTS[parts[2]]}.{parts[3]}"
+    if len(parts) == 2 and parts[0] in OUTER and parts[1] == "weight":
+        return f"{OUTER[parts[0]]}.weight"
+    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in PARTS:
+        return f"model.layers.{parts[1]}.{PARTS[parts[2]]}.{parts[3]}"
     raise ConfigError(f"{where}: tensor '{name}' has no place in a model of this family")
 
 

@@ -128,7 +128,7 @@ def test_clients_that_leave_hold_nothing(app, rounds):
 @pytest.mark.timeout(300)
 def test_who_finds_no_place_is_told_to_come_again(ray_session, tiny_target, app):
     """More than run and wait at a time are refused with 429 at once, and those taken in are answered."""
-    asked = [Question("one two three", 0.0, number, 150) for number in range(120)]
+    asked = [Question("one two three", 0.0, number, 400) for number in range(240)]
 
     async def run() -> list[object]:
         async with app.client() as client:

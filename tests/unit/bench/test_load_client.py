@@ -163,6 +163,22 @@ def test_what_goes_wrong_is_counted_once_and_not_tried_again(fields, outcome, er
     assert any(error in key for key in found["errors"])
 
 
+def test_levels_are_named_by_their_load_and_variants_by_their_ratio():
+    levels = [{"max_concurrency": 1}, {"max_concurrency": 3}]
+    result = load(levels=levels, variants={"on": {"stop": ["x"]}, "off": {}}, baseline="off")
+    out = io.StringIO()
+    print_load(result, Console(file=out, width=140))
+    overview = out.getvalue()[out.getvalue().rindex("at a time") :]
+    rows = [line.split() for line in overview.splitlines() if " on " in line or " off " in line]
+    assert [row[:2] for row in rows] == [["1", "on"], ["1", "off"], ["3", "on"], ["3", "off"]]
+    ratios = [row[6] for row in rows]
+    assert ratios[1] == ratios[3] == "-"
+    found = [level["ratios"]["on/off"]["output_throughput"]["ratio"] for level in result["levels"]]
+    assert [float(ratios[place].rstrip("x")) for place in (0, 2)] == pytest.approx(found, rel=0.01)
+    assert short_name_of(LevelConfig(request_rate=5.0, max_concurrency=8)) == "5/s, 8"
+    assert short_name_of(LevelConfig(times_first=2.0)) == "2 x first"
+
+
 def test_a_rate_may_be_a_multiple_of_what_the_first_level_answered():
     server, levels = Server(), [{"max_concurrency": 1}, {"times_first": 2.0, "num_requests": 7}]
     result = load(server, levels=levels, rounds=1, num_warmups=0)

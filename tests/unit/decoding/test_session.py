@@ -36,7 +36,8 @@ def test_a_committed_path_leaves_what_plain_text_would(tiny, path):
     session.begin(NEEDS)
     session.prefill(prompt)
     session.verify(tree())
-    taps = session.commit(path)
+    session.commit(path)
+    taps = session.take_taps(10)
     kept = [TOKENS[node] for node in [0, *path]]
     whole = taps_of(tiny.target, torch.tensor([[*prompt, *kept]]), NEEDS)
     assert taps.kv is not None
@@ -72,3 +73,23 @@ def test_taps_of_a_prompt_arrive_chunk_by_chunk(tiny):
     close(torch.cat(kv, dim=1), whole.kv)
     close(torch.cat(hidden, dim=1), whole.hidden[-1])
     close(logits, tiny.target.logits(whole.hidden[-1][0, -1:]))
+
+
+def test_taps_are_taken_when_they_are_wanted_and_each_once(tiny):
+    prompt = tiny.prompt(0, 6)
+    session = TargetSession(tiny.target, 40, len(TOKENS))
+    session.begin(NEEDS)
+    session.prefill(prompt)
+    kept = []
+    for path in ([2, 5], [], [1]):
+        session.verify(tree())
+        session.commit(path)
+        kept += [TOKENS[node] for node in [0, *path]]
+    whole = taps_of(tiny.target, torch.tensor([[*prompt, *kept]]), NEEDS)
+    begin = 6
+    for most, count in ((4, 4), (9, 2), (9, 0)):
+        taps = session.take_taps(most)
+        close(taps.kv, whole.kv[:, begin : begin + count])
+        for depth, hidden in taps.hidden.items():
+            close(hidden, whole.hidden[depth][:, begin : begin + count])
+        begin += count

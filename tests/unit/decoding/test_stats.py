@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from moray.decoding.stats import PHASES, Generation, acceptance_by_position, effort_shares, tau
+from moray.decoding.stats import PHASES, Generation, acceptance_by_position, depth_shares, effort_shares, tau
 
 
 def generation(accepted: list[int], drafted: int | list[int] = 3, emitted: list[int] | None = None) -> Generation:
@@ -37,6 +37,12 @@ def test_efforts_are_shared_out_over_the_cycles_that_drafted():
     answers[0].efforts, answers[1].efforts = [0, 0, 2], [2]
     assert effort_shares(answers) == {0: 1 / 3, 2: 2 / 3}, "the last was recorded before there were efforts"
     assert effort_shares([generation([1])]) == {}
+
+
+def test_depths_are_shared_out_over_all_cycles():
+    answers = [generation([1, 0, 0], drafted=[2, 0, 1]), generation([2], drafted=2)]
+    assert depth_shares(answers) == [1 / 4, 1 / 4, 2 / 4]
+    assert depth_shares([generation([])]) == depth_shares([]) == []
 
 
 def test_tau_is_tokens_per_target_pass_over_all_answers():

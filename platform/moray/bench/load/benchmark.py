@@ -168,6 +168,18 @@ def name_of(level: LevelConfig) -> str:
     return rate + most
 
 
+def short_name_of(level: LevelConfig) -> str:
+    """The same for a narrow column: 16, where no more than the concurrency is set."""
+    most = "" if level.max_concurrency is None else str(level.max_concurrency)
+    if level.times_first is not None:
+        rate = f"{level.times_first:g} x first"
+    elif level.request_rate is not None:
+        rate = f"{level.request_rate:g}/s"
+    else:
+        return most or "all"
+    return f"{rate}, {most}" if most else rate
+
+
 def _notes(levels: Sequence[dict[str, Any]]) -> list[str]:
     notes = ["the machine named here is the one that sent the requests"]
     figures = [figures for level in levels for figures in level["variants"].values()]

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moray.bench.load.benchmark import name_of
+from moray.bench.load.benchmark import name_of, short_name_of
 from moray.bench.load.config import LevelConfig
 from moray.bench.load.variants import RATIOS
 from moray.bench.wording import number, percent, times
@@ -84,20 +84,30 @@ def _level(level: dict[str, Any]) -> LevelConfig:
 
 
 def _overview(levels: list[dict[str, Any]]) -> Table:
-    """All levels side by side; latencies are those of requests that were answered."""
+    """All levels side by side; latencies are those of requests that were answered, ratios those of tokens per second
+    to the baseline's."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("level", no_wrap=True)
+    has_variants = len(levels[0]["variants"]) > 1
+    is_rated = any(level["request_rate"] or level["times_first"] for level in levels)
+    table.add_column("load" if is_rated else "at a time", no_wrap=True)
+    if has_variants:
+        table.add_column("variant", overflow="fold")
     for name in ("answered", "429", "failed", "tok/s"):
         table.add_column(name, justify="right", min_width=len(name))
+    if has_variants:
+        table.add_column("ratio", justify="right")
     for title in ("TTFT ms\n50 %/99 %", "E2E ms\n50 %/99 %", "TPOT\n50 %", "429\nms"):
         table.add_column(title, justify="right", no_wrap=True)
-    for count, level in enumerate(levels, start=1):
+    for level in levels:
+        found = {pair.rpartition("/")[0]: own["output_throughput"]["ratio"] for pair, own in level["ratios"].items()}
         for name, figures in level["variants"].items():
             spreads = [figures[key] for key in ("ttft_ms", "e2e_ms")]
             table.add_row(
-                f"{count}, {name}" if len(level["variants"]) > 1 else str(count),
+                short_name_of(_level(level)),
+                *([Text(name)] if has_variants else []),
                 *(str(figures[key]) for key in ("completed", "rejected", "failed")),
                 number(figures["output_throughput"]),
+                *([times(found.get(name))] if has_variants else []),
                 *(f"{number(spread['median'])}/{number(spread['p99'])}" for spread in spreads),
                 *(number(figures[key]["median"]) for key in ("tpot_ms", "rejected_ms")),
             )

@@ -1,0 +1,55 @@
+"""Moray itself: plain decoding, and drafters whose depth is chosen as they go."""
+
+from pathlib import Path
+
+import torch
+
+from moray.bench.loading import build_drafters
+from moray.bench.peers.answering import Answer, Row, Settings, answer_from
+from moray.config import validate
+from moray.decoding.params import SamplingParams
+from moray.decoding.session import TargetSession
+from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.drafters.configs import NgramConfig
+from moray.provenance import git_state
+from moray.targets.head import TargetHead
+from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+from moray.trees.shapes import AdaptiveShape
+
+
+def load(settings: Settings) -> tuple[str, Answer]:
+    """One target and one cache for all rows, which take turns."""
+    torch.set_num_threads(settings.threads)
+    values = {"model": settings.model, "dtype": settings.dtype, "template": settings.template}
+    target = Target.load(validate(TargetConfig, values))
+    tokenizer = ChatTokenizer.load(settings.model, settings.template)
+    most_nodes = 1 + max(row.depth for row in settings.rows)
+    session = TargetSession(target, settings.max_length, most_nodes)
+    decoders = {row: _decoder(row, target, tokenizer, session) for row in settings.rows}
+
+    def answer(row: Row, prompt: list[int], max_new_tokens: int) -> list[int]:
+        return decoders[row].generate(prompt, SamplingParams(), max_new_tokens, settings.eos_ids).tokens
+
+    return _version(), answer
+
+
+def _decoder(
+    row: Row, target: Target, tokenizer: ChatTokenizer, session: TargetSession
+) -> PlainDecoder | SpeculativeDecoder:
+    if row.drafter is None:
+        return PlainDecoder(target, session.capacity, session)
+    entry = NgramConfig(type="ngram") if row.drafter == "prompt-lookup" else row.drafter
+    (drafter,) = build_drafters((entry,), lambda num_layers: TargetHead.of(target, num_layers), tokenizer).values()
+    shape = AdaptiveShape(type="adaptive", depth=row.depth)
+    return SpeculativeDecoder(target, drafter, shape, session.capacity, session)
+
+
+def _version() -> str:
+    state = git_state(Path(__file__))
+    return "as installed" if state is None else f"commit {state['sha'][:7]}{' (changed)' if state['dirty'] else ''}"
+
+
+if __name__ == "__main__":
+    answer_from(load)

@@ -1,0 +1,107 @@
+"""An engine's process as the benchmark sees it: started, asked, and halted while others are measured."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import moray
+from moray.errors import DataError
+
+MODULES = {
+    "moray": "own",
+    "transformers": "hugging_face",
+    "llama-cpp": "llama_cpp",
+    "vllm": "vllm_cpu",
+    "openvino": "openvino",
+}
+"""Modules of `moray.bench.peers.engines`."""
+
+
+class EngineProcess:
+    """One engine, in a group of processes of its own, so that whatever it starts is halted with it."""
+
+    def __init__(self, engine: str, python: str, settings: dict[str, Any], log: Path) -> None:
+        """
+        Args:
+            engine: key of `MODULES`.
+            python: interpreter of the environment that has the engine.
+            settings: see `answering.Settings`.
+            log: file for what the engine prints.
+        """
+        self.engine = engine
+        self.version = ""
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        paths = os.pathsep.join(filter(None, [str(Path(moray.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        threads = str(settings["threads"])
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [python, "-m", f"moray.bench.peers.engines.{MODULES[engine]}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,
+            )
+        self._replies: queue.Queue[bytes] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._send(settings)
+
+    def wait_until_loaded(self, seconds: float) -> None:
+        """Wait, then halt it; raise `DataError` if it could not be loaded."""
+        self.version = self._receive(seconds)["version"]
+        self._signal(signal.SIGSTOP)
+
+    def answer(self, row: int, prompt: list[int], max_new_tokens: int, seconds: float) -> tuple[list[int], float]:
+        """The new tokens of one answer and the seconds it took; every other engine stays halted meanwhile.
+
+        Raises:
+            DataError: the engine failed, died, or took longer than `seconds`.
+        """
+        self._signal(signal.SIGCONT)
+        self._send({"row": row, "prompt": prompt, "max_new_tokens": max_new_tokens})
+        reply = self._receive(seconds)
+        self._signal(signal.SIGSTOP)
+        return reply["tokens"], reply["seconds"]
+
+    def close(self) -> None:
+        """End it and all that it started."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._replies.put(line)
+        self._replies.put(b"")
+
+    def _send(self, value: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: what is received next says why
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        try:
+            line = self._replies.get(timeout=seconds)
+        except queue.Empty:
+            raise DataError(f"no reply within {seconds:.0f} s; its output is in '{self._log}'") from None
+        if not line:
+            code = self._process.wait()
+            raise DataError(f"ended with exit code {code}; its output is in '{self._log}'")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise DataError(f"{reply['error']}; its output is in '{self._log}'")
+        return reply
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

@@ -1,0 +1,65 @@
+"""A drafter need not observe while nothing is drafted: what it drafts after a pause is what it would have drafted
+without one."""
+
+import pytest
+from drafting import PROMPT
+from tiny_drafters import VARIANTS, build
+
+from moray.decoding.params import SamplingParams
+from moray.decoding.session import PREFILL_CHUNK
+from moray.decoding.speculate import SpeculativeDecoder
+from moray.trees.shapes import ChainShape
+
+CHAIN = ChainShape(type="chain", depth=3)
+CAPACITY = 400
+
+
+def drafts_by_position(target, drafter, num_tokens, drafts_at):
+    """The tokens of every draft by its root's position; `drafts_at(cycle)` says which cycles draft."""
+    decoder = SpeculativeDecoder(target.target, drafter, CHAIN, CAPACITY)
+    grow, observe = decoder._grow, drafter.observe
+    found, observed = {}, []
+    cycle = iter(range(10_000))
+
+    def growing(root, shape, root_position, sampler, budget=None):
+        tree = grow(root, shape, root_position, sampler, budget)
+        found[root_position] = tree.tokens.tolist()
+        return tree
+
+    def observing(taps):
+        observed.append(taps)
+        return observe(taps)
+
+    decoder._grow = growing
+    decoder._next_shape = lambda: CHAIN if drafts_at(next(cycle)) else None
+    drafter.observe = observing
+    try:
+        generation = decoder.generate(PROMPT, SamplingParams(), num_tokens, ())
+    finally:
+        del drafter.observe
+    return found, len(observed), generation
+
+
+@pytest.mark.parametrize("seed", [3])
+def test_drafts_after_a_pause_are_those_without_one(tiny, variant, seed):
+    target = tiny("llama")
+    drafter = build(target, VARIANTS[variant], seed)
+    always, _, generation = drafts_by_position(target, drafter, 40, lambda _: True)
+    paused, num_observed, other = drafts_by_position(target, drafter, 40, lambda cycle: cycle % 7 in (0, 1))
+    assert other.tokens == generation.tokens
+    assert num_observed <= 1 + sum(1 for levels in other.drafted if levels), "it observed while nothing was drafted"
+    common = always.keys() & paused.keys()
+    assert len(common) >= 3
+    for position in common:
+        assert paused[position] == always[position], position
+
+
+def test_a_long_pause_is_caught_up_with_in_chunks(tiny):
+    target = tiny("llama")
+    drafter = build(target, VARIANTS["eagle-0"])
+    length = PREFILL_CHUNK + 40
+    paused, num_observed, _ = drafts_by_position(target, drafter, length, lambda cycle: cycle == length - 5)
+    assert num_observed == 1 + 2
+    always, *_ = drafts_by_position(target, drafter, length, lambda _: True)
+    ((position, tokens),) = paused.items()
+    assert always[position] == tokens
