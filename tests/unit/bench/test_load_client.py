@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from moray.bench.load.benchmark import _benchmark
-from moray.bench.load.config import ServeBenchmarkConfig
+from moray.bench.load.benchmark import _benchmark, short_name_of
+from moray.bench.load.config import LevelConfig, ServeBenchmarkConfig
 from moray.bench.load.console import print_load
 from moray.bench.load.page import render_load
 from moray.bench.specbench import Question
@@ -207,7 +207,7 @@ def test_who_is_refused_is_in_no_latency_and_no_failure():
     assert taken["rejected_ms"]["median"] is None
     out = io.StringIO()
     print_load(result, Console(file=out, width=200))
-    assert re.search(r"2, out +0 +4 +0 ", out.getvalue())
+    assert re.search(r"all +out +0 +4 +0 ", out.getvalue())
 
 
 class Interrupting(Server):

@@ -1,5 +1,7 @@
 """llama.cpp through llama-cpp-python: plainly, or with its prompt lookup."""
 
+# pyright: reportMissingImports=false
+
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 

@@ -1,5 +1,7 @@
 """OpenVINO GenAI: plainly, with prompt lookup, or with a draft model."""
 
+# pyright: reportMissingImports=false
+
 import shutil
 import subprocess
 import sys

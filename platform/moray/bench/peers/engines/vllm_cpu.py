@@ -1,5 +1,7 @@
 """vLLM's build for CPUs: plainly, with its n-gram drafter, or with a draft model."""
 
+# pyright: reportMissingImports=false
+
 import os
 
 from moray.bench.peers.answering import Answer, Row, Settings, answer_from
