@@ -124,7 +124,7 @@ class TargetSession:
     def take_taps(self, most: int) -> Taps:
         """The taps of the first tokens behind the prompt that have not been taken yet, at most so many of them.
 
-        There must be such tokens. Their keys and values are read from the cache now: what nobody asks for costs nothing.
+        There must be such tokens. Their keys and values are read from the cache only now: what nobody takes is free.
         """
         begin, end = self._num_taken, min(self._num_taken + most, self.cache.length)
         self._num_taken = end

@@ -13,7 +13,7 @@ def load(settings: Settings) -> tuple[str, Answer]:
     """One model for all rows."""
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.dtype)
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
     helpers = {row: _helpers(row, dtype) for row in settings.rows}
 
     @torch.inference_mode()
@@ -33,7 +33,7 @@ def _helpers(row: Row, dtype: torch.dtype) -> dict[str, Any]:
         return {}
     if row.drafter == "prompt-lookup":
         return {"prompt_lookup_num_tokens": row.depth}
-    assistant = AutoModelForCausalLM.from_pretrained(row.drafter, dtype=dtype).eval()
+    assistant: Any = AutoModelForCausalLM.from_pretrained(row.drafter, dtype=dtype).eval()
     assistant.generation_config.num_assistant_tokens = row.depth
     return {"assistant_model": assistant}
 
