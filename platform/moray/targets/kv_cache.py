@@ -33,17 +33,17 @@ class KVCache(Cache):
         self._positions = torch.arange(capacity, device=like.device).repeat(batch, 1)
         self._has_places = False
         # Absolute layer number -> row, so that the last N layers alone can own a smaller cache.
-        self._rows = {layer: row for row, layer in enumerate(layers)}
+        self._layers = {layer: self.data[row].unbind() for row, layer in enumerate(layers)}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values behind the committed ones; return views of both together."""
-        end = self.length + key_states.shape[2]
-        layer = self.data[self._rows[layer_idx]]
-        layer[0, :, :, self.length : end] = key_states
-        layer[1, :, :, self.length : end] = value_states
-        return layer[0, :, :, :end], layer[1, :, :, :end]
+        new = key_states.shape[2]
+        key, value = self._layers[layer_idx]
+        key.narrow(2, self.length, new).copy_(key_states)
+        value.narrow(2, self.length, new).copy_(value_states)
+        return key.narrow(2, 0, self.length + new), value.narrow(2, 0, self.length + new)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of committed tokens."""

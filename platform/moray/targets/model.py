@@ -15,9 +15,11 @@ from transformers.cache_utils import Cache
 
 from moray.errors import ConfigError
 from moray.targets.attention import attention_backend
+from moray.targets.fused_layer import fuse_layers
+from moray.targets.huge_pages import move_to_huge_pages
 from moray.targets.kv_cache import KVCache
 from moray.targets.loading import load_causal_lm
-from moray.targets.packed_linear import Kernels, choose_kernels, linear_weights, pack_linears
+from moray.targets.packed_linear import Kernels, PackedLinear, choose_kernels, linear_weights
 from moray.targets.rotary import RotaryCache
 from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
@@ -60,7 +62,10 @@ class Target:
         target = cls(model, spec, read_eos_ids(config.model, field))
         if device.type == "cpu":
             target.kernels = choose_kernels(linear_weights(model))
-            pack_linears(model, target.kernels)
+            if target.kernels.are_packed:
+                fuse_layers(model, target.kernels)
+                model.lm_head = PackedLinear(model.lm_head, target.kernels)
+                move_to_huge_pages()
         return target
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:

@@ -51,6 +51,11 @@ def stock_kernels() -> Iterator[None]:
         _SWITCH.is_stock = False
 
 
+def is_stock() -> bool:
+    """Whether plain weights are asked for now."""
+    return _SWITCH.is_stock
+
+
 @dataclass(frozen=True)
 class Kernels:
     """Which kernels are faster for some weights."""
@@ -172,7 +177,7 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
 def _free_bytes() -> int:

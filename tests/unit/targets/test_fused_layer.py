@@ -1,0 +1,122 @@
+"""Fused layers: transformers' results to rounding for every family, its own where they are asked for, and its text."""
+
+import pytest
+import torch
+from shape_checks import unchecked
+from tiny_drafters import VARIANTS, build
+from tiny_targets import TARGETS, TinyTarget, save_target
+
+from moray.decoding.params import SamplingParams
+from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.targets import model as model_module
+from moray.targets.fused_layer import FusedLayer
+from moray.targets.head import TargetHead
+from moray.targets.huge_pages import _large_regions, move_to_huge_pages
+from moray.targets.model import Target
+from moray.targets.packed_linear import Kernels, PackedLinear, stock_kernels
+from moray.targets.spec import TargetConfig
+from moray.trees.shapes import DynamicShape
+
+PACKED = Kernels(True, True, "for a test")
+MORE = {
+    "windows": {"family": "mistral", "sliding_window": 8},
+    "biases": {"family": "llama", "attention_bias": True},
+    "wide heads": {"family": "llama", "head_dim": 24, "num_key_value_heads": 4},
+}
+CASES = TARGETS | MORE
+
+
+@pytest.fixture(scope="module", params=CASES)
+def tiny(request, tmp_path_factory):
+    options = dict(CASES[request.param])
+    folder = save_target(tmp_path_factory.mktemp("fused"), options.pop("family"), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_module, "choose_kernels", lambda weights: PACKED)
+        return TinyTarget(request.param, folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
+
+
+def passes(target: Target, num_rows: int = 2) -> list[torch.Tensor]:
+    """Two prompts of 11 tokens, a tree of three nodes behind each, and one token: the hidden states of all."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(target.spec.vocab_size, (num_rows, 15), generator=generator)
+    cache = target.new_cache(20, num_rows)
+    found = []
+    output = target.forward(tokens[:, :11], torch.arange(11).expand(num_rows, -1), None, cache, (-1, -3))
+    cache.commit(11)
+    found += [output.last, output.hidden[-3]]
+    mask = torch.ones(1, 1, 3, 14, dtype=torch.bool)
+    mask[..., 1, 12:] = mask[..., 2, 12] = False  # the nodes are siblings of each other but for the root
+    mask[..., 0, 12:] = False
+    mask[..., 1, 12] = mask[..., 2, 13] = True
+    positions = torch.tensor([[11, 12, 12]]).expand(num_rows, -1)
+    found.append(target.forward(tokens[:, 11:14], positions, mask, cache).last)
+    cache.commit(1)
+    found.append(target.forward(tokens[:, 14:], torch.full((num_rows, 1), 12), None, cache).last)
+    return found
+
+
+def test_every_family_gives_the_results_of_transformers_to_rounding(tiny):
+    assert all(isinstance(layer.forward, FusedLayer) for layer in tiny.target.model.model.layers)
+    assert isinstance(tiny.target.model.lm_head, PackedLinear)
+    fused = passes(tiny.target)
+    with stock_kernels():
+        stock = passes(tiny.target)
+    for own, theirs in zip(fused, stock, strict=True):
+        torch.testing.assert_close(own, theirs, atol=2e-5, rtol=2e-5)
+    assert not torch.equal(fused[0], stock[0]), "the same kernels were compared"
+
+
+def test_text_is_that_of_transformers(tiny):
+    prompt = tiny.prompt(3, 14)
+    wanted = tiny.hugging_face(prompt, 30)
+    with unchecked():
+        plain = PlainDecoder(tiny.target, 100).generate(prompt, SamplingParams(), 30, ())
+        drafter = build(tiny, VARIANTS["moa-1"])
+        shape = DynamicShape(type="dynamic", depth=3, breadth=3, nodes=8)
+        drafted = SpeculativeDecoder(tiny.target, drafter, shape, 100).generate(prompt, SamplingParams(), 30, ())
+    assert plain.tokens == drafted.tokens == wanted
+
+
+def test_parameters_are_those_of_the_file_and_nothing_is_held_twice(tiny):
+    plain = Target.load(TargetConfig(model=str(tiny.folder), device="cpu"))
+    fused_state, state = tiny.target.model.state_dict(), plain.model.state_dict()
+    assert fused_state.keys() == state.keys()
+    assert all(torch.equal(fused_state[name], state[name]) for name in state)
+    layer = tiny.target.model.model.layers[0]
+    joined = layer.forward._qkv._weight.weight
+    assert layer.self_attn.k_proj.weight.untyped_storage().data_ptr() == joined.untyped_storage().data_ptr()
+    assert TargetHead.of(tiny.target, 1).tensors().keys() == TargetHead.of(plain, 1).tensors().keys()
+
+
+def test_gradients_and_compiled_parts_use_the_layer_s_own_pass(tiny, monkeypatch):
+    layer = tiny.target.model.model.layers[0]
+    used = []
+    monkeypatch.setattr(layer.forward, "_stock", lambda *args, **kwargs: used.append(1) or args[0])
+    inputs = {
+        "position_embeddings": tiny.target._rotary.at(torch.zeros(1), torch.tensor([[0]])),
+        "past_key_values": tiny.target.new_cache(4),
+    }
+    hidden = torch.randn(1, 1, tiny.target.spec.hidden_size)
+    with torch.inference_mode():
+        layer(hidden, **inputs)
+    assert not used
+    layer(hidden.requires_grad_(), **inputs)
+    assert len(used) == 1
+    monkeypatch.setattr(layer.mlp, "_compiled_call_impl", lambda x: x)
+    with torch.inference_mode():
+        layer(hidden.detach(), **inputs)
+    assert len(used) == 2
+
+
+def test_large_anonymous_regions_alone_are_moved_to_huge_pages():
+    maps = """\
+7f0000100000-7f0000a00000 rw-p 00000000 00:00 0
+7f0001000000-7f0001400000 r--p 00000000 00:00 0
+7f0002000000-7f0002400000 rw-p 00000000 08:01 12   /usr/lib/a.so
+7f0003000000-7f00031ff000 rw-p 00000000 00:00 0
+555500000000-555500400000 rw-p 00000000 00:00 0   [heap]
+"""
+    assert _large_regions(maps) == [(0x7F0000200000, 0x7F0000A00000), (0x555500000000, 0x555500400000)]
+    weights = torch.arange(4 << 20, dtype=torch.int32)
+    assert move_to_huge_pages() >= 0
+    assert torch.equal(weights, torch.arange(4 << 20, dtype=torch.int32)), "memory is moved, not changed"
