@@ -30,7 +30,7 @@ def _context(row: Row, settings: Settings) -> llama_cpp.Llama:
     if row.drafter is not None:
         draft = LlamaPromptLookupDecoding(num_pred_tokens=row.depth)
     return llama_cpp.Llama(
-        model_path=settings.model, n_ctx=settings.max_length, n_batch=512, n_threads=settings.threads,
+        model_path=settings.model, n_ctx=settings.max_length + row.depth, n_batch=512, n_threads=settings.threads,
         n_threads_batch=settings.threads, draft_model=draft, verbose=False,
     )  # fmt: skip
 
