@@ -22,7 +22,7 @@ class EvaluateConfig(Config):
     """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also accepted:
     {type: pretrained, model: ...}, and {type: trained, folder: ..., effort: 1, name: ...}, which fixes one N of a
     drafter that is trained for several."""
-    trees: tuple[Shape, ...] = Field(min_length=1)
+    trees: tuple[Shape, ...] = Field(default=(AdaptiveShape(type="adaptive", depth=8),), min_length=1)
     """Shapes of the draft trees; every drafter is measured with each of them."""
     questions: str
     """File of JSON Lines: Spec-Bench questions, rows of {prompt}, or chats whose user turns are asked."""
@@ -87,7 +87,7 @@ class DecodeBenchmarkConfig(Config):
     """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also accepted:
     {type: pretrained, model: ...}, and {type: trained, folder: ..., effort: 1, name: ...}, which fixes one N of a
     drafter that is trained for several."""
-    trees: tuple[Shape, ...] = Field(min_length=1)
+    trees: tuple[Shape, ...] = Field(default=(AdaptiveShape(type="adaptive", depth=8),), min_length=1)
     """Shapes of the draft trees; every drafter is measured with each of them."""
     questions: str
     """File of JSON Lines: Spec-Bench questions, rows of {prompt}, or chats whose user turns are asked."""
@@ -266,7 +266,7 @@ class LiveConfig(Config):
     target: TargetConfig
     drafter: str
     """Folder of a trained drafter."""
-    tree: Shape
+    tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Shape of the draft trees."""
     prompt: str
     """Text that the model is asked."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moray.targets.attention import grouped_attention
 from moray.targets.packed_linear import Kernels, PackedWeight, is_stock
+from moray.targets.rotary import Rotation
 
 
 def fuse_layers(model: Any, kernels: Kernels) -> None:
@@ -52,7 +53,7 @@ class FusedLayer:
         position_ids: Int[Tensor, "batch new"] | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Rotation | None = None,
         **others: Any,
     ) -> Float[Tensor, "batch new hidden"]:
         """The layer's output; it takes what transformers' layers take."""
@@ -71,8 +72,7 @@ class FusedLayer:
         turned, value = heads.split((self._num_heads + self._num_kv_heads, self._num_kv_heads), dim=1)
         if self._head_norm is not None:
             turned = self._head_norm(turned)
-        cos, sin = position_embeddings
-        query, key = _rotate(turned, cos, sin).split((self._num_heads, self._num_kv_heads), dim=1)
+        query, key = position_embeddings.turn(turned).split((self._num_heads, self._num_kv_heads), dim=1)
         key, value = past_key_values.update(key, value, self._layer_number)
         attended, _ = grouped_attention(self._mlp, query, key, value, attention_mask, self._scaling)
         hidden = hidden_states + self._out(attended.reshape(batch, new, -1))
@@ -120,15 +120,3 @@ def _head_norm(attention: Any, num_heads: int, num_kv_heads: int) -> _Norm | Non
     query, key = attention.q_norm.weight.data, attention.k_norm.weight.data
     weight = torch.cat([query.expand(num_heads, -1), key.expand(num_kv_heads, -1)])
     return _Norm(attention.q_norm, weight[:, None])
-
-
-def _rotate(
-    x: Float[Tensor, "batch heads new head_dim"],
-    cos: Float[Tensor, "batch new head_dim"],
-    sin: Float[Tensor, "batch new head_dim"],
-) -> Float[Tensor, "batch heads new head_dim"]:
-    """Rotary position embedding of the first half of a head against its second."""
-    half = x.shape[-1] // 2
-    first, second = x.split(half, dim=-1)
-    other = torch.cat([second.neg(), first], dim=-1)
-    return (x * cos[:, None]).addcmul_(other, sin[:, None])

@@ -27,6 +27,8 @@ _ROWS = (1, 4, 17)
 """Row counts that are measured: a plain step, a short chain, a tree."""
 _HINT = 64
 """Row count for which oneDNN picks the layout; those from 4 to 64 are equally fast at any row count."""
+_REPEATS, _MOST_SECONDS = 9, 1.0
+"""How often each is timed, and for how long a busy machine may take over it, at each number of rows."""
 _GAIN = 1.05
 """How many times as fast packed weights must be, so that noise does not decide."""
 
@@ -148,10 +150,11 @@ def _measure(weights: Sequence[Tensor]) -> dict[int, float]:
     gains = {}
     for rows in _ROWS:
         inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in tried]
-        plain = _seconds(lambda inputs=inputs: [F.linear(*pair) for pair in zip(inputs, tried, strict=True)])
-        gains[rows] = plain / _seconds(
-            lambda inputs=inputs: [_packed_linear(x, weight, None) for x, weight in zip(inputs, packed, strict=True)]
+        plain, ours = _seconds(
+            lambda inputs=inputs: [F.linear(*pair) for pair in zip(inputs, tried, strict=True)],
+            lambda inputs=inputs: [_packed_linear(x, weight, None) for x, weight in zip(inputs, packed, strict=True)],
         )
+        gains[rows] = plain / ours
     return gains
 
 
@@ -162,14 +165,18 @@ def _are_kernels_there(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """The shortest of several runs, or of fewer if they take long, as on a machine that is busy."""
-    taken: list[float] = []
-    while len(taken) < 5 and sum(taken) < 0.5:
-        begin = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+def _seconds(*runs: Callable[[], object]) -> list[float]:
+    """The shortest time of each of some runs, which take turns, so that what else the machine does hits them alike."""
+    best = [float("inf")] * len(runs)
+    end = time.perf_counter() + _MOST_SECONDS
+    for turn in range(_REPEATS):
+        for index, run in enumerate(runs):
+            begin = time.perf_counter()
+            run()
+            best[index] = min(best[index], time.perf_counter() - begin)
+        if turn and time.perf_counter() > end:
+            break
+    return best
 
 
 def _pack(weight: Tensor) -> Tensor:

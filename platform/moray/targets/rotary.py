@@ -10,6 +10,26 @@ _SPARE_POSITIONS = 64
 """Drafts may run past the end of the context by as many levels as a tree can have."""
 
 
+class Rotation(tuple[Tensor, Tensor]):
+    """Cosines and sines of a pass, [batch, new, head_dim] each, as transformers' layers take them; and the same as
+    fused layers do, made once for all of them."""
+
+    cos: Float[Tensor, "batch 1 new head_dim"]
+    signed_sin: Float[Tensor, "batch 1 new head_dim"]
+    """Negative in the first half, whose features turn the other way."""
+
+    def __new__(cls, cos: Float[Tensor, "batch new head_dim"], sin: Float[Tensor, "batch new head_dim"]) -> "Rotation":
+        made = super().__new__(cls, (cos, sin))
+        half = sin.shape[-1] // 2
+        made.cos = cos[:, None]
+        made.signed_sin = torch.cat([sin[..., :half].neg(), sin[..., half:]], dim=-1)[:, None]
+        return made
+
+    def turn(self, x: Float[Tensor, "batch heads new head_dim"]) -> Float[Tensor, "batch heads new head_dim"]:
+        """Turn the first half of each head against its second."""
+        return (x * self.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), self.signed_sin)
+
+
 class RotaryCache:
     """Cosines and sines of a model's rotary module, of a type in `targets.spec.ROPE_TYPES`.
 
@@ -21,9 +41,7 @@ class RotaryCache:
         self._module = module
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def at(
-        self, like: Float[Tensor, "*any"], positions: Int[Tensor, "batch new"]
-    ) -> tuple[Float[Tensor, "batch new head_dim"], Float[Tensor, "batch new head_dim"]]:
+    def at(self, like: Float[Tensor, "*any"], positions: Int[Tensor, "batch new"]) -> Rotation:
         """Cosines and sines for `positions`, in the type and on the device of `like`."""
         if self._tables is None or self._tables[0].dtype != like.dtype or self._tables[0].device != like.device:
             context = self._module.config.max_position_embeddings
@@ -33,4 +51,4 @@ class RotaryCache:
             cos, sin = self._module(like, asked[None])
             self._tables = cos[0], sin[0]
         cos, sin = self._tables
-        return cos[positions], sin[positions]
+        return Rotation(cos[positions], sin[positions])

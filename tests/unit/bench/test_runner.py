@@ -14,7 +14,7 @@ from moray.bench.lossless import check_lossless
 from moray.bench.report_schema import read_report
 from moray.bench.runner import Measurement, Method, Run, Runner
 from moray.bench.specbench import Question
-from moray.bench.summary import summarise
+from moray.bench.summary import losses, summarise
 from moray.config import validate
 from moray.decoding import speculate
 from moray.decoding.accept import Accepted
@@ -116,6 +116,16 @@ def test_figures_are_those_of_the_generations(folder):
     assert sum(row["phases_ms"].values()) * cycles / 1e3 == pytest.approx(sum(g.seconds for g in drafted.generations))
     assert {entry["category"]: entry["num_prompts"] for entry in figures["categories"]} == {"sums": 2, "names": 1}
     assert figures["notes"] == []
+
+
+def test_trees_that_lose_are_named_unless_they_stop_by_themselves():
+    rows = [
+        {"drafter": "moa", "tree": tree, "speedup_vs_plain": speedup}
+        for tree, speedup in (("chain-3", 0.981), ("dynamic-5x4-16", 0.7), ("adaptive-8", 0.9))
+    ]
+    (note,) = losses(rows)
+    assert note.startswith("slower than plain decoding: moa dynamic-5x4-16 (0.70); an adaptive tree drafts only")
+    assert losses(rows[:1]) == losses([]) == []
 
 
 def test_a_broken_verifier_is_reported_as_not_lossless(folder, monkeypatch):

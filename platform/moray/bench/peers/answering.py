@@ -8,13 +8,17 @@ Both directions are lines of JSON:
     engine -> benchmark   {"tokens": [ids], "seconds": ...}, or {"error": ...}
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def answer_from(load: Callable[[Settings], tuple[str, Answer]]) -> None:
 
     Libraries print as they like: what they write to the standard output goes to the standard error.
     """
+    _end_with_parent()
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
@@ -79,6 +84,12 @@ def answer_from(load: Callable[[Settings], tuple[str, Answer]]) -> None:
         except Exception as error:
             reply(error=in_one_line(error))
             raise
+
+
+def _end_with_parent() -> None:
+    """Be killed with the benchmark, also by kill -9: a halted process would stay for ever (Linux alone)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def in_one_line(error: BaseException) -> str:
