@@ -7,21 +7,22 @@ from tiny_drafters import VARIANTS, build
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import PREFILL_CHUNK
 from moray.decoding.speculate import SpeculativeDecoder
-from moray.trees.shapes import ChainShape
+from moray.trees.shapes import ChainShape, DynamicShape
 
 CHAIN = ChainShape(type="chain", depth=3)
+TREE = DynamicShape(type="dynamic", depth=3, breadth=3, nodes=8)
 CAPACITY = 400
 
 
-def drafts_by_position(target, drafter, num_tokens, drafts_at):
+def drafts_by_position(target, drafter, num_tokens, drafts_at, shape=CHAIN):
     """The tokens of every draft by its root's position; `drafts_at(cycle)` says which cycles draft."""
-    decoder = SpeculativeDecoder(target.target, drafter, CHAIN, CAPACITY)
+    decoder = SpeculativeDecoder(target.target, drafter, shape, CAPACITY)
     grow, observe = decoder._grow, drafter.observe
     found, observed = {}, []
     cycle = iter(range(10_000))
 
-    def growing(root, shape, root_position, sampler, budget=None):
-        tree = grow(root, shape, root_position, sampler, budget)
+    def growing(root, grown, root_position, sampler, budget=None):
+        tree = grow(root, grown, root_position, sampler, budget)
         found[root_position] = tree.tokens.tolist()
         return tree
 
@@ -30,7 +31,7 @@ def drafts_by_position(target, drafter, num_tokens, drafts_at):
         return observe(taps)
 
     decoder._grow = growing
-    decoder._next_shape = lambda: CHAIN if drafts_at(next(cycle)) else None
+    decoder._next_shape = lambda: shape if drafts_at(next(cycle)) else None
     drafter.observe = observing
     try:
         generation = decoder.generate(target.prompt(), SamplingParams(), num_tokens, ())
@@ -39,12 +40,12 @@ def drafts_by_position(target, drafter, num_tokens, drafts_at):
     return found, len(observed), generation
 
 
-@pytest.mark.parametrize("seed", [3])
-def test_drafts_after_a_pause_are_those_without_one(tiny, variant, seed):
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=lambda shape: shape.type)
+def test_drafts_after_a_pause_are_those_without_one(tiny, variant, shape):
     target = tiny("llama")
-    drafter = build(target, VARIANTS[variant], seed)
-    always, _, generation = drafts_by_position(target, drafter, 40, lambda _: True)
-    paused, num_observed, other = drafts_by_position(target, drafter, 40, lambda cycle: cycle % 7 in (0, 1))
+    drafter = build(target, VARIANTS[variant], 3)
+    always, _, generation = drafts_by_position(target, drafter, 40, lambda _: True, shape)
+    paused, num_observed, other = drafts_by_position(target, drafter, 40, lambda cycle: cycle % 7 in (0, 1), shape)
     assert other.tokens == generation.tokens
     num_drafts = sum(cycle % 7 in (0, 1) for cycle in range(other.num_cycles))
     assert num_observed <= 1 + num_drafts, "it observed while nothing was drafted"

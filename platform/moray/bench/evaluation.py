@@ -10,7 +10,7 @@ from moray.bench.configs import EvaluateConfig
 from moray.bench.loading import fingerprints_of, folder_of, load_drafters, load_target, nothing_fits
 from moray.bench.runner import Runner
 from moray.bench.specbench import Question
-from moray.bench.summary import losses, summarise
+from moray.bench.summary import slower_than_plain, summarise
 from moray.decoding.compiling import compile_models
 from moray.distill.metrics import read_metrics
 from moray.drafters.base import Drafter
@@ -55,7 +55,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     making = {name: _making(drafter, metrics.get(name, [])) for name, drafter in drafters.items()}
     if target.device.type == "cuda" and not config.exact_phases:
         _drop_phases(figures)
-    figures["notes"] += ([] if config.compile == "off" else [compiled]) + losses(figures["rows"])
+    figures["notes"] += ([] if config.compile == "off" else [compiled]) + slower_than_plain(figures["rows"])
     figures["rows"] = [row | making[row["drafter"]] for row in figures["rows"]]
     return figures | {
         "training": {name: _series(rows) for name, rows in metrics.items() if rows},

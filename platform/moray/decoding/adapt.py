@@ -57,6 +57,8 @@ class DraftPlanner:
         self._verify, self._draft = Correction(), Correction()
         self._draft_of = {effort: Correction() for effort in costs}
         self._rest = 0.0
+        self._observe = 0.0
+        """Seconds that the drafter takes per drafted cycle to observe what was verified."""
         self._acceptance = Acceptance(shape.depth, list(costs))
         self._promised = self._kept = 0.0
         self._sum_of_probabilities = 0.0
@@ -94,7 +96,8 @@ class DraftPlanner:
     def _seconds(self, num_nodes: int, num_levels: int, effort: int) -> float:
         """A cycle that drafts so many levels and verifies so many nodes below the root."""
         verify = self._costs[effort].verify_seconds(num_nodes + 1) * self._verify.factor
-        return verify + self._draft_seconds(num_levels, effort) * self._draft_of[effort].factor + self._rest
+        draft = self._draft_seconds(num_levels, effort) * self._draft_of[effort].factor
+        return verify + draft + (self._observe if num_levels else 0.0) + self._rest
 
     def _draft_seconds(self, num_levels: int, effort: int) -> float:
         """What was measured, as far as cycles of any effort have corrected it."""
@@ -117,15 +120,20 @@ class DraftPlanner:
         self._num_nodes = min(best, len(log_probs))
         return best
 
-    def record_seconds(self, num_nodes: int, verify: float, draft: float, rest: float = 0.0) -> None:
-        """What a cycle's target pass over `num_nodes` nodes below the root took, its draft, and what every cycle does.
+    def record_seconds(
+        self, num_nodes: int, verify: float, draft: float | None, rest: float = 0.0, observe: float = 0.0
+    ) -> None:
+        """What a cycle's target pass over `num_nodes` nodes below the root took, its draft, what the drafter observed
+        for it, and what every cycle does.
 
+        The draft is None where it was another than usual, and teaches nothing: behind a pause the drafter catches up.
         Where phases are not known exactly (a GPU that nobody waits for) this is not called, and what was measured
         stands.
         """
         self._verify.record(self._costs[self.effort].verify_seconds(num_nodes + 1), verify)
         others = dict(self._draft_of)
-        if self._num_levels:
+        if self._num_levels and draft is not None:
+            self._observe += (observe - self._observe) / _COST_WEIGHT
             self._draft.record(self._costs[self.effort].draft_seconds(self._num_levels), draft)
             others.pop(self.effort).record(self._draft_seconds(self._num_levels, self.effort), draft)
         else:

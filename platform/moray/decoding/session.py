@@ -15,7 +15,7 @@ PREFILL_CHUNK = 256
 
 
 class TargetSession:
-    """Target, cache and mask for one sequence at a time; everything is allocated here, once.
+    """Target, cache and mask for one sequence at a time, which are allocated here, once.
 
     After each pass the cache holds every token but the last emitted one, the root of the next pass.
     """
@@ -124,7 +124,7 @@ class TargetSession:
     def take_taps(self, most: int) -> Taps:
         """The taps of the first tokens behind the prompt that have not been taken yet, at most so many of them.
 
-        There must be such tokens. Their keys and values are read from the cache only now: what nobody takes is free.
+        There must be such tokens. Keys and values are read from the cache only now, and never if nobody takes them.
         """
         begin, end = self._num_taken, min(self._num_taken + most, self.cache.length)
         self._num_taken = end

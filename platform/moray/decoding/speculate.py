@@ -1,4 +1,4 @@
-"""Generating one answer: plainly, or with a drafter in cycles of propose, verify, accept, commit, observe."""
+"""Generating one answer: plainly, or with a drafter in cycles of observe, propose, verify, accept, commit."""
 
 import time
 from collections.abc import Callable, Collection
@@ -210,10 +210,9 @@ class SpeculativeDecoder:
             self._num_kept = tree.num_kept(len(result.path))
         self._unseen += [root, verified[:-1]]
         if self._planner is not None and self._session.has_exact_phases:
+            draft = propose.seconds if num_observed <= 1 + self.shape.depth else None  # else it was behind a pause
             rest = accept.seconds + commit.seconds
-            # Catching up after a pause is no part of what every draft takes.
-            draft = propose.seconds + (observe.seconds if num_observed <= 1 + self.shape.depth else 0.0)
-            self._planner.record_seconds(tree.num_nodes - 1, verify.seconds, draft, rest)
+            self._planner.record_seconds(tree.num_nodes - 1, verify.seconds, draft, rest, observe.seconds)
         return verified[-1:]
 
     def _next_shape(self) -> GrowableShape | None:

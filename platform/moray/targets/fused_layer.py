@@ -1,11 +1,12 @@
-"""Decoder layers on a CPU in fewer and larger operations: what decides the speed of a pass over few tokens.
+"""The forward pass of decoder layers on a CPU, in fewer and larger operations than transformers' own.
 
-transformers computes a layer in some sixty operations, seven of them products with a weight. Here queries, keys and
-values are one product, and so are the MLP's gate and up projection; norms and rotations take half the operations. A
-pass of one token over 30 layers then has 2,000 operations fewer. The results are transformers' own to rounding.
+A pass over few tokens is so short that the number of operations counts. transformers computes a layer in some sixty,
+seven of them products with a weight. Here queries, keys and values are one product, as are the MLP's gate and up
+projections, and norms and rotations take half the operations. The results are transformers' own to rounding.
 
-Weights are joined in place: the modules' own become views of the joined ones, so that nothing is held twice, and the
-layer's own forward pass stays as it was for whoever asks for it (`stock_kernels`, gradients, torch.compile).
+Weights are joined in place: the modules' own become views of the joined ones, so that nothing is held twice. The
+layer's own forward pass still works, and is used under `stock_kernels`, with gradients, under torch.compile, and when
+transformers itself runs the model. Weights must not be replaced once they are joined.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ class FusedLayer:
     def __init__(self, layer: Any, kernels: Kernels) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._stock = layer.forward
-        self._mlp = mlp
+        self._attention, self._mlp = attention, mlp
         self._layer_number: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
         self._scaling: float = attention.scaling
@@ -53,11 +54,11 @@ class FusedLayer:
         position_ids: Int[Tensor, "batch new"] | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = False,
-        position_embeddings: Rotation | None = None,
+        position_embeddings: Rotation | tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Float[Tensor, "batch new hidden"]:
         """The layer's output; it takes what transformers' layers take."""
-        if not self._is_usable or position_embeddings is None or past_key_values is None:
+        if not isinstance(position_embeddings, Rotation) or past_key_values is None or self._is_stock_wanted():
             return self._stock(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -74,15 +75,15 @@ class FusedLayer:
             turned = self._head_norm(turned)
         query, key = position_embeddings.turn(turned).split((self._num_heads, self._num_kv_heads), dim=1)
         key, value = past_key_values.update(key, value, self._layer_number)
-        attended, _ = grouped_attention(self._mlp, query, key, value, attention_mask, self._scaling)
+        attended, _ = grouped_attention(self._attention, query, key, value, attention_mask, self._scaling)
         hidden = hidden_states + self._out(attended.reshape(batch, new, -1))
+        if self._mlp._compiled_call_impl is not None:
+            return hidden + self._mlp(self._mlp_norm(hidden))
         gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, dim=-1)
         return hidden + self._down(self._activation(gate).mul_(up))
 
-    @property
-    def _is_usable(self) -> bool:
-        is_compiled = self._mlp._compiled_call_impl is not None
-        return not (is_stock() or is_compiled or torch.is_grad_enabled() or torch.compiler.is_compiling())
+    def _is_stock_wanted(self) -> bool:
+        return is_stock() or torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
 class _Joined:
@@ -93,8 +94,8 @@ class _Joined:
         for linear, own in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
             linear.weight.data = own
         self._weight = PackedWeight(weight, kernels)
-        biases = [linear.bias for linear in linears]
-        self._bias = None if biases[0] is None else torch.cat([bias.data for bias in biases])
+        biases = [weight.new_zeros(one.out_features) if one.bias is None else one.bias.data for one in linears]
+        self._bias = None if all(one.bias is None for one in linears) else torch.cat(biases)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._weight.linear(x, self._bias)

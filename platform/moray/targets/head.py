@@ -171,9 +171,7 @@ class TargetHead:
         self, query: Float[Tensor, "batch heads new head_dim"], positions: Int[Tensor, "batch new"]
     ) -> Float[Tensor, "batch heads new head_dim"]:
         """Turn queries as the target turns its own, so that they meet the keys in its cache."""
-        cos, sin = self._rotary.at(query, positions)
-        first, second = query.chunk(2, dim=-1)
-        return query * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+        return self._rotary.at(query, positions).turn(query)
 
     def new_cache(self, capacity: int, batch: int = 1, num_layers: int | None = None) -> KVCache:
         """An empty cache for the last `num_layers` layers alone, or for all that are here."""

@@ -1,7 +1,8 @@
-"""Weights in huge pages: a pass that reads every weight once spends a fifth of its time on looking up 4 KiB pages.
+"""Memory in huge pages, for weights that every pass reads from the first to the last.
 
-Most systems give huge pages to who asks (`transparent_hugepage/enabled` is `madvise`). torch and oneDNN do not ask, so
-it is asked here, once all weights are where they stay. Linux copies them then, at some 400 MiB a second.
+With pages of 4 KiB looking addresses up takes a fifth of such a pass. Linux gives huge pages to programs that ask for
+them (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise`, as on most systems), but torch and oneDNN do not ask.
+So Moray asks once the weights are in place; Linux then copies them, at some 400 MiB a second.
 """
 
 import ctypes
@@ -9,34 +10,33 @@ import sys
 import time
 from pathlib import Path
 
-_HUGE = 2 << 20
+_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_HUGE, _PIECE = 2 << 20, 64 << 20
+"""Bytes of a huge page, and of what is copied before the clock is looked at."""
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _MOST_SECONDS = 10.0
-"""What is not copied by then stays in small pages: of a large model the rest is not worth the wait."""
+"""Memory that is not copied by then stays as it is: for more of a large model nobody should wait."""
 
 
-def move_to_huge_pages() -> int:
-    """Ask for huge pages for all large anonymous memory of this process; returns how many bytes are in them now.
+def move_to_huge_pages() -> None:
+    """Ask for huge pages for the large anonymous memory that this process has now, if the system's setting allows it.
 
-    Where the system has none, or is not Linux, nothing happens.
+    Without Linux, or where huge pages are switched off, nothing happens.
     """
-    maps = Path("/proc/self/maps")
-    if sys.platform != "linux" or not maps.exists():
-        return 0
+    if sys.platform != "linux" or not _ENABLED.exists() or "[never]" in _ENABLED.read_text(encoding="utf-8"):
+        return
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    begun, num_bytes = time.monotonic(), 0
-    for begin, end in _large_regions(maps.read_text(encoding="utf-8")):
-        if time.monotonic() - begun > _MOST_SECONDS:
-            break
-        libc.madvise(begin, end - begin, _MADV_HUGEPAGE)
-        if libc.madvise(begin, end - begin, _MADV_COLLAPSE) == 0:
-            num_bytes += end - begin
-    return num_bytes
+    end = time.monotonic() + _MOST_SECONDS
+    for begin, size in _pieces(Path("/proc/self/maps").read_text(encoding="utf-8")):
+        if time.monotonic() > end:
+            return
+        for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
+            libc.madvise(begin, size, advice)  # what cannot be moved stays as it is
 
 
-def _large_regions(maps: str) -> list[tuple[int, int]]:
-    """Whole huge pages within the writable private memory that belongs to no file."""
+def _pieces(maps: str) -> list[tuple[int, int]]:
+    """Address and size of pieces of the writable private memory that belongs to no file, in whole huge pages."""
     found = []
     for line in maps.splitlines():
         span, access, _, _, _, *name = line.split()
@@ -44,6 +44,5 @@ def _large_regions(maps: str) -> list[tuple[int, int]]:
             continue
         begin, end = (int(part, 16) for part in span.split("-"))
         begin, end = -(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE
-        if begin < end:
-            found.append((begin, end))
+        found += [(start, min(_PIECE, end - start)) for start in range(begin, end, _PIECE)]
     return found

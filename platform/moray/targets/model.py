@@ -1,4 +1,6 @@
-"""The target: an unmodified Hugging Face causal LM, driven with our masks, positions and cache.
+"""The target: a Hugging Face causal LM with its own weights, driven with our masks, positions and cache.
+
+Where its weights are packed, on a CPU, its layers compute in fused operations (see `targets.fused_layer`).
 
 Everything a drafter may read leaves through here as taps. It does not know drafters, trees or sampling.
 """
@@ -103,7 +105,7 @@ class Target:
         for index, (layer, own_mask) in enumerate(zip(model.layers, masks, strict=True)):
             if index - self.spec.num_layers - 1 in hidden_depths:
                 kept[index - self.spec.num_layers - 1] = hidden
-            hidden = layer.forward(  # not called as a module, whose hooks are none and cost 20 us a layer
+            hidden = layer.forward(  # not layer(...): a module's call costs 20 us, and no hook is registered
                 hidden,
                 attention_mask=own_mask,
                 position_ids=positions,

@@ -27,8 +27,10 @@ _ROWS = (1, 4, 17)
 """Row counts that are measured: a plain step, a short chain, a tree."""
 _HINT = 64
 """Row count for which oneDNN picks the layout; those from 4 to 64 are equally fast at any row count."""
-_REPEATS, _MOST_SECONDS = 9, 1.0
-"""How often each is timed, and for how long a busy machine may take over it, at each number of rows."""
+_REPEATS = 9
+"""How often packed and plain weights are timed at each number of rows."""
+_MOST_SECONDS = 1.0
+"""Time after which a busy machine times them no more, once both have run twice."""
 _GAIN = 1.05
 """How many times as fast packed weights must be, so that noise does not decide."""
 
@@ -103,7 +105,7 @@ class PackedLinear(nn.Module):
 
 
 def linear_weights(model: nn.Module) -> list[Tensor]:
-    """The weights that `pack_linears` would pack."""
+    """The weights of a model's linear layers."""
     return [module.weight.detach() for module in model.modules() if type(module) is nn.Linear]
 
 

@@ -1,5 +1,6 @@
 """The target's own rotary tables, asked once per position instead of once per pass."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,23 +12,22 @@ _SPARE_POSITIONS = 64
 
 
 class Rotation(tuple[Tensor, Tensor]):
-    """Cosines and sines of a pass, [batch, new, head_dim] each, as transformers' layers take them; and the same as
-    fused layers do, made once for all of them."""
+    """Cosines and sines of one pass, [batch, new, head_dim] each: the pair that transformers' layers take.
 
-    cos: Float[Tensor, "batch 1 new head_dim"]
-    signed_sin: Float[Tensor, "batch 1 new head_dim"]
-    """Negative in the first half, whose features turn the other way."""
-
-    def __new__(cls, cos: Float[Tensor, "batch new head_dim"], sin: Float[Tensor, "batch new head_dim"]) -> "Rotation":
-        made = super().__new__(cls, (cos, sin))
-        half = sin.shape[-1] // 2
-        made.cos = cos[:, None]
-        made.signed_sin = torch.cat([sin[..., :half].neg(), sin[..., half:]], dim=-1)[:, None]
-        return made
+    Fused layers use `turn`, whose operands are made once and serve all layers of the pass.
+    """
 
     def turn(self, x: Float[Tensor, "batch heads new head_dim"]) -> Float[Tensor, "batch heads new head_dim"]:
         """Turn the first half of each head against its second."""
-        return (x * self.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), self.signed_sin)
+        cos, signed_sin = self._operands
+        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+    @cached_property
+    def _operands(self) -> tuple[Float[Tensor, "batch 1 new head_dim"], Float[Tensor, "batch 1 new head_dim"]]:
+        """Cosines, and sines that are negative in the first half, whose features turn the other way."""
+        cos, sin = self
+        first, second = sin.chunk(2, dim=-1)
+        return cos[:, None], torch.cat([first.neg(), second], dim=-1)[:, None]
 
 
 class RotaryCache:
@@ -51,4 +51,4 @@ class RotaryCache:
             cos, sin = self._module(like, asked[None])
             self._tables = cos[0], sin[0]
         cos, sin = self._tables
-        return Rotation(cos[positions], sin[positions])
+        return Rotation((cos[positions], sin[positions]))

@@ -1,19 +1,25 @@
 """Moray beside other engines: real processes, the same text, and rows that cannot be measured say why."""
 
 import json
+import sys
+import time
+from dataclasses import asdict
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny_targets import save_chat_target, save_target
 
+from moray.bench.peers.answering import Row, Settings
 from moray.bench.peers.benchmark import benchmark_peers
 from moray.bench.peers.config import PeersBenchmarkConfig
 from moray.bench.peers.console import print_peers
 from moray.bench.peers.gguf_file import write_gguf
 from moray.bench.peers.page import render_peers
+from moray.bench.peers.process import MODULES, EngineProcess
 from moray.config import validate
 from moray.errors import ConfigError, DataError
 from moray.gguf.convert import _halves
@@ -47,7 +53,7 @@ def result(settings):
         settings,
         {"engine": "moray"},
         {"engine": "moray", "drafter": "prompt-lookup"},
-        {"engine": "moray", "drafter": "no/such/folder", "dtype": "bfloat16"},
+        {"engine": "moray", "drafter": "no/such/folder"},
         {"engine": "transformers"},
         {"engine": "transformers", "drafter": settings["target"]["model"], "depth": 3},
         {"engine": "llama-cpp"},
@@ -57,7 +63,7 @@ def result(settings):
 def test_every_engine_gives_the_text_of_transformers_and_its_speed_is_of_what_it_did(result):
     measured = [row for row in result["rows"] if row["failure"] is None]
     assert [(row["engine"], row["drafting"]) for row in measured] == [
-        ("moray", "plain"), ("moray", "prompt-lookup"), ("transformers", "plain"), ("transformers", "target"),
+        ("moray", "plain"), ("moray", "prompt-lookup-8"), ("transformers", "plain"), ("transformers", "target-3"),
     ]  # fmt: skip
     for row in measured:
         assert row["equal_texts"] == 4
@@ -76,8 +82,8 @@ def test_what_cannot_be_measured_says_why(result, capsys):
     failures = {row["engine"]: row["failure"] for row in result["rows"] if row["failure"] is not None}
     assert failures.keys() == {"moray", "llama-cpp"}
     assert "no/such/folder" in failures["moray"]
-    assert failures["llama-cpp"].startswith("not installed: there is no '")
-    assert failures["llama-cpp"].endswith("; run: make peers")
+    assert failures["llama-cpp"].startswith("not installed in '")
+    assert failures["llama-cpp"].endswith("environments/llama-cpp'; run: make peers")
     print_peers(result, Console(width=160))
     printed = capsys.readouterr().out
     assert "4 of 4" in printed
@@ -90,10 +96,89 @@ def test_what_cannot_be_measured_says_why(result, capsys):
 def test_nothing_measured_is_an_error_and_rows_are_named_once(settings):
     with pytest.raises(DataError, match="no row could be measured; the first: vllm float32, plain: not installed"):
         measure(settings, {"engine": "vllm"})
-    with pytest.raises(ConfigError, match="peers holds 'moray float32, plain' twice"):
+    with pytest.raises(
+        ConfigError, match="peers holds 'moray float32, plain' twice; leave one out, or give them a `name`"
+    ):
         measure(settings, {"engine": "moray"}, {"engine": "moray", "depth": 3})
     with pytest.raises(ConfigError, match="llama-cpp-python drafts by prompt-lookup alone"):
         measure(settings, {"engine": "llama-cpp", "drafter": "some/folder"})
+
+
+FAKE_ENGINE = """
+import os, time
+from moray.bench.peers.answering import answer_from
+
+def load(settings):
+    def answer(prompt, most):
+        print("libraries print as they like", flush=True)
+        if prompt == [1]:
+            time.sleep(60)
+        if prompt == [2]:
+            os._exit(7)
+        return prompt[:most]
+    return "1", lambda row: answer
+
+answer_from(load)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(source): a process of an engine of one row."""
+    started = []
+
+    def make(source=FAKE_ENGINE):
+        (tmp_path / "fake_engine.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setitem(MODULES, "vllm", "fake_engine")
+        settings = Settings("", "", "float32", 1, 9, [0], [Row(None, 1)])
+        started.append(EngineProcess("vllm", sys.executable, asdict(settings), tmp_path / "log"))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.close()
+
+
+def is_halted(process):
+    """Signals take a moment."""
+    end = time.monotonic() + 10
+    while psutil.Process(process._process.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < end:
+        time.sleep(0.01)
+    return psutil.Process(process._process.pid).status() == psutil.STATUS_STOPPED
+
+
+def test_an_engine_is_halted_but_while_it_answers(start):
+    process = start()
+    process.wait_until_loaded(60)
+    assert (process.version, process.failures, is_halted(process)) == ("1", {}, True)
+    tokens, seconds = process.answer(0, [5, 6, 7], 2, 60)
+    assert tokens == [5, 6]
+    assert seconds < 60
+    assert is_halted(process)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seconds", "message"), [([1], 0.5, "no reply within 0 s"), ([2], 60, "ended with exit code 7")]
+)
+def test_an_engine_that_hangs_or_dies_is_ended_and_says_so_every_time(start, prompt, seconds, message):
+    process = start()
+    process.wait_until_loaded(60)
+    for _ in range(3):
+        with pytest.raises(DataError, match=f"{message}; its output is in"):
+            process.answer(0, prompt, 5, seconds)
+    assert process._process.poll() is not None, "it would disturb the others"
+
+
+def test_an_engine_that_cannot_be_loaded_says_why(start):
+    with pytest.raises(DataError, match=r"ValueError: no such dtype; its output is in"):
+        start(
+            "from moray.bench.peers.answering import answer_from\n"
+            "def load(settings):\n    raise ValueError('no such dtype')\n"
+            "answer_from(load)\n"
+        ).wait_until_loaded(60)
+    with pytest.raises(DataError, match=r"hello; its output is in"):
+        start("print('hello', flush=True)\n").wait_until_loaded(60)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("qwen2", "float32")])

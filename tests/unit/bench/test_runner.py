@@ -14,7 +14,7 @@ from moray.bench.lossless import check_lossless
 from moray.bench.report_schema import read_report
 from moray.bench.runner import Measurement, Method, Run, Runner
 from moray.bench.specbench import Question
-from moray.bench.summary import losses, summarise
+from moray.bench.summary import slower_than_plain, summarise
 from moray.config import validate
 from moray.decoding import speculate
 from moray.decoding.accept import Accepted
@@ -120,12 +120,12 @@ def test_figures_are_those_of_the_generations(folder):
 
 def test_trees_that_lose_are_named_unless_they_stop_by_themselves():
     rows = [
-        {"drafter": "moa", "tree": tree, "speedup_vs_plain": speedup}
-        for tree, speedup in (("chain-3", 0.981), ("dynamic-5x4-16", 0.7), ("adaptive-8", 0.9))
+        {"drafter": "moa", "tree": tree, "speedup_vs_plain": 0.9, "speedup_spread": spread, "temperature": 0.5}
+        for tree, spread in (("chain-3", (0.8, 1.02)), ("dynamic-5x4-16", (0.6, 0.99)), ("adaptive-8", (0.8, 0.9)))
     ]
-    (note,) = losses(rows)
-    assert note.startswith("slower than plain decoding: moa dynamic-5x4-16 (0.70); an adaptive tree drafts only")
-    assert losses(rows[:1]) == losses([]) == []
+    (note,) = slower_than_plain(rows)
+    assert note.startswith("slower than plain decoding: moa dynamic-5x4-16 at T 0.5 (0.90); an adaptive tree drafts")
+    assert slower_than_plain(rows[:1]) == slower_than_plain([]) == []
 
 
 def test_a_broken_verifier_is_reported_as_not_lossless(folder, monkeypatch):

@@ -11,7 +11,7 @@ from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.targets import model as model_module
 from moray.targets.fused_layer import FusedLayer
 from moray.targets.head import TargetHead
-from moray.targets.huge_pages import _large_regions, move_to_huge_pages
+from moray.targets.huge_pages import _pieces
 from moray.targets.model import Target
 from moray.targets.packed_linear import Kernels, PackedLinear, stock_kernels
 from moray.targets.spec import TargetConfig
@@ -21,6 +21,7 @@ PACKED = Kernels(True, True, "for a test")
 MORE = {
     "windows": {"family": "mistral", "sliding_window": 8},
     "biases": {"family": "llama", "attention_bias": True},
+    "MLP biases": {"family": "llama", "mlp_bias": True},
     "wide heads": {"family": "llama", "head_dim": 24, "num_key_value_heads": 4},
 }
 CASES = TARGETS | MORE
@@ -102,21 +103,33 @@ def test_gradients_and_compiled_parts_use_the_layer_s_own_pass(tiny, monkeypatch
     assert not used
     layer(hidden.requires_grad_(), **inputs)
     assert len(used) == 1
-    monkeypatch.setattr(layer.mlp, "_compiled_call_impl", lambda x: x)
+    own = torch.zeros_like(hidden)
+    monkeypatch.setattr(layer.mlp, "_compiled_call_impl", lambda x: own)
+    monkeypatch.setattr(layer.forward, "_gate_up", None)
     with torch.inference_mode():
         layer(hidden.detach(), **inputs)
-    assert len(used) == 2
+    assert len(used) == 1, "attention stays fused beside a compiled MLP"
 
 
-def test_large_anonymous_regions_alone_are_moved_to_huge_pages():
+def test_transformers_own_pass_still_works(tiny):
+    """Also without gradients and with a cache, as `generate` has it."""
+    prompt = tiny.prompt(5, 9)
+    with torch.inference_mode():
+        ids = tiny.target.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert ids[0, len(prompt) :].tolist() == tiny.hugging_face(prompt, 8)
+
+
+def test_large_anonymous_memory_alone_is_moved_to_huge_pages():
     maps = """\
 7f0000100000-7f0000a00000 rw-p 00000000 00:00 0
 7f0001000000-7f0001400000 r--p 00000000 00:00 0
 7f0002000000-7f0002400000 rw-p 00000000 08:01 12   /usr/lib/a.so
 7f0003000000-7f00031ff000 rw-p 00000000 00:00 0
-555500000000-555500400000 rw-p 00000000 00:00 0   [heap]
+555500000000-555505000000 rw-p 00000000 00:00 0   [heap]
 """
-    assert _large_regions(maps) == [(0x7F0000200000, 0x7F0000A00000), (0x555500000000, 0x555500400000)]
-    weights = torch.arange(4 << 20, dtype=torch.int32)
-    assert move_to_huge_pages() >= 0
-    assert torch.equal(weights, torch.arange(4 << 20, dtype=torch.int32)), "memory is moved, not changed"
+    mebi = 1 << 20
+    assert _pieces(maps) == [
+        (0x7F0000200000, 8 * mebi),
+        (0x555500000000, 64 * mebi),
+        (0x555504000000, 16 * mebi),
+    ]

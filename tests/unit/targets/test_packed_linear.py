@@ -93,7 +93,9 @@ def test_the_choice_is_measured_and_told(monkeypatch):
         ([2.0, 1.0, 2.0, 1.0, 1.0, 1.0], (False, False)),
     ):
         given = iter(seconds)
-        monkeypatch.setattr(packed_linear, "_seconds", lambda *runs, given=given: [run() and next(given) for run in runs])
+        monkeypatch.setattr(
+            packed_linear, "_seconds", lambda *runs, given=given: [run() and next(given) for run in runs]
+        )
         found = choose_kernels(large)
         assert (found.are_packed, found.pack_one_row) == expected
         assert "rows times as fast" in found.reason

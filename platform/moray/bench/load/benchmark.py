@@ -169,14 +169,14 @@ def name_of(level: LevelConfig) -> str:
 
 
 def short_name_of(level: LevelConfig) -> str:
-    """The same for a narrow column: 16, where no more than the concurrency is set."""
+    """The same for a narrow column: the concurrency alone where no rate is set."""
     most = "" if level.max_concurrency is None else str(level.max_concurrency)
     if level.times_first is not None:
         rate = f"{level.times_first:g} x first"
     elif level.request_rate is not None:
         rate = f"{level.request_rate:g}/s"
     else:
-        return most or "all"
+        return most or "unlimited"
     return f"{rate}, {most}" if most else rate
 
 

@@ -85,18 +85,22 @@ def _level(level: dict[str, Any]) -> LevelConfig:
 
 def _overview(levels: list[dict[str, Any]]) -> Table:
     """All levels side by side; latencies are those of requests that were answered, ratios those of tokens per second
-    to the baseline's."""
+    to the baseline's. Refusals and failures have columns where there were any."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     has_variants = len(levels[0]["variants"]) > 1
     is_rated = any(level["request_rate"] or level["times_first"] for level in levels)
-    table.add_column("load" if is_rated else "at a time", no_wrap=True)
+    table.add_column("load" if is_rated else "concurrency", no_wrap=True)
     if has_variants:
-        table.add_column("variant", overflow="fold")
-    for name in ("answered", "429", "failed", "tok/s"):
+        table.add_column("variant", no_wrap=True)
+    everything = [figures for level in levels for figures in level["variants"].values()]
+    counts = {"completed": "answered", "rejected": "429", "failed": "failed"}
+    shown = [key for key in counts if key == "completed" or any(figures[key] for figures in everything)]
+    for name in (*(counts[key] for key in shown), "tok/s"):
         table.add_column(name, justify="right", min_width=len(name))
     if has_variants:
-        table.add_column("ratio", justify="right")
-    for title in ("TTFT ms\n50 %/99 %", "E2E ms\n50 %/99 %", "TPOT\n50 %", "429\nms"):
+        table.add_column("ratio", justify="right", no_wrap=True)
+    medians = {"tpot_ms": "TPOT\n50 %"} | ({"rejected_ms": "429\nms"} if "rejected" in shown else {})
+    for title in ("TTFT ms\n50 %/99 %", "E2E ms\n50 %/99 %", *medians.values()):
         table.add_column(title, justify="right", no_wrap=True)
     for level in levels:
         found = {pair.rpartition("/")[0]: own["output_throughput"]["ratio"] for pair, own in level["ratios"].items()}
@@ -105,11 +109,11 @@ def _overview(levels: list[dict[str, Any]]) -> Table:
             table.add_row(
                 short_name_of(_level(level)),
                 *([Text(name)] if has_variants else []),
-                *(str(figures[key]) for key in ("completed", "rejected", "failed")),
+                *(str(figures[key]) for key in shown),
                 number(figures["output_throughput"]),
                 *([times(found.get(name))] if has_variants else []),
                 *(f"{number(spread['median'])}/{number(spread['p99'])}" for spread in spreads),
-                *(number(figures[key]["median"]) for key in ("tpot_ms", "rejected_ms")),
+                *(number(figures[key]["median"]) for key in medians),
             )
     return table
 

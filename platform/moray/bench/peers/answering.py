@@ -3,7 +3,7 @@
 Both directions are lines of JSON:
 
     benchmark -> engine   settings of the engine, once
-    engine -> benchmark   {"version": ...} when it is loaded
+    engine -> benchmark   {"version": ..., "failures": {row: why}} when it has loaded
     benchmark -> engine   {"row": 0, "prompt": [ids], "max_new_tokens": 80}
     engine -> benchmark   {"tokens": [ids], "seconds": ...}, or {"error": ...}
 """
@@ -51,16 +51,20 @@ class Settings:
     """Chat template that drafters were trained with, as `target.template`."""
 
 
-Answer = Callable[[Row, list[int], int], list[int]]
-"""answer(row, prompt, max_new_tokens): the new tokens of a greedy answer."""
+Answer = Callable[[list[int], int], list[int]]
+"""answer(prompt, max_new_tokens): the new tokens of a greedy answer."""
+
+Prepare = Callable[[Row], Answer]
+"""prepare(row): how the engine answers in that way."""
 
 
-def answer_from(load: Callable[[Settings], tuple[str, Answer]]) -> None:
-    """Load an engine by `load`, which returns its version and how it answers, and answer until the input ends.
+def answer_from(load: Callable[[Settings], tuple[str, Prepare]]) -> None:
+    """Load an engine by `load`, which returns its version and how rows are prepared, and answer until the input ends.
 
-    Libraries print as they like: what they write to the standard output goes to the standard error.
+    A row that cannot be prepared is reported, and the others are answered.
     """
     _end_with_parent()
+    # Libraries print as they like: what they write to the standard output goes to the standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
@@ -69,17 +73,24 @@ def answer_from(load: Callable[[Settings], tuple[str, Answer]]) -> None:
 
     given = json.loads(sys.stdin.readline())
     settings = Settings(**given | {"rows": [Row(**row) for row in given["rows"]]})
+    answers: dict[int, Answer] = {}
+    failures: dict[int, str] = {}
     try:
-        version, answer = load(settings)
+        version, prepare = load(settings)
+        for number, row in enumerate(settings.rows):
+            try:
+                answers[number] = prepare(row)
+            except Exception as error:  # noqa: BLE001 - engines fail in their own ways
+                failures[number] = in_one_line(error)
     except Exception as error:
         reply(error=in_one_line(error))
         raise
-    reply(version=version)
+    reply(version=version, failures=failures)
     for line in sys.stdin:
         request = json.loads(line)
         try:
             begin = time.perf_counter()
-            tokens = answer(settings.rows[request["row"]], request["prompt"], request["max_new_tokens"])
+            tokens = answers[request["row"]](request["prompt"], request["max_new_tokens"])
             reply(tokens=tokens, seconds=time.perf_counter() - begin)
         except Exception as error:
             reply(error=in_one_line(error))

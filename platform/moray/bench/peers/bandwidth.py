@@ -1,6 +1,6 @@
-"""What this machine's memory can deliver: the limit of decoding one token after another.
+"""What this machine's memory moves, as a measure of plain decoding: a step reads every weight once.
 
-A plain step reads every weight once, so that tokens per second are at most bytes per second over the weights' bytes.
+A copy reads and writes; reading alone may be somewhat faster, so this is a yardstick and no strict limit.
 """
 
 import time
@@ -30,10 +30,13 @@ def copy_bandwidth(threads: int) -> float:
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Bytes of a target's weights in a number format; an embedding that is also lm_head counts once."""
+    """Bytes of the weights that a plain step reads: all but an embedding that is not also lm_head, of which it reads a
+    row."""
     import math
 
     from moray.targets.stored import stored_tensors
 
     size = {"float32": 4, "bfloat16": 2}[dtype]
-    return sum(size * math.prod(tensor.shape) for tensor in stored_tensors(folder).values())
+    stored = stored_tensors(folder)
+    unread = {"model.embed_tokens.weight"} if "lm_head.weight" in stored else set[str]()
+    return sum(size * math.prod(tensor.shape) for name, tensor in stored.items() if name not in unread)

@@ -1,6 +1,5 @@
 """The comparison: every engine answers every prompt in turn, while the others are halted."""
 
-import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from rich.console import Console
 from moray.bench.loading import first_prompts
 from moray.bench.peers.answering import Row, Settings
 from moray.bench.peers.bandwidth import copy_bandwidth, weight_bytes
-from moray.bench.peers.config import OWN, PeerConfig, PeersBenchmarkConfig
+from moray.bench.peers.config import INSTALLED, PeerConfig, PeersBenchmarkConfig
 from moray.bench.peers.figures import Answers, rows_of
 from moray.bench.peers.gguf_file import write_gguf
 from moray.bench.peers.process import EngineProcess
@@ -20,15 +19,15 @@ from moray.bench.recording import record
 from moray.bench.specbench import read_questions
 from moray.errors import ConfigError, DataError
 from moray.progress import Progress
+from moray.targets.model import read_eos_ids
 from moray.targets.spec import TargetSpec, read_spec, resolve_folder
-from moray.targets.stored import read_model_config
 from moray.text import ChatTokenizer
 
 _WARM_UP_TOKENS = 16
 
 
 @dataclass
-class _Seat:
+class _PeerRun:
     """A row's answers, and the process that gives them."""
 
     answers: Answers
@@ -52,15 +51,15 @@ def benchmark_peers(config: PeersBenchmarkConfig, console: Console) -> dict[str,
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
     folder, spec = resolve_folder(config.target.model), read_spec(config.target.model)
     prompts = first_prompts(questions, tokenizer, spec.max_positions - config.max_new_tokens, config.questions)
-    eos_ids = _eos_ids(folder, config.target.model, tokenizer)
+    eos_ids = sorted({*read_eos_ids(config.target.model), *tokenizer.eos_ids})
     with Progress("measure the memory's bandwidth", console=console):
         bandwidth = copy_bandwidth(config.threads)
     with ExitStack() as stack:
-        seats = _start(config, folder, spec, max(map(len, prompts)), eos_ids, stack, console)
-        _ask(config, seats, prompts, eos_ids, console)
-    rows = [seat.answers for seat in seats]
+        runs = _start(config, folder, spec, max(map(len, prompts)), eos_ids, stack, console)
+        _ask(config, runs, prompts, eos_ids, console)
+    rows = [run.answers for run in runs]
     if all(row.failure for row in rows):
-        raise DataError(f"no row could be measured; the first: {rows[0].peer.name}: {rows[0].failure}")
+        raise DataError(f"no row could be measured; the first: {rows[0].peer.label}: {rows[0].failure}")
     limits = {dtype: bandwidth / weight_bytes(folder, dtype) for dtype in ("float32", "bfloat16")}
     return {
         "rows": rows_of(rows, limits),
@@ -71,13 +70,6 @@ def benchmark_peers(config: PeersBenchmarkConfig, console: Console) -> dict[str,
     } | record(config)
 
 
-def _eos_ids(folder: Path, model: str, tokenizer: ChatTokenizer) -> list[int]:
-    """Tokens that end an answer: the model's and the tokenizer's."""
-    found = read_model_config(folder, model).eos_token_id
-    named = [] if found is None else [found] if isinstance(found, int) else list(found)
-    return sorted({*named, *tokenizer.eos_ids})
-
-
 def _start(
     config: PeersBenchmarkConfig,
     folder: Path,
@@ -86,13 +78,13 @@ def _start(
     eos_ids: list[int],
     stack: ExitStack,
     console: Console,
-) -> list[_Seat]:
+) -> list[_PeerRun]:
     """Load the engines one after another, each in a process that is halted afterwards."""
-    seats = [_Seat(Answers(peer)) for peer in config.peers]
-    groups: dict[tuple[str, ...], list[_Seat]] = {}
-    for seat in seats:
-        alone = () if seat.peer.engine in OWN else (seat.peer.name,)
-        groups.setdefault((seat.peer.engine, seat.peer.dtype, *alone), []).append(seat)
+    runs = [_PeerRun(Answers(peer)) for peer in config.peers]
+    groups: dict[tuple[str, ...], list[_PeerRun]] = {}
+    for run in runs:
+        alone = () if run.peer.engine in INSTALLED else (run.peer.label,)
+        groups.setdefault((run.peer.engine, run.peer.dtype, *alone), []).append(run)
     environments = Path(config.environments)
     work = environments / "models" / spec.fingerprint[:16]
     with Progress("start engines", len(groups), unit="engines", console=console) as progress:
@@ -106,28 +98,29 @@ def _start(
                     threads=config.threads,
                     max_length=longest_prompt + config.max_new_tokens,
                     eos_ids=eos_ids,
-                    rows=[Row(seat.peer.drafter, seat.peer.depth) for seat in members],
+                    rows=[Row(run.peer.drafter, run.peer.depth) for run in members],
                     template=config.target.template,
                 )
-                log = environments / "logs" / (peer.name.replace(", ", "-").replace(" ", "-") + ".log")
+                log = environments / "logs" / (peer.label.replace(", ", "-").replace(" ", "-") + ".log")
                 process = EngineProcess(peer.engine, _python(peer, environments), asdict(settings), log)
                 stack.callback(process.close)
                 process.wait_until_loaded(config.start_seconds)
-                for number, seat in enumerate(members):
-                    seat.process, seat.row, seat.answers.version = process, number, process.version
+                for number, run in enumerate(members):
+                    run.process, run.row, run.answers.version = process, number, process.version
+                    run.answers.failure = process.failures.get(number)
             except (ConfigError, DataError) as error:
-                for seat in members:
-                    seat.answers.failure = str(error)
+                for run in members:
+                    run.answers.failure = str(error)
             progress.advance(1)
-    return seats
+    return runs
 
 
 def _python(peer: PeerConfig, environments: Path) -> str:
-    if peer.engine in OWN:
+    if peer.engine in INSTALLED:
         return sys.executable
     python = environments / peer.engine / "bin" / "python"
-    if not os.access(python, os.X_OK):
-        raise ConfigError(f"not installed: there is no '{python}'; run: make peers")
+    if not (environments / peer.engine / ".installed").is_file():
+        raise ConfigError(f"not installed in '{environments / peer.engine}'; run: make peers")
     return str(python.absolute())
 
 
@@ -141,30 +134,30 @@ def _model_for(peer: PeerConfig, folder: Path, spec: TargetSpec, work: Path) -> 
 
 
 def _ask(
-    config: PeersBenchmarkConfig, seats: list[_Seat], prompts: list[list[int]], eos_ids: list[int], console: Console
+    config: PeersBenchmarkConfig, runs: list[_PeerRun], prompts: list[list[int]], eos_ids: list[int], console: Console
 ) -> None:
     """Prompt by prompt all rows in turn, every other time backwards. A row that fails is not asked again."""
-    with Progress("answer", len(prompts) * len(seats), unit="answers", console=console) as progress:
-        for seat in seats:
-            _answer(config, seat, prompts[0], _WARM_UP_TOKENS)
+    with Progress("answer", len(prompts) * len(runs), unit="answers", console=console) as progress:
+        for run in runs:
+            _answer(config, run, prompts[0][::-1], _WARM_UP_TOKENS)  # shares no beginning with a prompt
         for number, prompt in enumerate(prompts):
-            for seat in seats if number % 2 == 0 else reversed(seats):
-                found = _answer(config, seat, prompt, config.max_new_tokens)
+            for run in runs if number % 2 == 0 else reversed(runs):
+                found = _answer(config, run, prompt, config.max_new_tokens)
                 if found is not None:
                     tokens, seconds = found
                     # Some engines hand over the token that ends an answer, and some do not.
-                    seat.answers.tokens.append(tokens[:-1] if tokens and tokens[-1] in eos_ids else tokens)
-                    seat.answers.seconds.append(seconds)
+                    run.answers.tokens.append(tokens[:-1] if tokens and tokens[-1] in eos_ids else tokens)
+                    run.answers.seconds.append(seconds)
                 progress.advance(1)
 
 
 def _answer(
-    config: PeersBenchmarkConfig, seat: _Seat, prompt: list[int], max_new_tokens: int
+    config: PeersBenchmarkConfig, run: _PeerRun, prompt: list[int], max_new_tokens: int
 ) -> tuple[list[int], float] | None:
-    if seat.process is None or seat.answers.failure is not None:
+    if run.process is None or run.answers.failure is not None:
         return None
     try:
-        return seat.process.answer(seat.row, prompt, max_new_tokens, config.answer_seconds)
+        return run.process.answer(run.row, prompt, max_new_tokens, config.answer_seconds)
     except DataError as error:
-        seat.answers.failure = str(error)
+        run.answers.failure = str(error)
         return None

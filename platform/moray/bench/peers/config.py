@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from moray.config import Config
 
 Engine = Literal["moray", "transformers", "llama-cpp", "vllm", "openvino"]
-OWN: tuple[Engine, ...] = ("moray", "transformers")
+INSTALLED: tuple[Engine, ...] = ("moray", "transformers")
 """Engines that Moray's own environment has; they load a target once for all rows of a dtype."""
 PROMPT_LOOKUP = "prompt-lookup"
 
@@ -19,21 +19,24 @@ class PeerConfig(Config):
     engine: Engine
     """Engine that decodes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the weights and activations."""
+    """Number format of weights and activations; llama.cpp keeps keys and values in float16 beside bfloat16."""
     drafter: str | None = None
     """null for none, prompt-lookup, or a folder: a trained drafter for moray, a small model for the others."""
     depth: int = Field(default=8, ge=1, le=64)
     """Most tokens drafted per pass; moray decides from cycle to cycle how many of them are worth it."""
 
+    name: str | None = Field(default=None, min_length=1)
+    """Name of the way to draft, in tables; null for plain, or the drafter's last part and its depth."""
+
     @property
-    def name(self) -> str:
-        """For tables and messages."""
+    def label(self) -> str:
+        """The whole row, for tables and messages."""
         return f"{self.engine} {self.dtype}, {self.drafting}"
 
     @property
     def drafting(self) -> str:
-        """How it drafts, in a word."""
-        return "plain" if self.drafter is None else Path(self.drafter).name
+        """How it drafts."""
+        return self.name or ("plain" if self.drafter is None else f"{Path(self.drafter).name}-{self.depth}")
 
 
 class PeerTargetConfig(Config):
@@ -72,14 +75,14 @@ class PeersBenchmarkConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> "PeersBenchmarkConfig":
-        names = [peer.name for peer in self.peers]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        labels = [peer.label for peer in self.peers]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
         if twice:
-            raise ValueError(f"peers holds '{twice}' twice; name each row once")
+            raise ValueError(f"peers holds '{twice}' twice; leave one out, or give them a `name`")
         for peer in self.peers:
             if peer.engine == "llama-cpp" and peer.drafter not in (None, PROMPT_LOOKUP):
                 raise ValueError(
-                    f"peers: {peer.name}: llama-cpp-python drafts by {PROMPT_LOOKUP} alone; leave out drafter, or "
+                    f"peers: {peer.label}: llama-cpp-python drafts by {PROMPT_LOOKUP} alone; leave out drafter, or "
                     "write that"
                 )
         return self

@@ -15,7 +15,7 @@ def print_peers(result: dict[str, Any], console: Console) -> None:
     table = Table(title=title(result), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     for name in ("engine", "dtype", "drafts"):
         table.add_column(name, overflow="fold")
-    for name in ("tok/s", "95 %", "of limit", "vs transformers", "same text", "equal tokens"):
+    for name in ("tok/s", "95 %", "of copy", "vs transformers", "same text", "equal tokens"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         if row["failure"] is None:
@@ -48,10 +48,12 @@ def notes(result: dict[str, Any]) -> list[str]:
     """What the columns mean, and which rows are missing."""
     limits, bandwidth = result["plain_limit_tokens_per_second"], result["copy_bandwidth_bytes_per_second"]
     found = [
-        f"limit: a stream copy moves {bandwidth / 1e9:.1f} GB/s, which reads all weights {limits['float32']:.1f} times "
-        f"a second in float32 and {limits['bfloat16']:.1f} in bfloat16; drafts can exceed it",
+        f"of copy: tokens/s over what a stream copy ({bandwidth / 1e9:.1f} GB/s, read and written) would give if every "
+        f"token read all weights: {limits['float32']:.1f} in float32, {limits['bfloat16']:.1f} in bfloat16",
         "same text: answers equal to transformers' plain ones of the same dtype; equal tokens: how many on average "
         "before the first difference",
+        "prompt lookup is each engine's own: n-grams of 1 to 4 tokens in moray and vllm, up to 4 in openvino, 2 in "
+        "llama-cpp-python; moray chooses how many tokens to draft, the others always draft as many as the name says",
     ]
     versions = {row["engine"]: row["version"] for row in result["rows"] if row["version"]}
     found.append("versions: " + ", ".join(f"{engine} {version}" for engine, version in versions.items()))

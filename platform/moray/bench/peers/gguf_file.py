@@ -83,7 +83,12 @@ def _tensors(folder: Path, spec: TargetSpec) -> Any:
                 if stem in outer_names:
                     yield f"{outer_names[stem]}.{kind}", values
                     continue
-                _, _, layer, part = stem.split(".", 3)
+                *_, layer, part = stem.split(".", 3) if stem.count(".") >= 3 else ("", "")
+                if part not in layer_names:
+                    raise ConfigError(
+                        f"target.model '{folder}' has a tensor '{name}', for which GGUF has no name; leave out the "
+                        "peers with engine llama-cpp"
+                    )
                 heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}.get(part)
                 if heads is not None and _ARCHITECTURES[spec.family] == "llama":
                     values = _neighbours(values, heads)

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from moray.bench.drawing import COLOURS, Plot, bar_height, labelled_bars
 from moray.bench.page import render_page
-from moray.bench.peers.config import OWN
 from moray.bench.peers.console import cells, notes, title
 from moray.bench.svg import render_svg
 from moray.bench.wording import number
@@ -28,7 +27,7 @@ def _plot(rows: list[dict[str, Any]]) -> Plot:
     def draw(figure: "Figure") -> None:
         axes = labelled_bars(figure, [f"{row['engine']} {row['dtype']}, {row['drafting']}" for row in ordered])
         for place, row in enumerate(ordered):
-            axes.barh(place, row["tokens_per_second"], height=0.4, color=COLOURS[0 if row["engine"] == OWN[0] else 5])
+            axes.barh(place, row["tokens_per_second"], height=0.4, color=COLOURS[0 if row["engine"] == "moray" else 5])
             axes.text(row["tokens_per_second"], place, f" {number(row['tokens_per_second'])}", va="center")
         axes.set_xlabel("tokens per second")
 

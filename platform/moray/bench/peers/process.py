@@ -14,17 +14,19 @@ import moray
 from moray.errors import DataError
 
 MODULES = {
-    "moray": "own",
-    "transformers": "hugging_face",
-    "llama-cpp": "llama_cpp",
-    "vllm": "vllm_cpu",
-    "openvino": "openvino",
+    "moray": "moray.bench.peers.engines.moray_decoder",
+    "transformers": "moray.bench.peers.engines.hugging_face",
+    "llama-cpp": "moray.bench.peers.engines.llama_cpp",
+    "vllm": "moray.bench.peers.engines.vllm_cpu",
+    "openvino": "moray.bench.peers.engines.openvino",
 }
-"""Modules of `moray.bench.peers.engines`."""
 
 
 class EngineProcess:
-    """One engine, in a group of processes of its own, so that whatever it starts is halted with it."""
+    """One engine, in a group of processes of its own, so that whatever it starts is halted with it.
+
+    An engine that fails, or takes too long, is ended: it answers nothing more, and disturbs no other.
+    """
 
     def __init__(self, engine: str, python: str, settings: dict[str, Any], log: Path) -> None:
         """
@@ -34,15 +36,17 @@ class EngineProcess:
             settings: see `answering.Settings`.
             log: file for what the engine prints.
         """
-        self.engine = engine
         self.version = ""
+        self.failures: dict[int, str] = {}
+        """By number, rows that the engine could not prepare, and why."""
         self._log = log
+        self._end: str | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
         paths = os.pathsep.join(filter(None, [str(Path(moray.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         threads = str(settings["threads"])
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [python, "-m", f"moray.bench.peers.engines.{MODULES[engine]}"],
+                [python, "-m", MODULES[engine]],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -55,15 +59,19 @@ class EngineProcess:
 
     def wait_until_loaded(self, seconds: float) -> None:
         """Wait, then halt it; raise `DataError` if it could not be loaded."""
-        self.version = self._receive(seconds)["version"]
+        reply = self._receive(seconds)
+        self.version = reply["version"]
+        self.failures = {int(row): why for row, why in reply["failures"].items()}
         self._signal(signal.SIGSTOP)
 
     def answer(self, row: int, prompt: list[int], max_new_tokens: int, seconds: float) -> tuple[list[int], float]:
         """The new tokens of one answer and the seconds it took; every other engine stays halted meanwhile.
 
         Raises:
-            DataError: the engine failed, died, or took longer than `seconds`.
+            DataError: the engine failed, died, or took longer than `seconds`, now or before.
         """
+        if self._end is not None:
+            raise DataError(self._end)
         self._signal(signal.SIGCONT)
         self._send({"row": row, "prompt": prompt, "max_new_tokens": max_new_tokens})
         reply = self._receive(seconds)
@@ -83,24 +91,27 @@ class EngineProcess:
 
     def _send(self, value: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended: what is received next says why
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended: what is received next says why
 
     def _receive(self, seconds: float) -> dict[str, Any]:
-        try:
+        """Its next reply; without one it is ended."""
+        problem = f"no reply within {seconds:.0f} s"
+        with contextlib.suppress(queue.Empty):
             line = self._replies.get(timeout=seconds)
-        except queue.Empty:
-            raise DataError(f"no reply within {seconds:.0f} s; its output is in '{self._log}'") from None
-        if not line:
-            code = self._process.wait()
-            raise DataError(f"ended with exit code {code}; its output is in '{self._log}'")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise DataError(f"{reply['error']}; its output is in '{self._log}'")
-        return reply
+            if line:
+                with contextlib.suppress(ValueError):
+                    reply = json.loads(line)
+                    if "error" not in reply:
+                        return reply
+                    line = reply["error"].encode()
+                problem = line.decode(errors="replace").strip()[:300]
+            else:
+                problem = f"ended with exit code {self._process.wait()}"
+        self.close()
+        self._end = f"{problem}; its output is in '{self._log}'"
+        raise DataError(self._end)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

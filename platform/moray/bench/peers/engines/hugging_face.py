@@ -6,26 +6,31 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from moray.bench.peers.answering import Answer, Row, Settings, answer_from
+from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
 
 
-def load(settings: Settings) -> tuple[str, Answer]:
+def load(settings: Settings) -> tuple[str, Prepare]:
     """One model for all rows."""
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
-    helpers = {row: _helpers(row, dtype) for row in settings.rows}
+    model.generation_config = GenerationConfig()  # penalties and the like that a model brings along are another task
 
-    @torch.inference_mode()
-    def answer(row: Row, prompt: list[int], max_new_tokens: int) -> list[int]:
-        config = GenerationConfig(
-            do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=settings.eos_ids, pad_token_id=0
-        )
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **helpers[row])
-        return output[0, len(prompt) :].tolist()
+    def prepare(row: Row) -> Answer:
+        helpers = _helpers(row, dtype)
 
-    return transformers.__version__, answer
+        @torch.inference_mode()
+        def answer(prompt: list[int], max_new_tokens: int) -> list[int]:
+            config = GenerationConfig(
+                do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=settings.eos_ids, pad_token_id=0
+            )
+            ids = torch.tensor([prompt])
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **helpers)
+            return output[0, len(prompt) :].tolist()
+
+        return answer
+
+    return transformers.__version__, prepare
 
 
 def _helpers(row: Row, dtype: torch.dtype) -> dict[str, Any]:

@@ -5,34 +5,45 @@
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from moray.bench.peers.answering import Answer, Row, Settings, answer_from
+from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
+
+_CACHE_TYPES = {"float32": llama_cpp.GGML_TYPE_F32, "bfloat16": llama_cpp.GGML_TYPE_F16}
+"""Of keys and values; llama.cpp's own default is float16."""
 
 
-def load(settings: Settings) -> tuple[str, Answer]:
+def load(settings: Settings) -> tuple[str, Prepare]:
     """A context per row over one file, which is mapped and not copied."""
-    contexts = {row: _context(row, settings) for row in settings.rows}
 
-    def answer(row: Row, prompt: list[int], max_new_tokens: int) -> list[int]:
-        context = contexts[row]
-        context.reset()
-        tokens: list[int] = []
-        for token in context.generate(prompt, top_k=1, temp=0.0, repeat_penalty=1.0, reset=True):
-            tokens.append(int(token))
-            if token in settings.eos_ids or len(tokens) == max_new_tokens:
-                break
-        return tokens
+    def prepare(row: Row) -> Answer:
+        context = _context(row, settings)
 
-    return f"llama-cpp-python {llama_cpp.__version__}", answer
+        def answer(prompt: list[int], max_new_tokens: int) -> list[int]:
+            context.reset()
+            tokens: list[int] = []
+            for token in context.generate(prompt, top_k=1, temp=0.0, repeat_penalty=1.0, reset=True):
+                tokens.append(int(token))
+                if token in settings.eos_ids or len(tokens) == max_new_tokens:
+                    break
+            return tokens
+
+        return answer
+
+    return f"llama-cpp-python {llama_cpp.__version__}", prepare
 
 
 def _context(row: Row, settings: Settings) -> llama_cpp.Llama:
-    draft = None
-    if row.drafter is not None:
-        draft = LlamaPromptLookupDecoding(num_pred_tokens=row.depth)
+    draft = None if row.drafter is None else LlamaPromptLookupDecoding(num_pred_tokens=row.depth)
     return llama_cpp.Llama(
-        model_path=settings.model, n_ctx=settings.max_length + row.depth, n_batch=512, n_threads=settings.threads,
-        n_threads_batch=settings.threads, draft_model=draft, verbose=False,
-    )  # fmt: skip
+        model_path=settings.model,
+        n_ctx=settings.max_length + row.depth,  # its drafts run past the last token
+        n_batch=512,
+        n_threads=settings.threads,
+        n_threads_batch=settings.threads,
+        type_k=_CACHE_TYPES[settings.dtype],
+        type_v=_CACHE_TYPES[settings.dtype],
+        draft_model=draft,
+        verbose=False,
+    )
 
 
 if __name__ == "__main__":

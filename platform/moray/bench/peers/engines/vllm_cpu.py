@@ -4,11 +4,11 @@
 
 import os
 
-from moray.bench.peers.answering import Answer, Row, Settings, answer_from
+from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
 
 
-def load(settings: Settings) -> tuple[str, Answer]:
-    """One engine for the one row: vLLM decides on speculation when it starts."""
+def load(settings: Settings) -> tuple[str, Prepare]:
+    """An engine for each row: vLLM decides on speculation when it starts."""
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}",
@@ -18,29 +18,35 @@ def load(settings: Settings) -> tuple[str, Answer]:
     }
     import vllm
 
-    (row,) = settings.rows
-    engine = vllm.LLM(
-        settings.model, dtype=settings.dtype, max_model_len=settings.max_length, max_num_seqs=1,
-        speculative_config=_speculation(row), enable_prefix_caching=False, disable_log_stats=True,
-    )  # fmt: skip
-
-    def answer(_: Row, prompt: list[int], max_new_tokens: int) -> list[int]:
-        params = vllm.SamplingParams(
-            temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=settings.eos_ids, detokenize=False
+    def prepare(row: Row) -> Answer:
+        engine = vllm.LLM(
+            settings.model,
+            dtype=settings.dtype,
+            max_model_len=settings.max_length,
+            max_num_seqs=1,
+            speculative_config=_speculation(row),
+            enable_prefix_caching=False,
+            generation_config="vllm",  # not the model's own penalties
+            disable_log_stats=True,
         )
-        (output,) = engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-        return list(output.outputs[0].token_ids)
 
-    return vllm.__version__, answer
+        def answer(prompt: list[int], max_new_tokens: int) -> list[int]:
+            params = vllm.SamplingParams(
+                temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=settings.eos_ids, detokenize=False
+            )
+            (output,) = engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+            return list(output.outputs[0].token_ids)
+
+        return answer
+
+    return vllm.__version__, prepare
 
 
 def _speculation(row: Row) -> dict[str, object] | None:
     if row.drafter is None:
         return None
     if row.drafter == "prompt-lookup":
-        return {
-            "method": "ngram", "num_speculative_tokens": row.depth, "prompt_lookup_max": 4, "prompt_lookup_min": 2,
-        }  # fmt: skip
+        return {"method": "ngram", "num_speculative_tokens": row.depth, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
     return {"method": "draft_model", "model": row.drafter, "num_speculative_tokens": row.depth}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from moray.bench.loading import build_drafters
-from moray.bench.peers.answering import Answer, Row, Settings, answer_from
+from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
 from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
@@ -19,7 +19,7 @@ from moray.text import ChatTokenizer
 from moray.trees.shapes import AdaptiveShape
 
 
-def load(settings: Settings) -> tuple[str, Answer]:
+def load(settings: Settings) -> tuple[str, Prepare]:
     """One target and one cache for all rows, which take turns."""
     torch.set_num_threads(settings.threads)
     values = {"model": settings.model, "dtype": settings.dtype, "template": settings.template}
@@ -27,12 +27,12 @@ def load(settings: Settings) -> tuple[str, Answer]:
     tokenizer = ChatTokenizer.load(settings.model, settings.template)
     most_nodes = 1 + max(row.depth for row in settings.rows)
     session = TargetSession(target, settings.max_length, most_nodes)
-    decoders = {row: _decoder(row, target, tokenizer, session) for row in settings.rows}
 
-    def answer(row: Row, prompt: list[int], max_new_tokens: int) -> list[int]:
-        return decoders[row].generate(prompt, SamplingParams(), max_new_tokens, settings.eos_ids).tokens
+    def prepare(row: Row) -> Answer:
+        decoder = _decoder(row, target, tokenizer, session)
+        return lambda prompt, most: decoder.generate(prompt, SamplingParams(), most, settings.eos_ids).tokens
 
-    return _version(), answer
+    return _version(), prepare
 
 
 def _decoder(
