@@ -180,7 +180,7 @@ def test_help_shows_the_commands_and_each_has_its_own(tmp_path, module, names):
 def test_an_unknown_command_gives_one_line_and_exit_code_2(tmp_path):
     outcome = run(tmp_path, "-m", "pipelines.benchmark", "decod", "--json", "a.json")
     assert (outcome.exit_code, outcome.out) == (2, "")
-    names = "cache, channels, decode, engine, serve, shaped, staleness, train, tree"
+    names = "cache, channels, decode, engine, peers, serve, shaped, staleness, train, tree"
     assert outcome.err.startswith(f"error: there is no command 'decod'; the commands are {names}")
     assert outcome.err.endswith("; did you mean 'decode'?\n")
     assert outcome.err.count("\n") == 1
