@@ -32,8 +32,8 @@ class KVCache(Cache):
         # Where the tokens in the slots stand: committed ones at their slots' numbers, nodes of a tree anywhere behind.
         self._positions = torch.arange(capacity, device=like.device).repeat(batch, 1)
         self._has_places = False
-        # Absolute layer number -> row, so that the last N layers alone can own a smaller cache.
-        self._layers = {layer: self.data[row].unbind() for row, layer in enumerate(layers)}
+        # Keys and values by absolute layer number, so that the last N layers alone can own a smaller cache.
+        self._layers = {layer: (self.data[row, 0], self.data[row, 1]) for row, layer in enumerate(layers)}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
