@@ -18,6 +18,11 @@ _COST_WEIGHT = 8.0
 _HICCUP = 2.0
 """What took longer than so many times what was expected counts for no more: the machine did something else."""
 
+_PROVEN = 20
+"""Drafted cycles in a row after which drafting was not in vain."""
+_MOST_VAIN = 5
+"""Tries in vain that make the next one rarer, each by half."""
+
 
 class Correction:
     """How much longer something really takes than was measured; it changes with the context and the machine's load."""
@@ -60,6 +65,10 @@ class DraftPlanner:
         self._observe = 0.0
         """Seconds that the drafter takes per drafted cycle to observe what was verified."""
         self._acceptance = Acceptance(shape.depth, list(costs))
+        self._num_drafted = self._num_idle = 0
+        """Cycles in a row with a draft, and since then without."""
+        self._num_vain = 0
+        """Times in a row that drafts were given up before they had proven themselves."""
         self._promised = self._kept = 0.0
         self._sum_of_probabilities = 0.0
         self._num_levels = self._num_nodes = 0
@@ -144,11 +153,25 @@ class DraftPlanner:
 
     def record(self, num_levels: int, num_accepted: int) -> None:
         """What became of a cycle: levels verified, and how many of them were accepted."""
-        self._acceptance.record(self.effort, num_levels, num_accepted)
+        if self._is_counted(num_levels):
+            self._acceptance.record(self.effort, num_levels, num_accepted)
         self._promised = self._promised * FORGET + self._sum_of_probabilities
         self._kept = self._kept * FORGET + (num_accepted if self._sum_of_probabilities else 0.0)
         self._levels = self._levels * FORGET + (num_levels if self._num_nodes else 0)
         self._nodes = self._nodes * FORGET + self._num_nodes
+
+    def _is_counted(self, num_levels: int) -> bool:
+        """Whether a cycle counts for what is believed of drafts; of those without one, the fewer do the more often
+        drafts were given up before they had proven themselves, so that tries in vain become rare."""
+        if self._num_levels or num_levels:  # one that was wanted may hold nothing
+            self._num_drafted += 1
+            self._num_idle = 0
+            return True
+        if not self._num_idle:
+            self._num_vain = 0 if self._num_drafted >= _PROVEN else min(self._num_vain + 1, _MOST_VAIN)
+            self._num_drafted = 0
+        self._num_idle += 1
+        return self._num_idle % 2**self._num_vain == 0
 
     def _expected_nodes(self, depth: int) -> int:
         """That a draft of so many levels will have verified."""

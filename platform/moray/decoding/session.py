@@ -136,7 +136,7 @@ class TargetSession:
         return Taps(self._kv(begin, end), hidden)
 
     def _pass(self, tokens: Int[Tensor, " new"], positions: Int[Tensor, " new"], block: Tensor) -> TargetOutput:
-        mask = self._mask.view(block)
+        mask = None if tokens.shape[0] == 1 else self._mask.view(block)  # a single token sees all before it, and itself
         return self.target.forward(tokens[None], positions[None], mask, self.cache, self._needs.hidden_depths)
 
     def _keep(self, num_tokens: int) -> None:

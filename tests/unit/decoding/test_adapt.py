@@ -134,7 +134,7 @@ def test_drafting_that_became_too_dear_is_tried_again():
         planner.record(depth, min(depth, (1, 1, 0, 1, 1, 0, 1, 1, 1, 0)[cycle % 10]))
         depths.append(depth)
     assert depths[0] == 1
-    assert depths[39] == 0, "given up"
+    assert depths[20:40].count(0) > 10, "given up"
     assert sum(depths[-100:]) > 20, "and back"
 
 
@@ -210,6 +210,17 @@ def test_no_draft_after_refusals_until_they_are_forgotten():
     assert accepted[-50:] == [1] * 50, "back for good"
 
 
+def test_tries_in_vain_become_rare_and_a_drafter_that_has_improved_is_found_again():
+    """At first every seventh cycle or so. A refused draft costs time: a useless drafter must hardly be tried."""
+    costs = Costs([(1, 1.0), (2, 1.1), (9, 1.5)], [(1, 0.1), (8, 0.8)])
+    adapter = DraftPlanner(CHAIN, {0: costs})
+    refused = [min(depth, 1) for depth in live(adapter, [0], 1500)]
+    assert sum(refused[-1000:]) <= 20, "2 % of the cycles"
+    assert sum(refused[-1000:]) >= 3, "never again would be for good"
+    accepted = live(adapter, [8], 400)
+    assert min(accepted[-50:]) > 0, "back for good"
+
+
 def expected_rates(history: list[tuple[int, int]], depth: int) -> list[float]:
     """Acceptance by level, summed up from all cycles at once: age weights, then shrinking to the level before."""
     rates, belief = [], PRIOR_RATE
@@ -250,7 +261,7 @@ def test_the_depth_is_the_best_by_brute_force(seed):
         adapter = DraftPlanner(CHAIN, {0: costs})
         history = []
         for _ in range(generator.randrange(40)):
-            drafted = generator.randrange(9)
+            drafted = 1 + generator.randrange(8)  # without pauses, whose cycles count for less
             history.append((drafted, min(drafted, int(generator.expovariate(0.3)))))
             adapter.record(*history[-1])
         shape = adapter.next_shape()
