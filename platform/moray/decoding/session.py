@@ -124,7 +124,7 @@ class TargetSession:
     def take_taps(self, most: int) -> Taps:
         """The taps of the first tokens behind the prompt that have not been taken yet, at most so many of them.
 
-        There must be such tokens. Keys and values are read from the cache only now, and never if nobody takes them.
+        At least one must be left. Keys and values are read from the cache by this call, not when tokens are committed.
         """
         begin, end = self._num_taken, min(self._num_taken + most, self.cache.length)
         self._num_taken = end

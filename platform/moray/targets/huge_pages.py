@@ -1,8 +1,8 @@
 """Memory in huge pages, for weights that every pass reads from the first to the last.
 
-With pages of 4 KiB looking addresses up takes a fifth of such a pass. Linux gives huge pages to programs that ask for
-them (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise`, as on most systems), but torch and oneDNN do not ask.
-So Moray asks once the weights are in place; Linux then copies them, at some 400 MiB a second.
+With pages of 4 KiB, address translation takes about a fifth of such a pass. Linux gives huge pages to programs that ask
+for them (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise`, as on most systems), but torch and oneDNN do not
+ask. So Moray asks once the weights are in place; Linux then copies them, at some 400 MiB a second.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _HUGE, _PIECE = 2 << 20, 64 << 20
 """Bytes of a huge page, and of what is copied before the clock is looked at."""
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _MOST_SECONDS = 10.0
-"""Memory that is not copied by then stays as it is: for more of a large model nobody should wait."""
+"""Copying stops after this time; the rest of a large model stays in small pages."""
 
 
 def move_to_huge_pages() -> None:

@@ -210,7 +210,7 @@ def test_no_draft_after_refusals_until_they_are_forgotten():
     assert accepted[-50:] == [1] * 50, "back for good"
 
 
-def test_tries_in_vain_become_rare_and_a_drafter_that_has_improved_is_found_again():
+def test_a_useless_drafter_is_rarely_tried_and_one_that_improves_is_used_again():
     """At first every seventh cycle or so. A refused draft costs time: a useless drafter must hardly be tried."""
     costs = Costs([(1, 1.0), (2, 1.1), (9, 1.5)], [(1, 0.1), (8, 0.8)])
     adapter = DraftPlanner(CHAIN, {0: costs})

@@ -24,7 +24,6 @@ class PeerConfig(Config):
     """null for none, prompt-lookup, or a folder: a trained drafter for moray, a small model for the others."""
     depth: int = Field(default=8, ge=1, le=64)
     """Most tokens drafted per pass; moray decides from cycle to cycle how many of them are worth it."""
-
     name: str | None = Field(default=None, min_length=1)
     """Name of the way to draft, in tables; null for plain, or the drafter's last part and its depth."""
 
