@@ -142,7 +142,7 @@ class Pipeline:
         """Wait for something that the run does."""
         while not ready():
             assert self._process.poll() is None, f"it ended before it could be killed:\n{self.output}"
-            time.sleep(0.003)
+            time.sleep(0.02)
 
     def processes(self, title: str) -> dict[int, str]:
         """What it has started, by (part of) its command line or Ray's title."""

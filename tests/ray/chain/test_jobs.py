@@ -51,21 +51,9 @@ def target(cluster: RayCluster, tiny_target: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def drafter(cluster: RayCluster, target: str, chats_file: Path) -> str:
-    """A drafter distilled from a cache, two jobs."""
-    settings = ["cache.max_length=384", "cache.batch_tokens=1024", "cache.shard_mib=1", "cache.chats_per_part=12"]
-    cached = cluster.submit(
-        "python",
-        "-m",
-        "pipelines.cache_activations",
-        target,
-        f"chats.path={chats_file}",
-        "output=runs/cache",
-        *settings,
-    )
-    assert cached.returncode == 0, cached.stdout + cached.stderr
-    assert re.search(r"^cache: ([\d,]+) of \1 tokens, after [\d:]+$", cached.stdout, re.MULTILINE), cached.stdout
-    assert (cluster.runs / "cache" / "manifest.json").is_file()
+def drafter(cluster: RayCluster, target: str, tiny_cache: Path) -> str:
+    """A drafter distilled by a job."""
+    (cluster.runs / "cache").symlink_to(tiny_cache)
     distil = write_distil(cluster.runs, Path("runs/target"), Path("runs/cache"), max_steps=12)
     assert "runs/cache" in distil.read_text()
     distilled = cluster.submit("python", "-m", "pipelines.distill", "runs/distil.yaml", "output=runs/moa")
@@ -144,6 +132,16 @@ def test_a_job_does_not_write_where_its_output_would_be_lost(cluster, setting):
     job = cluster.submit("env", "-u", "MORAY_RUNS", *words)
     assert job.returncode != 0
     assert "which is removed with the job: set MORAY_RUNS to a folder that all nodes share" in job.stdout + job.stderr
+
+
+@pytest.mark.soak
+def test_caches_are_made_by_jobs(cluster, target, chats_file):
+    settings = ["cache.max_length=384", "cache.batch_tokens=1024", "cache.shard_mib=1", "cache.chats_per_part=12"]
+    where = [target, f"chats.path={chats_file}", "output=runs/cache-of-a-job"]
+    job = cluster.submit("python", "-m", "pipelines.cache_activations", *where, *settings)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert re.search(r"^cache: ([\d,]+) of \1 tokens, after [\d:]+$", job.stdout, re.MULTILINE), job.stdout
+    assert (cluster.runs / "cache-of-a-job" / "manifest.json").is_file()
 
 
 @pytest.mark.soak

@@ -4,11 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 from tiny_sweeps import write_distil, write_questions
 
+from moray.config import validate
+from moray.errors import MismatchError
 from moray.provenance import read_json
+from sweeps.trainings.configs import SweepConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,9 +62,9 @@ def _end(run: Any, how: str, ready: Callable[[], bool]) -> None:
 def test_a_sweep_outlives_its_driver_and_its_trials_processes(
     how: str, config: Path, start_pipeline: Callable[..., Any], kill: Callable[[int], None], tmp_path: Path
 ) -> None:
-    """The first run loses its driver and leaves no answer, the second loses its trials and ends."""
+    """The first run loses its driver and leaves no answer, the second loses its trials and writes it."""
     output = tmp_path / "sweep"
-    layers, seeds = ([1], 1) if how == "kill" else ([0, 1], 2)
+    layers, seeds = [0, 1], 1 if how == "kill" else 2
     more = (f"space={{drafter.target_layers: {layers}}}", f"confirm.seeds={seeds}")
     words = ("sweeps.tune", str(config), f"output={output}", "ray.num_cpus=4", *more)
     _end(start_pipeline(*words), how, lambda: _count(output) >= 1)
@@ -81,3 +85,34 @@ def test_a_sweep_outlives_its_driver_and_its_trials_processes(
     assert len(summary["trials"]) == len(layers) + seeds - 1
     assert {trial["choices"]["drafter.target_layers"] for trial in summary["trials"]} == {*layers}
     assert len(summary["sure"]["finalists"][0]["seeds"]) == seeds
+    _check_answer(output, summary)
+    _check_that_it_is_finished(config, output, layers, seeds)
+
+
+def _check_answer(output: Path, summary: dict[str, Any]) -> None:
+    """The winner has the highest tau of those that came to the end, and its drafter is the best one."""
+    finished = [trial for trial in summary["trials"] if trial["state"] == "finished"]
+    best = max(finished, key=lambda trial: trial["figures"]["objective"])
+    assert summary["winner"]["choices"] == best["choices"]
+    assert summary["training_tokens"] == sum(trial["training_tokens"] for trial in summary["trials"])
+    rows = pd.read_parquet(output / "sweep.parquet")
+    assert {*rows["step"]} == {20, 40}
+    assert (rows["tau"] >= 1).all()
+    assert rows["lossless"].all()
+    assert (rows["objective"] == rows["tau"]).all()
+    for name in ("drafter.json", "drafter.safetensors"):
+        assert (output / "best" / name).read_bytes() == (Path(best["folder"]) / name).read_bytes()
+
+
+def _check_that_it_is_finished(config: Path, output: Path, layers: list[int], seeds: int) -> None:
+    """The same command measures nothing again; another setting is refused."""
+    from sweeps.trainings.run import is_complete
+
+    settings = yaml.safe_load(config.read_text())
+    settings |= {"output": str(output), "space": {"drafter.target_layers": layers}}
+    settings["confirm"] |= {"seeds": seeds}
+    sweep = validate(SweepConfig, settings)
+    assert is_complete(sweep)
+    assert is_complete(sweep.model_copy(update={"max_concurrent": 1}))
+    with pytest.raises(MismatchError, match="training_tokens"):
+        is_complete(sweep.model_copy(update={"training_tokens": 100}))

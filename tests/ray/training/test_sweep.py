@@ -66,7 +66,7 @@ def climbed(make_sweep: MakeSweep, tmp_path_factory: pytest.TempPathFactory) -> 
     return sweep, run(sweep)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_sweep_of_two_trials_writes_its_answer(climbed: Swept) -> None:
     sweep, summary = climbed
     output = Path(sweep.output)
@@ -100,7 +100,7 @@ def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(climbed: S
     assert all(bool((whole[name] == parts[name]).all()) for name in whole)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_complete_sweep_is_not_run_again(climbed: Swept) -> None:
     from sweeps.trainings.run import is_complete
 
