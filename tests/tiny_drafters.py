@@ -37,11 +37,12 @@ DRAFTERS: dict[str, list[DrafterConfigBase]] = {
             type="moa",
             target_layers=layers,
             mask_width=(4, 7),
+            layer_stride=stride,
             layer_self_attention=_LAYERS,
             self_attention=_ATTENTION,
             cross_attention=_ATTENTION,
         )
-        for layers in (0, 1, 2)
+        for layers, stride in ((0, 1), (1, 1), (2, 2))
     ],
     "dynamic-moa": [
         DynamicMoAConfig(

@@ -12,7 +12,7 @@ from moray.bench.runner import Runner
 from moray.bench.specbench import Question
 from moray.bench.summary import slower_than_plain, summarise
 from moray.decoding.compiling import compile_models
-from moray.distill.metrics import read_metrics
+from moray.distill.metrics import read_learning, read_metrics
 from moray.drafters.base import Drafter
 from moray.drafters.configs import TrainedConfig
 from moray.progress import Progress
@@ -52,6 +52,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         raise nothing_fits(config.questions, runner.capacity)
     figures = summarise(runner.measurement, config.samplings, config.target.dtype)
     metrics = {name: read_metrics(folder) for name, folder in folders.items()}
+    learning = {name: read_learning(folder) for name, folder in folders.items()}
     making = {name: _making(drafter, metrics.get(name, [])) for name, drafter in drafters.items()}
     if target.device.type == "cuda" and not config.exact_phases:
         _drop_phases(figures)
@@ -59,6 +60,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
     figures["rows"] = [row | making[row["drafter"]] for row in figures["rows"]]
     return figures | {
         "training": {name: _series(rows) for name, rows in metrics.items() if rows},
+        "validation": {name: _series(rows) for name, rows in learning.items() if rows},
         "machine": machine(),
         "settings": config.model_dump(mode="json")
         | {"versions": versions(), "fingerprints": fingerprints}

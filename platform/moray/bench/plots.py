@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 _MAX_POINTS = 300  # of a curve; longer ones are averaged in buckets
 _PHASES = tuple(Phases.model_fields)
+_COSTS = {"tokens": (1e6, "training tokens, millions"), "seconds": (60, "minutes of training")}
 
 
 def draw_plots(report: Report) -> list[Plot]:
     """Draw every plot that the report has figures for, in the order of the page."""
-    return [_speedups(report), _acceptance(report), _phases(report), _categories(report), *_training(report)]
+    reached = [_speedups(report), _acceptance(report), _phases(report), _categories(report)]
+    return [*reached, *_learning(report), *_training(report)]
 
 
 def _speedups(report: Report) -> Plot:
@@ -155,6 +157,32 @@ def _categories(report: Report) -> Plot:
     )
     height = 0.6 + 0.27 * len(categories) + legend_height(names)
     return Plot("categories", title, description, render_svg("categories", draw, height))
+
+
+def _learning(report: Report) -> list[Plot]:
+    """Tau on held-out chats against what training has cost, one line per drafter; none without validation."""
+    curves = {name: series for name, series in report.validation.items() if _has_figures(series.get("real_tau", ()))}
+    if not curves:
+        return []
+    names = [shorten(name) for name in curves]
+
+    def draw(figure: "Figure") -> None:
+        handles: dict[str, Any] = {}
+        for axes, (cost, (unit, label)) in zip(figure.subplots(2, 1, sharey=True), _COSTS.items(), strict=True):
+            for index, (name, series) in enumerate(zip(names, curves.values(), strict=True)):
+                spent = [value / unit for value in _numbers(series[cost])]
+                (handles[name],) = axes.plot(spent, _numbers(series["real_tau"]), **line(index))
+            axes.set_xlim(left=0)
+            axes.set_xlabel(label)
+            axes.set_ylabel("tau")
+        legend_below(figure, handles)
+
+    ends = "; ".join(
+        f"{name}: tau {_last(series['real_tau']):.2f} after {_last(series['tokens']):,.0f} tokens"
+        for name, series in zip(names, curves.values(), strict=True)
+    )
+    svg = render_svg("learning", draw, 4.6 + legend_height(names))
+    return [Plot("learning", "What drafters learn", f"Tau of chains on held-out chats while training. {ends}.", svg)]
 
 
 def _training(report: Report) -> list[Plot]:

@@ -7,7 +7,7 @@ needs neither torch nor ray.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -119,13 +119,18 @@ class CategoryMean(Config):
 
 
 class Report(Config):
-    """Everything an evaluation found out. `training` maps a drafter to its series; each is as long as "step"."""
+    """Everything an evaluation found out.
+
+    `training` and `validation` map a drafter to its series; each is as long as "step". `validation` has a value for
+    every checkpoint that was measured on held-out chats while the drafter trained, with "tokens" and "seconds" so far.
+    """
 
     rows: tuple[Row, ...]
     baselines: tuple[Baseline, ...] = ()
     categories: tuple[CategoryRow, ...] = ()
     category_means: tuple[CategoryMean, ...] = ()  # `read_report` takes them from `categories`
     training: dict[str, dict[str, tuple[Measure, ...]]] = Field(default_factory=dict)
+    validation: dict[str, dict[str, tuple[Measure, ...]]] = Field(default_factory=dict)
     machine: dict[str, Any] = Field(default_factory=dict)
     settings: dict[str, Any] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -144,18 +149,26 @@ class Report(Config):
         return groups
 
     @model_validator(mode="after")
-    def _check_series(self) -> "Report":
+    def _check_all_series(self) -> "Report":
         for drafter, series in self.training.items():
-            if "step" not in series:
-                raise ValueError(f"training of '{drafter}' has no series 'step'")
-            expected = len(series["step"])
-            for name, values in series.items():
-                if len(values) != expected:
-                    raise ValueError(
-                        f"training of '{drafter}': '{name}' has {len(values)} values but 'step' has {expected};"
-                        f" put null where nothing was measured"
-                    )
+            _check_series(f"training of '{drafter}'", series, ["step"])
+        for drafter, series in self.validation.items():
+            _check_series(f"validation of '{drafter}'", series, ["step", "tokens", "seconds"])
         return self
+
+
+def _check_series(title: str, series: Mapping[str, Sequence[Measure]], required: Sequence[str]) -> None:
+    """Refuse series of different lengths, or without those that are required."""
+    for name in required:
+        if name not in series:
+            raise ValueError(f"{title} has no series '{name}'")
+    expected = len(series["step"])
+    for name, values in series.items():
+        if len(values) != expected:
+            raise ValueError(
+                f"{title}: '{name}' has {len(values)} values but 'step' has {expected};"
+                f" put null where nothing was measured"
+            )
 
 
 def read_report(values: dict[str, Any] | Report) -> Report:

@@ -5,6 +5,7 @@ validation.jsonl   one row per validated checkpoint, written by whoever validate
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,18 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def read_validation(folder: Path) -> list[dict[str, Any]]:
     """The figures of every validated checkpoint of a run, by step."""
     return _read_rows(folder / VALIDATION_FILE)
+
+
+def read_learning(folder: Path) -> list[dict[str, Any]]:
+    """The figures of every validated checkpoint, and the tokens and seconds of training up to it, by step."""
+    rows = read_metrics(folder)
+    steps = [row["step"] for row in rows]
+    learned = []
+    for figures in read_validation(folder):
+        place = bisect_right(steps, figures["step"]) - 1
+        if place >= 0:
+            learned.append({"tokens": rows[place]["tokens"], "seconds": rows[place]["seconds"]} | figures)
+    return learned
 
 
 def write_validation(folder: Path, row: Mapping[str, Any]) -> None:

@@ -35,7 +35,13 @@ class Optimiser:
                     "optim.type=adamw"
                 )
             self._optimisers = [
-                torch.optim.Muon(matrices, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay),
+                torch.optim.Muon(
+                    matrices,
+                    lr=config.lr,
+                    momentum=config.momentum,
+                    ns_steps=config.ns_steps,
+                    weight_decay=config.weight_decay,
+                ),
                 torch.optim.AdamW(vectors, lr=config.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
             ]
         self._base_rates = [group["lr"] for optimiser in self._optimisers for group in optimiser.param_groups]

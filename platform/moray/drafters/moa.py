@@ -5,7 +5,8 @@ Target Layer Inference.
     propose   token embedding --SA, causal--> query --CA over memory of verified tokens--> feature
               feature --last N target layers (N > 0)--> last hidden --lm_head--> next token
 
-Memory covers verified tokens only, so drafting k tokens needs nothing new from the target.
+With `layer_stride`, layer self-attention reads every n-th layer. Memory covers verified tokens only, so drafting k
+tokens needs nothing new from the target.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,6 +70,20 @@ class MoA(TogetherDrafter[MoAState]):
             )
         if head.num_layers < config.num_target_layers:
             raise ConfigError(f"drafter.target_layers is {config.num_target_layers} but the head has {head.num_layers}")
+        if config.layer_stride > spec.num_layers:
+            raise ConfigError(
+                f"drafter.layer_stride is {config.layer_stride}, but the target has {spec.num_layers} layers: "
+                f"1 to {spec.num_layers} are accepted"
+            )
+        strided = set(range(spec.num_layers - 1, -1, -config.layer_stride))
+        last = range(spec.num_layers - config.num_target_layers, spec.num_layers)
+        self._kv_layers = tuple(sorted({*strided, *last}))
+        """Those of layer self-attention, and all that Target Layer Inference runs."""
+        self._mixed: Tensor | None
+        mixed = [place for place, layer in enumerate(self._kv_layers) if layer in strided]
+        self.register_buffer(
+            "_mixed", None if len(mixed) == len(self._kv_layers) else torch.tensor(mixed), persistent=False
+        )
         eps = spec.norm_eps
         layer_head_dim = spec.kv_width // layer_heads
         self.lsa = PooledSelfAttentionLayer(spec.kv_width, config.layer_self_attention, layer_head_dim, eps)
@@ -85,11 +100,11 @@ class MoA(TogetherDrafter[MoAState]):
     @property
     def needs(self) -> TapNeeds:
         below = tuple(-1 - effort for effort in self.config.efforts if effort)
-        return TapNeeds(tuple(range(self.spec.num_layers)), (-1, *below))
+        return TapNeeds(self._kv_layers, (-1, *below))
 
     @property
     def observed(self) -> TapNeeds:
-        return TapNeeds(tuple(range(self.spec.num_layers)))
+        return TapNeeds(self._kv_layers)
 
     def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
         if self.config.num_target_layers:
@@ -119,6 +134,7 @@ class MoA(TogetherDrafter[MoAState]):
     ) -> Float[Tensor, "batch seq kv_width"]:
         """Layer self-attention (section 3.1) over the layer axis, mean, projection to the hidden size: the
         memory m_t; then cross-attention's keys and values of it, not yet rotated."""
+        kv = kv if self._mixed is None else kv.index_select(2, self._mixed)
         batch, seq, layers, width = kv.shape
         at_once = max(1, _LAYER_NUMBERS // (layers * width))
         if kv.device.type == "cpu":

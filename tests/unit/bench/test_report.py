@@ -54,6 +54,9 @@ def full_report() -> dict[str, Any]:
         ],
         "categories": [category("qa", 1.6, 3.2), category("rag", 2.0, 4.0)],
         "training": {"moa": {"step": [1, 2, 3], "loss": [9.0, 2.0, 0.1], "simulated_tau": [None, 2.5, None]}},
+        "validation": {
+            "moa": {"step": [2, 3], "tokens": [2e6, 3e6], "seconds": [600.0, 900.0], "real_tau": [1.5, 1.75]}
+        },
         "machine": {"cpu": "two cores", "memory": {"gib": 8}},
         "settings": {"seed": 0},
         "notes": ["batch 1"],
@@ -126,14 +129,15 @@ def test_page_is_well_formed_and_holds_every_table_and_plot(tmp_path: Path) -> N
     page = page_of(full_report(), tmp_path)
     for name in ("results", "costs", "phases", "categories", "acceptance", "training", "machine", "settings"):
         assert page.ids[f"table-{name}"] == 1
-    for name in ("speedup", "acceptance", "phases", "categories", "training-0"):
+    for name in ("speedup", "acceptance", "phases", "categories", "learning", "training-0"):
         assert page.ids[f"plot-{name}"] == 1
-    assert page.tags["svg"] == 5
+    assert page.tags["svg"] == 6
     assert max(page.ids.values()) == 1
     assert "1.75x" in page.text
     assert "NO" in page.text
     assert "not checked" in page.text
     assert "memory.gib" in page.text
+    assert "moa: tau 1.75 after 3,000,000 tokens" in page.text
     assert "3.25 to 3.75" in page.text
     assert "1.62 to 1.78" in page.text
 
@@ -297,6 +301,7 @@ def test_long_training_logs_are_averaged(tmp_path: Path) -> None:
         ({"rows": [row(num_prompts=-1)]}, "'rows.0.num_prompts' is -1"),
         ({"rows": [row(lossless="yes")]}, "'rows.0.lossless' is \"yes\""),
         ({"training": {"moa": {"loss": [1.0]}}}, "training of 'moa' has no series 'step'"),
+        ({"validation": {"moa": {"step": [1], "tokens": [9]}}}, "validation of 'moa' has no series 'seconds'"),
         ({"training": {"moa": {"step": [1], "kl": [1.0, 2.0]}}}, "'kl' has 2 values but 'step' has 1; put null"),
     ],
 )

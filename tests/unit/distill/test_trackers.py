@@ -10,7 +10,7 @@ import pytest
 from moray.config import Config, load_config
 from moray.distill import sinks
 from moray.distill.loop import Progress
-from moray.distill.metrics import MetricsWriter, read_metrics, read_validation, write_validation
+from moray.distill.metrics import MetricsWriter, read_learning, read_metrics, read_validation, write_validation
 from moray.distill.sinks import Background, Sink, open_trackers
 from moray.distill.tracking import MlflowConfig, TrackerConfig, WandbConfig, check_trackers
 from moray.errors import ConfigError
@@ -166,3 +166,14 @@ def test_a_checkpoint_that_is_validated_again_keeps_one_row(tmp_path: Path):
     for step, tau in ((20, 2.0), (10, 1.0), (20, 3.0)):
         write_validation(tmp_path, {"step": step, "real_tau": tau})
     assert read_validation(tmp_path) == [{"step": 10, "real_tau": 1.0}, {"step": 20, "real_tau": 3.0}]
+
+
+def test_a_validated_checkpoint_has_the_cost_of_the_last_report_before_it(tmp_path: Path):
+    writer = MetricsWriter(tmp_path, 0)
+    for step in (4, 8):
+        writer.write(Progress(step=step, tokens=100 * step, seconds=2.0 * step), {"loss": 1.0})
+    writer.close()
+    for step in (2, 6, 8):
+        write_validation(tmp_path, {"step": step, "real_tau": 1.5})
+    costs = [{"step": 6, "tokens": 400, "seconds": 8.0}, {"step": 8, "tokens": 800, "seconds": 16.0}]
+    assert read_learning(tmp_path) == [{**cost, "real_tau": 1.5} for cost in costs]

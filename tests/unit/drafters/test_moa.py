@@ -11,6 +11,7 @@ from torch import Tensor
 from moray.distill.masks import verified_start
 from moray.drafters.base import DraftView
 from moray.drafters.moa import MoA
+from moray.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,34 @@ class MoAReference(Reference):
 
 
 def test_features_are_those_of_the_definition(tiny, drafter):
+    check_features(tiny, drafter)
+
+
+def test_with_a_stride_they_are_those_of_every_other_layer(tiny):
+    config = VARIANTS["moa-0"].model_copy(update={"layer_stride": 2})
+    drafter = scrambled(build(tiny, config))
+    assert drafter.needs.kv_layers == drafter.observed.kv_layers == (0, 2)
+    check_features(tiny, drafter)
+
+
+def test_layer_self_attention_skips_layers_that_only_target_layer_inference_reads(tiny):
+    drafter = build(tiny, VARIANTS["moa-2"])
+    assert drafter.needs.kv_layers == (0, 1, 2)
+    taps = batch_of(tiny.target, [tiny.prompt(3, 12)], 5, drafter.needs).taps
+    before = drafter.observe(taps)["cross"]
+    taps.kv[:, :, 1] = 1.0
+    assert torch.equal(drafter.observe(taps)["cross"], before)
+    taps.kv[:, :, 0] = 1.0
+    assert not torch.equal(drafter.observe(taps)["cross"], before)
+
+
+def test_a_stride_over_more_layers_than_there_are_is_refused(tiny):
+    config = VARIANTS["moa-0"].model_copy(update={"layer_stride": 4})
+    with pytest.raises(ConfigError, match=r"drafter.layer_stride is 4, .* 1 to 3 are accepted"):
+        build(tiny, config)
+
+
+def check_features(tiny: TinyTarget, drafter: MoA) -> None:
     length = 12
     batch = batch_of(tiny.target, [tiny.prompt(3, length)], 5, drafter.needs)
     start = verified_start(batch.response_mask, torch.tensor([3]), torch.tensor([1]))
