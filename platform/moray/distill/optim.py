@@ -1,17 +1,19 @@
 """Optimisers behind one small face: set the learning rate, step, and go to and from flat tensors."""
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
 from moray.distill.configs import AdamWConfig, LinearSchedule, MuonConfig, SpikeSchedule
+from moray.distill.shared_muon import SharedMuon
 from moray.errors import ConfigError, DataError
 
 
 class Optimiser:
     """One or two torch optimisers over a drafter's parameters, with a shared schedule.
 
-    Its state is a flat mapping of tensors ("name/key"), so that checkpoints are safetensors and nothing is
-    unpickled.
+    Of several processes each makes a share of Muon's updates; all of them then call every method together. The state is
+    a flat mapping of tensors ("name/key"), so that checkpoints are safetensors and nothing is unpickled.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class Optimiser:
                     "optim.type is 'muon', which is for matrices between hidden states, and this drafter has none: use "
                     "optim.type=adamw"
                 )
+            is_shared = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+            muon = SharedMuon if is_shared else torch.optim.Muon
             self._optimisers = [
-                torch.optim.Muon(
+                muon(
                     matrices,
                     lr=config.lr,
                     momentum=config.momentum,
@@ -75,6 +79,8 @@ class Optimiser:
         """All moments and step counts as "parameter/key" tensors."""
         state: dict[str, Tensor] = {}
         for optimiser in self._optimisers:
+            if isinstance(optimiser, SharedMuon):
+                optimiser.gather()
             for parameter, values in optimiser.state.items():
                 for key, value in values.items():
                     tensor = value if isinstance(value, Tensor) else torch.tensor(value)

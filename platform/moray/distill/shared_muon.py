@@ -1,0 +1,70 @@
+"""Muon whose work is shared out over data-parallel workers.
+
+    gradients, the same on all workers -> each worker updates its own matrices -> the owners broadcast them
+
+An update of a matrix takes fifteen products of matrices of its size, whatever the size of the batch. Where every worker
+makes all of them, they are a large part of a step with small batches. Shared out, the weights are the same, bit for
+bit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+_MOMENTUM = "momentum_buffer"
+
+
+class SharedMuon(torch.optim.Muon):
+    """torch's Muon for processes of one group. All of them call `step` and `gather` together."""
+
+    def __init__(self, matrices: Sequence[Tensor], **settings: Any) -> None:
+        """
+        Args:
+            matrices: the same on every worker, in the same order.
+            settings: those of `torch.optim.Muon`.
+        """
+        super().__init__(matrices, **settings)
+        owners = share_out([_cost(matrix) for matrix in matrices], torch.distributed.get_world_size())
+        self._owned = tuple(zip(matrices, owners, strict=True))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update this worker's matrices and take over the others'; their gradients are dropped."""
+        rank = torch.distributed.get_rank()
+        for matrix, owner in self._owned:
+            if owner != rank:
+                matrix.grad = None  # Muon leaves alone what has none
+        loss = super().step(closure)
+        _broadcast([(matrix.detach(), owner) for matrix, owner in self._owned])
+        return loss
+
+    def gather(self) -> None:
+        """Bring the momentum of all matrices to every worker, for a checkpoint."""
+        for matrix, _ in self._owned:
+            self.state[matrix].setdefault(_MOMENTUM, torch.zeros_like(matrix))
+        _broadcast([(self.state[matrix][_MOMENTUM], owner) for matrix, owner in self._owned])
+
+
+def share_out(costs: Sequence[float], num_workers: int) -> list[int]:
+    """The worker of each cost, so that their sums are about equal: the largest first, to whoever has the least."""
+    owners, sums = [0] * len(costs), [0.0] * num_workers
+    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+        owners[place] = sums.index(min(sums))
+        sums[owners[place]] += costs[place]
+    return owners
+
+
+def _cost(matrix: Tensor) -> float:
+    """Multiplications of one Newton-Schulz iteration: two products with the matrix, one of its Gram matrix."""
+    small, large = sorted(matrix.shape)
+    return float(2 * small**2 * large + small**3)
+
+
+def _broadcast(tensors: Sequence[tuple[Tensor, int]]) -> None:
+    sent = [torch.distributed.broadcast(tensor, owner, async_op=True) for tensor, owner in tensors]
+    for work in sent:
+        if work is not None:
+            work.wait()
