@@ -57,7 +57,7 @@ DRAFTERS: dict[str, list[DrafterConfigBase]] = {
     ],
     "eagle": [
         EagleConfig(type="eagle", layer=_ATTENTION),
-        EagleConfig(type="eagle", layer=_ATTENTION, draft_vocab_size=60),
+        EagleConfig(type="eagle", layer=_ATTENTION, draft_vocab_size=60, ttt_steps=3),
     ],
     "glide": [GlideConfig(type="glide", layer=_ATTENTION, num_cross_heads=4)],
     "medusa": [

@@ -8,7 +8,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -86,6 +86,8 @@ class DraftOutput:
 _LOGGER = logging.getLogger(__name__)
 
 State = TypeVar("State")
+Block = TypeVar("Block")
+"""What a block of layers returns."""
 
 
 class Drafter(nn.Module, ABC, Generic[State]):
@@ -130,11 +132,11 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """
         raise ConfigError(f"drafter.type is {type(self).__name__.lower()}, which has nothing to train: evaluate it")
 
-    def run_block(self, block: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    def run_block(self, block: Callable[..., Block], *inputs: Any) -> Block:
         """A block of `forward`: what is dear to keep of it is not kept where the drafter `recomputes`."""
         if not self.recomputes or not torch.is_grad_enabled():
             return block(*inputs)
-        return checkpoint(block, *inputs, use_reentrant=False)
+        return cast("Block", checkpoint(block, *inputs, use_reentrant=False))
 
     @abstractmethod
     def new_state(self, capacity: int, max_expanded: int) -> State:

@@ -19,6 +19,9 @@ from moray.targets.visibility import Visible
 Rotary = Complex[Tensor, "#seq half"]
 """Unit complex numbers by which pairs of neighbouring features turn, for some positions."""
 
+Run = tuple[Float[Tensor, "batch kv_heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]
+"""Keys, rotated, and values of all positions of training sequences."""
+
 
 class RotaryTable(nn.Module):
     """Rotations for positions 0..num_positions-1, computed once and never saved."""
@@ -97,11 +100,29 @@ class SelfAttention(nn.Module):
         mask: Mask,
     ) -> Float[Tensor, "batch seq width"]:
         """All positions at once."""
+        query, key, value = self._heads_of(normed, rotary)
+        return self.o_proj(attend(query, key, value, mask))
+
+    def unroll(
+        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[Run], mask: Visible
+    ) -> tuple[Float[Tensor, "batch seq width"], Run]:
+        """All positions at once, over the keys and values of earlier steps and their own, which are returned."""
+        query, *own = self._heads_of(normed, rotary)
+        keys, values = zip(*earlier, own, strict=True)
+        return self.o_proj(attend(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)), (own[0], own[1])
+
+    def _heads_of(
+        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary
+    ) -> tuple[
+        Float[Tensor, "batch heads seq head_dim"],
+        Float[Tensor, "batch kv_heads seq head_dim"],
+        Float[Tensor, "batch kv_heads seq head_dim"],
+    ]:
         heads = _heads(self.qkv_proj(normed), self.head_dim)
         # Split, not sliced: the gradients of slices are padded with zeros and added up.
         turned, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         query, key = rotate(turned, rotary).split([self.num_heads, self.num_kv_heads], dim=1)
-        return self.o_proj(attend(query, key, value, mask))
+        return query, key, value
 
     def remember(self, normed: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
         """Write keys and values of new positions into a cache's slots from `start` on."""
@@ -216,6 +237,13 @@ class SelfAttentionLayer(_Layer):
     ) -> Float[Tensor, "batch seq width"]:
         """All positions of `x` at once."""
         return self._finish(x, self.attention(self.input_norm(x), rotary, mask))
+
+    def unroll(
+        self, x: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[Run], mask: Visible
+    ) -> tuple[Float[Tensor, "batch seq width"], Run]:
+        """All positions of a further step, and its keys and values (see `SelfAttention.unroll`)."""
+        attended, run = self.attention.unroll(self.input_norm(x), rotary, earlier, mask)
+        return self._finish(x, attended), run
 
     def remember(self, x: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
         """Keys and values of new positions alone (see `SelfAttention.remember`)."""
