@@ -45,8 +45,6 @@ class MuonConfig(Config):
     """Base learning rate of the matrices, which the schedule multiplies."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of the matrices' updates; 0 for none."""
-    ns_steps: int = Field(default=5, ge=1, le=20)
-    """Newton-Schulz iterations for each update of a matrix; fewer cost less and make it less orthogonal."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of the matrices; 0 for none."""
     vector_lr: float = Field(default=3e-3, gt=0)

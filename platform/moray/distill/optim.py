@@ -39,13 +39,7 @@ class Optimiser:
             is_shared = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
             muon = SharedMuon if is_shared else torch.optim.Muon
             self._optimisers = [
-                muon(
-                    matrices,
-                    lr=config.lr,
-                    momentum=config.momentum,
-                    ns_steps=config.ns_steps,
-                    weight_decay=config.weight_decay,
-                ),
+                muon(matrices, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay),
                 torch.optim.AdamW(vectors, lr=config.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
             ]
         self._base_rates = [group["lr"] for optimiser in self._optimisers for group in optimiser.param_groups]
