@@ -19,7 +19,7 @@ PEERS := llama-cpp vllm openvino
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-demo: $(STAMP) ## the whole chain on a real LLM of 135 M parameters, in 15 minutes, without a GPU
+demo: $(STAMP) ## the whole chain on a real LLM of 135 M parameters, in 15 to 20 minutes, without a GPU
 	.venv/bin/python -m pipelines.demo configs/demo.yaml
 
 demo-small: $(STAMP) ## the same on a small model that it trains itself, in ten minutes, without a download
