@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import DraftOutput, DraftView, Feature, Memory, Prediction, parents_of
 from moray.drafters.configs import EagleConfig
-from moray.drafters.layers import RotaryTable, Run, SelfAttentionLayer, init_weights
+from moray.drafters.layers import KeysValues, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.rows import Rows
 from moray.drafters.slots import DraftSlots
 from moray.drafters.together import TogetherDrafter
@@ -62,28 +62,27 @@ class Eagle(TogetherDrafter[EagleState]):
         return {"feature": taps.hidden[-1]}
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
-        """The first step reads the target's features; each further one the features that the step before predicted."""
-        real = batch.taps.hidden[-1].to(self.fc.weight.dtype)
-        rotary = self.rotary.rows(0, batch.tokens.shape[1])
-        before = _one_later(self._noisy(real, view.seed))
-        x = self.run_block(self._join, batch.tokens, before)
-        if self.config.ttt_steps == 1:
-            predicted = self.run_block(self.layer, x, rotary, "causal")
-            prediction = Prediction(predicted, view.start, self.vocabulary.logits)
-            return DraftOutput((prediction,), {-1: Feature(predicted, 1.0, 1.0)})
-        column = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        """The first step reads the target's features; each further one those that the step before it predicted."""
+        seq, num_steps = batch.tokens.shape[1], self.config.ttt_steps
+        column, rotary = torch.arange(seq, device=batch.tokens.device), self.rotary.rows(0, seq)
+        feature = self._noisy(batch.taps.hidden[-1].to(self.fc.weight.dtype), view.seed)
         outputs: list[Tensor] = []
-        runs: list[Run] = []
-        for step in range(1, self.config.ttt_steps + 1):
-            if outputs:
-                x = self.run_block(self._join, batch.tokens, _one_later(outputs[-1]))
-            output, run = self.run_block(self.layer.unroll, x, rotary, tuple(runs), drafted_before(column, step))
-            outputs.append(output)
-            runs.append(run)
-        weights = [self.config.ttt_decay**step for step in range(len(outputs))]
+        seen: list[KeysValues] = []
+        for step in range(1, num_steps + 1):
+            x = self.run_block(self._join, batch.tokens, F.pad(feature[:, :-1], (0, 0, 1, 0)))
+            mask = "causal" if step == 1 else drafted_before(column, step)
+            feature, own = self.run_block(self.layer.unroll, x, rotary, tuple(seen), mask)
+            outputs.append(feature)
+            seen.append(own)
+        total = sum(self.config.ttt_decay**step for step in range(num_steps))
         predictions = [
-            Prediction(output, from_step(view.start, column, step), self.vocabulary.logits, weight / sum(weights))
-            for step, (output, weight) in enumerate(zip(outputs, weights, strict=True), 1)
+            Prediction(
+                output,
+                from_step(view.start, column, step + 1),
+                self.vocabulary.logits,
+                self.config.ttt_decay**step / total,
+            )
+            for step, output in enumerate(outputs)
         ]
         return DraftOutput(tuple(predictions), {-1: Feature(outputs[0], 1.0, 1.0)})
 
@@ -152,8 +151,3 @@ class Eagle(TogetherDrafter[EagleState]):
         for state, own in zip(states, rows.split(predicted), strict=True):
             state.drafted.append(own)
         return self.vocabulary.expand(self.vocabulary.logits(predicted[0])).view(*tokens.shape, -1)
-
-
-def _one_later(features: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch seq hidden"]:
-    """At every position the feature of the one before it; zero at the first."""
-    return F.pad(features[:, :-1], (0, 0, 1, 0))

@@ -19,7 +19,7 @@ from moray.targets.visibility import Visible
 Rotary = Complex[Tensor, "#seq half"]
 """Unit complex numbers by which pairs of neighbouring features turn, for some positions."""
 
-Run = tuple[Float[Tensor, "batch kv_heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]
+KeysValues = tuple[Float[Tensor, "batch kv_heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]
 """Keys, rotated, and values of all positions of training sequences."""
 
 
@@ -104,12 +104,12 @@ class SelfAttention(nn.Module):
         return self.o_proj(attend(query, key, value, mask))
 
     def unroll(
-        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[Run], mask: Visible
-    ) -> tuple[Float[Tensor, "batch seq width"], Run]:
+        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
+    ) -> tuple[Float[Tensor, "batch seq width"], KeysValues]:
         """All positions at once, over the keys and values of earlier steps and their own, which are returned."""
-        query, *own = self._heads_of(normed, rotary)
-        keys, values = zip(*earlier, own, strict=True)
-        return self.o_proj(attend(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)), (own[0], own[1])
+        query, key, value = self._heads_of(normed, rotary)
+        keys, values = zip(*earlier, (key, value), strict=True)
+        return self.o_proj(attend(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)), (key, value)
 
     def _heads_of(
         self, normed: Float[Tensor, "batch seq width"], rotary: Rotary
@@ -239,11 +239,11 @@ class SelfAttentionLayer(_Layer):
         return self._finish(x, self.attention(self.input_norm(x), rotary, mask))
 
     def unroll(
-        self, x: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[Run], mask: Visible
-    ) -> tuple[Float[Tensor, "batch seq width"], Run]:
-        """All positions of a further step, and its keys and values (see `SelfAttention.unroll`)."""
-        attended, run = self.attention.unroll(self.input_norm(x), rotary, earlier, mask)
-        return self._finish(x, attended), run
+        self, x: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
+    ) -> tuple[Float[Tensor, "batch seq width"], KeysValues]:
+        """All positions in one of several draft steps, and its keys and values (see `SelfAttention.unroll`)."""
+        attended, own = self.attention.unroll(self.input_norm(x), rotary, earlier, mask)
+        return self._finish(x, attended), own
 
     def remember(self, x: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
         """Keys and values of new positions alone (see `SelfAttention.remember`)."""

@@ -86,13 +86,14 @@ class KVCache(Cache):
     ) -> Float[Tensor, "batch new layers width"]:
         """Keys and values of slots start..end-1 as a tap: per token and layer, heads as [k_h ; v_h].
 
-        `layers` picks rows of the cache; None takes all. Neighbouring ones cost no copy more.
+        `layers` picks rows of the cache; None takes all. What is copied is those slots of those layers, and evenly
+        spaced layers cost no copy more.
         """
-        data = self.data
-        if layers is not None and len(layers) < data.shape[0]:
-            is_run = list(layers) == list(range(layers[0], layers[0] + len(layers)))
-            data = data[layers[0] : layers[-1] + 1] if is_run else data[list(layers)]
-        window = data[..., start:end, :]
+        window = self.data[..., start:end, :]
+        if layers is not None and len(layers) < window.shape[0]:
+            step = layers[1] - layers[0] if len(layers) > 1 else 1
+            is_even = step > 0 and list(layers) == list(range(layers[0], layers[-1] + 1, step))
+            window = window[layers[0] : layers[-1] + 1 : step] if is_even else window[list(layers)]
         num_layers, _, batch, heads, new, head_dim = window.shape
         return window.permute(2, 4, 0, 3, 1, 5).reshape(batch, new, num_layers, 2 * heads * head_dim)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moray.targets.kv_cache import KVCache, PastAndPredicted
 
@@ -89,6 +90,17 @@ def test_flat_taps_hold_heads_as_key_then_value():
         assert flat[1, token, layer, begin + DIM : begin + 2 * DIM].tolist() == [-number for number in key]
 
 
+@pytest.mark.parametrize("layers", [(1,), (0, 2), (1, 2), (0, 1, 2), (2, 0)])
+def test_flat_taps_of_some_layers_touch_their_slots_alone(layers):
+    kv = cache(batch=2)
+    fill(kv, 5, 0, batch=2)
+    kv.commit(5)
+    wanted = kv.flat(1, 4)[:, :, list(layers)]
+    with _LargestCopy() as largest:
+        assert torch.equal(kv.flat(1, 4, layers), wanted)
+    assert largest.num_elements <= wanted.numel()
+
+
 def test_writing_taps_gives_back_the_cache():
     source, copy = cache(), cache()
     fill(source, 7, 0)
@@ -119,3 +131,17 @@ def test_past_and_predicted_stand_in_this_order():
         real, _ = numbered(4, 0, layer - 7)
         assert torch.equal(key, torch.cat([real, numbered(4, 20, layer)[0]], dim=2))
         assert torch.equal(value, -key)
+
+
+class _LargestCopy(TorchDispatchMode):
+    """The most elements of a tensor that an operation in the block has made; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.num_elements = max(self.num_elements, result.numel())
+        return result
