@@ -108,7 +108,7 @@ class MoABase(LayeredBase):
     staircase: bool = True
     """Curriculum on self-attention: early on, some sequences see no token before the last verified one."""
     layer_stride: int = Field(default=1, ge=1)
-    """Layer self-attention reads every n-th layer of the target, the last one always; 1 for all, as published."""
+    """Layer self-attention reads every n-th layer of the target, counted from the last; 1 for all."""
     layer_self_attention: BlockConfig
     """Sizes of the layer that attends over the target's layers, at every token."""
     self_attention: BlockConfig

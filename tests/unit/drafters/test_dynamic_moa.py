@@ -58,7 +58,7 @@ def test_an_n_without_shift_and_map_is_moa_of_that_n(tiny, drafter, batch, effor
     with torch.no_grad():
         drafter.shift.zero_()
         drafter.to_depth.copy_(torch.eye(drafter.spec.hidden_size))
-    alone = build(tiny, VARIANTS[f"moa-{effort}"])
+    alone = build(tiny, VARIANTS[f"moa-{effort}"].model_copy(update={"layer_stride": 1}))
     own = {name: tensor for name, tensor in drafter.state_dict().items() if name not in ("shift", "to_depth")}
     alone.load_state_dict(own | {"feature_scale": drafter.feature_scale[effort]})
     weights, positions = LossConfig(feature=0.7, kl=0.3), loss_positions(batch)
