@@ -49,7 +49,7 @@ class SharedMuon(torch.optim.Muon):
 
 
 def share_out(costs: Sequence[float], num_workers: int) -> list[int]:
-    """The worker of each cost, so that their sums are about equal: the largest first, to whoever has the least."""
+    """Assign each cost to a worker so that their loads are about equal: largest first, to the least loaded worker."""
     owners, sums = [0] * len(costs), [0.0] * num_workers
     for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
         owners[place] = sums.index(min(sums))

@@ -187,8 +187,6 @@ class EagleConfig(LayeredBase):
     ttt_steps: int = Field(default=1, ge=1, le=16)
     """Draft steps that training unrolls on the drafter's own features; 1 for none, as published. Training-time test
     (arXiv 2503.01840, section 3.1; arXiv 2408.15766): a step costs about as much as the first."""
-    ttt_decay: float = Field(default=0.8, gt=0, le=1)
-    """Weight of each unrolled step's losses over tokens, relative to the step before it."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.eagle", "Eagle"

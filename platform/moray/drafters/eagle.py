@@ -29,6 +29,9 @@ from moray.drafters.unrolled import drafted_before, from_step
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
 
+_STEP_DECAY = 0.8
+"""Weight of the token losses of each unrolled step, relative to the step before it; the weights add up to 1."""
+
 
 @dataclass
 class EagleState:
@@ -74,13 +77,13 @@ class Eagle(TogetherDrafter[EagleState]):
             feature, own = self.run_block(self.layer.unroll, x, rotary, tuple(seen), mask)
             outputs.append(feature)
             seen.append(own)
-        total = sum(self.config.ttt_decay**step for step in range(num_steps))
+        total = sum(_STEP_DECAY**step for step in range(num_steps))
         predictions = [
             Prediction(
                 output,
                 from_step(view.start, column, step + 1),
                 self.vocabulary.logits,
-                self.config.ttt_decay**step / total,
+                _STEP_DECAY**step / total,
             )
             for step, output in enumerate(outputs)
         ]

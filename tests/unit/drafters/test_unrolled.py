@@ -20,7 +20,7 @@ def test_step_three_sees_the_root_s_past_and_one_key_of_each_further_step():
     assert seen(1, 3) == [[0, 1, 2, 3]]
 
 
-def test_who_has_no_root_so_far_back_sees_one_key_and_predicts_nothing():
+def test_a_position_without_a_root_sees_one_key_and_predicts_nothing():
     assert seen(3, 1) == [[0], [], []]
     start = torch.tensor([[0, 0, 1, 2, 3]])
     assert from_step(start, COLUMN, 1).tolist() == [[0, 0, 1, 2, 3]]
