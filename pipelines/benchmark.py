@@ -23,10 +23,6 @@ with the target beside it, and as the published recipe has it:
 
     python -m pipelines.benchmark engine --json runs/engine.json
 
-`channels` measures what a cycle between target and drafter costs through each way that frames can go:
-
-    python -m pipelines.benchmark channels --json runs/channels.json
-
 `staleness` measures what tau is worth when a drafter's memory is some tokens late, as it is while running ahead:
 
     python -m pipelines.benchmark staleness --json runs/staleness.json
@@ -49,7 +45,6 @@ import sys
 from pathlib import Path
 
 from moray.bench.configs import (
-    ChannelsBenchmarkConfig,
     DecodeBenchmarkConfig,
     EngineBenchmarkConfig,
     StalenessConfig,
@@ -66,7 +61,6 @@ _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 _DEMO, _DEMO_TREE = _BENCHMARKS / "decode-demo.yaml", _BENCHMARKS / "tree-demo.yaml"
 _DEMO_ENGINE, _DEMO_STALENESS = _BENCHMARKS / "engine-demo.yaml", _BENCHMARKS / "staleness-demo.yaml"
 _DEMO_CACHE, _DEMO_TRAIN = _BENCHMARKS / "cache-demo.yaml", _BENCHMARKS / "train-demo.yaml"
-_DEMO_CHANNELS = _BENCHMARKS / "channels-demo.yaml"
 _DEMO_SERVE = _BENCHMARKS / "serve-demo.yaml"
 
 
@@ -100,16 +94,6 @@ def main_engine(config: EngineBenchmarkConfig) -> None:
 
     console = Console()
     print_engine_benchmark(reported(config.report, lambda: benchmark_engine(config, console)), console)
-
-
-def main_channels(config: ChannelsBenchmarkConfig) -> None:
-    """Measure what a cycle costs through each channel to a drafter; without a YAML file on the demo."""
-    from rich.console import Console
-
-    from moray.cluster.channel_benchmark import benchmark_channels, print_channels_benchmark
-
-    console = Console()
-    print_channels_benchmark(reported(config.report, lambda: benchmark_channels(config, console)), console)
 
 
 def main_staleness(config: StalenessConfig) -> None:
@@ -211,7 +195,6 @@ _DECODE = Command(DecodeBenchmarkConfig, main, default=_DEMO)
 COMMANDS = {
     "": _DECODE,
     "cache": Command(CacheBenchmarkConfig, main_cache, default=_DEMO_CACHE),
-    "channels": Command(ChannelsBenchmarkConfig, main_channels, default=_DEMO_CHANNELS),
     "decode": _DECODE,
     "engine": Command(EngineBenchmarkConfig, main_engine, default=_DEMO_ENGINE),
     "peers": Command(PeersBenchmarkConfig, main_peers, flags=("html",)),

@@ -162,7 +162,7 @@ def test_a_comparison_takes_two_files_and_one_to_write():
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [("benchmark", ["decode", "engine", "channels", "shaped", "tree", "serve"]), ("evaluate", ["compare"])],
+    [("benchmark", ["decode", "engine", "shaped", "tree", "serve"]), ("evaluate", ["compare"])],
 )
 def test_help_shows_the_commands_and_each_has_its_own(tmp_path, module, names):
     whole = run(tmp_path, "-m", f"pipelines.{module}", "--help")
@@ -180,7 +180,7 @@ def test_help_shows_the_commands_and_each_has_its_own(tmp_path, module, names):
 def test_an_unknown_command_gives_one_line_and_exit_code_2(tmp_path):
     outcome = run(tmp_path, "-m", "pipelines.benchmark", "decod", "--json", "a.json")
     assert (outcome.exit_code, outcome.out) == (2, "")
-    names = "cache, channels, decode, engine, peers, serve, shaped, staleness, train, tree"
+    names = "cache, decode, engine, peers, serve, shaped, staleness, train, tree"
     assert outcome.err.startswith(f"error: there is no command 'decod'; the commands are {names}")
     assert outcome.err.endswith("; did you mean 'decode'?\n")
     assert outcome.err.count("\n") == 1
@@ -232,7 +232,8 @@ def test_a_cluster_of_this_machine_listens_on_loopback_only(tmp_path):
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment, check=True
     )
-    assert answer.stdout.strip() == "{'127.0.0.1'}"
+    lines = answer.stdout.splitlines()  # a slow machine prints "start Ray: 0:10 so far" before
+    assert lines[-1] == "{'127.0.0.1'}"
 
 
 def configurations() -> dict[str, type[Config]]:

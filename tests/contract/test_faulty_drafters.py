@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from laws import REJECTION, SHORT_CHAIN, TableWorld, fits
+from one_place import OnePlace
 from rehearsed import Rehearsed
 from shape_checks import unchecked
 from side_by_side import ADAPTIVE, COUPLED, FILTERED, GREEDY, SHAPES, plainly
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.bench.conversations import DRAFTER, OnePlace
 from moray.decoding.accept import accept
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
@@ -31,6 +31,7 @@ from moray.errors import ConfigError, DataError
 from moray.trees.grow import grow
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, SparseShape
 
+DRAFTER = "drafter"
 CAPACITY, COUNT = 128, 12
 INF, NAN = float("inf"), float("nan")
 SPARSE = SparseShape(type="sparse", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
+from one_place import OnePlace
 from shape_checks import unchecked
 from side_by_side import COUPLED, GREEDY
 from tiny_batches import taps_of
 
-from moray.bench.conversations import OnePlace
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel, SocketServer

@@ -1,7 +1,7 @@
 """What is measured, and how: evaluations, benchmarks, a tree's search, comparisons, live decoding. Torch-free."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -9,9 +9,7 @@ from moray.config import Config
 from moray.decoding.params import CompileMode, SamplingParams
 from moray.drafters.configs import UsableConfig
 from moray.targets.spec import TargetConfig
-from moray.trees.shapes import MAX_DEPTH, AdaptiveShape, ChainShape, Shape
-
-ChannelName = Literal["socket", "actor", "handle", "handle tuned", "compiled graph"]
+from moray.trees.shapes import MAX_DEPTH, AdaptiveShape, Shape
 
 
 class EvaluateConfig(Config):
@@ -135,44 +133,6 @@ class EngineBenchmarkConfig(Config):
     """Number of torch threads; null leaves it to torch."""
     report: str | None = None
     """JSON file to write, the same as --json FILE; null for none."""
-
-
-class ChannelsBenchmarkConfig(Config):
-    """What `pipelines.benchmark channels` measures."""
-
-    target: TargetConfig
-    drafter: str | UsableConfig
-    """Folder of a trained drafter, or a drafter by type; its messages are what crosses."""
-    tree: Shape = ChainShape(type="chain", depth=5)
-    """Shape of the draft trees."""
-    channels: tuple[ChannelName, ...] = Field(default=get_args(ChannelName), min_length=1)
-    """Ways from the target's process to the drafter's, measured in turn."""
-    batches: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = Field(default=(1, 4, 16, 32), min_length=1)
-    """Numbers of sequences whose messages are recorded, one recording each."""
-    questions: str
-    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
-    num_questions: int | None = Field(default=None, ge=1)
-    """Number of questions to ask, one of each category in turn; null for all."""
-    max_new_tokens: int = Field(default=96, ge=2)
-    """Most tokens of an answer."""
-    num_cycles: int = Field(default=100, ge=2)
-    """Messages of each batch size that are recorded."""
-    rounds: int = Field(default=10, ge=1)
-    """How often each recording goes through each channel with no drafter at work behind it."""
-    drafted_rounds: int = Field(default=1, ge=0)
-    """How often each recording goes through each channel with the drafter at work; 0 for never."""
-    threads: int | None = Field(default=1, ge=1)
-    """Number of torch threads of each process; null leaves it to torch."""
-    report: str | None = None
-    """JSON file to write, the same as --json FILE; null for none."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "ChannelsBenchmarkConfig":
-        for key in ("channels", "batches"):
-            values = getattr(self, key)
-            if len(set(values)) < len(values):
-                raise ValueError(f"{key} is {list(values)}; name each of them once")
-        return self
 
 
 class StalenessConfig(Config):

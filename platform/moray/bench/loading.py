@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from moray.bench.configs import (
-    ChannelsBenchmarkConfig,
     DecodeBenchmarkConfig,
     EngineBenchmarkConfig,
     EvaluateConfig,
@@ -28,12 +27,7 @@ from moray.text import ChatTokenizer
 
 
 def load_target(
-    config: EvaluateConfig
-    | DecodeBenchmarkConfig
-    | EngineBenchmarkConfig
-    | ChannelsBenchmarkConfig
-    | StalenessConfig
-    | TreeSearchConfig,
+    config: EvaluateConfig | DecodeBenchmarkConfig | EngineBenchmarkConfig | StalenessConfig | TreeSearchConfig,
     categories: tuple[str, ...] = (),
 ) -> tuple[list[Question], ChatTokenizer, Target]:
     """What every measurement begins with: torch's threads, the questions, and the target that answers them."""

@@ -10,6 +10,8 @@ import openai
 import pytest
 from served_app import MODEL, NUM_QUESTIONS, Question, ServedApp, questions
 
+from moray.errors import ConfigError
+
 pytestmark = pytest.mark.slow
 AT_ONCE = 16
 
@@ -195,3 +197,15 @@ def test_a_killed_gateway_leaves_nothing_running(app):
     finally:
         thread.join()
     assert failures, "nobody has got an answer"
+
+
+def test_a_benchmark_does_not_end_a_serve_that_runs(app):
+    from ray import serve
+
+    from moray.cluster.own_serve import own_serve
+
+    running = set(serve.status().applications)
+    with pytest.raises(ConfigError, match="Serve runs on this Ray already"), own_serve():
+        pass
+    assert running
+    assert set(serve.status().applications) == running

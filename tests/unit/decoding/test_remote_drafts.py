@@ -405,6 +405,25 @@ def test_only_who_knows_the_secret_is_listened_to():
         friend.receive(5)
 
 
+def test_frames_of_any_size_are_answered_in_order():
+    may_answer, secret = threading.Event(), secrets.token_hex(32)
+    server = SocketServer(lambda frame: may_answer.wait(30) and bytes(frame), "127.0.0.1", secret)
+    try:
+        channel = SocketChannel(Endpoint("127.0.0.1", server.port, secret, "x"))
+        frames = [b"one", secrets.token_bytes(3_000_000), b"three"]  # the second is larger than a socket's buffers
+        channel.send(frames[0])
+        assert channel.receive(0.0) is None
+        assert channel.receive(0.01) is None
+        may_answer.set()
+        channel.send(frames[1])
+        assert [channel.receive(30.0) for _ in range(2)] == frames[:2]
+        channel.send(frames[2])
+        assert channel.receive(30.0) == frames[2]
+        channel.close()
+    finally:
+        server.close()
+
+
 def _wait_for(condition) -> None:
     deadline = time.monotonic() + 10
     while not condition():
