@@ -22,12 +22,12 @@ command makes that one again. `compact` must not run while a drafter trains from
 import sys
 from typing import Any
 
-from moray.activations.schema import CacheConfig
-from moray.activations.ultrachat import ChatsConfig
+from moray.activations.format.schema import CacheConfig
 from moray.cluster.configs import CaptureConfig, RayConfig
 from moray.cluster.upkeep import CacheCommand, CacheStatisticsConfig, CompactCacheConfig, VerifyCacheConfig
 from moray.commands import Command, run_commands
 from moray.config import Config
+from moray.data.ultrachat import ChatsConfig
 from moray.targets.spec import TargetConfig
 
 
@@ -45,7 +45,7 @@ class CacheActivationsConfig(Config):
 
 def main(config: CacheActivationsConfig) -> None:
     """Make or complete the cache and say what is in it."""
-    from moray.activations.store import CacheStore
+    from moray.activations.format.store import CacheStore
     from moray.cluster.session import ray_session
 
     CacheStore(config.output).check()  # a wrong bucket is said before Ray starts
@@ -74,7 +74,7 @@ def main_plan(config: CacheActivationsConfig) -> None:
     """Project tokens, bytes and hours from a sample, for every codec; writes nothing."""
     from rich.console import Console
 
-    from moray.activations.plan_report import Workers, print_plan
+    from moray.activations.planning.plan_report import Workers, print_plan
     from moray.progress import Progress
 
     capture = config.capture
@@ -95,9 +95,9 @@ def main_stats(config: CacheStatisticsConfig) -> None:
     """Say what a cache holds: chats, tokens, bytes per token, lengths, padding."""
     from pathlib import Path
 
-    from moray.activations.figures import cache_statistics, statistics_lines
-    from moray.activations.manifest import read_manifest
-    from moray.activations.store import CacheStore
+    from moray.activations.format.manifest import read_manifest
+    from moray.activations.format.store import CacheStore
+    from moray.activations.maintenance.figures import cache_statistics, statistics_lines
     from moray.progress import Progress
     from moray.provenance import write_json_atomically
 
@@ -111,8 +111,8 @@ def main_stats(config: CacheStatisticsConfig) -> None:
 
 def main_compact(config: CompactCacheConfig) -> None:
     """Join small shards into large ones; killed at any instant, the same command goes on."""
-    from moray.activations.manifest import read_manifest
-    from moray.activations.store import CacheStore
+    from moray.activations.format.manifest import read_manifest
+    from moray.activations.format.store import CacheStore
     from moray.cluster.session import ray_session
 
     read_manifest(CacheStore(config.output))  # what is not there is said before Ray starts

@@ -5,13 +5,13 @@
 Reads whatever pipelines.cache_activations reads. The same command makes the same file.
 """
 
-from moray.activations.pack import PackConfig
 from moray.config import run_entry_point
+from moray.data.pack import PackConfig
 
 
 def main(config: PackConfig) -> None:
     """Pack, and say what became of the chats."""
-    from moray.activations.pack import pack_chats
+    from moray.data.pack import pack_chats
 
     told = pack_chats(config)
     print(

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from moray.activations.epochs import EpochPlan
-from moray.activations.manifest import Manifest
+from moray.activations.format.manifest import Manifest
+from moray.activations.reading.epochs import EpochPlan
 from moray.batch import TapNeeds, TrainBatch
 
 

@@ -63,7 +63,7 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class LaneBatch:
-    """What one lane gives to one update (see `activations.epochs`): its text at once, its taps when asked for.
+    """What one lane gives to one update (see `activations.reading.epochs`): its text at once, its taps when asked for.
 
     Text is small, and decides how much every position counts before anything is computed; taps are large, and
     stay encoded until their turn comes.

@@ -7,9 +7,9 @@ from pathlib import Path
 import ray
 import torch
 
-from moray.activations.manifest import read_manifest
-from moray.activations.store import CacheStore
-from moray.activations.token_counts import token_counts
+from moray.activations.format.manifest import read_manifest
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.token_counts import token_counts
 from moray.bench.loading import fingerprints_of
 from moray.bench.specbench import read_questions
 from moray.cluster.claim import check_same_target

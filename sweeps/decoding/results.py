@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import yaml
 
-from moray.activations.store import CacheStore
-from moray.activations.token_counts import token_counts
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.token_counts import token_counts
 from moray.bench.spread import ratio_interval
 from moray.distill.checkpoint import load_drafter, read_contract, save_drafter
 from moray.provenance import RUN_FILE, write_text_atomically

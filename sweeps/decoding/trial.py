@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from ray import tune
 
-from moray.activations.store import CacheStore
-from moray.activations.token_counts import token_counts
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.token_counts import token_counts
 from moray.bench.answers import open_answers
 from moray.bench.evaluation import measurement_fingerprints
 from moray.bench.loading import load_drafters, load_target, nothing_fits

@@ -4,11 +4,11 @@ import os
 
 import ray
 
-from moray.activations.collate import missing_columns
-from moray.activations.growth import command_to_add
-from moray.activations.manifest import read_manifest
-from moray.activations.shards import listed
-from moray.activations.store import CacheStore
+from moray.activations.format.manifest import read_manifest
+from moray.activations.format.store import CacheStore
+from moray.activations.planning.growth import command_to_add
+from moray.activations.planning.shards import listed
+from moray.activations.reading.collate import missing_columns
 from moray.bench.specbench import read_questions
 from moray.cluster.claim import check_same_target
 from moray.cluster.configs import DistilConfig

@@ -12,8 +12,8 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from moray.activations.record import record_taps
-from moray.activations.schema import CacheConfig
+from moray.activations.capture.record import record_taps
+from moray.activations.format.schema import CacheConfig
 from moray.batch import TapNeeds
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine

@@ -76,10 +76,10 @@ def tiny_cache(
     ray_session: None, tiny_target: Path, chats_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A complete cache of the sixty chats. Not to be written to."""
-    from moray.activations.schema import CacheConfig
-    from moray.activations.ultrachat import ChatsConfig
+    from moray.activations.format.schema import CacheConfig
     from moray.cluster.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
+    from moray.data.ultrachat import ChatsConfig
     from moray.targets.spec import TargetConfig
 
     folder = tmp_path_factory.mktemp("cache")

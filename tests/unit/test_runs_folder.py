@@ -2,8 +2,8 @@
 
 import pytest
 
-from moray.activations.growth import columns_to_add
-from moray.activations.store import CacheStore
+from moray.activations.format.store import CacheStore
+from moray.activations.planning.growth import columns_to_add
 from moray.cluster.answer_store import AnswerStore
 from moray.config import Config, load_config
 from moray.distill.runs import begin_run, check_run

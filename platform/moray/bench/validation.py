@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from moray.activations.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
 from moray.batch import Taps, TrainBatch
 from moray.bench.validation_config import ValidationConfig
+from moray.data.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import SpeculativeDecoder

@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from moray.activations.schema import CacheConfig, CodecName
-from moray.activations.ultrachat import ChatsConfig
+from moray.activations.format.schema import CacheConfig, CodecName
 from moray.config import Config
+from moray.data.ultrachat import ChatsConfig
 from moray.targets.spec import TargetConfig
 
 

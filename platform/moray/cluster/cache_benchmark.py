@@ -15,22 +15,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moray.activations.channels import quantised_columns, write_channels
-from moray.activations.collate import collate, needed_columns
-from moray.activations.decode import TapDecoder
-from moray.activations.epochs import plan_epoch
-from moray.activations.extract import ShardWriter, token_arrays
-from moray.activations.manifest import read_manifest, write_manifest
-from moray.activations.rehearse import rehearsal_batches, rehearse
-from moray.activations.schema import FORMAT, CacheConfig, bytes_per_token
-from moray.activations.shards import ShardPlan, plan_shards, tap_columns
-from moray.activations.store import CacheStore
-from moray.activations.ultrachat import plan_chunks
+from moray.activations.capture.extract import ShardWriter, token_arrays
+from moray.activations.capture.rehearse import rehearsal_batches, rehearse
+from moray.activations.format.channels import quantised_columns, write_channels
+from moray.activations.format.decode import TapDecoder
+from moray.activations.format.manifest import read_manifest, write_manifest
+from moray.activations.format.schema import FORMAT, CacheConfig, bytes_per_token
+from moray.activations.format.store import CacheStore
+from moray.activations.planning.shards import ShardPlan, plan_shards, tap_columns
+from moray.activations.reading.collate import collate, needed_columns
+from moray.activations.reading.epochs import plan_epoch
 from moray.batch import TapNeeds
 from moray.bench.isolated import measure_alone
 from moray.bench.recording import record
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig
 from moray.cluster.tokenise import PartWriter
+from moray.data.ultrachat import plan_chunks
 from moray.errors import DataError
 from moray.progress import Progress
 from moray.targets.model import Target

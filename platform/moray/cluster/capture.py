@@ -12,24 +12,24 @@ from typing import Any
 import ray
 import ray.data
 
-from moray.activations.channels import CHANNELS_FILE, read_channels
-from moray.activations.extract import ShardWriter
-from moray.activations.growth import columns_to_add, end_growth, finish_replaced, grown_plan
-from moray.activations.manifest import LAYOUT_FILE, Manifest, read_manifest, write_layout, write_manifest
-from moray.activations.measure import measure_room
-from moray.activations.plan import check_fits, count_work, forecast
-from moray.activations.schema import CacheConfig
-from moray.activations.shards import ShardPlan
-from moray.activations.store import CacheStore
-from moray.activations.survey import find_parts, remove_damaged, survey
-from moray.activations.ultrachat import ChatsConfig
-from moray.activations.wanted import FORECAST_FILE, Planned, Wanted
+from moray.activations.capture.extract import ShardWriter
+from moray.activations.format.channels import CHANNELS_FILE, read_channels
+from moray.activations.format.manifest import LAYOUT_FILE, Manifest, read_manifest, write_layout, write_manifest
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
+from moray.activations.format.survey import find_parts, remove_damaged, survey
+from moray.activations.planning.growth import columns_to_add, end_growth, finish_replaced, grown_plan
+from moray.activations.planning.measure import measure_room
+from moray.activations.planning.plan import check_fits, count_work, forecast
+from moray.activations.planning.shards import ShardPlan
+from moray.activations.planning.wanted import FORECAST_FILE, Planned, Wanted
 from moray.cluster.configs import CaptureConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.extend import add_columns
 from moray.cluster.full import Goal, told_if_cache_full
 from moray.cluster.rehearsal import REHEARSAL_FILE, rehearsal
 from moray.cluster.tokenise import tokenise
+from moray.data.ultrachat import ChatsConfig
 from moray.errors import ConfigError, DamagedError
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig

@@ -4,8 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from moray.activations.manifest import Manifest, read_manifest
-from moray.activations.store import CacheStore
+from moray.activations.format.manifest import Manifest, read_manifest
+from moray.activations.format.store import CacheStore
 from moray.cluster.configs import DistilConfig
 from moray.distill.runs import begin_run, check_run
 from moray.errors import MismatchError

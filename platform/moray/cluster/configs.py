@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from moray.activations.schema import CacheConfig
-from moray.activations.ultrachat import ChatsConfig
+from moray.activations.format.schema import CacheConfig
 from moray.bench.validation_config import ValidationConfig
 from moray.config import Config
+from moray.data.ultrachat import ChatsConfig
 from moray.distill.configs import DdpConfig, LossConfig, Optim, Parallel, Schedule, SpikeSchedule, TrainConfig
 from moray.distill.tracking import TrackerConfig
 from moray.drafters.configs import TrainableConfig

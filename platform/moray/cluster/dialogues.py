@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from moray.activations.ultrachat import BadRow, Chat
 from moray.cluster.regenerate_config import RegenerateConfig
+from moray.data.ultrachat import BadRow, Chat
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.request import Request

@@ -13,10 +13,10 @@ from ray.core.generated import gcs_pb2
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from moray.activations.manifest import LAYOUT_FILE, read_layout, write_manifest
-from moray.activations.store import CacheStore
-from moray.activations.survey import survey
-from moray.activations.token_counts import token_counts
+from moray.activations.format.manifest import LAYOUT_FILE, read_layout, write_manifest
+from moray.activations.format.store import CacheStore
+from moray.activations.format.survey import survey
+from moray.activations.reading.token_counts import token_counts
 from moray.cluster.board import Board, follow
 from moray.cluster.capture import lay_out_cache
 from moray.cluster.claim import claim, disclaim, is_complete

@@ -5,14 +5,14 @@ from typing import Any
 
 import ray.data
 
-from moray.activations.extend import ShardExtender
-from moray.activations.growth import Growth, begin_growth, check_growth_fits, is_begun, plan_growth
-from moray.activations.measure import measure_room
-from moray.activations.plan import count_work, forecast
-from moray.activations.schema import CacheConfig
-from moray.activations.store import CacheStore
-from moray.activations.survey import survey
-from moray.activations.wanted import FORECAST_FILE, Planned, Wanted
+from moray.activations.capture.extend import ShardExtender
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
+from moray.activations.format.survey import survey
+from moray.activations.planning.growth import Growth, begin_growth, check_growth_fits, is_begun, plan_growth
+from moray.activations.planning.measure import measure_room
+from moray.activations.planning.plan import count_work, forecast
+from moray.activations.planning.wanted import FORECAST_FILE, Planned, Wanted
 from moray.cluster.configs import CaptureConfig
 from moray.cluster.full import Goal
 from moray.cluster.rehearsal import REHEARSAL_FILE, rehearsal

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from moray.activations.measure import written_bytes
-from moray.activations.room import size_text
-from moray.activations.store import CacheStore
+from moray.activations.format.room import size_text
+from moray.activations.format.store import CacheStore
+from moray.activations.planning.measure import written_bytes
 from moray.cluster.errors import let_go
 from moray.errors import StorageFullError
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from moray.activations.extract import ShardWriter
-from moray.activations.manifest import Manifest, read_layout, read_manifest
-from moray.activations.schema import CacheConfig, hidden_column, kv_column, shard_token_bytes
-from moray.activations.shards import ShardPlan, only_columns, plan_shards
-from moray.activations.store import CacheStore
-from moray.activations.tries import MAX_TRIES, TRIES_FOLDER, Tries
+from moray.activations.capture.extract import ShardWriter
+from moray.activations.capture.tries import MAX_TRIES, TRIES_FOLDER, Tries
+from moray.activations.format.manifest import Manifest, read_layout, read_manifest
+from moray.activations.format.schema import CacheConfig, hidden_column, kv_column, shard_token_bytes
+from moray.activations.format.store import CacheStore
+from moray.activations.planning.shards import ShardPlan, only_columns, plan_shards
 from moray.batch import TapNeeds
 from moray.cluster.configs import DistilConfig, LiveSource
 from moray.cluster.windows import read_window

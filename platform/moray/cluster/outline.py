@@ -2,8 +2,8 @@
 
 import torch
 
-from moray.activations.collate import needed_columns
-from moray.activations.manifest import Manifest
+from moray.activations.format.manifest import Manifest
+from moray.activations.reading.collate import needed_columns
 from moray.cluster.configs import DistilConfig
 from moray.cluster.training import plan_lanes
 from moray.drafters.base import Drafter

@@ -13,10 +13,10 @@ import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from moray.activations.collate import needed_columns
-from moray.activations.epochs import Window
-from moray.activations.manifest import Manifest
-from moray.activations.store import CacheStore
+from moray.activations.format.manifest import Manifest
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.collate import needed_columns
+from moray.activations.reading.epochs import Window
 from moray.batch import TapNeeds
 from moray.cluster.live import LiveTargets, LiveWindows
 from moray.cluster.windows import read_window

@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from moray.activations.ultrachat import ChatsConfig
 from moray.cluster.configs import RayConfig
 from moray.config import Config
+from moray.data.ultrachat import ChatsConfig
 from moray.decoding.params import SamplingParams
 from moray.targets.spec import TargetConfig
 

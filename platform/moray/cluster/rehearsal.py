@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import ray
 
-from moray.activations.channels import CHANNELS_FILE, quantised_columns, read_known_channels, write_channels
-from moray.activations.rehearse import rehearsal_batches, rehearse
-from moray.activations.schema import CacheConfig
-from moray.activations.shards import ShardPlan
-from moray.activations.store import CacheStore
-from moray.activations.wanted import Planned, Wanted
+from moray.activations.capture.rehearse import rehearsal_batches, rehearse
+from moray.activations.format.channels import CHANNELS_FILE, quantised_columns, read_known_channels, write_channels
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
+from moray.activations.planning.shards import ShardPlan
+from moray.activations.planning.wanted import Planned, Wanted
 from moray.cluster.configs import CaptureConfig
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
@@ -54,7 +54,7 @@ def _rehearse(
 ) -> dict[str, Any]:
     import torch
 
-    from moray.activations.extract import token_arrays
+    from moray.activations.capture.extract import token_arrays
     from moray.targets.model import Target
 
     torch.set_num_threads(threads)

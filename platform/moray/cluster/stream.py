@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import pyarrow as pa
 import torch
 
-from moray.activations.collate import lane_batch
-from moray.activations.decode import TapDecoder
-from moray.activations.epochs import EpochPlan, Window
-from moray.activations.manifest import Manifest
-from moray.activations.store import CacheStore
+from moray.activations.format.decode import TapDecoder
+from moray.activations.format.manifest import Manifest
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.collate import lane_batch
+from moray.activations.reading.epochs import EpochPlan, Window
 from moray.batch import LaneBatch, TapNeeds
 from moray.cluster.live import LiveTargets
 from moray.cluster.read_ahead import tables_ahead

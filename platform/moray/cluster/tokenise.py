@@ -7,11 +7,11 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from moray.activations.schema import TOKENS_SCHEMA
-from moray.activations.store import CacheStore
-from moray.activations.survey import find_parts
-from moray.activations.ultrachat import BadRow, ChatChunk, read_chunk
+from moray.activations.format.schema import TOKENS_SCHEMA
+from moray.activations.format.store import CacheStore
+from moray.activations.format.survey import find_parts
 from moray.cluster.configs import CaptureConfig
+from moray.data.ultrachat import BadRow, ChatChunk, read_chunk
 from moray.errors import DataError
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig

@@ -26,8 +26,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moray.activations.manifest import read_manifest
-from moray.activations.store import CacheStore
+from moray.activations.format.manifest import read_manifest
+from moray.activations.format.store import CacheStore
 from moray.bench.isolated import forget_peak, measure_alone, resident_memory
 from moray.bench.recording import record
 from moray.cluster.benchmark_configs import TrainBenchmarkConfig

@@ -12,11 +12,11 @@ import ray.train
 import torch
 from ray.train.torch import get_device
 
-from moray.activations.collate import bytes_per_token, needed_columns
-from moray.activations.epochs import EpochPlan, by_row_groups, plan_epoch, whole_shards
-from moray.activations.manifest import Manifest
-from moray.activations.store import CacheStore
-from moray.activations.token_counts import token_counts
+from moray.activations.format.manifest import Manifest
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.collate import bytes_per_token, needed_columns
+from moray.activations.reading.epochs import EpochPlan, by_row_groups, plan_epoch, whole_shards
+from moray.activations.reading.token_counts import token_counts
 from moray.batch import LaneBatch, TapNeeds
 from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors

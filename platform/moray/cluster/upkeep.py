@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from moray.activations.growth import override_words
-from moray.activations.schema import CacheConfig
-from moray.activations.ultrachat import ChatsConfig
-from moray.activations.upkeep_configs import VerifyConfig
+from moray.activations.format.schema import CacheConfig
+from moray.activations.maintenance.configs import VerifyConfig
+from moray.activations.planning.growth import override_words
 from moray.cluster.configs import CaptureConfig, RayConfig
 from moray.commands import AnyConfig, Command
 from moray.config import Config
+from moray.data.ultrachat import ChatsConfig
 from moray.targets.spec import TargetConfig
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import yaml
 
-from moray.activations.store import CacheStore
-from moray.activations.verify import Findings, repair, verify_files
+from moray.activations.format.store import CacheStore
+from moray.activations.maintenance.verify import Findings, repair, verify_files
 from moray.cluster.upkeep import VerifyCacheConfig, caching_command
 from moray.errors import ConfigError, DamagedError, DataError
 from moray.progress import Progress
@@ -42,7 +42,7 @@ def verify_cache(config: VerifyCacheConfig) -> None:
 
 
 def _check_sample(store: CacheStore, config: VerifyCacheConfig, findings: Findings) -> None:
-    from moray.activations.recheck import recheck, too_far
+    from moray.activations.maintenance.recheck import recheck, too_far
     from moray.targets.model import Target
 
     assert findings.manifest is not None

@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from moray.activations.collate import lane_batch, needed_columns
-from moray.activations.decode import TapDecoder
-from moray.activations.epochs import Window, plan_epoch
-from moray.activations.manifest import Manifest, read_manifest
-from moray.activations.schema import bytes_per_token
-from moray.activations.store import CacheStore
+from moray.activations.format.decode import TapDecoder
+from moray.activations.format.manifest import Manifest, read_manifest
+from moray.activations.format.schema import bytes_per_token
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.collate import lane_batch, needed_columns
+from moray.activations.reading.epochs import Window, plan_epoch
 from moray.batch import LaneBatch, TapNeeds, Taps, TrainBatch
 from moray.bench.recipe import Chat, RecipeTrainer, stock_model
 from moray.cluster.benchmark_configs import TrainBenchmarkConfig

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from moray.activations.store import CacheStore
+from moray.activations.format.store import CacheStore
 
 
 def read_window(row_groups: Sequence[tuple[str, int]], uri: str, columns: list[str]) -> pa.Table:

@@ -46,7 +46,7 @@ class Span:
     steps_per_epoch: int
     epochs: int
     num_lanes: int = 1
-    """Of all workers: see `activations.epochs`."""
+    """Of all workers: see `activations.reading.epochs`."""
     stop_step: int | None = None
     """Where this part of the run ends, and another may go on; None for `total_steps`, which schedules follow."""
 

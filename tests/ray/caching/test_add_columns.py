@@ -10,15 +10,15 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from moray.activations.growth import stored_columns
-from moray.activations.manifest import Manifest, read_manifest
-from moray.activations.schema import CacheConfig
-from moray.activations.store import CacheStore
-from moray.activations.ultrachat import ChatsConfig
-from moray.activations.upkeep_configs import VerifyConfig
+from moray.activations.format.manifest import Manifest, read_manifest
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
+from moray.activations.maintenance.configs import VerifyConfig
+from moray.activations.planning.growth import stored_columns
 from moray.batch import TapNeeds
 from moray.commands import load_command
 from moray.config import validate
+from moray.data.ultrachat import ChatsConfig
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.provenance import read_run_yaml
 from moray.targets.spec import TargetConfig
@@ -188,7 +188,7 @@ def test_plan_says_what_adding_columns_takes_and_writes_nothing(
 ) -> None:
     from rich.console import Console
 
-    from moray.activations.plan_report import Workers, print_plan
+    from moray.activations.planning.plan_report import Workers, print_plan
 
     times, num_shards = _times(cache), len(read_manifest(CacheStore(str(cache))).shards)
     target, chats = TargetConfig(model=str(tiny_target)), ChatsConfig(path=str(chats_file))
@@ -236,10 +236,10 @@ def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
     """As kills leave it: some shards done, one whose file is in place but not its marker."""
     from read_back import stream_batches
 
-    from moray.activations.epochs import plan_epoch
-    from moray.activations.extend import ShardExtender
-    from moray.activations.growth import begin_growth
-    from moray.activations.wanted import Wanted
+    from moray.activations.capture.extend import ShardExtender
+    from moray.activations.planning.growth import begin_growth
+    from moray.activations.planning.wanted import Wanted
+    from moray.activations.reading.epochs import plan_epoch
     from moray.cluster.compact import compact
     from moray.targets.model import Target
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from replica_killer import ReplicaKiller
 
-from moray.activations.collate import collate, needed_columns
-from moray.activations.decode import TapDecoder
-from moray.activations.epochs import EpochPlan, Window, plan_epoch
-from moray.activations.manifest import Manifest, read_manifest
-from moray.activations.schema import CacheConfig
-from moray.activations.store import CacheStore
-from moray.activations.tries import MAX_TRIES
-from moray.activations.ultrachat import ChatsConfig
+from moray.activations.capture.tries import MAX_TRIES
+from moray.activations.format.decode import TapDecoder
+from moray.activations.format.manifest import Manifest, read_manifest
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.collate import collate, needed_columns
+from moray.activations.reading.epochs import EpochPlan, Window, plan_epoch
 from moray.batch import TapNeeds, TrainBatch
 from moray.config import validate
+from moray.data.ultrachat import ChatsConfig
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.provenance import read_run_yaml
 from moray.targets.spec import TargetConfig

@@ -14,14 +14,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from moray.activations.collate import collate
-from moray.activations.decode import TapDecoder
-from moray.activations.epochs import plan_epoch
-from moray.activations.manifest import Manifest, read_manifest
-from moray.activations.schema import CacheConfig
-from moray.activations.store import CacheStore
-from moray.activations.ultrachat import ChatsConfig
+from moray.activations.format.decode import TapDecoder
+from moray.activations.format.manifest import Manifest, read_manifest
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.collate import collate
+from moray.activations.reading.epochs import plan_epoch
 from moray.batch import TapNeeds
+from moray.data.ultrachat import ChatsConfig
 from moray.errors import ConfigError, DataError, StorageFullError
 from moray.targets.spec import TargetConfig
 
@@ -125,9 +125,9 @@ def test_what_does_not_fit_is_refused_and_the_advice_can_be_typed(
         _cache(output, tiny_target, chats_file, max_bytes=size // 2)
     assert not output.exists()
     # Exact numbers are refused after tokenising too: nothing is claimed then.
-    sampled = "moray.activations.wanted.project"
+    sampled = "moray.activations.planning.wanted.project"
     with pytest.MonkeyPatch.context() as patch:
-        from moray.activations.plan import Workload
+        from moray.activations.planning.plan import Workload
 
         patch.setattr(sampled, lambda sample, rows, cache: Workload(1, 1, 1, 1, 1))
         with pytest.raises(ConfigError, match=r"^the cache takes \d.*cache.max_bytes"):

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from replica_killer import ReplicaKiller
 
-from moray.activations.manifest import read_manifest
-from moray.activations.schema import CacheConfig
-from moray.activations.store import CacheStore
-from moray.activations.tries import MAX_TRIES
-from moray.activations.ultrachat import ChatsConfig
+from moray.activations.capture.tries import MAX_TRIES
+from moray.activations.format.manifest import read_manifest
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
 from moray.config import load_config
+from moray.data.ultrachat import ChatsConfig
 from moray.errors import DataError
 from moray.targets.spec import TargetConfig
 from pipelines import cache_activations

@@ -18,9 +18,9 @@ import json, sys
 from moray.cluster.session import ray_session
 from moray.cluster.configs import RayConfig
 with ray_session(RayConfig(num_cpus=3)):
-    from moray.activations.epochs import plan_epoch
-    from moray.activations.manifest import read_manifest
-    from moray.activations.store import CacheStore
+    from moray.activations.reading.epochs import plan_epoch
+    from moray.activations.format.manifest import read_manifest
+    from moray.activations.format.store import CacheStore
     from moray.batch import TapNeeds
     from moray.cluster.compact import compact
     from moray.cluster.stream import Reader, stream_updates
@@ -61,7 +61,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     with pytest.MonkeyPatch.context() as patch:
         for key, value in settings.items():
             patch.setenv(key, value)
-        from moray.activations.store import CacheStore
+        from moray.activations.format.store import CacheStore
 
         CacheStore("s3://moray-caches?allow_bucket_creation=true").check()
         yield settings
@@ -80,8 +80,8 @@ def test_a_cache_lives_on_an_object_store(
     tmp_path: Path,
     start_pipeline: Callable[..., Any],
 ) -> None:
-    from moray.activations.manifest import read_manifest
-    from moray.activations.store import CacheStore
+    from moray.activations.format.manifest import read_manifest
+    from moray.activations.format.store import CacheStore
 
     uri = f"s3://moray-caches/{'killed' if is_killed else 'whole'}"
     config = {

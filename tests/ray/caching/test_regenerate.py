@@ -10,9 +10,9 @@ import pytest
 import yaml
 from replica_killer import ReplicaKiller
 
-from moray.activations.tries import MAX_TRIES
-from moray.activations.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
+from moray.activations.capture.tries import MAX_TRIES
 from moray.cluster.regenerate_config import AnswerSampling, RegenerateConfig
+from moray.data.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.spec import TargetConfig
 

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moray.activations.compact import join, plan_compaction
-from moray.activations.epochs import plan_epoch
-from moray.activations.figures import cache_statistics, statistics_lines
-from moray.activations.manifest import read_manifest
-from moray.activations.schema import bytes_per_token
-from moray.activations.store import CacheStore
-from moray.activations.survey import survey
-from moray.activations.upkeep_configs import VerifyConfig
+from moray.activations.format.manifest import read_manifest
+from moray.activations.format.schema import bytes_per_token
+from moray.activations.format.store import CacheStore
+from moray.activations.format.survey import survey
+from moray.activations.maintenance.compact import join, plan_compaction
+from moray.activations.maintenance.configs import VerifyConfig
+from moray.activations.maintenance.figures import cache_statistics, statistics_lines
+from moray.activations.reading.epochs import plan_epoch
 from moray.batch import TapNeeds
 from moray.errors import DamagedError, DataError, MismatchError
 from moray.targets.spec import TargetConfig
@@ -37,10 +37,10 @@ def cache(tiny_cache: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def complete(cache: Path, tiny_target: Path, chats_file: Path) -> Callable[[], Any]:
     """Run the caching command's work on it again."""
-    from moray.activations.schema import CacheConfig
-    from moray.activations.ultrachat import ChatsConfig
+    from moray.activations.format.schema import CacheConfig
     from moray.cluster.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
+    from moray.data.ultrachat import ChatsConfig
 
     target, chats = TargetConfig(model=str(tiny_target)), ChatsConfig(path=str(chats_file))
     return lambda: cache_activations(str(cache), target, chats, CacheConfig(**CACHE_SETTINGS), CaptureConfig())
@@ -140,7 +140,7 @@ def test_verify_names_a_flipped_byte_and_repair_has_only_that_redone(
 def test_a_sample_is_compared_with_the_target_itself(
     tiny_cache: Path, tiny_target: Path, other_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moray.activations.recheck import recheck
+    from moray.activations.maintenance.recheck import recheck
     from moray.targets.model import Target
 
     store = CacheStore(str(tiny_cache))
@@ -167,10 +167,10 @@ def test_a_quantised_cache_is_compared_through_its_channels_and_they_are_verifie
 ) -> None:
     from tiny_caches import CACHE_SETTINGS
 
-    from moray.activations.schema import CacheConfig
-    from moray.activations.ultrachat import ChatsConfig
+    from moray.activations.format.schema import CacheConfig
     from moray.cluster.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
+    from moray.data.ultrachat import ChatsConfig
 
     settings = CacheConfig(**(CACHE_SETTINGS | {"kv_codec": codec, "hidden_codec": codec}))
     target, chats = TargetConfig(model=str(tiny_target)), ChatsConfig(path=str(chats_file))

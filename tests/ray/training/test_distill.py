@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moray.activations.manifest import read_manifest
-from moray.activations.store import CacheStore
+from moray.activations.format.manifest import read_manifest
+from moray.activations.format.store import CacheStore
 from moray.cluster.claim import claim, is_complete
 from moray.cluster.configs import DistilConfig
 from moray.config import validate

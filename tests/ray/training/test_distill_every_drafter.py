@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moray.activations.store import CacheStore
-from moray.activations.token_counts import token_counts
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.token_counts import token_counts
 from moray.cluster.configs import DistilConfig
 from moray.config import validate
 from moray.decoding.params import SamplingParams

@@ -11,15 +11,15 @@ from replica_killer import ReplicaKiller
 from safetensors.torch import load_file
 from tiny_caches import CACHE_SETTINGS
 
-from moray.activations.epochs import by_row_groups, plan_epoch, whole_shards
-from moray.activations.manifest import read_layout, read_manifest
-from moray.activations.schema import CacheConfig
-from moray.activations.store import CacheStore
-from moray.activations.tries import MAX_TRIES
-from moray.activations.ultrachat import ChatsConfig
+from moray.activations.capture.tries import MAX_TRIES
+from moray.activations.format.manifest import read_layout, read_manifest
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.epochs import by_row_groups, plan_epoch, whole_shards
 from moray.batch import TapNeeds
 from moray.cluster.configs import CaptureConfig, DistilConfig, LiveSource
 from moray.config import validate
+from moray.data.ultrachat import ChatsConfig
 from moray.errors import ConfigError, DataError
 from moray.targets.spec import TargetConfig
 

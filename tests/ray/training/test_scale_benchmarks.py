@@ -7,11 +7,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from moray.activations.manifest import read_manifest
-from moray.activations.schema import bytes_per_token
-from moray.activations.store import CacheStore
-from moray.activations.ultrachat import ChatsConfig
+from moray.activations.format.manifest import read_manifest
+from moray.activations.format.schema import bytes_per_token
+from moray.activations.format.store import CacheStore
 from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
+from moray.data.ultrachat import ChatsConfig
 from moray.targets.spec import TargetConfig
 
 BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
@@ -21,7 +21,7 @@ BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 def test_caching_is_measured_stage_by_stage(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
     from tiny_caches import CACHE_SETTINGS
 
-    from moray.activations.schema import CacheConfig
+    from moray.activations.format.schema import CacheConfig
     from moray.cluster.cache_benchmark import benchmark_cache, print_cache_benchmark
 
     config = CacheBenchmarkConfig(

@@ -217,10 +217,10 @@ def test_optuna_searches_by_the_speed_of_a_batch(make_sweep: MakeSweep, tmp_path
 @pytest.fixture(scope="module")
 def narrow_cache(tiny_target: Path, chats_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache for drafters that run no layer of the target."""
-    from moray.activations.schema import CacheConfig
-    from moray.activations.ultrachat import ChatsConfig
+    from moray.activations.format.schema import CacheConfig
     from moray.cluster.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
+    from moray.data.ultrachat import ChatsConfig
     from moray.targets.spec import TargetConfig
 
     folder = tmp_path_factory.mktemp("narrow")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tiny_targets import save_chat_target
 
-from moray.activations.ultrachat import BadRow, Chat
 from moray.cluster.dialogues import Dialogue, answer_chats
 from moray.cluster.regenerate_config import RegenerateConfig
 from moray.config import validate
+from moray.data.ultrachat import BadRow, Chat
 from moray.errors import ConfigError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig

@@ -1,0 +1,1 @@
+"""The target over planned chats, written shard by shard."""

@@ -1,0 +1,122 @@
+"""From a committed shard to the same with more columns: run the target over its tokens, encode, write, commit."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moray.activations.capture.extract import TapEncoder, token_arrays
+from moray.activations.capture.tries import MAX_TRIES, Tries
+from moray.activations.format.channels import CHANNELS_FILE, channels_fingerprint, read_channels
+from moray.activations.format.row_groups import checked_row_groups
+from moray.activations.format.schema import METADATA_KEY, CacheConfig, shard_schema
+from moray.activations.format.shard_info import ShardInfo
+from moray.activations.format.store import CacheStore
+from moray.activations.planning.growth import NEXT, finish_replaced
+from moray.activations.planning.shards import only_columns, tap_columns
+from moray.errors import DataError
+from moray.targets.model import Target
+
+_TEXT = ("uid", "num_tokens", "tokens", "response_mask")
+
+
+class ShardExtender:
+    """Adds to shards the columns that they lack; one per actor."""
+
+    def __init__(self, target: Target, store: CacheStore, config: CacheConfig) -> None:
+        """
+        Args:
+            target: that made the cache.
+            store: the cache.
+            config: with all columns that shards are to have.
+
+        Raises:
+            DataError: columns are quantised, and their channels are not there.
+        """
+        self._target = target
+        self._store = store
+        self._config = config
+        self._columns = tap_columns(target.spec, config)
+        self._channels = read_channels(store, self._columns)
+        self._schema = shard_schema(self._columns, channels_fingerprint(self._channels))
+        self._tries = Tries(store, "shards")
+
+    def extend(self, shard: str) -> ShardInfo:
+        """Write one shard anew and commit it; one that has all columns is left alone.
+
+        Bounded memory: one row group at a time. What was there keeps its bytes, and its file and marker until the new
+        ones are whole: between these two, a file beside them tells `finish_replaced` how to go on.
+
+        Raises:
+            DataError: the target produced a value that is not finite, its replicas die over this shard, or the shard
+                is damaged.
+            StorageFullError: there was no room for it; the shard is as it was.
+        """
+        if not self._tries.begin(shard):
+            raise DataError(
+                f"{MAX_TRIES} target replicas died over shard '{shard}' of '{self._store.uri}', out of memory perhaps: "
+                "give a smaller num_targets and run the same command again"
+            )
+        try:
+            return self._extend(shard)
+        finally:
+            self._tries.end(shard)
+
+    def _extend(self, shard: str) -> ShardInfo:
+        finish_replaced(self._store, shard)
+        info = self._store.read_marker(shard)
+        stored = self._stored(shard)
+        if list(stored.items()) == list(self._columns.items()):
+            return info
+        kept = [name for name in self._columns if stored.get(name) == self._columns[name]]
+        new = [name for name in self._columns if name not in kept]
+        squares: dict[str, float] = {}
+        compression = self._config.compression
+        options: dict[str, Any] = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
+        with self._store.open_output(f"shards/{shard}.parquet") as sink:
+            with pq.ParquetWriter(sink, self._schema, **options) as writer:
+                for table in self._row_groups(info, kept, new, squares):
+                    writer.write_table(table, row_group_size=table.num_rows)
+            sums = info.hidden_square_sums | squares
+            sums = {name: sums[name] for name in self._columns if name in sums}
+            info = replace(info, bytes=sink.num_bytes, sha256=sink.sha256, hidden_square_sums=sums)
+            self._store.write_json(f"shards/{shard}{NEXT}", info.__dict__)
+        self._store.commit(info)
+        self._store.delete(f"shards/{shard}{NEXT}")
+        return info
+
+    def _stored(self, shard: str) -> dict[str, Any]:
+        """Codec and width of the columns that a shard has.
+
+        Raises:
+            DataError: they were encoded with other channels than those that the cache has now.
+        """
+        with self._store.open_shard(shard) as file:
+            described = json.loads(file.schema_arrow.metadata[METADATA_KEY])
+        fingerprint = channels_fingerprint(read_channels(self._store, described["columns"]))
+        if fingerprint != described.get("channels"):
+            raise DataError(
+                f"'{self._store.uri}/{CHANNELS_FILE}' is not the one that shard '{shard}' was written with: put that "
+                "back"
+            )
+        return described["columns"]
+
+    def _row_groups(
+        self, info: ShardInfo, kept: list[str], new: list[str], squares: dict[str, float]
+    ) -> Iterator[pa.Table]:
+        """The shard's row groups with all columns; adds the new ones' sums of mean squares to `squares`."""
+        encoder = None
+        if new:
+            channels = {name: self._channels[name] for name in new if name in self._channels}
+            encoder = TapEncoder(self._target, only_columns(self._config, new), channels)
+        for table in checked_row_groups(self._store, info, [*_TEXT, *kept]):
+            taps: dict[str, pa.Array] = {}
+            if encoder is not None:
+                taps, sums = encoder.columns_of(token_arrays(table), table.column("uid").to_pylist())
+                for name, value in sums.items():
+                    squares[name] = squares.get(name, 0.0) + value
+            arrays = [taps[name] if name in taps else table.column(name) for name in self._schema.names]
+            yield pa.Table.from_arrays(arrays, schema=self._schema)

@@ -1,0 +1,72 @@
+"""The target over a padded batch, with nothing kept but what is to be cached."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from moray.activations.format.schema import CacheConfig, hidden_column, kv_column
+from moray.targets.kv_cache import KVCache
+from moray.targets.model import Target
+
+
+class KVRecorder(KVCache):
+    """Takes the place of the target's cache in one pass over whole chats.
+
+    It keeps the keys and values of the wanted layers as it gets them, and allocates, zeroes and copies nothing.
+    """
+
+    def __init__(self, target: Target, layers: Sequence[int]) -> None:
+        spec = target.spec
+        super().__init__((), spec.num_kv_heads, spec.head_dim, capacity=0, batch=0, like=target.model.lm_head.weight)
+        self._wanted = frozenset(layers)
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Keep one layer's keys and values and give them back."""
+        if layer_idx in self._wanted:
+            self._kept[layer_idx] = (key_states, value_states)
+        return key_states, value_states
+
+    def place(self, positions: Int[Tensor, "batch new"]) -> Int[Tensor, "batch new"]:
+        """The pass sees what it writes."""
+        return positions
+
+    def take(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [batch, kv_heads, seq, head_dim] each, which are then forgotten."""
+        return self._kept.pop(layer)
+
+
+def record_taps(
+    target: Target, config: CacheConfig, tokens: Sequence[np.ndarray]
+) -> Iterator[tuple[str, Float[Tensor, "tokens width"]]]:
+    """Run the target over chats; yield every tap column of their tokens, padding dropped, chats one after the other.
+
+    One column at a time, so that a caller that encodes each at once never holds all of them. Padding follows the
+    tokens, where the causal mask hides it: attention needs no other mask and takes its fastest kernel, except in layers
+    whose sliding window is shorter than the chats.
+    """
+    rows, width = len(tokens), max(len(ids) for ids in tokens)
+    padded = np.zeros((rows, width), dtype=np.int64)
+    for row, ids in enumerate(tokens):
+        padded[row, : len(ids)] = ids
+    # The host finds the tokens' places: a boolean index would wait for the device, once per column.
+    row_index, column_index = (
+        torch.from_numpy(index).to(target.device)
+        for index in np.nonzero(np.arange(width) < np.array([len(ids) for ids in tokens])[:, None])
+    )
+    layers = range(target.spec.num_layers) if config.kv_layers is None else config.kv_layers
+    recorder = KVRecorder(target, layers)
+    positions = torch.arange(width, device=target.device).expand(rows, width)
+    depths = tuple(config.hidden_depths)
+    output: Any = target.forward(torch.from_numpy(padded).to(target.device), positions, None, recorder, depths)
+    for layer in dict.fromkeys(layers):
+        key, value = (states.transpose(1, 2)[row_index, column_index] for states in recorder.take(layer))
+        yield kv_column(layer), torch.stack([key, value], dim=2).flatten(1)  # tokens, kv heads, [k ; v], head_dim
+    for depth in dict.fromkeys(depths):
+        yield hidden_column(depth), output.hidden[depth][row_index, column_index]

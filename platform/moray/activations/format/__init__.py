@@ -1,0 +1,1 @@
+"""What an activation cache is on disk: its schema, codecs, files and manifest."""

@@ -1,0 +1,143 @@
+"""The manifest of a complete cache: what a reader needs to know before it opens a shard."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from moray.activations.format.schema import FORMAT
+from moray.activations.format.shard_info import ShardInfo
+from moray.activations.format.store import CacheStore
+from moray.activations.format.survey import survey
+from moray.errors import DamagedError, DataError
+
+LAYOUT_FILE = "layout.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete cache: its plan (fingerprints, columns), shards and statistics."""
+
+    plan: dict[str, Any]
+    shards: dict[str, ShardInfo]
+    hidden_rms: dict[int, float]
+    """Root mean square of the hidden states, by depth."""
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Codec and width by tap column."""
+        return self.plan["columns"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all shards."""
+        return sum(shard.tokens for shard in self.shards.values())
+
+    @property
+    def lengths(self) -> dict[str, list[list[int]]]:
+        """Chat lengths by shard and row group: what epochs are planned from."""
+        return {name: shard.row_groups for name, shard in self.shards.items()}
+
+
+def write_manifest(store: CacheStore, counts: dict[str, int]) -> Manifest:
+    """Close a cache whose shards are all committed.
+
+    Args:
+        store: the cache.
+        counts: chats read, dropped and bad, as reported by the tokenising stage.
+    """
+    plan, shards = store.read_json("plan.json"), survey(store).counting
+    tokens = sum(shard.tokens for shard in shards.values())
+    # Not those of columns that are being added: not all shards have them.
+    names = {name for shard in shards.values() for name in shard.hidden_square_sums if name in plan["columns"]}
+    rms = {
+        name: math.sqrt(sum(s.hidden_square_sums[name] for s in shards.values()) / max(1, tokens))
+        for name in sorted(names)
+    }
+    totals = {
+        "shards": len(shards),
+        "rows": sum(shard.rows for shard in shards.values()),
+        "tokens": tokens,
+        "bytes": sum(shard.bytes for shard in shards.values()),
+    }
+    store.write_json(
+        "manifest.json",
+        {
+            "format": FORMAT,
+            "plan": plan,
+            "totals": totals,
+            "chats": counts,
+            "hidden_rms": rms,
+            "shards": [shard.__dict__ for shard in shards.values()],
+        },
+    )
+    return read_manifest(store)
+
+
+def write_layout(
+    store: CacheStore, row_groups: dict[str, list[list[int]]], hidden_rms: dict[str, float], counts: dict[str, int]
+) -> None:
+    """Note how a cache is laid out whose shards need not be there: targets make what is read while a drafter trains.
+
+    Args:
+        store: the cache, claimed and tokenised.
+        row_groups: lengths of the chats by planned shard and row group.
+        hidden_rms: by hidden column, of a sample.
+        counts: chats read, dropped and bad.
+    """
+    shards = [{"name": name, "row_groups": groups} for name, groups in row_groups.items()]
+    plan = store.read_json("plan.json")
+    layout = {"format": FORMAT, "plan": plan, "chats": counts, "hidden_rms": hidden_rms, "shards": shards}
+    store.write_json(LAYOUT_FILE, layout)
+
+
+def read_layout(store: CacheStore) -> Manifest:
+    """The layout of a cache that is made while a drafter trains; its shards have neither size nor hash.
+
+    Raises:
+        DamagedError: it is missing or damaged.
+    """
+    values = store.read_json(LAYOUT_FILE)
+    shards = {
+        shard["name"]: ShardInfo(
+            shard["name"],
+            sum(map(len, shard["row_groups"])),
+            sum(map(sum, shard["row_groups"])),
+            bytes=0,
+            sha256="",
+            row_groups=shard["row_groups"],
+            hidden_square_sums={},
+        )
+        for shard in values["shards"]
+    }
+    return Manifest(values["plan"], shards, _by_depth(values["hidden_rms"]))
+
+
+def read_manifest(store: CacheStore) -> Manifest:
+    """Open a complete cache.
+
+    Raises:
+        DataError: there is none, it is not complete, or it was written by a newer version.
+        DamagedError: it was cut short or changed.
+    """
+    if not store.exists("manifest.json"):
+        state = "unfinished" if store.exists("plan.json") else "not there"
+        raise DataError(f"activation cache '{store.uri}' is {state}: run pipelines.cache_activations with this output")
+    values = store.read_json("manifest.json")
+    if "format" not in values:
+        raise DamagedError(
+            f"'{store.uri}/manifest.json' is damaged: it names no format; run pipelines.cache_activations"
+        )
+    if values["format"] != FORMAT:
+        raise DataError(f"'{store.uri}' has format {values.get('format')}; this version reads {FORMAT}")
+    try:
+        shards = {shard["name"]: ShardInfo(**shard) for shard in values["shards"]}
+        return Manifest(values["plan"], shards, _by_depth(values["hidden_rms"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(
+            f"'{store.uri}/manifest.json' is damaged: {error}; run pipelines.cache_activations again"
+        ) from None
+
+
+def _by_depth(hidden_rms: dict[str, float]) -> dict[int, float]:
+    """From columns, such as hidden.-2, to depths."""
+    return {int(name.split(".", 1)[1]): value for name, value in hidden_rms.items()}

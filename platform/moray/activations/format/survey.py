@@ -1,0 +1,111 @@
+"""What of a cache counts: which shards are whole, by markers and one listing, without opening any.
+
+A planned shard may lie in two places for a while, since compaction removes the old shards last: the larger one
+counts then, so that at every instant each chat is in exactly one shard that counts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from moray.activations.format.shard_info import ShardInfo
+from moray.activations.format.store import CacheStore
+from moray.activations.format.threads import in_threads
+from moray.errors import DamagedError
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The shards of a cache by name."""
+
+    counting: dict[str, ShardInfo]
+    superseded: dict[str, ShardInfo]
+    """Whole, but a compacted shard holds their chats."""
+    damaged: dict[str, str]
+    """What is wrong with a shard that has a marker."""
+
+    @property
+    def planned(self) -> frozenset[str]:
+        """Planned shards whose chats are there."""
+        return frozenset(name for info in self.counting.values() for name in info.planned)
+
+
+def survey(store: CacheStore) -> Survey:
+    """Compare every marker with the shard's size: one listing, and markers read many at a time."""
+    sizes = store.sizes("shards")
+    names = sorted(name[:-5] for name in sizes if name.endswith(".json"))
+
+    def look(name: str) -> ShardInfo | str:
+        try:
+            info = store.read_marker(name)
+        except DamagedError:  # that the store does not answer is no damage
+            return "its marker is damaged"
+        size = sizes.get(f"{name}.parquet")
+        if size is None:
+            return "it is missing"
+        return info if size == info.bytes else f"it has {size:,} bytes, its marker says {info.bytes:,}"
+
+    found = dict(zip(names, in_threads(look, names), strict=True))
+    whole = [info for info in found.values() if isinstance(info, ShardInfo)]
+    counting = _counting(whole)
+    return Survey(
+        counting,
+        {info.name: info for info in whole if info.name not in counting},
+        {name: reason for name, reason in found.items() if isinstance(reason, str)},
+    )
+
+
+def _counting(shards: Iterable[ShardInfo]) -> dict[str, ShardInfo]:
+    taken: set[str] = set()
+    chosen: dict[str, ShardInfo] = {}
+    for info in sorted(shards, key=lambda info: (-len(info.planned), info.name)):
+        if taken.isdisjoint(info.planned):
+            chosen[info.name] = info
+            taken |= info.planned
+    return {name: chosen[name] for name in sorted(chosen)}
+
+
+def remove_damaged(store: CacheStore, found: Survey) -> None:
+    """Un-commit what is damaged, saying what and why; the caching command then redoes that alone."""
+    for name, reason in found.damaged.items():
+        print(f"shard 'shards/{name}.parquet' is damaged: {reason}; it will be made again")
+        store.uncommit(name)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tokenised parts of a cache by name."""
+
+    whole: dict[str, dict[str, Any]]
+    """What each part's own JSON file says of it."""
+    damaged: dict[str, str]
+    """What is wrong with a part that should be there."""
+
+
+def find_parts(store: CacheStore, number: int = 0) -> Parts:
+    """Compare every part's size with what is noted of it, in one listing.
+
+    Args:
+        store: the cache.
+        number: how many there must be at least: one that is missing without a trace is damage, too.
+    """
+    sizes = store.sizes("tokens")
+    names = sorted({name[:-5] for name in sizes if name.endswith(".json")} | {f"part-{i:05d}" for i in range(number)})
+
+    def look(name: str) -> dict[str, Any] | str:
+        try:
+            summary = store.read_json(f"tokens/{name}.json")
+        except DamagedError as error:
+            return "it is missing" if "is missing" in str(error) else "what is noted of it is damaged"
+        if summary.get("name") != name or "bytes" not in summary:
+            return "what is noted of it is damaged"
+        size = sizes.get(f"{name}.parquet")
+        if size is None:
+            return "it is missing"
+        return summary if size == summary["bytes"] else f"it has {size:,} bytes, noted are {summary['bytes']:,}"
+
+    found = dict(zip(names, in_threads(look, names), strict=True))
+    return Parts(
+        {name: value for name, value in found.items() if isinstance(value, dict)},
+        {name: value for name, value in found.items() if isinstance(value, str)},
+    )

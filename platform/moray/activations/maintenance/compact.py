@@ -1,0 +1,70 @@
+"""Few large shards out of many small ones: which are joined, and how. Torch-free but for the plan.
+
+Row groups are copied as they are, one in memory at a time. A joined shard is committed like any other and notes
+which planned shards it is made of; from then on it counts in their place (`moray.activations.format.survey`), so that
+a job may be killed at any instant. Readers of the old manifest find the old shards until the new one is there.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from moray.activations.format.row_groups import checked_row_groups, damaged
+from moray.activations.format.shard_info import ShardInfo
+from moray.activations.format.store import CacheStore
+
+
+def plan_compaction(shards: Iterable[ShardInfo], token_bytes: int, shard_mib: int) -> list[list[ShardInfo]]:
+    """Which shards are joined; those that are large enough are left alone.
+
+    Sizes are counted in tokens, which joining does not change: a resumed or repeated compaction finds the same
+    groups, and none where nothing is left to join.
+    """
+    limit = shard_mib << 20
+    groups: list[list[ShardInfo]] = []
+    room = 0
+    for info in sorted(shards, key=lambda info: min(info.planned)):
+        size = info.tokens * token_bytes
+        if size > limit:
+            continue
+        if not groups or size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(info)
+        room -= size
+    return [group for group in groups if len(group) > 1]
+
+
+def join(store: CacheStore, group: list[ShardInfo], compression: str) -> ShardInfo:
+    """Write and commit one shard out of several.
+
+    Raises:
+        DamagedError: one of them cannot be read, or does not hold what its marker says.
+    """
+    made_of = sorted(name for info in group for name in info.planned)
+    name = f"{made_of[0]}-x{len(made_of)}"
+    options: dict[str, Any] = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
+    row_groups: list[list[int]] = []
+    with store.open_output(f"shards/{name}.parquet") as sink:
+        with store.open_shard(group[0].name) as first:
+            schema = first.schema_arrow
+        with pq.ParquetWriter(sink, schema, **options) as writer:
+            for info in group:
+                for table in checked_row_groups(store, info):
+                    if table.schema != schema:
+                        raise damaged(store, info.name, "its columns are not those of the others")
+                    writer.write_table(table, row_group_size=table.num_rows)
+                row_groups += info.row_groups
+        num_bytes, digest = sink.num_bytes, sink.sha256
+    squares = {column: sum(info.hidden_square_sums[column] for info in group) for column in group[0].hidden_square_sums}
+    rows, tokens = sum(info.rows for info in group), sum(info.tokens for info in group)
+    joined = ShardInfo(name, rows, tokens, num_bytes, digest, row_groups, squares, made_of)
+    store.commit(joined)
+    return joined
+
+
+def remove_superseded(store: CacheStore, names: Iterable[str]) -> None:
+    """Remove shards that no manifest names any more."""
+    for name in names:
+        store.uncommit(name)

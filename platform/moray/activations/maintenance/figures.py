@@ -1,0 +1,122 @@
+"""What a cache holds, in figures: from its manifest, and for prompt and response tokens from its parts."""
+
+from typing import Any
+
+import numpy as np
+
+from moray.activations.format.codec import codec
+from moray.activations.format.manifest import Manifest
+from moray.activations.format.store import CacheStore
+from moray.activations.format.threads import in_threads
+from moray.activations.reading.epochs import plan_epoch
+from moray.errors import DataError
+
+_NUM_BINS = 12
+_BAR = 40
+_TOKEN_BYTES = 4 + 1 / 8  # id and mask, as Arrow holds them
+
+
+def cache_statistics(store: CacheStore, manifest: Manifest, batch_tokens: int) -> dict[str, Any]:
+    """Figures of a complete cache, ready for JSON.
+
+    Args:
+        store: the cache; of its shards nothing is read.
+        manifest: its manifest.
+        batch_tokens: of the training epoch whose padding is counted.
+    """
+    groups = [lengths for shard in manifest.shards.values() for lengths in shard.row_groups]
+    lengths = np.array([length for group in groups for length in group], dtype=np.int64)
+    columns = {
+        name: codec(column["codec"]).bytes_per_token(column["width"]) for name, column in manifest.columns.items()
+    }
+    tokens, size = manifest.num_tokens, sum(shard.bytes for shard in manifest.shards.values())
+    responses = _response_tokens(store)
+    if responses is not None and responses > tokens:
+        raise DataError(f"the parts of '{store.uri}' hold other chats than its shards: run verify")
+    nominal = sum(columns.values()) + _TOKEN_BYTES
+    return {
+        "chats": len(lengths),
+        "tokens": tokens,
+        "response_tokens": responses,
+        "prompt_tokens": None if responses is None else tokens - responses,
+        "shards": len(manifest.shards),
+        "bytes": size,
+        "row_groups": len(groups),
+        "bytes_per_token": {"columns": columns, "nominal": nominal, "stored": size / max(1, tokens)},
+        "compression_ratio": nominal * tokens / max(1, size),
+        "lengths": _length_figures(lengths),
+        "capture_padding": _padding(groups),
+        "epoch": {"batch_tokens": batch_tokens, **_epoch_padding(manifest, batch_tokens)},
+        "hidden_rms": {str(depth): value for depth, value in manifest.hidden_rms.items()},
+    }
+
+
+def statistics_lines(figures: dict[str, Any]) -> list[str]:
+    """The same as text."""
+    per_token, lengths, epoch = figures["bytes_per_token"], figures["lengths"], figures["epoch"]
+    split = ""
+    if figures["response_tokens"] is not None:
+        share = figures["response_tokens"] / max(1, figures["tokens"])
+        split = f" ({figures['prompt_tokens']:,} prompt, {figures['response_tokens']:,} response: {share:.1%})"
+    lines = [
+        f"chats      {figures['chats']:,} in {figures['shards']:,} shards, {figures['row_groups']:,} row groups",
+        f"tokens     {figures['tokens']:,}{split}",
+        f"bytes      {figures['bytes']:,}: {per_token['stored']:,.0f} per token, "
+        f"compressed {figures['compression_ratio']:.2f} to 1",
+        *(f"  {name:<10} {size:>9,} bytes per token" for name, size in per_token["columns"].items()),
+        f"padding    {figures['capture_padding']:.1%} in the row groups as captured, {epoch['padding']:.1%} in a "
+        f"training epoch of {epoch['steps']:,} steps of {epoch['batch_tokens']:,} tokens",
+        *(f"rms        hidden.{depth}: {value:.4g}" for depth, value in figures["hidden_rms"].items()),
+        f"lengths    mean {lengths['mean']:.0f}, median {lengths['median']:.0f}, 95 % below {lengths['p95']:.0f}, "
+        f"longest {lengths['longest']}",
+    ]
+    most = max((count for _, _, count in lengths["histogram"]), default=0) or 1
+    for first, last, count in lengths["histogram"]:
+        lines.append(f"  {first:>6} - {last:<6} {count:>9,} {'█' * round(_BAR * count / most)}".rstrip())
+    return lines
+
+
+def _response_tokens(store: CacheStore) -> int | None:
+    """None where the parts have been removed: training does not need them."""
+    parts = store.names("tokens", ".parquet")
+    if not parts:
+        return None
+
+    def count(name: str) -> int:
+        mask = store.read_table(f"tokens/{name}", columns=["response_mask"]).column("response_mask")
+        return sum(int(chunk.flatten().true_count) for chunk in mask.chunks)
+
+    return sum(in_threads(count, parts, num_threads=4))
+
+
+def _length_figures(lengths: np.ndarray) -> dict[str, Any]:
+    if not len(lengths):
+        return {"mean": 0.0, "median": 0.0, "p95": 0.0, "longest": 0, "histogram": []}
+    longest = int(lengths.max())
+    step = -(-longest // _NUM_BINS)
+    edges = np.arange(0, longest + step, step)
+    counts = np.histogram(lengths, bins=edges + 1)[0]  # bins 1 .. step, step + 1 .. 2 step, ...
+    bins = [[int(edge) + 1, int(edge) + step, int(count)] for edge, count in zip(edges, counts, strict=False)]
+    return {
+        "mean": float(lengths.mean()),
+        "median": float(np.median(lengths)),
+        "p95": float(np.percentile(lengths, 95)),
+        "longest": longest,
+        "histogram": bins,
+    }
+
+
+def _padding(batches: list[list[int]]) -> float:
+    """Share of padding where every batch is as wide as its longest chat."""
+    padded = sum(max(lengths) * len(lengths) for lengths in batches)
+    return 1 - sum(map(sum, batches)) / max(1, padded)
+
+
+def _epoch_padding(manifest: Manifest, batch_tokens: int) -> dict[str, Any]:
+    all_lengths = manifest.lengths
+    plan = plan_epoch(all_lengths, batch_tokens, seed=0, epoch=0, num_lanes=1)[0]
+    batches = []
+    for window in plan.windows:
+        lengths = [length for shard, group in window.row_groups for length in all_lengths[shard][group]]
+        batches += [[lengths[row] for row in rows] for rows in window.batches]
+    return {"steps": len(batches), "padding": _padding(batches)}

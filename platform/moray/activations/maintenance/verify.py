@@ -1,0 +1,144 @@
+"""Is a cache what its manifest says? Every file is looked at, every shard read and hashed.
+
+A problem is a normal event here: it is collected, named and, if asked for, un-committed, so that the caching
+command makes that again. Whether the values are the target's is `moray.activations.maintenance.recheck`'s question.
+"""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from moray.activations.format.channels import CHANNELS_FILE, channels_fingerprint, read_channels
+from moray.activations.format.manifest import Manifest, read_manifest
+from moray.activations.format.schema import METADATA_KEY
+from moray.activations.format.store import CacheStore
+from moray.activations.format.survey import Survey, find_parts, survey
+from moray.activations.planning.growth import unfinished_growth
+from moray.errors import DamagedError, DataError, UnreachableError
+
+
+@dataclass
+class Findings:
+    """What is wrong with a cache: names and reasons. All empty: nothing is."""
+
+    manifest: Manifest | None = None
+    num_shards: int = 0
+    num_bytes: int = 0
+    shards: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
+    other: list[str] = field(default_factory=list)
+    """About plan.json and manifest.json."""
+
+    @property
+    def lines(self) -> list[str]:
+        """One line for each."""
+        return [
+            *self.other,
+            *(f"shard 'shards/{name}.parquet': {reason}" for name, reason in sorted(self.shards.items())),
+            *(f"part 'tokens/{name}.parquet': {reason}" for name, reason in sorted(self.parts.items())),
+        ]
+
+
+def verify_files(
+    store: CacheStore, threads: int, start: Callable[[int], None], advance: Callable[[int], None]
+) -> Findings:
+    """Check plan, manifest, parts and markers against each other and hash every file; memory stays small.
+
+    Args:
+        store: the cache.
+        threads: files that are read at once.
+        start: told how many bytes are to be read.
+        advance: told of bytes that have been read.
+
+    Raises:
+        DataError: there is no cache at all, or the store does not answer.
+    """
+    if not store.exists("plan.json") and not store.exists("manifest.json"):
+        raise DataError(f"activation cache '{store.uri}' is not there: check the path or URI")
+    found, parts = survey(store), find_parts(store)
+    findings = Findings(num_shards=len(found.counting), shards=dict(found.damaged), parts=dict(parts.damaged))
+    _check_manifest(store, found, findings)
+    _check_channels(store, found, findings)
+    digests = {f"shards/{info.name}.parquet": (info.sha256, info.bytes) for info in found.counting.values()}
+    digests |= {f"tokens/{name}.parquet": (part["sha256"], part["bytes"]) for name, part in parts.whole.items()}
+    findings.num_bytes = sum(num_bytes for _, num_bytes in digests.values())
+    start(findings.num_bytes)
+
+    def check(name: str) -> str:
+        try:
+            same = store.sha256(name) == digests[name][0]
+        except FileNotFoundError:
+            return "it has just vanished"
+        finally:
+            advance(digests[name][1])
+        return "" if same else "its content is not what was written (sha256)"
+
+    with ThreadPoolExecutor(threads) as pool:
+        for name, reason in zip(digests, pool.map(check, digests), strict=True):
+            if reason:
+                group = findings.shards if name.startswith("shards/") else findings.parts
+                group[name.partition("/")[2].removesuffix(".parquet")] = reason
+    return findings
+
+
+def _check_channels(store: CacheStore, found: Survey, findings: Findings) -> None:
+    """Whether the channels that quantised columns are decoded with are those they were encoded with."""
+    for name in sorted(found.counting)[:1]:  # the writer gives all shards the same
+        try:
+            with store.open_shard(name) as shard:
+                described = json.loads(shard.schema_arrow.metadata[METADATA_KEY])
+            channels = read_channels(store, described["columns"])
+            if channels_fingerprint(channels) != described.get("channels"):
+                findings.other.append(f"{CHANNELS_FILE} is not the one that shards were written with: put that back")
+        except UnreachableError:
+            raise
+        except DataError as error:  # a shard that cannot be opened has the hash of its file against it, too
+            if name not in findings.shards and not str(error).startswith("shard "):
+                findings.other.append(str(error))
+
+
+def _check_manifest(store: CacheStore, found: Survey, findings: Findings) -> None:
+    try:
+        plan = store.read_json("plan.json")
+    except DamagedError as error:
+        findings.other.append(str(error).partition(";")[0])
+        plan = None
+    if not store.exists("manifest.json"):
+        findings.other.append("manifest.json is not there: the cache is unfinished, run pipelines.cache_activations")
+        return
+    try:
+        findings.manifest = manifest = read_manifest(store)
+    except DamagedError as error:
+        findings.other.append(str(error).partition(";")[0])
+        return
+    growing = unfinished_growth(store)
+    if growing is not None:
+        findings.other.append(growing)
+    elif plan is not None and plan != manifest.plan:
+        findings.other.append("plan.json is not the plan that manifest.json holds")
+    covered = {name for info in found.counting.values() for name in info.planned}
+    for name, info in manifest.shards.items():
+        if name in found.damaged or found.counting.get(name) == info or found.superseded.get(name) == info:
+            continue
+        if growing is not None and name in found.counting:  # it has the new columns already
+            continue
+        listed = "its marker and manifest.json differ" if name in found.counting else "it is missing"
+        findings.shards[name] = listed
+    # Between the kill of a compaction and its end both kinds are there, and the manifest still names the old.
+    named = {name for info in manifest.shards.values() for name in info.planned}
+    for name, info in found.counting.items():
+        if not info.planned <= named:
+            findings.other.append(f"shard 'shards/{name}.parquet' is committed, but manifest.json does not name it")
+    if covered - named or named - covered - set(findings.shards):
+        findings.other.append("manifest.json and the markers do not name the same chats")
+
+
+def repair(store: CacheStore, findings: Findings) -> int:
+    """Un-commit damaged shards and parts; returns how many. The plan and the manifest mend themselves."""
+    for name in findings.shards:
+        store.uncommit(name)
+    for name in findings.parts:
+        store.delete(f"tokens/{name}.json")
+        store.delete(f"tokens/{name}.parquet")
+    return len(findings.shards) + len(findings.parts)

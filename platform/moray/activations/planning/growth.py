@@ -1,0 +1,288 @@
+"""Columns that are added to a cache that is there: whether that is what is asked for, what is left of it, what to type.
+
+Torch-free. Shards keep their names, chats and row groups; each is written anew with its old columns' bytes and the new
+ones (`moray.activations.capture.extend`). Until all are, plan and manifest name the old columns alone, and readers, who
+take columns by name, find those in every shard: the cache stays what it was. `adding.json` tells that this is under
+way; which shards are done is told by their own schemas.
+"""
+
+import json
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import yaml
+
+from moray.activations.format.room import Room, size_text
+from moray.activations.format.row_groups import damaged
+from moray.activations.format.schema import (
+    METADATA_KEY,
+    CacheConfig,
+    bytes_per_token,
+    shard_token_bytes,
+)
+from moray.activations.format.shard_info import ShardInfo
+from moray.activations.format.store import CacheStore
+from moray.activations.format.threads import in_threads
+from moray.activations.planning.shards import listed, only_columns
+from moray.config import Config, flatten
+from moray.data.ultrachat import ChatsConfig
+from moray.errors import ConfigError, DataError, UnreachableError
+from moray.runs_folder import as_runs
+from moray.targets.spec import TargetConfig
+
+ADDING_FILE = "adding.json"
+NEXT = ".next"
+"""How the name ends of the marker that a shard gets once its new file is in place."""
+_COLUMN_KEYS = ("hidden_depths", "kv_layers", "hidden_codec", "kv_codec", "column_codecs")
+_MODULE = "pipelines.cache_activations"
+
+
+def columns_to_add(store: CacheStore, plan: dict[str, Any]) -> list[str]:
+    """The columns that a plan has beyond those of the cache; none if there is no cache, or if anything else differs.
+
+    Args:
+        store: where the cache is, if there is one.
+        plan: what is wanted. An empty fingerprint of the target (weights not read) is taken for the cache's.
+    """
+    if not store.exists("plan.json"):
+        return []
+    plan, present = json.loads(json.dumps(plan)), store.read_plan()
+    if not plan["target"]["fingerprint"]:
+        plan["target"]["fingerprint"] = present["target"]["fingerprint"]
+    if any(as_runs(present.get(key)) != as_runs(plan[key]) for key in plan if key not in ("cache", "columns")):
+        return []
+    if _but_columns(present["cache"]) != _but_columns(plan["cache"]):
+        return []
+    if any(plan["columns"].get(name) != column for name, column in present["columns"].items()):
+        return []
+    return [name for name in plan["columns"] if name not in present["columns"]]
+
+
+def _but_columns(cache: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in cache.items() if key not in _COLUMN_KEYS}
+
+
+def stored_columns(store: CacheStore, shard: str) -> dict[str, Any]:
+    """Codec and width of the columns that a shard has, by its own schema.
+
+    Raises:
+        DataError: the shard cannot be read.
+    """
+    with store.open_shard(shard) as file:
+        return json.loads(file.schema_arrow.metadata[METADATA_KEY])["columns"]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What is left to do until every shard has the wanted columns."""
+
+    added: list[str]
+    """Columns that the cache is to get."""
+    shards: dict[str, ShardInfo]
+    """Those that are to be written anew."""
+    num_shards: int
+    tokens: int
+    """In all shards that are there."""
+    bytes: int
+    """By how much the cache is yet to grow."""
+    largest: int
+    """Bytes of the largest shard as it will be: so much more is taken for a while by each that is written."""
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that the target is yet to run over."""
+        return sum(info.tokens for info in self.shards.values())
+
+    @property
+    def announcement(self) -> str:
+        """One line on what is added."""
+        left = len(self.shards)
+        shards = f"{self.num_shards:,}" if left == self.num_shards else f"{left:,} of {self.num_shards:,}"
+        return f"adding {listed(self.added)} to {shards} shards: {size_text(self.bytes)} more"
+
+
+def plan_growth(
+    store: CacheStore, plan: dict[str, Any], added: list[str], shards: dict[str, ShardInfo], missing_tokens: int = 0
+) -> Growth:
+    """Look at every shard's schema, many at a time.
+
+    Args:
+        store: the cache.
+        plan: what is wanted.
+        added: what of it the cache does not name yet.
+        shards: that count.
+        missing_tokens: of planned shards that are not there and will be made with all columns.
+
+    Raises:
+        DataError: a shard cannot be read or lacks a column that the cache names.
+    """
+    wanted, old = plan["columns"], store.read_plan()["columns"]
+    stored = dict(zip(shards, in_threads(partial(stored_columns, store), list(shards)), strict=True))
+    lacking: dict[str, ShardInfo] = {}
+    num_bytes = missing_tokens * bytes_per_token(wanted)
+    for name, columns in stored.items():
+        if list(columns.items()) == list(wanted.items()):
+            continue
+        if any(columns.get(column) != old[column] for column in old):
+            raise damaged(store, name, "its columns are not the plan's")
+        lacking[name] = shards[name]
+        new = {column: wanted[column] for column in wanted if columns.get(column) != wanted[column]}
+        num_bytes += shards[name].tokens * bytes_per_token(new)
+    largest = max((info.tokens for info in lacking.values()), default=0) * bytes_per_token(wanted)
+    return Growth(added, lacking, len(shards), sum(i.tokens for i in shards.values()), num_bytes, largest)
+
+
+def check_growth_fits(growth: Growth, room: Room, uri: str) -> None:
+    """Refuse columns for which there is no room, before anything is changed.
+
+    Raises:
+        ConfigError: the larger cache takes more than cache.max_bytes, or than the file system has.
+    """
+    total = room.written + growth.bytes
+    if room.fits(total):
+        return
+    takes = f"adding {listed(growth.added)} to '{uri}' takes about {size_text(growth.bytes)} more"
+    if room.max_bytes is not None and total > room.max_bytes:
+        raise ConfigError(
+            f"{takes}, {size_text(room.written)} are written and cache.max_bytes allows {size_text(room.max_bytes)}: "
+            "raise it, or add fewer columns or in a smaller codec (cache.column_codecs)"
+        )
+    raise ConfigError(
+        f"{takes}, but {size_text(room.free or 0)} are free, of which {size_text(room.reserve)} must stay free while "
+        "shards are written anew: make space, or add fewer columns or in a smaller codec (cache.column_codecs)"
+    )
+
+
+def begin_growth(store: CacheStore, plan: dict[str, Any], added: list[str]) -> None:
+    """Note what is being added, before the first shard gets it."""
+    store.write_json(ADDING_FILE, _note(plan, added))
+
+
+def is_begun(store: CacheStore, plan: dict[str, Any], added: list[str]) -> bool:
+    """Whether the same was begun before."""
+    return store.exists(ADDING_FILE) and store.read_json(ADDING_FILE) == json.loads(json.dumps(_note(plan, added)))
+
+
+def _note(plan: dict[str, Any], added: list[str]) -> dict[str, Any]:
+    return {"added": added, "columns": plan["columns"], "cache": plan["cache"]}
+
+
+def end_growth(store: CacheStore, plan: dict[str, Any]) -> None:
+    """Forget the note once the cache has what it names; what another plan was to add stays noted."""
+    if store.exists(ADDING_FILE) and set(store.read_json(ADDING_FILE)["columns"]) <= set(plan["columns"]):
+        store.delete(ADDING_FILE)
+
+
+def grown_plan(store: CacheStore, plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a cache whose shards all have the wanted columns: it remembers how these were cut."""
+    return {**plan, "shard_token_bytes": shard_token_bytes(store.read_plan())}
+
+
+def finish_replaced(store: CacheStore, shard: str | None = None) -> None:
+    """Where a kill came between a shard's new file and its new marker, put that in place; forget others.
+
+    Args:
+        store: the cache.
+        shard: the one to look at; None for all.
+    """
+    names = store.names("shards", NEXT) if shard is None else [f"{shard}{NEXT}"]
+    for name in names:
+        note = f"shards/{name}"
+        if not store.exists(note):
+            continue
+        try:
+            info = ShardInfo(**store.read_json(note))
+            file = f"shards/{info.name}.parquet"
+            if store.size(file) == info.bytes and store.sha256(file) == info.sha256:
+                store.commit(info)
+        except UnreachableError:
+            raise
+        except (DataError, TypeError, FileNotFoundError) as error:
+            print(f"'{note}' is of no use: {error}")
+        store.delete(note)
+
+
+def refuse_while_growing(store: CacheStore) -> None:
+    """
+    Raises:
+        DataError: columns are being added; names them and the command that completes it.
+    """
+    if (reason := unfinished_growth(store)) is not None:
+        raise DataError(f"'{store.uri}': {reason}")
+
+
+def unfinished_growth(store: CacheStore) -> str | None:
+    """What is being added and which command completes it; None if nothing is."""
+    if not store.exists(ADDING_FILE):
+        return None
+    added = store.read_json(ADDING_FILE)["added"]
+    return f"columns {listed(added)} are being added; complete that with {command_to_add(store, added)}"
+
+
+def command_to_add(store: CacheStore, missing: Iterable[str]) -> str:
+    """The command line that adds columns to a cache, ready for a shell.
+
+    It is the one that made the cache, by its run.yaml, with the depths and layers that are wanted then. Where another
+    command called that one (as the demo does), it is put together from the settings that run.yaml holds.
+    """
+    taps = _taps(store, list(missing))
+    try:
+        record = yaml.safe_load(store.read_text("run.yaml"))
+        argv, settings = [str(word) for word in record["argv"]], record["config"]
+        overrides = _overrides(taps, settings["cache"])
+        if not argv[0].replace("/", ".").removesuffix(".py").endswith(_MODULE):
+            argv = [_MODULE, *_words(settings)]
+        if settings["output"] != store.uri:
+            overrides = [f"output={store.uri}", *overrides]
+    except (DataError, yaml.YAMLError, AttributeError, KeyError, IndexError, TypeError, ValueError):
+        overrides = _overrides(taps, store.read_plan()["cache"])
+        return f"the command that made '{store.uri}', with {shlex.join(overrides)}"
+    replaced = tuple(f"{word.partition('=')[0]}=" for word in overrides)
+    kept = [word for word in argv[1:] if not word.startswith(replaced)] if replaced else argv[1:]
+    return shlex.join(["python", "-m", _MODULE, *kept, *overrides])
+
+
+def _taps(store: CacheStore, missing: list[str]) -> dict[str, Any]:
+    """The settings that say which columns there are, so that the missing ones are among them: those with which these
+    are being added already, if they are."""
+    if store.exists(ADDING_FILE):
+        note = store.read_json(ADDING_FILE)
+        if set(missing) <= set(note["added"]):
+            return {key: note["cache"][key] for key in _COLUMN_KEYS if key in note["cache"]}
+    cache = store.read_plan()["cache"]
+    numbers = only_columns(CacheConfig(), missing)
+    depths, layers = list(cache["hidden_depths"]), cache["kv_layers"]
+    depths += sorted({*numbers.hidden_depths} - {*depths}, reverse=True)
+    if layers is not None and not set(numbers.kv_layers or ()) <= set(layers):
+        layers = sorted({*layers, *(numbers.kv_layers or ())})
+    return {"hidden_depths": depths, "kv_layers": layers}
+
+
+def _overrides(taps: dict[str, Any], cache: dict[str, Any]) -> list[str]:
+    """What is to be typed where the settings were those of `cache`."""
+    differing = {key: value for key, value in taps.items() if value != cache.get(key)}
+    return [f"cache.{key}={_typed(value)}" for key, value in differing.items()]
+
+
+def _typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def _words(settings: dict[str, Any]) -> list[str]:
+    """The settings of a cache that are not the defaults, as overrides; how it was made in parallel as it was."""
+    kinds: dict[str, type[Config]] = {"target": TargetConfig, "chats": ChatsConfig, "cache": CacheConfig}
+    given: dict[str, Any] = {"output": settings["output"]}
+    for key, kind in kinds.items():
+        config = kind.model_validate_json(json.dumps(settings[key]))
+        given[key] = config.model_dump(mode="json", exclude_defaults=True)
+    given["capture"] = settings.get("capture") or {}
+    return override_words({key: value for key, value in given.items() if value != {}})
+
+
+def override_words(settings: dict[str, Any]) -> list[str]:
+    """Settings as a command line has them: key=value."""
+    pairs = flatten(settings).items()
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]

@@ -1,0 +1,28 @@
+"""What a cache takes on its file system, and what is left there."""
+
+from pathlib import Path
+
+import pyarrow.fs as pafs
+
+from moray.activations.format.room import Room, free_bytes
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
+from moray.errors import DataError
+
+
+def measure_room(store: CacheStore, cache: CacheConfig) -> Room:
+    """The room for a cache: free space where the file system is a local one, and the quota."""
+    free, reserve = None, 0
+    if isinstance(store.filesystem, pafs.LocalFileSystem):
+        free, reserve = free_bytes(Path(store.path("plan.json")).parent)
+    return Room(free, reserve, cache.max_bytes, written_bytes(store))
+
+
+def written_bytes(store: CacheStore) -> int:
+    """Bytes of the tokenised parts and of the shards that count."""
+    try:
+        committed = sum(shard.bytes for shard in store.committed().values())
+    except DataError:  # a marker is damaged: whoever reads it next names it
+        committed = 0
+    selector = pafs.FileSelector(store.path("tokens"), allow_not_found=True)
+    return committed + sum(int(info.size or 0) for info in store.filesystem.get_file_info(selector))

@@ -1,0 +1,245 @@
+"""Plan before write: what a cache will take, whether there is room for it, and what would be cheaper. Torch-free.
+
+The number of tokens is exact once all chats are tokenised; before, `moray.activations.planning.sample` projects it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moray.activations.format.room import Room, size_text
+from moray.activations.format.schema import CacheConfig, bytes_per_token
+from moray.activations.planning.shards import ShardPlan, tap_columns
+from moray.errors import ConfigError
+from moray.targets.spec import TargetSpec
+
+CODECS = ("bfloat16", "fp8", "int8", "int4")
+"""What to choose among; float16 takes as much as bfloat16, float32 twice that."""
+_TEXT_BYTES = 8
+"""Of a token: its id, response mask and list levels in a shard, and in the tokenised part, which is compressed."""
+_CHAT_BYTES = 80
+_CHUNK_BYTES = 220
+"""Of one column of one row group: its entry in the shard's footer, and page headers."""
+_MAX_CHATS_MARGIN = 0.97
+_NUM_CHOICES = 3
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The chats of a cache, whatever is stored of them."""
+
+    rows: int
+    """Rows read, unusable ones included: what chats.max_chats counts."""
+    chats: int
+    tokens: int
+    padded_tokens: int
+    row_groups: int
+    error: float = 0.0
+    """Relative error of the tokens, where they are projected: half the width of their 95 % interval."""
+
+    @property
+    def padding(self) -> float:
+        """Share of the tokens the target runs that is padding."""
+        return 1 - self.tokens / max(1, self.padded_tokens)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a cache will be."""
+
+    workload: Workload
+    shards: int
+    bytes: dict[str, int]
+    """By group: keys and values, hidden states, text."""
+    bytes_per_token: int
+    """Of the taps alone."""
+    tokens_per_second: float | None = None
+    """Of one target, measured; None if it was not."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.bytes.values())
+
+    def hours(self, num_targets: int, written: int = 0) -> float | None:
+        """How long the targets will take for what is not written yet."""
+        if not self.tokens_per_second:
+            return None
+        share = 1 - min(1.0, written / max(1, self.total))
+        return self.workload.tokens * share / self.tokens_per_second / num_targets / 3600
+
+    def record(self, room: Room, num_targets: int) -> dict[str, Any]:
+        """What is kept of it beside the shards."""
+        return {
+            "rows": self.workload.rows,
+            "chats": self.workload.chats,
+            "tokens": self.workload.tokens,
+            "padding": self.workload.padding,
+            "shards": self.shards,
+            "bytes": self.bytes,
+            "bytes_per_token": self.bytes_per_token,
+            "free_bytes": room.free,
+            "max_bytes": room.max_bytes,
+            "tokens_per_second": self.tokens_per_second,
+            "hours": self.hours(num_targets),
+        }
+
+    def lines(self, room: Room, num_targets: int) -> list[str]:
+        """What to tell a user before it is made."""
+        work = self.workload
+        about = f" (projected, +-{work.error:.0%})" if work.error else ""
+        groups = ", ".join(f"{name} {size_text(size)}" for name, size in self.bytes.items() if size)
+        free = "unknown" if room.free is None else size_text(room.free)
+        quota = "not set" if room.max_bytes is None else size_text(room.max_bytes)
+        lines = [
+            f"{work.chats:,} chats, {work.tokens:,} tokens{about} in {self.shards:,} shards; "
+            f"padding wastes {work.padding:.1%} of the target's work",
+            f"{size_text(self.total)} in all: {groups}; written so far: {size_text(room.written)}",
+            f"free space {free}, cache.max_bytes {quota}",
+        ]
+        if (hours := self.hours(num_targets, room.written)) is not None:
+            duration = f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
+            speed = f"{self.tokens_per_second:,.0f} tokens/s"
+            lines.append(f"about {duration} for what is left, at {speed} of each of {num_targets} targets")
+        return lines
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Another way to cache: the overrides to type, and what it takes."""
+
+    overrides: str
+    what_for: str
+    bytes: int
+
+
+def count_work(shards: Sequence[ShardPlan], lengths: dict[str, list[int]], rows: int) -> Workload:
+    """The work of planned shards, exactly.
+
+    Args:
+        shards: of all parts.
+        lengths: tokens of every chat, by part.
+        rows: rows of the input.
+    """
+    batches = [[lengths[plan.part][row] for row in batch] for plan in shards for batch in plan.batches]
+    tokens = sum(map(sum, batches))
+    return Workload(rows, sum(map(len, batches)), tokens, sum(max(b) * len(b) for b in batches), len(batches))
+
+
+def forecast(spec: TargetSpec, cache: CacheConfig, work: Workload, shards: int | None = None) -> Forecast:
+    """What a cache of that work will be; compression, which is not known before, is left out.
+
+    Args:
+        spec: of the target.
+        cache: what is stored.
+        work: counted or projected.
+        shards: their number if it is known; else from the size at which one is closed.
+    """
+    columns = tap_columns(spec, cache)
+    kv = {name: column for name, column in columns.items() if name.startswith("kv.")}
+    hidden = {name: column for name, column in columns.items() if name not in kv}
+    chunk_bytes = work.row_groups * _CHUNK_BYTES
+    sizes = {
+        "keys and values": work.tokens * bytes_per_token(kv) + chunk_bytes * len(kv),
+        "hidden states": work.tokens * bytes_per_token(hidden) + chunk_bytes * len(hidden),
+        "text": work.tokens * _TEXT_BYTES + work.chats * _CHAT_BYTES + 4 * chunk_bytes,
+    }
+    if shards is None:
+        parts = -(-work.rows // cache.chats_per_part)
+        shards = max(parts, sum(sizes.values()) // (cache.shard_mib << 20) + parts // 2)
+    return Forecast(work, shards, sizes, bytes_per_token(columns))
+
+
+def codec_choices(spec: TargetSpec, cache: CacheConfig, work: Workload) -> list[Choice]:
+    """Every combination of codecs for what is cached now; single columns keep the codec they were given."""
+    free = tap_columns(spec, cache).keys() - cache.column_codecs.keys()
+    has_kv = any(name.startswith("kv.") for name in free)
+    has_hidden = any(name.startswith("hidden.") for name in free)
+    choices = []
+    for kv in CODECS if has_kv else (cache.kv_codec,):
+        for hidden in CODECS if has_hidden else (cache.hidden_codec,):
+            changed = cache.model_copy(update={"kv_codec": kv, "hidden_codec": hidden})
+            parts = [f"cache.kv_codec={kv}"] if has_kv else []
+            parts += [f"cache.hidden_codec={hidden}"] if has_hidden else []
+            if not parts:
+                return []
+            choices.append(Choice(" ".join(parts), "", forecast(spec, changed, work).total))
+    return choices
+
+
+def subset_choices(spec: TargetSpec, cache: CacheConfig, work: Workload) -> list[Choice]:
+    """Fewer columns, for drafters that need less."""
+    last = spec.num_layers - 1
+    wanted: list[tuple[str, tuple[int, ...] | None, tuple[int, ...]]] = [
+        ("MoA without target layers", cache.kv_layers, (-1,)),
+        ("GLIDE", (last,), (-1,)),
+        ("EAGLE, Medusa, independent", (), (-1,)),
+    ]
+    choices = []
+    for what_for, layers, depths in wanted:
+        if not set(depths) <= set(cache.hidden_depths):
+            continue
+        if layers and cache.kv_layers is not None and not set(layers) <= set(cache.kv_layers):
+            continue
+        changes = {"kv_layers": layers, "hidden_depths": depths}
+        old = {"kv_layers": cache.kv_layers, "hidden_depths": tuple(cache.hidden_depths)}
+        parts = [f"'cache.{key}={_yaml(value)}'" for key, value in changes.items() if value != old[key]]
+        try:
+            size = forecast(spec, cache.model_copy(update=changes), work).total
+        except ConfigError:  # a column is left out that cache.column_codecs names
+            continue
+        if parts:
+            choices.append(Choice(" ".join(parts), what_for, size))
+    return choices
+
+
+def fewer_chats(plan: Forecast, room: Room) -> Choice | None:
+    """How many chats fit as they are to be cached; None if not one does."""
+    if room.left is None:
+        return None
+    # Another number of chats is another cache: what is written does not count for it.
+    limit = replace(room, written=0).left or 0
+    rows = int(plan.workload.rows * min(1.0, limit * _MAX_CHATS_MARGIN / max(1, plan.total)))
+    return Choice(f"chats.max_chats={rows}", "", plan.total * rows // plan.workload.rows) if rows > 0 else None
+
+
+def check_fits(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room, uri: str) -> None:
+    """Refuse a cache for which there is no room, before it is begun.
+
+    A projection is refused only if even its lower end does not fit.
+
+    Raises:
+        ConfigError: it takes more than cache.max_bytes, or than the file system has; names what would fit.
+    """
+    total = int(plan.total * (1 - plan.workload.error))
+    if room.fits(total):
+        return
+    need = total - room.written
+    written = f", of which {size_text(room.written)} are written" if room.written else ""
+    about = "about " if plan.workload.error else ""
+    takes = f"the cache takes {about}{size_text(plan.total)}{written}"
+    others = "; ".join(f"{c.overrides} ({size_text(c.bytes)})" for c in _fitting(spec, cache, plan, room))
+    elsewhere = " (with another output, or this one removed)" if room.written else ""
+    advice = f"; what fits{elsewhere}: {others}" if others else "; nothing smaller fits either"
+    if room.max_bytes is not None and total > room.max_bytes:
+        raise ConfigError(f"{takes}, cache.max_bytes allows {size_text(room.max_bytes)}: raise it{advice}")
+    free = f"'{uri}' has {size_text(room.free or 0)} free, of which {size_text(room.reserve)} stay free"
+    raise ConfigError(f"{takes}, but {free}: {size_text(need - (room.left or 0))} too little; make space{advice}")
+
+
+def _fitting(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room) -> Iterator[Choice]:
+    fresh = replace(room, written=0)
+    codecs: dict[int, Choice] = {}  # fp8 and int8 take the same
+    for choice in codec_choices(spec, cache, plan.workload):
+        codecs.setdefault(choice.bytes, choice)
+    fitting = [size for size in sorted(codecs, reverse=True) if size < plan.total and fresh.fits(size)]
+    yield from (codecs[size] for size in fitting[:_NUM_CHOICES])
+    for choice in subset_choices(spec, cache, plan.workload):
+        if fresh.fits(choice.bytes):
+            yield replace(choice, overrides=f"{choice.overrides} for {choice.what_for}")
+    if (choice := fewer_chats(plan, room)) is not None:
+        yield choice
+
+
+def _yaml(values: tuple[int, ...] | None) -> str:
+    return "null" if values is None else f"[{','.join(map(str, values))}]"

@@ -1,0 +1,128 @@
+"""`pipelines.cache_activations plan`: what a cache would take, from a sample, without writing anything."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from moray.activations.format.room import Room, size_text
+from moray.activations.format.schema import CacheConfig
+from moray.activations.format.store import CacheStore
+from moray.activations.format.survey import survey
+from moray.activations.planning.growth import columns_to_add, plan_growth
+from moray.activations.planning.measure import measure_room
+from moray.activations.planning.plan import (
+    Choice,
+    Forecast,
+    codec_choices,
+    fewer_chats,
+    forecast,
+    subset_choices,
+)
+from moray.activations.planning.sample import Sample, project, sample_chats
+from moray.activations.planning.shards import plan_shards
+from moray.activations.planning.wanted import Wanted
+from moray.data.ultrachat import ChatsConfig
+from moray.targets.spec import TargetConfig, TargetSpec, resolve_folder
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Who shares the work."""
+
+    num_targets: int
+    threads: int
+    """Of each."""
+    need_gpu: bool
+    """Without a GPU here, the time is left out."""
+
+
+def print_plan(
+    output: str, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, workers: Workers, console: Console
+) -> None:
+    """Project a cache from a few hundred chats, and print it beside everything that could be cached instead.
+
+    A target of which only the configuration and the tokenizer are here will do; how long it takes is then left out.
+
+    Args:
+        output: where the cache would be; its free space counts.
+        target: whose activations.
+        chats: of what.
+        cache: what is stored.
+        workers: replicas of the target.
+        console: where to print.
+    """
+    store = CacheStore(output)
+    wanted = Wanted.of(target, chats, cache, needs_weights=False)
+    spec = wanted.spec
+    sample = sample_chats(wanted.chunks, wanted.tokenizer, wanted.max_length)
+    work = project(sample, wanted.rows, cache)
+    plan = replace(forecast(spec, cache, work), tokens_per_second=_speed(target, cache, sample, workers))
+    room = measure_room(store, cache)
+    added = columns_to_add(store, wanted.plan())
+    told = replace(plan, tokens_per_second=None) if added else plan  # the target runs over what is written as well
+    lines = [f"from {sample.rows:,} of {work.rows:,} rows:", *told.lines(room, workers.num_targets)]
+    if added:
+        lines += _growth_lines(store, wanted, added, plan, workers)
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    console.print(_table(spec, cache, plan, room))
+    if not room.fits(plan.total):
+        fewer = fewer_chats(plan, room)
+        advice = f"; as it is, {fewer.overrides} fits" if fewer else ""
+        console.print(f"it does not fit{advice}", markup=False, highlight=False)
+
+
+def _growth_lines(store: CacheStore, wanted: Wanted, added: list[str], plan: Forecast, workers: Workers) -> list[str]:
+    """What adding columns to the cache that is there takes: by shards, which say how many tokens there are."""
+    found = survey(store).counting
+    growth = plan_growth(store, wanted.plan(), added, found)
+    hours = replace(plan, workload=replace(plan.workload, tokens=growth.tokens_left)).hours(workers.num_targets)
+    takes = "" if hours is None else f", {hours:.1f} hours" if hours >= 1 else f", {hours * 60:.0f} minutes"
+    return [f"the cache that is there is kept and grows: {growth.announcement}{takes}"]
+
+
+def _table(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room) -> Table:
+    table = Table(show_edge=False)
+    for name, justify in (("overrides", "left"), ("bytes/token", "right"), ("total", "right"), ("fits", "left")):
+        table.add_column(name, justify=justify, no_wrap=name != "overrides")  # pyright: ignore[reportArgumentType]
+    as_it_is = Choice("as configured", "", plan.total)
+    codecs = codec_choices(spec, cache, plan.workload)
+    subsets = subset_choices(spec, cache, plan.workload)
+    for group in ([as_it_is], codecs, subsets):
+        for choice in group:
+            _add(table, choice, plan, room)
+        table.add_section()
+    return table
+
+
+def _add(table: Table, choice: Choice, plan: Forecast, room: Room) -> None:
+    per_token = (choice.bytes - plan.bytes["text"]) / max(1, plan.workload.tokens)
+    what = f"{choice.overrides} ({choice.what_for})" if choice.what_for else choice.overrides
+    fits = "unknown" if room.left is None else "yes" if room.fits(choice.bytes) else "no"
+    table.add_row(what.replace("[", r"\["), f"{per_token:,.0f}", size_text(choice.bytes), fits)
+
+
+def _speed(target: TargetConfig, cache: CacheConfig, sample: Sample, workers: Workers) -> float | None:
+    """Tokens per second of one target on this machine; None where it is not here or not what would do the work."""
+    folder = resolve_folder(target.model, needs_weights=False)
+    if not any(folder.glob("*.safetensors")):
+        return None
+    import torch
+
+    if workers.need_gpu and not torch.cuda.is_available():
+        return None
+    torch.set_num_threads(workers.threads)
+    from moray.activations.capture.rehearse import rehearsal_batches, rehearse
+    from moray.targets.model import Target
+
+    lengths = [len(tokens) for tokens in sample.tokens]
+    shards = plan_shards("part-00000", lengths, cache, token_bytes=1)
+    batches = [_batch(sample.tokens, plan.batches[0]) for plan in rehearsal_batches(shards)]
+    return rehearse(Target.load(target), cache, batches).tokens_per_second
+
+
+def _batch(tokens: Sequence[np.ndarray], rows: Sequence[int]) -> list[np.ndarray]:
+    return [tokens[row].astype(np.int64) for row in rows]

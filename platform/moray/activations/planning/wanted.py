@@ -1,0 +1,107 @@
+"""What a cache is to hold: before anything is read of it, and once its chats are tokenised."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from moray.activations.format.schema import FORMAT, CacheConfig, shard_token_bytes
+from moray.activations.format.store import CacheStore
+from moray.activations.format.survey import find_parts
+from moray.activations.planning.measure import measure_room
+from moray.activations.planning.plan import check_fits, forecast
+from moray.activations.planning.sample import project, sample_chats
+from moray.activations.planning.shards import ShardPlan, plan_shards, tap_columns
+from moray.data.ultrachat import ChatChunk, ChatsConfig, plan_chunks
+from moray.special_tokens import CONTENT_RULE
+from moray.targets.spec import TargetConfig, TargetSpec, read_spec
+from moray.text import ChatTokenizer
+
+FORECAST_FILE = "forecast.json"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a cache is to hold, before anything is read of it."""
+
+    target: TargetConfig
+    spec: TargetSpec
+    tokenizer: ChatTokenizer
+    chats: ChatsConfig
+    chunks: list[ChatChunk]
+    cache: CacheConfig
+    columns: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, needs_weights: bool = True) -> "Wanted":
+        """Read the target's configuration, its tokenizer and the names of the chats' files.
+
+        Raises:
+            ConfigError: one of them cannot be read, or a layer or depth is asked for that the target does not have.
+        """
+        spec = read_spec(target.model, needs_weights=needs_weights)
+        tokenizer = ChatTokenizer.load(target.model, target.template)
+        chunks = plan_chunks(chats, cache.chats_per_part)
+        return cls(target, spec, tokenizer, chats, chunks, cache, tap_columns(spec, cache))
+
+    @property
+    def rows(self) -> int:
+        """Chats, bad ones included."""
+        return sum(chunk.num_rows for chunk in self.chunks)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a chat: `cache.max_length`, but never more than the target's context."""
+        return min(self.cache.max_length, self.spec.max_positions)
+
+    def plan(self) -> dict[str, Any]:
+        """All that decides the contents of the cache; a folder with another plan is another cache."""
+        return {
+            "format": FORMAT,
+            "target": self.spec.for_plan,
+            "dtype": self.target.dtype,
+            "text_fingerprint": self.tokenizer.fingerprint,
+            "content_rule": CONTENT_RULE,
+            "chats": self.chats.model_dump(mode="json", exclude={"max_bad_rows"}),
+            "files": {chunk.label: chunk.file_bytes for chunk in self.chunks},
+            "cache": self.cache.for_plan,
+            "columns": self.columns,
+        }
+
+    def check_room(self, store: CacheStore) -> None:
+        """Refuse, from a sample of chats, a cache that will not fit; the whole check follows the tokenising.
+
+        Raises:
+            ConfigError: nothing of the cache is there yet, and it does not fit.
+        """
+        if not store.exists("plan.json"):
+            work = project(sample_chats(self.chunks, self.tokenizer, self.max_length), self.rows, self.cache)
+            room = measure_room(store, self.cache)
+            check_fits(self.spec, self.cache, forecast(self.spec, self.cache, work), room, store.uri)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All shards of a tokenised cache, and the lengths of the chats of every part."""
+
+    shards: list[ShardPlan]
+    lengths: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, store: CacheStore, cache: CacheConfig) -> "Planned":
+        """Cut the parts of a cache that has a plan; the result is always the same."""
+        lengths = {part: summary["lengths"] for part, summary in find_parts(store).whole.items()}
+        token_bytes = shard_token_bytes(store.read_plan())
+        shards = [
+            plan
+            for part, part_lengths in lengths.items()
+            for plan in plan_shards(part, part_lengths, cache, token_bytes)
+        ]
+        return cls(shards, lengths)
+
+    @cached_property
+    def tokens_of(self) -> dict[str, int]:
+        """Tokens by shard."""
+        return {
+            plan.name: sum(self.lengths[plan.part][row] for rows in plan.batches for row in rows)
+            for plan in self.shards
+        }

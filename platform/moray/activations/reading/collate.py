@@ -1,0 +1,117 @@
+"""From rows of cached shards to the tensors of a training batch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from moray.activations.format.codec import codec
+from moray.activations.format.decode import TapDecoder
+from moray.activations.format.schema import hidden_column, kv_column
+from moray.activations.format.store import CacheStore
+from moray.activations.planning.growth import command_to_add
+from moray.activations.planning.shards import listed
+from moray.batch import LaneBatch, TapNeeds, Taps, TrainBatch
+from moray.errors import DataError
+
+_TEXT_BYTES = 5  # a token id and its mask
+
+
+def needed_columns(needs: TapNeeds, columns: dict[str, Any], store: CacheStore | None = None) -> list[str]:
+    """The columns that a drafter's batches are made of.
+
+    Args:
+        needs: what the drafter reads.
+        columns: what the cache has.
+        store: the cache, where columns may be added to it.
+
+    Raises:
+        DataError: the cache lacks one; names it, and the command that adds all that it lacks.
+    """
+    missing = missing_columns(needs, columns)
+    if missing:
+        advice = "cache again with cache.hidden_depths and cache.kv_layers that include it"
+        if store is not None:
+            advice = f"to add {listed(missing)}, run {command_to_add(store, missing)}"
+        raise DataError(
+            f"the cache has no column '{missing[0]}', which this drafter reads; it has {', '.join(columns)}: {advice}"
+        )
+    return ["uid", "num_tokens", "tokens", "response_mask", *_tap_columns(needs)]
+
+
+def missing_columns(needs: TapNeeds, columns: dict[str, Any]) -> list[str]:
+    """The tap columns that a drafter reads and a cache lacks."""
+    return [name for name in _tap_columns(needs) if name not in columns]
+
+
+def _tap_columns(needs: TapNeeds) -> list[str]:
+    return [kv_column(layer) for layer in needs.kv_layers] + [hidden_column(depth) for depth in needs.hidden_depths]
+
+
+def bytes_per_token(needs: TapNeeds, columns: dict[str, Any]) -> int:
+    """Bytes of one token in the columns that `needed_columns` names, as they are read and travel."""
+    taps = [columns[name] for name in needed_columns(needs, columns) if name in columns]
+    return sum(codec(tap["codec"]).bytes_per_token(tap["width"]) for tap in taps) + _TEXT_BYTES
+
+
+def lane_batch(table: pa.Table, needs: TapNeeds, decoder: TapDecoder, lane: int = 0) -> LaneBatch:
+    """Rows of a shard, with the needed columns, to a batch whose taps are decoded on demand, from views."""
+    return LaneBatch(
+        lane, collate_text(table), tuple(table.column("uid").to_pylist()), partial(_collate_taps, table, needs, decoder)
+    )
+
+
+def collate(table: pa.Table, needs: TapNeeds, decoder: TapDecoder) -> TrainBatch:
+    """Rows of a shard, with the needed columns, to one padded batch on the decoder's device."""
+    text = collate_text(table)
+    return TrainBatch(text.tokens, text.response_mask, text.lengths, _collate_taps(table, needs, decoder)).to(
+        decoder.device
+    )
+
+
+def collate_text(table: pa.Table) -> TrainBatch:
+    """Padded tokens, masks and lengths on the CPU, without taps."""
+    pad = _Padding(table, torch.device("cpu"))
+    tokens = torch.from_numpy(_flat(table, "tokens").astype(np.int64))
+    response = torch.from_numpy(_flat(table, "response_mask").astype(np.bool_))
+    return TrainBatch(pad(tokens), pad(response), torch.from_numpy(pad.lengths), Taps())
+
+
+def _collate_taps(table: pa.Table, needs: TapNeeds, decoder: TapDecoder) -> Taps:
+    pad = _Padding(table, decoder.device)
+    kv = pad.side_by_side([partial(decoder.decode, table, kv_column(layer)) for layer in needs.kv_layers])
+    return Taps(kv, {depth: pad(decoder.decode(table, hidden_column(depth))) for depth in needs.hidden_depths})
+
+
+class _Padding:
+    """Spreads the values of chats, one after the other, over rows of equal width."""
+
+    def __init__(self, table: pa.Table, device: torch.device) -> None:
+        self.lengths = table.column("num_tokens").to_numpy().astype(np.int64)
+        self._shape = (len(self.lengths), int(self.lengths.max()))
+        valid = np.arange(self._shape[1]) < self.lengths[:, None]
+        self._index = torch.from_numpy(np.flatnonzero(valid.reshape(-1))).to(device)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        rows, width = self._shape
+        out = values.new_zeros(rows * width, *values.shape[1:])
+        return out.index_copy_(0, self._index, values).view(rows, width, *values.shape[1:])
+
+    def side_by_side(self, columns: Sequence[Callable[[], Tensor]]) -> Tensor | None:
+        """Columns of equal width, each decoded and at once put in its place."""
+        rows, width = self._shape
+        out = None
+        for number, decode in enumerate(columns):
+            values = decode()
+            if out is None:
+                out = values.new_zeros(rows * width, len(columns), values.shape[1])
+            out[:, number].index_copy_(0, self._index, values)
+        return None if out is None else out.unflatten(0, (rows, width))
+
+
+def _flat(table: pa.Table, name: str) -> np.ndarray:
+    return table.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False)

@@ -1,0 +1,1 @@
+"""Chats: the files they come in, the shapes of their rows, and packing them into one small file."""
