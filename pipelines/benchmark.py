@@ -53,9 +53,9 @@ from moray.bench.configs import (
 from moray.bench.load.config import ServeBenchmarkConfig
 from moray.bench.peers.config import PeersBenchmarkConfig
 from moray.bench.recording import reported
-from moray.bench.shaped_config import ShapedBenchmarkConfig
-from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 from moray.commands import Command, run_commands
+from pipelines.benchmarks.cluster_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
+from pipelines.benchmarks.shaped_config import ShapedBenchmarkConfig
 
 _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 _DEMO, _DEMO_TREE = _BENCHMARKS / "decode-demo.yaml", _BENCHMARKS / "tree-demo.yaml"
@@ -68,8 +68,8 @@ def main(config: DecodeBenchmarkConfig) -> None:
     """Measure drafters phase by phase; without a YAML file those of the demo."""
     from rich.console import Console
 
-    from moray.bench.decode_benchmark import benchmark_decoding, print_benchmark
     from moray.bench.lossless import check_lossless, row_name
+    from pipelines.benchmarks.decode import benchmark_decoding, print_benchmark
 
     console = Console()
     result = reported(config.report, lambda: benchmark_decoding(config, console))
@@ -81,7 +81,7 @@ def main_shaped(config: ShapedBenchmarkConfig) -> None:
     """Measure a target of random weights in the sizes of a real one, with synthetic acceptance."""
     from rich.console import Console
 
-    from moray.bench.shaped import benchmark_shape, print_shaped
+    from pipelines.benchmarks.shaped import benchmark_shape, print_shaped
 
     print_shaped(reported(config.report, lambda: benchmark_shape(config)), Console())
 
@@ -90,7 +90,7 @@ def main_engine(config: EngineBenchmarkConfig) -> None:
     """Measure what drafts are worth to many sequences at a time; without a YAML file on the demo."""
     from rich.console import Console
 
-    from moray.bench.engine_benchmark import benchmark_engine, print_engine_benchmark
+    from pipelines.benchmarks.engine import benchmark_engine, print_engine_benchmark
 
     console = Console()
     print_engine_benchmark(reported(config.report, lambda: benchmark_engine(config, console)), console)
@@ -100,7 +100,7 @@ def main_staleness(config: StalenessConfig) -> None:
     """Measure tau with memory that is late; without a YAML file of the demo's MoA and EAGLE."""
     from rich.console import Console
 
-    from moray.bench.staleness import benchmark_staleness, print_staleness
+    from pipelines.benchmarks.staleness import benchmark_staleness, print_staleness
 
     console = Console()
     print_staleness(reported(config.report, lambda: benchmark_staleness(config, console)), console)
@@ -131,7 +131,7 @@ def main_tree(config: TreeSearchConfig) -> None:
     from rich.console import Console
 
     from moray.bench.recording import check_writable
-    from moray.bench.tree_search import print_tree, print_yaml, search_tree, write_tree
+    from pipelines.benchmarks.tree_search import print_tree, print_yaml, search_tree, write_tree
 
     console = Console()
     if config.output:
@@ -150,7 +150,7 @@ def main_cache(config: CacheBenchmarkConfig) -> None:
     """Measure caching, stage by stage and codec by codec; without a YAML file on the demo."""
     from rich.console import Console
 
-    from moray.cluster.cache_benchmark import benchmark_cache, print_cache_benchmark
+    from pipelines.benchmarks.cache import benchmark_cache, print_cache_benchmark
 
     console = Console()
     print_cache_benchmark(reported(config.report, lambda: benchmark_cache(config, console)), console)
@@ -160,7 +160,7 @@ def main_train(config: TrainBenchmarkConfig) -> None:
     """Measure training from the cache, online and by the published recipe; without a YAML file on the demo."""
     from rich.console import Console
 
-    from moray.cluster.train_benchmark import benchmark_training, print_train_benchmark
+    from pipelines.benchmarks.train import benchmark_training, print_train_benchmark
 
     console = Console()
     print_train_benchmark(reported(config.report, lambda: benchmark_training(config, console)), console)

@@ -23,8 +23,8 @@ import sys
 from typing import Any
 
 from moray.activations.format.schema import CacheConfig
+from moray.cluster.caching.upkeep import CacheCommand, CacheStatisticsConfig, CompactCacheConfig, VerifyCacheConfig
 from moray.cluster.configs import CaptureConfig, RayConfig
-from moray.cluster.upkeep import CacheCommand, CacheStatisticsConfig, CompactCacheConfig, VerifyCacheConfig
 from moray.commands import Command, run_commands
 from moray.config import Config
 from moray.data.ultrachat import ChatsConfig
@@ -50,7 +50,7 @@ def main(config: CacheActivationsConfig) -> None:
 
     CacheStore(config.output).check()  # a wrong bucket is said before Ray starts
     with ray_session(config.ray):
-        from moray.cluster.capture import cache_activations
+        from moray.cluster.caching.capture import cache_activations
         from moray.provenance import run_yaml
 
         store = CacheStore(config.output)
@@ -85,7 +85,7 @@ def main_plan(config: CacheActivationsConfig) -> None:
 
 def main_verify(config: VerifyCacheConfig) -> None:
     """Hash every shard, run a sample of chats again, name what is damaged and, if asked for, remove it."""
-    from moray.cluster.verify import verify_cache
+    from moray.cluster.caching.verify import verify_cache
 
     verify_cache(config)
     print(f"{config.output}: nothing is wrong")
@@ -117,7 +117,7 @@ def main_compact(config: CompactCacheConfig) -> None:
 
     read_manifest(CacheStore(config.output))  # what is not there is said before Ray starts
     with ray_session(config.ray):
-        from moray.cluster.compact import compact
+        from moray.cluster.caching.compact import compact
 
         before, after = compact(config.output, config.shard_mib, config.num_tasks)
     print(

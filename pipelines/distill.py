@@ -11,15 +11,15 @@ from moray.config import run_entry_point
 
 def main(config: DistilConfig) -> None:
     """Train or go on, then say where the drafter is."""
-    from moray.cluster.claim import is_complete
     from moray.cluster.session import ray_session
+    from moray.cluster.training.claim import is_complete
 
     if is_complete(config):
         print(f"{config.output} is complete for this configuration: nothing to do")
         return
     with ray_session(config.ray):
-        from moray.cluster.distil import distil
-        from moray.cluster.validate import describe_validation
+        from moray.cluster.training.distil import distil
+        from moray.cluster.training.validate import describe_validation
 
         folder = distil(config)
         validated = describe_validation(folder)

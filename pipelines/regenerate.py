@@ -5,7 +5,7 @@
 Killed at any instant, the same command goes on with the parts that are missing.
 """
 
-from moray.cluster.regenerate_config import RegenerateConfig
+from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.config import run_entry_point
 
 
@@ -14,7 +14,7 @@ def main(config: RegenerateConfig) -> None:
     from moray.cluster.session import ray_session
 
     with ray_session(config.ray):
-        from moray.cluster.regenerate import regenerate
+        from moray.cluster.caching.regenerate import regenerate
 
         total = regenerate(config)
     answers = total["finish_reasons"]

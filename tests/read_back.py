@@ -9,7 +9,7 @@ from moray.batch import TapNeeds, TrainBatch
 
 def stream_batches(uri: str, manifest: Manifest, plan: EpochPlan, needs: TapNeeds) -> Iterator[TrainBatch]:
     """The batches of a plan, one after the other. Needs a Ray session."""
-    from moray.cluster.stream import Reader, stream_updates
+    from moray.cluster.training.stream import Reader, stream_updates
 
     for (lane,) in stream_updates(Reader(uri, manifest, needs), {0: plan}):
         yield lane.whole("cpu")

@@ -13,12 +13,12 @@ import pytest
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from moray.bench.shaped_config import ShapedBenchmarkConfig
 from moray.commands import load_command
 from moray.config import Config, load_config, validate
 from moray.errors import ConfigError
 from moray.explain import classes_of, description_of, element_of, help_rows
 from pipelines import benchmark, evaluate
+from pipelines.benchmarks.shaped_config import ShapedBenchmarkConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY_POINTS = [

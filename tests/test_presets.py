@@ -8,14 +8,14 @@ import torch
 
 from moray.bench.configs import EvaluateConfig
 from moray.bench.loading import folder_of
-from moray.bench.shaped import random_target
-from moray.bench.shaped_config import ShapeConfig, ShapedBenchmarkConfig
 from moray.cluster.configs import DistilConfig
 from moray.config import load_config, read_yaml
 from moray.data.ultrachat import Chat, plan_chunks, read_chunk
 from moray.drafters.configs import DRAFTER_CONFIG, TrainedConfig
 from moray.targets.head import TargetHead
 from moray.trees.shapes import ChainShape
+from pipelines.benchmarks.shaped import random_target
+from pipelines.benchmarks.shaped_config import ShapeConfig, ShapedBenchmarkConfig
 from pipelines.demo import DemoConfig, load_stage
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -18,7 +18,6 @@ from moray.bench.load.config import LevelConfig, ServeBenchmarkConfig
 from moray.bench.load.metrics import measure
 from moray.bench.load.rounds import run_round
 from moray.bench.load.steady import steady_part
-from moray.bench.pool_model import Pools, cycle_of, tokens_per_second
 from moray.bench.recording import record
 from moray.bench.specbench import Question, read_questions
 from moray.bench.wording import number, percent, times
@@ -26,6 +25,7 @@ from moray.config import validate
 from moray.decoding.synthetic import SyntheticCosts
 from serve.bench.applications import Applications, running
 from serve.bench.configs import PoolConfig, ScalingBenchmarkConfig
+from serve.bench.pool_model import Pools, cycle_of, tokens_per_second
 
 LABEL = "synthetic per-step cost"
 _NAME = "scaling"

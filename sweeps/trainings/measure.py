@@ -59,7 +59,7 @@ def _batch_figures(
 ) -> dict[str, Any]:
     """What takes the place of a single sequence's figures. Whether it is lossless is not among them: sums depend on a
     batch's shapes, and near ties fall either way (`equal_share` tells how many did not)."""
-    from moray.bench.batch_speedup import measure_batch_speedup
+    from pipelines.benchmarks.batch_speedup import measure_batch_speedup
 
     (shape,) = config.trees
     assert not isinstance(shape, AdaptiveShape), "refused by DecodingConfig"

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from moray.cluster.claim import run_fingerprints
+from moray.cluster.training.claim import run_fingerprints
 from moray.errors import DataError
 from moray.progress import Progress
 from moray.provenance import (

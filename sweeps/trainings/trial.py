@@ -15,9 +15,9 @@ from ray import tune
 
 from moray.cluster.board import Board
 from moray.cluster.configs import DistilConfig
-from moray.cluster.distil import hand_out, train_until
 from moray.cluster.errors import own_errors
-from moray.cluster.training import checkpoint_step, open_run_trackers
+from moray.cluster.training.distil import hand_out, train_until
+from moray.cluster.training.worker import checkpoint_step, open_run_trackers
 from moray.distill.finite import NONFINITE_FILE
 from moray.distill.metrics import read_metrics
 from moray.errors import DataError, MorayError, UnreachableError

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 def _cache(output: Path, target: Path, chats: Path, num_targets: int = 1, **changes: Any) -> Manifest:
-    from moray.cluster.capture import cache_activations
+    from moray.cluster.caching.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
 
     return cache_activations(
@@ -86,8 +86,8 @@ def _times(folder: Path) -> dict[str, int]:
 
 
 def _verify(folder: Path, target: Path, **options: Any) -> None:
-    from moray.cluster.upkeep import VerifyCacheConfig
-    from moray.cluster.verify import verify_cache
+    from moray.cluster.caching.upkeep import VerifyCacheConfig
+    from moray.cluster.caching.verify import verify_cache
 
     verify = VerifyConfig(**({"sample_chats": 2} | options))
     verify_cache(VerifyCacheConfig(output=str(folder), target=TargetConfig(model=str(target)), verify=verify))
@@ -206,7 +206,7 @@ def test_plan_says_what_adding_columns_takes_and_writes_nothing(
 def test_a_compacted_cache_grows_and_a_grown_one_is_compacted(
     cache: Path, many_columns: Path, make: Callable[..., Manifest], tiny_target: Path
 ) -> None:
-    from moray.cluster.compact import compact
+    from moray.cluster.caching.compact import compact
 
     before, now = compact(str(cache), 2, 2)
     assert now < before
@@ -240,7 +240,7 @@ def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
     from moray.activations.planning.growth import begin_growth
     from moray.activations.planning.wanted import Wanted
     from moray.activations.reading.epochs import plan_epoch
-    from moray.cluster.compact import compact
+    from moray.cluster.caching.compact import compact
     from moray.targets.model import Target
 
     store, config = CacheStore(str(cache)), CacheConfig(**(SETTINGS | MANY))
@@ -297,7 +297,7 @@ def test_a_drafter_without_its_columns_is_told_the_command_that_adds_them_and_th
     few_columns: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:
     from moray.cluster.configs import DistilConfig
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
     from pipelines import cache_activations as pipeline
 
     output = shutil.copytree(few_columns, tmp_path / "a cache")

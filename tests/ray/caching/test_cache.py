@@ -42,7 +42,7 @@ def _cache(
     dtype: Literal["float32", "bfloat16"] = "float32",
     **changes: Any,
 ) -> Manifest:
-    from moray.cluster.capture import cache_activations
+    from moray.cluster.caching.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
 
     return cache_activations(
@@ -289,7 +289,7 @@ def _expected(store: CacheStore, manifest: Manifest, windows: list[Window]) -> I
 
 
 def _stream(uri: str, manifest: Manifest, plan: EpochPlan, needs: TapNeeds) -> Iterator[TrainBatch]:
-    from moray.cluster.stream import Reader, stream_updates
+    from moray.cluster.training.stream import Reader, stream_updates
 
     for (lane,) in stream_updates(Reader(uri, manifest, needs), {0: plan}):
         yield lane.whole("cpu")
@@ -297,7 +297,7 @@ def _stream(uri: str, manifest: Manifest, plan: EpochPlan, needs: TapNeeds) -> I
 
 def test_lanes_come_together_and_one_by_one_alike(tiny_cache: Path) -> None:
     """One worker with three lanes sees what three workers with one lane see, also from the middle on."""
-    from moray.cluster.stream import Reader, stream_updates
+    from moray.cluster.training.stream import Reader, stream_updates
 
     manifest = read_manifest(CacheStore(str(tiny_cache)))
     plans = plan_epoch(manifest.lengths, 384, seed=3, epoch=0, num_lanes=3, window_tokens=1500)

@@ -120,7 +120,7 @@ def test_a_shard_over_which_replicas_die_is_named_and_the_same_command_goes_on(
     ray_processes: Callable[[str], dict[int, str]],
     kill: Callable[[int], None],
 ) -> None:
-    from moray.cluster.capture import cache_activations
+    from moray.cluster.caching.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
 
     chats = write_chats(tmp_path / "many.jsonl", 400)

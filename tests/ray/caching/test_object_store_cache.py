@@ -22,8 +22,8 @@ with ray_session(RayConfig(num_cpus=3)):
     from moray.activations.format.manifest import read_manifest
     from moray.activations.format.store import CacheStore
     from moray.batch import TapNeeds
-    from moray.cluster.compact import compact
-    from moray.cluster.stream import Reader, stream_updates
+    from moray.cluster.caching.compact import compact
+    from moray.cluster.training.stream import Reader, stream_updates
     def epoch():
         manifest = read_manifest(CacheStore(sys.argv[1]))
         plan = plan_epoch(manifest.lengths, 384, 0, 0, 1)[0]

@@ -11,7 +11,7 @@ import yaml
 from replica_killer import ReplicaKiller
 
 from moray.activations.capture.tries import MAX_TRIES
-from moray.cluster.regenerate_config import AnswerSampling, RegenerateConfig
+from moray.cluster.caching.regenerate_config import AnswerSampling, RegenerateConfig
 from moray.data.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.spec import TargetConfig
@@ -27,7 +27,7 @@ def chats(write_chats: Callable[[Path, int], Path], tmp_path_factory: pytest.Tem
 
 
 def _regenerate(target: Path, asked: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    from moray.cluster.regenerate import regenerate
+    from moray.cluster.caching.regenerate import regenerate
 
     settings: dict[str, Any] = {
         "target": TargetConfig(model=str(target)),
@@ -66,7 +66,7 @@ def test_answers_that_leave_no_room_for_a_question_are_refused(tiny_target: Path
 def test_every_answer_is_the_target_s_own(
     sampling: AnswerSampling, tiny_target: Path, chats: Path, answered: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.dialogues import _sequence
+    from moray.cluster.caching.dialogues import _sequence
     from moray.decoding.speculate import PlainDecoder
     from moray.targets.model import Target
     from moray.text import ChatTokenizer

@@ -38,7 +38,7 @@ def cache(tiny_cache: Path, tmp_path: Path) -> Path:
 def complete(cache: Path, tiny_target: Path, chats_file: Path) -> Callable[[], Any]:
     """Run the caching command's work on it again."""
     from moray.activations.format.schema import CacheConfig
-    from moray.cluster.capture import cache_activations
+    from moray.cluster.caching.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
     from moray.data.ultrachat import ChatsConfig
 
@@ -62,8 +62,8 @@ def _flip(path: Path) -> None:
 
 
 def _verify(cache: Path, target: Path | None = None, **options: Any) -> None:
-    from moray.cluster.upkeep import VerifyCacheConfig
-    from moray.cluster.verify import verify_cache
+    from moray.cluster.caching.upkeep import VerifyCacheConfig
+    from moray.cluster.caching.verify import verify_cache
 
     chosen = None if target is None else TargetConfig(model=str(target))
     verify_cache(VerifyCacheConfig(output=str(cache), target=chosen, verify=VerifyConfig(**options)))
@@ -168,7 +168,7 @@ def test_a_quantised_cache_is_compared_through_its_channels_and_they_are_verifie
     from tiny_caches import CACHE_SETTINGS
 
     from moray.activations.format.schema import CacheConfig
-    from moray.cluster.capture import cache_activations
+    from moray.cluster.caching.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
     from moray.data.ultrachat import ChatsConfig
 
@@ -192,7 +192,7 @@ def test_compaction_keeps_every_row_goes_on_after_a_kill_and_is_redone_alone(
 ) -> None:
     from read_back import stream_batches
 
-    from moray.cluster.compact import compact
+    from moray.cluster.caching.compact import compact
 
     store = CacheStore(str(cache))
     old = read_manifest(store)

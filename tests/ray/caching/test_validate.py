@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moray.cluster.configs import DistilConfig
-from moray.cluster.validate import describe_validation, is_validated
+from moray.cluster.training.validate import describe_validation, is_validated
 from moray.config import validate
 from moray.distill.metrics import read_metrics, read_validation
 from moray.errors import ConfigError, DataError
@@ -42,7 +42,7 @@ def _values(target: Path, cache: Path, output: Path, chats: Path, **validation: 
 def validated(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> DistilConfig:
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     folder = tmp_path_factory.mktemp("run")
     values = _values(tiny_target, tiny_cache, folder / "drafter", chats_file)
@@ -89,7 +89,7 @@ def test_a_run_that_was_killed_before_its_last_validation_makes_up_for_it(
     validated: DistilConfig, tmp_path: Path
 ) -> None:
     """The training is over, the drafter not yet in place, and Ray knows of nothing that is pending."""
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     shutil.copytree(validated.output, tmp_path / "drafter")
     path = tmp_path / "drafter" / "validation.jsonl"
@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_before_its_last_validation_makes_up_for_it(
 def test_chats_that_are_not_there_and_a_machine_too_small_are_refused_before_anything_starts(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     def config(chats: Path = chats_file, **validation: Any) -> DistilConfig:
         return validate(DistilConfig, _values(tiny_target, tiny_cache, tmp_path / "run", chats, **validation))
@@ -126,7 +126,7 @@ def test_only_the_last_checkpoint_once_the_workers_have_gone(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path: Path
 ) -> None:
     """All CPUs of the machine: beside the worker there would be no room."""
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     values = _values(tiny_target, tiny_cache, tmp_path / "run", chats_file, every_checkpoints=None, cpus=4.0)
     values["train"] |= {"max_steps": 4}

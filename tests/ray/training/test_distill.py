@@ -8,8 +8,8 @@ import pytest
 
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
-from moray.cluster.claim import claim, is_complete
 from moray.cluster.configs import DistilConfig
+from moray.cluster.training.claim import claim, is_complete
 from moray.config import validate
 from moray.distill.checkpoint import load_drafter, read_contract
 from moray.distill.metrics import read_metrics
@@ -44,7 +44,7 @@ def _config(target: Path, cache: Path, output: Path, **train: Any) -> DistilConf
 
 @pytest.fixture(scope="module")
 def distilled(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> DistilConfig:
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     config = _config(tiny_target, tiny_cache, tmp_path_factory.mktemp("run") / "drafter")
     assert not is_complete(config)
@@ -127,8 +127,8 @@ def test_only_what_may_answer_again_is_left_to_ray_to_retry(
 ) -> None:
     import ray
 
-    from moray.cluster import training
     from moray.cluster.board import Board
+    from moray.cluster.training.worker import worker as training
 
     def fail(settings: dict[str, Any]) -> None:
         raise kind("no")
@@ -142,7 +142,7 @@ def test_only_what_may_answer_again_is_left_to_ray_to_retry(
 
 
 def test_a_cache_of_another_target_is_refused(other_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     cached = read_manifest(CacheStore(str(tiny_cache))).plan["target"]["fingerprint"]
     config = _config(other_target, tiny_cache, tmp_path / "run")
@@ -152,7 +152,7 @@ def test_a_cache_of_another_target_is_refused(other_target: Path, tiny_cache: Pa
 
 
 def test_no_cache_is_a_one_line_error(tiny_target: Path, tmp_path: Path) -> None:
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     with pytest.raises(DataError, match=r"activation cache '.*nothing' is not there: run pipelines.cache_activations"):
         distil(_config(tiny_target, tmp_path / "nothing", tmp_path / "run"))
@@ -165,7 +165,7 @@ def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
     """A shard that is damaged after the manifest was read: only a data task of a worker can notice."""
     import shutil
 
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     damaged = tmp_path / "cache"
     shutil.copytree(tiny_cache, damaged)
@@ -184,7 +184,7 @@ def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
 def test_workers_that_the_machine_has_no_room_for_are_refused(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     many = config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": 9})})
@@ -205,7 +205,7 @@ def test_a_cluster_that_is_too_small_is_said_to_be(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """It may grow; until then nothing happens, and nobody should have to guess why."""
-    from moray.cluster.lanes import num_workers
+    from moray.cluster.training.lanes import num_workers
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     many = config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": 4})})
@@ -221,7 +221,7 @@ def test_a_cluster_that_is_too_small_is_said_to_be(
 def test_a_range_of_workers_is_cut_to_the_machine_and_to_the_run_s_lanes(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.lanes import num_workers, run_lanes
+    from moray.cluster.training.lanes import num_workers, run_lanes
 
     def asked(given: Any, accumulate: int = 1) -> DistilConfig:
         config = _config(tiny_target, tiny_cache, tmp_path / "run", accumulate=accumulate)
@@ -240,7 +240,7 @@ def test_a_range_of_workers_is_cut_to_the_machine_and_to_the_run_s_lanes(
 def test_a_column_that_the_drafter_reads_and_the_cache_lacks_is_named(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.training import build_drafter
+    from moray.cluster.training.worker import build_drafter
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     manifest = read_manifest(CacheStore(str(tiny_cache)))
@@ -278,7 +278,7 @@ def test_a_list_of_checkpoints_that_a_kill_cut_short_costs_nothing(
     import json
     import shutil
 
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     shutil.copytree(distilled.output, config.output)
@@ -304,7 +304,7 @@ def test_a_checkpoint_that_ray_has_not_listed_counts(
     import json
     import shutil
 
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     shutil.copytree(distilled.output, config.output)
@@ -332,7 +332,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_chats(
     import json
     import shutil
 
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     poisoned = tmp_path / "cache"
     shutil.copytree(tiny_cache, poisoned)

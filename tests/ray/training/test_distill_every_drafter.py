@@ -37,7 +37,7 @@ SIZE, STEPS = 100, 12
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_one_cache_trains_it(kind: str, tiny_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     config = validate(
         DistilConfig,

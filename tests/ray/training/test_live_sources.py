@@ -36,7 +36,7 @@ def _source(kind: str, chats: Path, **cache: Any) -> LiveSource:
 def _updates(
     uri: Path, manifest: Any, targets: Any, epoch: int = 0, is_hybrid: bool = False, window_tokens: int = 4096
 ) -> list[Any]:
-    from moray.cluster.stream import Reader, stream_updates
+    from moray.cluster.training.stream import Reader, stream_updates
 
     lengths = whole_shards(manifest.lengths) if is_hybrid else manifest.lengths
     plans = plan_epoch(lengths, 512, 0, epoch, 2, window_tokens)
@@ -65,8 +65,8 @@ def _assert_equal(some: list[Any], others: list[Any]) -> None:
 def test_a_stream_hands_over_what_a_cache_does_and_writes_no_shard(
     codec: str, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.capture import cache_activations, lay_out_cache
-    from moray.cluster.live import LiveTargets
+    from moray.cluster.caching.capture import cache_activations, lay_out_cache
+    from moray.cluster.training.live import LiveTargets
 
     target, source = TargetConfig(model=str(tiny_target)), _source("stream", chats_file, kv_codec=codec)
     cached = cache_activations(str(tmp_path / "cache"), target, source.chats, source.cache, CaptureConfig())
@@ -88,9 +88,9 @@ def test_a_window_over_which_replicas_die_ends_the_stream_with_a_reason(
     ray_processes: Callable[[str], dict[int, str]],
     kill: Callable[[int], None],
 ) -> None:
-    from moray.cluster.capture import lay_out_cache
+    from moray.cluster.caching.capture import lay_out_cache
     from moray.cluster.errors import own_errors
-    from moray.cluster.live import LiveTargets
+    from moray.cluster.training.live import LiveTargets
 
     target = TargetConfig(model=str(tiny_target))
     source = _source("stream", write_chats(tmp_path / "many.jsonl", 400))
@@ -111,8 +111,8 @@ def test_a_window_over_which_replicas_die_ends_the_stream_with_a_reason(
 def test_a_hybrid_source_writes_what_is_missing_and_reads_what_is_there(
     tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.capture import cache_activations, lay_out_cache
-    from moray.cluster.live import LiveTargets
+    from moray.cluster.caching.capture import cache_activations, lay_out_cache
+    from moray.cluster.training.live import LiveTargets
 
     target, source = TargetConfig(model=str(tiny_target)), _source("hybrid", chats_file)
     cached = cache_activations(str(tmp_path / "cache"), target, source.chats, source.cache, CaptureConfig())
@@ -155,7 +155,7 @@ def _config(target: Path, chats: Path, folder: Path, source: dict[str, Any] | No
 
 @pytest.mark.soak
 def test_a_hybrid_run_trains_and_leaves_a_complete_cache(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
     from moray.distill.metrics import read_metrics
 
     config = _config(tiny_target, chats_file, tmp_path, {"type": "hybrid"})
@@ -173,8 +173,8 @@ def _markers(config: DistilConfig) -> list[Path]:
 
 @pytest.mark.soak
 def test_streaming_trains_the_drafter_that_a_cache_does(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
-    from moray.cluster.capture import cache_activations, lay_out_cache
-    from moray.cluster.distil import distil
+    from moray.cluster.caching.capture import cache_activations, lay_out_cache
+    from moray.cluster.training.distil import distil
 
     streaming = _config(tiny_target, chats_file, tmp_path / "stream", {"type": "stream"})
     reading = _config(tiny_target, chats_file, tmp_path / "disk")

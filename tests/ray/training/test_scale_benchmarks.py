@@ -10,9 +10,9 @@ from rich.console import Console
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.schema import bytes_per_token
 from moray.activations.format.store import CacheStore
-from moray.cluster.benchmark_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 from moray.data.ultrachat import ChatsConfig
 from moray.targets.spec import TargetConfig
+from pipelines.benchmarks.cluster_configs import CacheBenchmarkConfig, TrainBenchmarkConfig
 
 BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 
@@ -22,7 +22,7 @@ def test_caching_is_measured_stage_by_stage(tiny_target: Path, chats_file: Path,
     from tiny_caches import CACHE_SETTINGS
 
     from moray.activations.format.schema import CacheConfig
-    from moray.cluster.cache_benchmark import benchmark_cache, print_cache_benchmark
+    from pipelines.benchmarks.cache import benchmark_cache, print_cache_benchmark
 
     config = CacheBenchmarkConfig(
         target=TargetConfig(model=str(tiny_target)),
@@ -48,8 +48,8 @@ def test_caching_is_measured_stage_by_stage(tiny_target: Path, chats_file: Path,
 def test_training_is_measured_in_three_ways(
     tiny_cache: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moray.cluster import train_benchmark
-    from moray.cluster.train_benchmark import benchmark_training, print_train_benchmark
+    from pipelines.benchmarks import train as train_benchmark
+    from pipelines.benchmarks.train import benchmark_training, print_train_benchmark
 
     monkeypatch.setattr(train_benchmark, "_MACHINE_TURNS", 1)
     run = tmp_path / "moa.yaml"
@@ -78,6 +78,6 @@ def test_training_is_measured_in_three_ways(
 
 def test_ratios_are_taken_round_by_round() -> None:
     """A round in which all was slow changes nothing."""
-    from moray.cluster.ways_to_train import median_ratio
+    from pipelines.benchmarks.ways_to_train import median_ratio
 
     assert median_ratio([2.0, 40.0, 6.6], [1.0, 20.0, 3.0]) == 2.0

@@ -87,7 +87,7 @@ def test_a_sweep_of_two_trials_writes_its_answer(climbed: Swept) -> None:
 
 @pytest.mark.soak
 def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(climbed: Swept, tmp_path: Path) -> None:
-    from moray.cluster.distil import distil
+    from moray.cluster.training.distil import distil
 
     sweep, summary = climbed
     trial = summary["trials"][0]
@@ -218,7 +218,7 @@ def test_optuna_searches_by_the_speed_of_a_batch(make_sweep: MakeSweep, tmp_path
 def narrow_cache(tiny_target: Path, chats_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache for drafters that run no layer of the target."""
     from moray.activations.format.schema import CacheConfig
-    from moray.cluster.capture import cache_activations
+    from moray.cluster.caching.capture import cache_activations
     from moray.cluster.configs import CaptureConfig
     from moray.data.ultrachat import ChatsConfig
     from moray.targets.spec import TargetConfig

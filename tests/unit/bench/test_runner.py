@@ -331,8 +331,9 @@ def test_an_evaluation_without_a_prompt_says_so(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", ["evaluate", "decode"])
 def test_a_text_that_differs_is_an_error_once_the_report_is_written(folder, tmp_path, monkeypatch, command, capsys):
-    from moray.bench import decode_benchmark, evaluation
+    from moray.bench import evaluation
     from pipelines import benchmark, evaluate
+    from pipelines.benchmarks import decode as decode_benchmark
 
     def accept_everything(tree, logits, sampler, root_position):
         return Accepted([1, 2, 3], tree.tokens[1:4].tolist(), int(logits[3].argmax()))

@@ -14,10 +14,10 @@ from typing import Any
 import ray.data
 
 from moray.activations.capture.tries import MAX_TRIES, Tries
-from moray.cluster.answer_store import AGAIN, AnswerStore
-from moray.cluster.dialogues import KEPT_BAD_ROWS, answer_chats
+from moray.cluster.caching.answer_store import AGAIN, AnswerStore
+from moray.cluster.caching.dialogues import KEPT_BAD_ROWS, answer_chats
+from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.cluster.errors import own_errors
-from moray.cluster.regenerate_config import RegenerateConfig
 from moray.data.ultrachat import ChatChunk, plan_chunks, read_chunk
 from moray.errors import ConfigError, DataError
 from moray.progress import Progress

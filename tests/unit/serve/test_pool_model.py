@@ -6,9 +6,9 @@ import pytest
 
 from moray.bench.load.request import RequestRecord
 from moray.bench.load.steady import steady_part
-from moray.bench.pool_model import Pools, cycle_of, tokens_per_second
 from moray.decoding.synthetic import SyntheticCost, SyntheticCosts
 from moray.errors import DataError
+from serve.bench.pool_model import Pools, cycle_of, tokens_per_second
 
 COSTS = {
     "drafts are dear": SyntheticCosts(verify=SyntheticCost(ms=40), draft=SyntheticCost(ms_per_sequence=20)),

@@ -26,15 +26,15 @@ from moray.activations.planning.shards import ShardPlan, plan_shards, tap_column
 from moray.activations.reading.collate import collate, needed_columns
 from moray.activations.reading.epochs import plan_epoch
 from moray.batch import TapNeeds
-from moray.bench.isolated import measure_alone
 from moray.bench.recording import record
-from moray.cluster.benchmark_configs import CacheBenchmarkConfig
-from moray.cluster.tokenise import PartWriter
+from moray.cluster.caching.tokenise import PartWriter
 from moray.data.ultrachat import plan_chunks
 from moray.errors import DataError
 from moray.progress import Progress
 from moray.targets.model import Target
 from moray.targets.spec import read_spec
+from pipelines.benchmarks.cluster_configs import CacheBenchmarkConfig
+from pipelines.benchmarks.isolated import measure_alone
 
 
 def benchmark_cache(config: CacheBenchmarkConfig, console: Console) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _read(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]:
     import pyarrow as pa
     import torch
 
-    from moray.cluster.windows import read_window
+    from moray.cluster.training.windows import read_window
 
     config = CacheBenchmarkConfig.model_validate_json(settings)
     torch.set_num_threads(config.threads)

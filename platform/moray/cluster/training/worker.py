@@ -20,9 +20,9 @@ from moray.activations.reading.token_counts import token_counts
 from moray.batch import LaneBatch, TapNeeds
 from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
-from moray.cluster.live import LiveTargets, open_source
-from moray.cluster.stream import Reader, stream_updates
-from moray.cluster.validate import is_validated
+from moray.cluster.training.live import LiveTargets, open_source
+from moray.cluster.training.stream import Reader, stream_updates
+from moray.cluster.training.validate import is_validated
 from moray.distill.checkpoint import load_training, load_weights, save_drafter, save_training, whole_checkpoint_step
 from moray.distill.finite import NonFiniteError, write_record
 from moray.distill.loop import Progress, Span, train

@@ -10,13 +10,13 @@ from tiny_drafters import VARIANTS, build, overfit
 from tiny_targets import load_target, save_chat_target
 
 from moray.bench.configs import StalenessConfig
-from moray.bench.staleness import Answer, LateDrafter, benchmark_staleness, print_staleness
 from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import SpeculativeDecoder
 from moray.errors import ConfigError, DataError
 from moray.trees.shapes import ChainShape
+from pipelines.benchmarks.staleness import Answer, LateDrafter, benchmark_staleness, print_staleness
 
 DEPTH, CAPACITY, COUNT = 3, 64, 24
 

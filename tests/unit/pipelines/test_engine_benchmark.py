@@ -7,9 +7,9 @@ from rich.console import Console
 from tiny_targets import save_chat_target
 
 from moray.bench.configs import EngineBenchmarkConfig
-from moray.bench.engine_benchmark import benchmark_engine, print_engine_benchmark
 from moray.config import validate
 from moray.errors import DataError
+from pipelines.benchmarks.engine import benchmark_engine, print_engine_benchmark
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moray.activations.capture.tries import Tries
-from moray.cluster.answer_store import AnswerStore
+from moray.cluster.caching.answer_store import AnswerStore
 from moray.errors import DataError, MismatchError
 
 SUMMARY = {"rows": 1, "chats": 1}

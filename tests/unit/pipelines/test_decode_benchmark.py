@@ -11,7 +11,6 @@ from tiny_drafters import build
 from tiny_targets import TinyTarget, save_chat_target
 
 from moray.bench.configs import DecodeBenchmarkConfig
-from moray.bench.decode_benchmark import benchmark_decoding, print_benchmark
 from moray.bench.recording import check_writable
 from moray.config import validate
 from moray.decoding.stats import PHASES
@@ -22,6 +21,7 @@ from moray.provenance import write_json_atomically
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
+from pipelines.benchmarks.decode import benchmark_decoding, print_benchmark
 
 CHAIN, DEEP = {"type": "chain", "depth": 3}, {"type": "adaptive", "depth": 4, "breadth": 2, "nodes": 6}
 EAGLE = EagleConfig(type="eagle", layer=BlockConfig(num_heads=4, num_kv_heads=2, intermediate_size=96))

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from moray.cluster.regenerate_config import RegenerateConfig
+from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.data.ultrachat import BadRow, Chat
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig

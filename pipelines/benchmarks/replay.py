@@ -13,13 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.bench.answers import ANSWERS_FILE, read_answers
-from moray.bench.shaped_config import RecordedAcceptanceConfig
 from moray.decoding.accept import Accepted
 from moray.decoding.sampling import Sampler
 from moray.decoding.stats import Generation, tau
 from moray.errors import ConfigError, DataError
 from moray.trees.shapes import AnyShape
 from moray.trees.tree import TokenTree
+from pipelines.benchmarks.shaped_config import RecordedAcceptanceConfig
 
 _GOLDEN_RATIO = 0.6180339887498949
 

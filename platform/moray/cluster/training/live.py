@@ -23,7 +23,7 @@ from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import ShardPlan, only_columns, plan_shards
 from moray.batch import TapNeeds
 from moray.cluster.configs import DistilConfig, LiveSource
-from moray.cluster.windows import read_window
+from moray.cluster.training.windows import read_window
 from moray.errors import DataError
 from moray.targets.spec import TargetConfig
 

@@ -15,8 +15,6 @@ from tiny_targets import TinyTarget, load_target, save_chat_target
 
 from moray.batch import TapNeeds, TrainBatch
 from moray.bench.configs import DecodeBenchmarkConfig, TreeSearchConfig
-from moray.bench.hit_rates import HitCounter
-from moray.bench.tree_search import print_tree, search_tree, tree_yaml, write_tree
 from moray.config import load_config, validate
 from moray.decoding.params import SamplingParams
 from moray.distill.checkpoint import save_drafter
@@ -28,6 +26,8 @@ from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
 from moray.trees.search import expected_tau
+from pipelines.benchmarks.hit_rates import HitCounter
+from pipelines.benchmarks.tree_search import print_tree, search_tree, tree_yaml, write_tree
 
 LEVELS, RANKS, CAPACITY = 3, 4, 400
 GREEDY = SamplingParams()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tiny_targets import save_chat_target
 
-from moray.cluster.dialogues import Dialogue, answer_chats
-from moray.cluster.regenerate_config import RegenerateConfig
+from moray.cluster.caching.dialogues import Dialogue, answer_chats
+from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.config import validate
 from moray.data.ultrachat import BadRow, Chat
 from moray.errors import ConfigError

@@ -5,11 +5,11 @@ from rehearsed import Rehearsed
 from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_targets import TinyTarget, load_target
 
-from moray.bench import batch_speedup
-from moray.bench.batch_speedup import measure_batch_speedup
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import PlainDecoder
 from moray.errors import ConfigError, DataError
+from pipelines.benchmarks import batch_speedup
+from pipelines.benchmarks.batch_speedup import measure_batch_speedup
 
 CHAIN = SHAPES["chain"]
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")

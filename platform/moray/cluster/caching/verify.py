@@ -6,7 +6,7 @@ import yaml
 
 from moray.activations.format.store import CacheStore
 from moray.activations.maintenance.verify import Findings, repair, verify_files
-from moray.cluster.upkeep import VerifyCacheConfig, caching_command
+from moray.cluster.caching.upkeep import VerifyCacheConfig, caching_command
 from moray.errors import ConfigError, DamagedError, DataError
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig

@@ -18,8 +18,8 @@ from moray.activations.format.store import CacheStore
 from moray.activations.reading.collate import needed_columns
 from moray.activations.reading.epochs import Window
 from moray.batch import TapNeeds
-from moray.cluster.live import LiveTargets, LiveWindows
-from moray.cluster.windows import read_window
+from moray.cluster.training.live import LiveTargets, LiveWindows
+from moray.cluster.training.windows import read_window
 
 _READ_CPUS = 0.5
 

@@ -12,8 +12,8 @@ from moray.activations.format.store import CacheStore
 from moray.activations.reading.collate import lane_batch
 from moray.activations.reading.epochs import EpochPlan, Window
 from moray.batch import LaneBatch, TapNeeds
-from moray.cluster.live import LiveTargets
-from moray.cluster.read_ahead import tables_ahead
+from moray.cluster.training.live import LiveTargets
+from moray.cluster.training.read_ahead import tables_ahead
 
 
 @dataclass(frozen=True)

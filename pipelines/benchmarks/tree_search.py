@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from moray.bench.configs import TreeSearchConfig
-from moray.bench.hit_rates import HitCounter, count_questions
 from moray.bench.loading import load_drafters, load_target, nothing_fits
 from moray.bench.recording import record
 from moray.bench.wording import number
@@ -20,6 +19,7 @@ from moray.progress import track
 from moray.provenance import write_text_atomically
 from moray.trees.search import best_paths, expected_tau
 from moray.trees.shapes import SparseShape
+from pipelines.benchmarks.hit_rates import HitCounter, count_questions
 
 _SHOWN_RANKS = 6
 

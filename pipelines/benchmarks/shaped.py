@@ -1,8 +1,9 @@
 """What decoding costs at the sizes of a real target, without its weights.
 
 Costs of passes and drafts depend on sizes alone, acceptance does not: random weights accept nothing, so acceptance
-here is SYNTHETIC (see `bench.replay`): at the rate that gives the tau asked for, or replayed from an evaluation. What
-comes out are milliseconds, the costs v, c and o, and efficiency at that tau; never a claim about a drafter's quality.
+here is SYNTHETIC (see `pipelines.benchmarks.replay`): at the rate that gives the tau asked for, or replayed from an
+evaluation. What comes out are milliseconds, the costs v, c and o, and efficiency at that tau; never a claim about a
+drafter's quality.
 Beside them stands the ceiling from bytes: a plain step cannot be faster than reading every weight once, so
 
     S <= tau / (1 + gamma * c_bytes)        c_bytes = bytes of a draft step / bytes of a plain step
@@ -18,10 +19,7 @@ from rich.text import Text
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from moray.batch import TapNeeds
-from moray.bench.decode_benchmark import print_costs, table_of_rows
 from moray.bench.recording import record
-from moray.bench.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
-from moray.bench.shaped_config import ShapeConfig, ShapedBenchmarkConfig
 from moray.bench.summary import cycle_costs
 from moray.bench.wording import number, percent, times
 from moray.decoding.compiling import compile_models
@@ -38,6 +36,9 @@ from moray.targets.model import Target, pick_device
 from moray.targets.spec import TargetSpec
 from moray.trees.shapes import MAX_DEPTH, ChainShape
 from moray.trees.tree import chain_of
+from pipelines.benchmarks.decode import print_costs, table_of_rows
+from pipelines.benchmarks.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
+from pipelines.benchmarks.shaped_config import ShapeConfig, ShapedBenchmarkConfig
 
 _DRAFT_DEPTH = 5
 _WARM_UP_TOKENS = 16

@@ -2,7 +2,7 @@
 
     cached   windows of the cache are read and decoded, the drafter is updated: what pipelines.distill does
     online   the same batches, but the target runs over them to give their taps; nothing is read but tokens
-    recipe   the published loop (see `bench.recipe`): chat by chat, the target runs again, dense masks, all logits
+    recipe   the published loop (`pipelines.benchmarks.recipe`): chat by chat, the target again, dense masks, all logits
 
 All three take turns on the same chats in one process, a worker with the environment that workers have; each one's peak
 of memory is that of a process of its own. A cached epoch can be faster than an online one by no more than
@@ -28,13 +28,13 @@ from rich.table import Table
 
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
-from moray.bench.isolated import forget_peak, measure_alone, resident_memory
 from moray.bench.recording import record
-from moray.cluster.benchmark_configs import TrainBenchmarkConfig
 from moray.cluster.configs import DistilConfig
-from moray.cluster.ways_to_train import WAYS, WaysToTrain, median_ratio
 from moray.config import merge, read_yaml, validate
 from moray.progress import Progress
+from pipelines.benchmarks.cluster_configs import TrainBenchmarkConfig
+from pipelines.benchmarks.isolated import forget_peak, measure_alone, resident_memory
+from pipelines.benchmarks.ways_to_train import WAYS, WaysToTrain, median_ratio
 
 _MACHINE_TURNS = 5
 

@@ -9,9 +9,6 @@ from rich.console import Console
 from tiny_drafters import DRAFTERS
 
 from moray.bench.answers import AnsweredTurn, MethodAnswer
-from moray.bench.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
-from moray.bench.shaped import benchmark_shape, print_shaped, random_target
-from moray.bench.shaped_config import RecordedAcceptanceConfig, ShapeConfig, ShapedBenchmarkConfig
 from moray.bench.wording import percent, times
 from moray.config import validate
 from moray.decoding.params import SamplingParams
@@ -21,6 +18,9 @@ from moray.errors import ConfigError, DataError
 from moray.provenance import write_json_atomically
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape
 from moray.trees.tree import TokenTree, fixed_structure
+from pipelines.benchmarks.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
+from pipelines.benchmarks.shaped import benchmark_shape, print_shaped, random_target
+from pipelines.benchmarks.shaped_config import RecordedAcceptanceConfig, ShapeConfig, ShapedBenchmarkConfig
 
 CPU = torch.device("cpu")
 SHAPE = ShapeConfig(

@@ -6,12 +6,12 @@ from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 
-from moray.bench.recipe import Chat, RecipeTrainer, stock_model
 from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.losses import distillation_loss
 from moray.distill.masks import draw_view, loss_positions
 from moray.errors import ConfigError
 from moray.targets.spec import TargetConfig
+from pipelines.benchmarks.recipe import Chat, RecipeTrainer, stock_model
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Caches and regenerated chats, made and kept on Ray Data."""
