@@ -43,3 +43,10 @@ def test_what_zero_cannot_share_is_refused_with_the_way_out() -> None:
         build(parallel=zero, train={"precision": "float16"})
     with pytest.raises(ConfigError, match=r"parallel.*stage"):
         build(parallel={"type": "deepspeed", "stage": 4})
+
+
+def test_validation_beside_training_has_a_core_for_each_thread() -> None:
+    for fine in ({"threads": 2, "cpus": 2}, {"threads": 2, "every_checkpoints": None}, {"threads": 1, "cpus": 0.5}):
+        assert build(validation={"chats": "c.jsonl", **fine}).validation is not None
+    with pytest.raises(ConfigError, match=r"validation.*threads is 2 but cpus is 1: .* give cpus=2, fewer threads, or"):
+        build(validation={"chats": "c.jsonl", "threads": 2})

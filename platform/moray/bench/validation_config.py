@@ -1,6 +1,8 @@
 """How checkpoints are validated while a drafter trains. Torch-free."""
 
-from pydantic import Field
+import math
+
+from pydantic import Field, model_validator
 
 from moray.config import Config
 
@@ -25,3 +27,13 @@ class ValidationConfig(Config):
     """GPUs of the validator; 0 runs target and drafter on the CPU."""
     threads: int = Field(default=1, ge=1)
     """Number of torch threads of the validator."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ValidationConfig":
+        if self.every_checkpoints is not None and self.threads > math.ceil(self.cpus):
+            raise ValueError(
+                f"threads is {self.threads} but cpus is {self.cpus:g}: beside training, threads without a core of "
+                f"their own wait for each other and for the workers; give cpus={self.threads}, fewer threads, or "
+                "every_checkpoints=null, which validates when the workers have gone"
+            )
+        return self
