@@ -13,13 +13,13 @@ from collections.abc import AsyncGenerator, Mapping
 
 import torch
 
-from moray.bench.loading import build_drafters, num_head_layers
 from moray.decoding.fitting import fit_shape
 from moray.decoding.remote.ahead import can_run_ahead
 from moray.decoding.remote.channel import Endpoint, SocketServer
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import pack, unpack_request
 from moray.drafters.base import Drafter
+from moray.drafters.loading import build_drafters, num_head_layers
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from moray.bench.loading import load_drafters
 from moray.decoding.calibrate import calibrate
 from moray.decoding.costs import Costs
 from moray.decoding.drafts import DraftSource, LocalDrafts
@@ -17,6 +16,7 @@ from moray.decoding.fitting import fit_shape
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request, Update
 from moray.drafters.base import Drafter
+from moray.drafters.loading import load_drafters
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 from moray.trees.shapes import AdaptiveShape

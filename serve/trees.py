@@ -1,9 +1,9 @@
 """Whether drafters can draft the application's tree, found out before a replica starts."""
 
-from moray.bench.loading import folder_of
 from moray.decoding.fitting import fit_shape
-from moray.distill.checkpoint import read_contract
+from moray.drafters.checkpoint import read_contract
 from moray.drafters.configs import TrainedConfig
+from moray.drafters.loading import folder_of
 from serve.config import ServeConfig
 
 

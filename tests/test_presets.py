@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from moray.bench.configs import EvaluateConfig
-from moray.bench.loading import folder_of
 from moray.cluster.configs import DistilConfig
 from moray.config import load_config, read_yaml
 from moray.data.ultrachat import Chat, plan_chunks, read_chunk
 from moray.drafters.configs import DRAFTER_CONFIG, TrainedConfig
+from moray.drafters.loading import folder_of
 from moray.targets.head import TargetHead
 from moray.trees.shapes import ChainShape
 from pipelines.benchmarks.shaped import random_target

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moray.bench.configs import EngineBenchmarkConfig
-from moray.bench.loading import first_prompts, load_drafters, load_target
+from moray.bench.loading import first_prompts, load_target
 from moray.bench.recording import record
 from moray.bench.spread import quartiles
 from moray.bench.wording import number, percent, times
@@ -28,6 +28,7 @@ from moray.decoding.session import synchronise
 from moray.decoding.stats import tau
 from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
+from moray.drafters.loading import load_drafters
 from moray.progress import Progress, track
 from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape

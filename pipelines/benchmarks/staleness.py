@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moray.batch import Taps
 from moray.bench.configs import StalenessConfig
-from moray.bench.loading import load_drafters, load_target, nothing_fits
+from moray.bench.loading import load_target, nothing_fits
 from moray.bench.recording import record
 from moray.bench.specbench import Question
 from moray.bench.spread import ratio_interval, ratio_of_ratios_interval
@@ -32,6 +32,7 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder
 from moray.drafters.base import Drafter
+from moray.drafters.loading import load_drafters
 from moray.errors import ConfigError
 from moray.progress import track
 from moray.targets.model import Target

@@ -10,10 +10,10 @@ import torch
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
 from moray.activations.reading.token_counts import token_counts
-from moray.bench.loading import fingerprints_of
 from moray.bench.specbench import read_questions
 from moray.cluster.training.claim import check_same_target
-from moray.distill.checkpoint import read_contract
+from moray.drafters.checkpoint import read_contract
+from moray.drafters.loading import fingerprints_of
 from moray.errors import ConfigError, DataError
 from moray.provenance import sha256_of_files
 from moray.targets.head import TargetHead

@@ -15,7 +15,7 @@ import yaml
 from moray.activations.format.store import CacheStore
 from moray.activations.reading.token_counts import token_counts
 from moray.bench.spread import ratio_interval
-from moray.distill.checkpoint import load_drafter, read_contract, save_drafter
+from moray.drafters.checkpoint import load_drafter, read_contract, save_drafter
 from moray.provenance import RUN_FILE, write_text_atomically
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer

@@ -18,10 +18,11 @@ from moray.activations.format.store import CacheStore
 from moray.activations.reading.token_counts import token_counts
 from moray.bench.answers import open_answers
 from moray.bench.evaluation import measurement_fingerprints
-from moray.bench.loading import load_drafters, load_target, nothing_fits
+from moray.bench.loading import load_target, nothing_fits
 from moray.bench.runner import Runner
 from moray.bench.specbench import Question
 from moray.drafters.base import Drafter
+from moray.drafters.loading import load_drafters
 from moray.errors import DataError, MorayError, UnreachableError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer

@@ -22,7 +22,8 @@ def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> d
     Raises:
         DataError: not one prompt fits into the context, or fewer than `batch_size`.
     """
-    from moray.bench.loading import load_drafters, load_target, nothing_fits
+    from moray.bench.loading import load_target, nothing_fits
+    from moray.drafters.loading import load_drafters
 
     config = EvaluateConfig.model_validate_json(evaluation)
     device = "cuda" if gpus else "cpu"  # whatever the target's own setting: other GPUs are for the workers

@@ -16,13 +16,13 @@ from tiny_batches import taps_of
 from tiny_drafters import TRAINED, VARIANTS, build
 from tiny_targets import TinyTarget, save_chat_target
 
-from moray.bench.loading import fingerprints_of, load_drafters
 from moray.config import validate
 from moray.decoding.params import SamplingParams
-from moray.distill.checkpoint import load_drafter, read_contract, save_drafter
 from moray.distill.export import export_drafter, load_exported
 from moray.distill.export_config import ExportConfig
 from moray.distill.metrics import write_validation
+from moray.drafters.checkpoint import load_drafter, read_contract, save_drafter
+from moray.drafters.loading import fingerprints_of, load_drafters
 from moray.errors import DataError, MismatchError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target

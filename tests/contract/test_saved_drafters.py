@@ -12,8 +12,8 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 
 from moray.decoding.params import SamplingParams
-from moray.distill.checkpoint import load_drafter, read_contract, save_drafter
-from moray.distill.contract import Contract
+from moray.drafters.checkpoint import load_drafter, read_contract, save_drafter
+from moray.drafters.contract import Contract
 from moray.errors import DataError, MismatchError
 from moray.targets.head import TargetHead
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from moray.bench.answers import AnswerLog, open_answers
 from moray.bench.configs import EvaluateConfig
-from moray.bench.loading import fingerprints_of, folder_of, load_drafters, load_target, nothing_fits
+from moray.bench.loading import load_target, nothing_fits
 from moray.bench.runner import Runner
 from moray.bench.specbench import Question
 from moray.bench.summary import slower_than_plain, summarise
@@ -15,6 +15,7 @@ from moray.decoding.compiling import compile_models
 from moray.distill.metrics import read_learning, read_metrics
 from moray.drafters.base import Drafter
 from moray.drafters.configs import TrainedConfig
+from moray.drafters.loading import fingerprints_of, folder_of, load_drafters
 from moray.progress import Progress
 from moray.provenance import machine, read_run_yaml, sha256_of_files, versions
 from moray.targets.model import Target

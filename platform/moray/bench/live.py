@@ -5,10 +5,10 @@ from rich.console import Console
 from rich.text import Text
 
 from moray.bench.configs import LiveConfig
-from moray.bench.loading import load_drafters
 from moray.decoding.fitting import depth_notice, say_once
 from moray.decoding.speculate import SpeculativeDecoder
 from moray.decoding.stats import tau
+from moray.drafters.loading import load_drafters
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 

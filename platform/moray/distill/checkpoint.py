@@ -1,150 +1,32 @@
-"""Checkpoints of drafters and of training runs: safetensors and JSON, written atomically, never pickled.
+"""Resumable checkpoints of training: a drafter (`drafters.checkpoint`), and beside it, written atomically:
 
-drafter.safetensors   trainable weights and buffers
-drafter.json          its configuration, and what it was trained for (see `distill.contract`)
-training.safetensors  optimiser state           (resumable checkpoints only)
-training.json         updates, tokens, seconds  (resumable checkpoints only)
+training.safetensors  optimiser state
+training.json         updates, tokens, seconds
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moray.distill.contract import Contract
 from moray.distill.loop import Progress
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Parallel
-from moray.drafters.base import Drafter
 from moray.errors import DataError
-from moray.provenance import RUN_FILE
-from moray.targets.head import TargetHead
-from moray.targets.loading import describe_difference, describe_nonfinite
-
-EXPORTED_TYPE = "moray_drafter"
-"""`model_type` in the config.json of an exported drafter (see `distill.export`)."""
-DRAFTER_PREFIX = "drafter."
-"""Of a drafter's own weights in an exported model.safetensors."""
-
-
-def save_drafter(
-    folder: Path, drafter: Drafter, text_fingerprint: str, weights: Mapping[str, Tensor] | None = None
-) -> None:
-    """Write a drafter that decodes and can be trained further.
-
-    Args:
-        folder: made if need be.
-        drafter: its frozen target parts are not saved.
-        text_fingerprint: of the tokenizer and chat template it was trained with.
-        weights: its state dict, where workers share it and it had to be gathered.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    state = drafter.state_dict() if weights is None else weights
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    _atomically(folder / "drafter.safetensors", lambda path: save_file(tensors, path))
-    description = Contract.of(drafter, text_fingerprint).describe()
-    _atomically(folder / "drafter.json", lambda path: path.write_text(json.dumps(description, indent=2)))
-
-
-def is_exported(folder: Path) -> bool:
-    """Whether a folder holds what pipelines.export wrote, in place of a run or a checkpoint."""
-    try:
-        description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return not (folder / "drafter.json").exists() and description["model_type"] == EXPORTED_TYPE
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def drafter_files(folder: Path) -> tuple[Path, Path]:
-    """The description and the weights of a drafter on disk, exported or not."""
-    if is_exported(folder):
-        return folder / "config.json", folder / "model.safetensors"
-    return folder / "drafter.json", folder / "drafter.safetensors"
-
-
-def read_contract(folder: Path) -> Contract:
-    """What a drafter on disk says of itself, and what it was trained for.
-
-    Raises:
-        DataError: no drafter there, an unfinished run, or a damaged description.
-    """
-    path, _ = drafter_files(folder)
-    try:
-        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Contract.parse(description["contract"] if is_exported(folder) else description, path)
-    except OSError:
-        if (folder / RUN_FILE).is_file():
-            raise DataError(f"'{folder}' holds a run that is not finished: run its pipelines.distill again") from None
-        raise DataError(
-            f"'{folder}' holds no drafter: drafter.json is missing; train one with pipelines.distill"
-        ) from None
-    except (json.JSONDecodeError, KeyError, TypeError, ValidationError) as error:
-        raise DataError(f"'{path}' is damaged: {' '.join(str(error).split())[:200]}") from None
-
-
-def load_drafter(folder: Path, head: TargetHead, text_fingerprint: str) -> Drafter:
-    """Rebuild a saved or exported drafter for the target that `head` belongs to, in eval mode.
-
-    Raises:
-        MismatchError: it was trained for another target, tokenizer, chat template or other taps; both values are named.
-        DataError: missing or damaged files.
-    """
-    contract = read_contract(folder)
-    contract.check_target(folder, head.spec, text_fingerprint)
-    drafter = contract.drafter.build(head)
-    contract.check_taps(folder, drafter.needs)
-    load_weights(folder, drafter)
-    return drafter.to(head.weight.device).eval()
-
-
-def load_weights(folder: Path, drafter: Drafter) -> None:
-    """Fill a drafter with saved weights; they must match exactly.
-
-    Raises:
-        DataError: see `fill`, or the file cannot be read.
-    """
-    _, path = drafter_files(folder)
-    prefix = DRAFTER_PREFIX if is_exported(folder) else ""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-            state = {name[len(prefix) :]: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"'{path}' does not hold this drafter's weights: {' '.join(str(error).split())[:200]}"
-        ) from None
-    fill(drafter, state, path)
-
-
-def fill(drafter: Drafter, state: dict[str, Tensor], path: Path) -> None:
-    """Give a drafter the weights and buffers that `path` holds.
-
-    Raises:
-        DataError: a tensor is missing, unexpected, misshapen or not finite.
-    """
-    wanted = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
-    problem = describe_difference({name: tensor.shape for name, tensor in state.items()}, wanted)
-    problem = problem or describe_nonfinite(state.items())
-    if problem:
-        raise DataError(
-            f"'{path}' does not hold this drafter's weights: {problem}; take another checkpoint or train it again"
-        )
-    drafter.load_state_dict(state)
+from moray.provenance import replace_file
+from moray.targets.loading import describe_nonfinite
 
 
 def save_training(folder: Path, optimiser_state: Mapping[str, Tensor], progress: Progress) -> None:
     """Write what a run needs, beside its drafter, to go on exactly where it was."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu() for name, tensor in optimiser_state.items()}
-    _atomically(folder / "training.safetensors", lambda path: save_file(state, path))
-    _atomically(folder / "training.json", lambda path: path.write_text(json.dumps(asdict(progress))))
+    replace_file(folder / "training.safetensors", lambda path: save_file(state, path))
+    replace_file(folder / "training.json", lambda path: path.write_text(json.dumps(asdict(progress))))
 
 
 def load_training(folder: Path, optimiser: Optimiser | Parallel) -> Progress:
@@ -170,9 +52,3 @@ def whole_checkpoint_step(folder: Path) -> int | None:
         return int(json.loads((folder / "training.json").read_text(encoding="utf-8"))["step"])
     except (OSError, SafetensorError, ValueError, KeyError):
         return None
-
-
-def _atomically(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    write(temporary)
-    temporary.replace(path)

@@ -1,6 +1,6 @@
 """Exporting a drafter: one folder in the style of the Hugging Face hub that a drafter replica runs from.
 
-config.json            model type, contract (see `distill.contract`), the target's config.json, RoPE, dtype
+config.json            model type, contract (see `drafters.contract`), the target's config.json, RoPE, dtype
 model.safetensors      "drafter.*": the drafter's weights and buffers, its draft vocabulary among them
                        "head.*": the target's frozen parts under their names in the target
 tokenizer files        with the chat template the drafter was trained with, to prepare text
@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moray.distill.checkpoint import DRAFTER_PREFIX, EXPORTED_TYPE, fill, is_exported, load_drafter, read_contract
-from moray.distill.contract import Contract
 from moray.distill.export_config import ExportConfig
 from moray.distill.model_card import model_card
 from moray.drafters.base import Drafter
+from moray.drafters.checkpoint import DRAFTER_PREFIX, EXPORTED_TYPE, fill, is_exported, load_drafter, read_contract
+from moray.drafters.contract import Contract
 from moray.errors import ConfigError, DataError
 from moray.provenance import read_json, versions, write_json_atomically
 from moray.targets.head import TargetHead

@@ -6,11 +6,11 @@ from typing import Any
 
 import yaml
 
-from moray.distill.checkpoint import drafter_files
-from moray.distill.contract import Contract
 from moray.distill.export_config import ExportConfig
 from moray.distill.metrics import read_metrics, read_validation
 from moray.drafters.base import Drafter
+from moray.drafters.checkpoint import drafter_files
+from moray.drafters.contract import Contract
 from moray.errors import DataError
 from moray.explain import one_line
 from moray.provenance import RUN_FILE, read_json, read_run_yaml, sha256_of_files
@@ -81,7 +81,7 @@ def _usage(config: ExportConfig, base: str | None) -> str:
     )
     return (
         "## Use\n\nMeasure it beside plain decoding, or pair it with the target in your own code "
-        "(`moray.bench.loading.load_drafters`):\n\n```bash\npython -m pipelines.evaluate "
+        "(`moray.drafters.loading.load_drafters`):\n\n```bash\npython -m pipelines.evaluate "
         f"target.model={target} 'drafters=[THIS_FOLDER]' \\\n  'trees=[{{type: chain, depth: 5}}]' "
         f"questions=QUESTIONS.jsonl output=OUTPUT\n```\n{alone if config.include_head else ''}"
     )

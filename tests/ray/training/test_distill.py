@@ -11,8 +11,8 @@ from moray.activations.format.store import CacheStore
 from moray.cluster.configs import DistilConfig
 from moray.cluster.training.claim import claim, is_complete
 from moray.config import validate
-from moray.distill.checkpoint import load_drafter, read_contract
 from moray.distill.metrics import read_metrics
+from moray.drafters.checkpoint import load_drafter, read_contract
 from moray.errors import ConfigError, DataError, MismatchError, UnreachableError
 from moray.targets.head import TargetHead
 from moray.targets.spec import read_spec

@@ -13,8 +13,8 @@ from moray.cluster.configs import DistilConfig
 from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
-from moray.distill.checkpoint import load_drafter
 from moray.distill.metrics import read_metrics
+from moray.drafters.checkpoint import load_drafter
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig

@@ -30,7 +30,7 @@ def values(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """What all sweeps here have in common: two untrained drafters, one of them of two levels, and four questions."""
     import torch
 
-    from moray.distill.checkpoint import save_drafter
+    from moray.drafters.checkpoint import save_drafter
     from moray.drafters.configs import DRAFTER_CONFIG
     from moray.targets.head import TargetHead
     from moray.targets.spec import TargetConfig
@@ -115,7 +115,7 @@ def test_a_winner_s_file_is_for_the_evaluate_command(tuned: tuple[TuneDecodingCo
 
     from moray.bench.configs import EvaluateConfig
     from moray.bench.evaluation import evaluate
-    from moray.distill.checkpoint import read_contract
+    from moray.drafters.checkpoint import read_contract
     from sweeps.decoding.combinations import Combination
     from sweeps.decoding.results import write_best
 

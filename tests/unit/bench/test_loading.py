@@ -10,10 +10,10 @@ from tiny_drafters import DRAFTERS, build
 from tiny_targets import TinyTarget, save_chat_target
 
 from moray.bench.configs import EvaluateConfig
-from moray.bench.loading import fingerprints_of, folder_of, load_drafters
 from moray.config import validate
-from moray.distill.checkpoint import save_drafter
+from moray.drafters.checkpoint import save_drafter
 from moray.drafters.configs import NgramConfig, PretrainedConfig, TrainedConfig
+from moray.drafters.loading import fingerprints_of, folder_of, load_drafters
 from moray.errors import ConfigError, MismatchError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig

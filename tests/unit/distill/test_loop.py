@@ -10,13 +10,14 @@ from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.distill.checkpoint import load_drafter, load_training, save_drafter, save_training
+from moray.distill.checkpoint import load_training, save_training
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, MuonConfig, TrainConfig
 from moray.distill.finite import NONFINITE_FILE, FiniteWatch, NonFiniteError, write_record
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
 from moray.distill.step import UpdatePlace, run_update
+from moray.drafters.checkpoint import load_drafter, save_drafter
 from moray.errors import DataError
 
 SCHEDULE = LinearSchedule(type="linear", warmup_steps=3)

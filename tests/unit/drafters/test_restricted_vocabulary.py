@@ -8,8 +8,8 @@ from tiny_drafters import TRAINED, VARIANTS, build, overfit
 from tiny_targets import VOCABULARY, TinyTarget, load_target
 
 from moray.decoding.params import SamplingParams
-from moray.distill.checkpoint import load_drafter, save_drafter
 from moray.drafters.base import Drafter
+from moray.drafters.checkpoint import load_drafter, save_drafter
 from moray.errors import ConfigError
 
 COUNTS = torch.arange(VOCABULARY) % 60

@@ -8,11 +8,11 @@ from tiny_drafters import build, overfit
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
 
 from moray.decoding.params import SamplingParams
-from moray.distill.checkpoint import load_drafter, save_drafter
 from moray.distill.configs import LossConfig
 from moray.distill.losses import distillation_loss
 from moray.distill.masks import loss_positions
 from moray.drafters.base import DraftView
+from moray.drafters.checkpoint import load_drafter, save_drafter
 from moray.drafters.configs import BlockConfig, EagleConfig, GlideConfig, IndependentConfig, MedusaConfig, MoAConfig
 from moray.drafters.vocabulary import DraftVocabulary
 from moray.errors import ConfigError

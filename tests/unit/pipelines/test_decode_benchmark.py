@@ -14,7 +14,7 @@ from moray.bench.configs import DecodeBenchmarkConfig
 from moray.bench.recording import check_writable
 from moray.config import validate
 from moray.decoding.stats import PHASES
-from moray.distill.checkpoint import save_drafter
+from moray.drafters.checkpoint import save_drafter
 from moray.drafters.configs import BlockConfig, EagleConfig, MedusaConfig
 from moray.errors import ConfigError, DataError
 from moray.provenance import write_json_atomically

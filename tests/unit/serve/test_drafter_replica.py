@@ -11,7 +11,7 @@ from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.channel import SocketChannel
 from moray.decoding.remote.messages import DraftedTree, DraftRequest, Entry, pack, unpack_reply
-from moray.distill.checkpoint import save_drafter
+from moray.drafters.checkpoint import save_drafter
 from moray.drafters.configs import MedusaConfig
 from moray.errors import ConfigError
 from moray.targets.model import Target

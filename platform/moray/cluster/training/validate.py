@@ -88,8 +88,8 @@ def validate_checkpoint(checkpoint: ray.train.Checkpoint, config: str, output: s
     """Measure the drafter of a checkpoint and add its row to the run's validation.jsonl. Runs in a task of its own."""
     import torch
 
-    from moray.bench.loading import load_drafters
     from moray.bench.validation import Validator
+    from moray.drafters.loading import load_drafters
     from moray.targets.model import Target
     from moray.text import ChatTokenizer
 

@@ -23,7 +23,7 @@ from moray.cluster.errors import own_errors
 from moray.cluster.training.live import LiveTargets, open_source
 from moray.cluster.training.stream import Reader, stream_updates
 from moray.cluster.training.validate import is_validated
-from moray.distill.checkpoint import load_training, load_weights, save_drafter, save_training, whole_checkpoint_step
+from moray.distill.checkpoint import load_training, save_training, whole_checkpoint_step
 from moray.distill.finite import NonFiniteError, write_record
 from moray.distill.loop import Progress, Span, train
 from moray.distill.metrics import MetricsWriter
@@ -32,6 +32,7 @@ from moray.distill.parallel import Parallel, Replicas
 from moray.distill.sinks import Sink, open_trackers
 from moray.distill.step import lanes_of
 from moray.drafters.base import Drafter
+from moray.drafters.checkpoint import load_weights, save_drafter
 from moray.errors import DataError, MorayError, UnreachableError
 from moray.provenance import read_json
 from moray.targets.head import TargetHead

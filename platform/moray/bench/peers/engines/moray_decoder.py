@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from moray.bench.loading import build_drafters
 from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
 from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.drafters.configs import NgramConfig
+from moray.drafters.loading import build_drafters
 from moray.provenance import git_state
 from moray.targets.head import TargetHead
 from moray.targets.model import Target

@@ -1,0 +1,107 @@
+"""From what a configuration names to drafters that decode, in the target's precision."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from moray.drafters.base import Drafter
+from moray.drafters.checkpoint import drafter_files, load_drafter, read_contract
+from moray.drafters.configs import PretrainedConfig, ReadyConfig, TrainedConfig, UsableConfig
+from moray.errors import ConfigError, MismatchError
+from moray.progress import Progress
+from moray.provenance import sha256_of_files
+from moray.targets.head import TargetHead
+from moray.targets.loading import describe_nonfinite
+from moray.targets.model import Target
+from moray.targets.spec import fingerprint, resolve_folder
+from moray.text import ChatTokenizer
+
+
+def load_drafters(
+    entries: tuple[str | UsableConfig, ...], target: Target, tokenizer: ChatTokenizer
+) -> dict[str, Drafter]:
+    """Drafters for one target, in the order given, by the names of their folders or types.
+
+    Raises:
+        ConfigError: two have the same name, or one has not learnt the effort asked for.
+        MismatchError: a drafter belongs to another target, tokenizer or template.
+    """
+    with Progress("load drafters"):
+        return build_drafters(entries, lambda num_layers: TargetHead.of(target, num_layers), tokenizer)
+
+
+def num_head_layers(entries: tuple[str | UsableConfig, ...]) -> int:
+    """The target's last layers that drafters run themselves: as many as the one that runs most of them."""
+    folders = [folder_of(entry) for entry in entries if isinstance(entry, str | TrainedConfig)]
+    return max((read_contract(folder).drafter.num_target_layers for folder in folders), default=0)
+
+
+def build_drafters(
+    entries: tuple[str | UsableConfig, ...], head_of: Callable[[int], TargetHead], tokenizer: ChatTokenizer
+) -> dict[str, Drafter]:
+    """The same where the target itself need not be there: `head_of` gives its head with so many of its last layers."""
+    drafters: dict[str, Drafter] = {}
+    for entry in entries:
+        name = _name(entry)
+        if name in drafters:
+            raise ConfigError(
+                f"drafters holds two called '{name}', which is the row's name; rename a folder, or give `name` to one "
+                "that stands there as {type: ...}"
+            )
+        if isinstance(entry, str | TrainedConfig):
+            folder = folder_of(entry)
+            head = head_of(read_contract(folder).drafter.num_target_layers)
+            drafter = load_drafter(folder, head, tokenizer.fingerprint)
+        else:
+            head = head_of(0)
+            drafter = _from_config(entry, head, tokenizer)
+        if isinstance(entry, TrainedConfig) and entry.effort is not None:
+            drafter.fix_effort(entry.effort)
+        drafter.cast(head.weight.dtype)
+        problem = describe_nonfinite(drafter.named_parameters())
+        if problem:  # float16 ends at 65504
+            raise ConfigError(
+                f"target.dtype does not hold the weights of drafter '{name}', which is run in it: {problem}; use "
+                "bfloat16 or float32"
+            )
+        drafter.pack()
+        drafters[name] = drafter
+    return drafters
+
+
+def fingerprints_of(entries: tuple[str | UsableConfig, ...]) -> dict[str, str]:
+    """What tells drafters from others of the same name: hashes of their files."""
+    found, field = {}, "drafter.model"
+    for entry in entries:
+        if isinstance(entry, str | TrainedConfig):
+            found[_name(entry)] = sha256_of_files(drafter_files(folder_of(entry)))
+        elif isinstance(entry, PretrainedConfig):
+            found[_name(entry)] = fingerprint(resolve_folder(entry.model, field=field), field)
+    return found
+
+
+def folder_of(entry: str | TrainedConfig) -> Path:
+    """Where a trained drafter lies."""
+    return Path(entry if isinstance(entry, str) else entry.folder)
+
+
+def _name(entry: str | UsableConfig) -> str:
+    given = None if isinstance(entry, str) else entry.name
+    return given or (folder_of(entry).name if isinstance(entry, str | TrainedConfig) else entry.type)
+
+
+def _from_config(config: ReadyConfig, head: TargetHead, tokenizer: ChatTokenizer) -> Drafter:
+    if isinstance(config, PretrainedConfig):
+        theirs, ours = _ordinary_tokens(ChatTokenizer.load(config.model, "plain")), _ordinary_tokens(tokenizer)
+        if theirs != ours:
+            strange = min(theirs ^ ours)
+            raise MismatchError(
+                f"drafters holds model '{config.model}', whose vocabulary is not the target's, first at {strange}: a "
+                "model with the target's tokenizer is needed"
+            )
+    return config.build(head).eval()
+
+
+def _ordinary_tokens(tokenizer: ChatTokenizer) -> set[tuple[str, int]]:
+    """Tokens and their ids without added ones, which siblings of a family name differently."""
+    added = tokenizer.tokenizer.get_added_vocab()
+    return {(token, index) for token, index in tokenizer.tokenizer.get_vocab().items() if token not in added}
