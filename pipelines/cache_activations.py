@@ -23,8 +23,9 @@ import sys
 from typing import Any
 
 from moray.activations.format.schema import CacheConfig
+from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.upkeep import CacheCommand, CacheStatisticsConfig, CompactCacheConfig, VerifyCacheConfig
-from moray.cluster.configs import CaptureConfig, RayConfig
+from moray.cluster.configs import RayConfig
 from moray.commands import Command, run_commands
 from moray.config import Config
 from moray.data.ultrachat import ChatsConfig

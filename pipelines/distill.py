@@ -5,7 +5,7 @@
 Killed at any instant, the same command goes on from its last checkpoint.
 """
 
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.config import run_entry_point
 
 

@@ -20,10 +20,10 @@ def main(config: EvaluateConfig) -> None:
     """Load the target and the drafters, ask all questions, write and print the report."""
     from rich.console import Console
 
-    from moray.bench.console import print_report
     from moray.bench.evaluation import evaluate
     from moray.bench.lossless import check_lossless, row_name
-    from moray.bench.report import write_report
+    from moray.bench.reports.console import print_report
+    from moray.bench.reports.report import write_report
 
     console = Console()
     report = evaluate(config, console)
@@ -37,7 +37,7 @@ def main_compare(config: CompareConfig) -> None:
     """Print two reports side by side, row by row; ratios are b / a."""
     from rich.console import Console
 
-    from moray.bench.compare import compare, print_comparison, write_comparison
+    from moray.bench.reports.compare import compare, print_comparison, write_comparison
 
     comparison = compare(Path(config.a), Path(config.b))
     print_comparison(comparison, Console())

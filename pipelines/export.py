@@ -7,12 +7,12 @@ pipelines.evaluate in place of the run.
 """
 
 from moray.config import run_entry_point
-from moray.distill.export_config import ExportConfig
+from moray.distill.export.config import ExportConfig
 
 
 def main(config: ExportConfig) -> None:
     """Check that drafter and target belong together, then write the folder."""
-    from moray.distill.export import export_drafter
+    from moray.distill.export.export import export_drafter
     from moray.progress import Progress
 
     with Progress(f"export {config.drafter}"):

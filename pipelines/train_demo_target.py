@@ -8,7 +8,7 @@ an interrupted one is made again.
 """
 
 from moray.config import run_entry_point
-from moray.targets.demo_config import DemoTargetConfig
+from moray.targets.demo.config import DemoTargetConfig
 
 
 def main(config: DemoTargetConfig) -> None:
@@ -16,7 +16,7 @@ def main(config: DemoTargetConfig) -> None:
     from rich.console import Console
 
     from moray.provenance import write_run_yaml
-    from moray.targets.demo import read_result, train_demo_target
+    from moray.targets.demo.make import read_result, train_demo_target
 
     console = Console()
     result = read_result(config)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moray.bench.configs import EvaluateConfig
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.config import load_config, read_yaml
 from moray.data.ultrachat import Chat, plan_chunks, read_chunk
 from moray.drafters.configs import DRAFTER_CONFIG, TrainedConfig

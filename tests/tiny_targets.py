@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from moray.targets.demo_data import CHAT_TEMPLATE, SPECIAL_TOKENS
+from moray.targets.demo.data import CHAT_TEMPLATE, SPECIAL_TOKENS
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 

@@ -17,10 +17,10 @@ from rich.text import Text
 from moray.bench.configs import DecodeBenchmarkConfig
 from moray.bench.loading import load_target, nothing_fits
 from moray.bench.recording import record
-from moray.bench.report_schema import Phases
+from moray.bench.reports.schema import Phases
+from moray.bench.reports.wording import number, percent, times
 from moray.bench.runner import Runner
 from moray.bench.summary import summarise
-from moray.bench.wording import number, percent, times
 from moray.decoding.compiling import compile_models
 from moray.drafters.loading import load_drafters
 from moray.progress import Progress, track

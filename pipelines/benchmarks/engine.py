@@ -15,8 +15,8 @@ from rich.table import Table
 from moray.bench.configs import EngineBenchmarkConfig
 from moray.bench.loading import first_prompts, load_target
 from moray.bench.recording import record
+from moray.bench.reports.wording import number, percent, times
 from moray.bench.spread import quartiles
-from moray.bench.wording import number, percent, times
 from moray.decoding.calibrate import calibrate
 from moray.decoding.costs import Costs
 from moray.decoding.drafts import LocalDrafts

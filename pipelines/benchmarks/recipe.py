@@ -21,9 +21,9 @@ from moray.batch import Taps, TrainBatch
 from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.masks import draw_view, loss_positions
 from moray.drafters.base import DraftView
-from moray.drafters.layers import Rotary, SelfAttentionLayer, rotate
-from moray.drafters.moa import MoA
-from moray.drafters.pooled import PooledSelfAttentionLayer
+from moray.drafters.common.layers import Rotary, SelfAttentionLayer, rotate
+from moray.drafters.moa.moa import MoA
+from moray.drafters.moa.pooled import PooledSelfAttentionLayer
 from moray.errors import ConfigError
 from moray.targets.loading import load_causal_lm
 from moray.targets.model import pick_device

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from moray.batch import TapNeeds
 from moray.bench.recording import record
+from moray.bench.reports.wording import number, percent, times
 from moray.bench.summary import cycle_costs
-from moray.bench.wording import number, percent, times
 from moray.decoding.compiling import compile_models
 from moray.decoding.costs import median_seconds
 from moray.decoding.params import SamplingParams

@@ -25,9 +25,9 @@ from moray.batch import Taps
 from moray.bench.configs import StalenessConfig
 from moray.bench.loading import load_target, nothing_fits
 from moray.bench.recording import record
+from moray.bench.reports.wording import interval, number
 from moray.bench.specbench import Question
 from moray.bench.spread import ratio_interval, ratio_of_ratios_interval
-from moray.bench.wording import interval, number
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
 from moray.decoding.speculate import PlainDecoder

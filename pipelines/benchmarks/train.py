@@ -29,7 +29,7 @@ from rich.table import Table
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
 from moray.bench.recording import record
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.config import merge, read_yaml, validate
 from moray.progress import Progress
 from pipelines.benchmarks.cluster_configs import TrainBenchmarkConfig

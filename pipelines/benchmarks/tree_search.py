@@ -12,7 +12,7 @@ from rich.text import Text
 from moray.bench.configs import TreeSearchConfig
 from moray.bench.loading import load_target, nothing_fits
 from moray.bench.recording import record
-from moray.bench.wording import number
+from moray.bench.reports.wording import number
 from moray.drafters.loading import load_drafters
 from moray.errors import ConfigError, DataError
 from moray.explain import one_line

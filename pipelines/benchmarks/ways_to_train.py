@@ -18,14 +18,14 @@ from moray.activations.format.store import CacheStore
 from moray.activations.reading.collate import lane_batch, needed_columns
 from moray.activations.reading.epochs import Window, plan_epoch
 from moray.batch import LaneBatch, TapNeeds, Taps, TrainBatch
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.windows import read_window
 from moray.cluster.training.worker import build_drafter
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
 from moray.distill.step import UpdatePlace, run_update
 from moray.drafters.base import Drafter
-from moray.drafters.moa import MoA
+from moray.drafters.moa.moa import MoA
 from moray.targets.model import Target, pick_device
 from pipelines.benchmarks.cluster_configs import TrainBenchmarkConfig
 from pipelines.benchmarks.recipe import Chat, RecipeTrainer, stock_model

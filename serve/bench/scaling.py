@@ -19,8 +19,8 @@ from moray.bench.load.metrics import measure
 from moray.bench.load.rounds import run_round
 from moray.bench.load.steady import steady_part
 from moray.bench.recording import record
+from moray.bench.reports.wording import number, percent, times
 from moray.bench.specbench import Question, read_questions
-from moray.bench.wording import number, percent, times
 from moray.config import validate
 from moray.decoding.synthetic import SyntheticCosts
 from serve.bench.applications import Applications, running

@@ -13,7 +13,7 @@ from rich.text import Text
 from moray.bench.load.benchmark import benchmark_endpoint, name_of
 from moray.bench.load.config import LevelConfig
 from moray.bench.load.variants import ratios
-from moray.bench.wording import number, times
+from moray.bench.reports.wording import number, times
 from serve.bench.applications import check_cores, running
 from serve.bench.configs import PoolConfig, SideBySideConfig
 

@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moray.bench.wording import number
+from moray.bench.reports.wording import number
 
 _COLUMNS = ("speed-up", "tau", "tok/s", "draft", "verify")
 """The last two: cost of a draft step and of a target pass over a tree, in steps of plain decoding."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moray.bench.wording import duration
+from moray.bench.reports.wording import duration
 from moray.errors import DataError
 from moray.provenance import RUN_FILE, read_json, read_run_yaml
 from sweeps.decoding.results import PLAN_FILE, ranked, read_shapes

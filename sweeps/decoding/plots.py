@@ -7,9 +7,18 @@ without its figures is left out with the reason. This module refuses to know the
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moray.bench.drawing import COLOURS, Plot, annotate, bar_height, labelled_bars, legend_below, legend_height, shorten
-from moray.bench.svg import INK, render_svg
-from moray.bench.wording import number
+from moray.bench.reports.drawing import (
+    COLOURS,
+    Plot,
+    annotate,
+    bar_height,
+    labelled_bars,
+    legend_below,
+    legend_height,
+    shorten,
+)
+from moray.bench.reports.svg import INK, render_svg
+from moray.bench.reports.wording import number
 from sweeps.decoding.results import spread_of
 from sweeps.reports.plots import front_plot
 from sweeps.reports.results import Trial

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from moray.bench.configs import EvaluateConfig
-from moray.bench.page import render_page
-from moray.bench.wording import interval, number
+from moray.bench.reports.page import render_page
+from moray.bench.reports.wording import interval, number
 from moray.config import flatten
 from moray.decoding.params import SamplingParams
 from moray.provenance import write_text_atomically

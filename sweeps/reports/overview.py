@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moray.bench.wording import count, duration, interval, number, percent
+from moray.bench.reports.wording import count, duration, interval, number, percent
 from moray.errors import DataError
 from moray.explain import nearest_path
 from moray.provenance import RUN_FILE, read_json, read_run_yaml

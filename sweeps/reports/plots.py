@@ -7,9 +7,9 @@ left out with the reason. This module refuses to know the page.
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moray.bench.drawing import COLOURS, Plot, legend_below, legend_height, line, shorten
-from moray.bench.svg import INK, render_svg
-from moray.bench.wording import number, percent
+from moray.bench.reports.drawing import COLOURS, Plot, legend_below, legend_height, line, shorten
+from moray.bench.reports.svg import INK, render_svg
+from moray.bench.reports.wording import number, percent
 from sweeps.reports.plots_of_orders import parallel_plot, rank_plot
 from sweeps.reports.results import Trial, pareto
 from sweeps.reports.views import WORDS, Searched, cells, figure

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moray.bench.drawing import Plot, shorten
-from moray.bench.svg import INK, render_svg
-from moray.bench.wording import number
+from moray.bench.reports.drawing import Plot, shorten
+from moray.bench.reports.svg import INK, render_svg
+from moray.bench.reports.wording import number
 from sweeps.reports.results import Trial
 from sweeps.reports.views import WORDS, Searched, at_height, figure, height
 from sweeps.tuning.spaces import Range, short, show

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moray.bench.page import render_page
-from moray.bench.wording import number, percent
+from moray.bench.reports.page import render_page
+from moray.bench.reports.wording import number, percent
 from moray.config import flatten
 from moray.provenance import write_json_atomically, write_text_atomically
 from sweeps.reports.results import Trial

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moray.distill.metrics import read_metrics
+from moray.distill.tracking.metrics import read_metrics
 from sweeps.tuning.folders import TrialFolder, trial_folders
 from sweeps.tuning.spaces import label
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from moray.bench.drawing import shorten
+from moray.bench.reports.drawing import shorten
 from sweeps.reports.results import Trial
 from sweeps.tuning.spaces import Range, Space, label, lies_in, short, show
 

@@ -10,12 +10,12 @@ from moray.activations.planning.growth import command_to_add
 from moray.activations.planning.shards import listed
 from moray.activations.reading.collate import missing_columns
 from moray.bench.specbench import read_questions
-from moray.cluster.configs import DistilConfig
 from moray.cluster.training.claim import check_same_target
+from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.lanes import num_workers
 from moray.cluster.training.outline import outline_drafter, run_length
 from moray.decoding.fitting import engine_notices, is_too_deep, say_once
-from moray.distill.tracking import check_trackers
+from moray.distill.tracking.trackers import check_trackers
 from moray.errors import ConfigError, DataError
 from moray.targets.spec import read_spec
 from sweeps.trainings.configs import SweepConfig

@@ -5,7 +5,8 @@ from pathlib import Path
 from pydantic import Field, field_validator, model_validator
 
 from moray.bench.configs import EvaluateConfig
-from moray.cluster.configs import DistilConfig, RayConfig
+from moray.cluster.configs import RayConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.config import Config, load_config
 from moray.errors import ConfigError
 from moray.targets.spec import TargetConfig

@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moray.bench.wording import number
+from moray.bench.reports.wording import number
 
 
 def print_summary(summary: dict[str, Any], console: Console) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from sweeps.tuning.configs import LadderConfig
 
 

@@ -14,12 +14,12 @@ import ray
 from ray import tune
 
 from moray.cluster.board import Board
-from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
+from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.distil import hand_out, train_until
 from moray.cluster.training.worker import checkpoint_step, open_run_trackers
 from moray.distill.finite import NONFINITE_FILE
-from moray.distill.metrics import read_metrics
+from moray.distill.tracking.metrics import read_metrics
 from moray.errors import DataError, MorayError, UnreachableError
 from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung, steps_at
@@ -106,7 +106,7 @@ def _climb(
 
 def _track(config: DistilConfig, folder: TrialFolder, board: Any, row: Mapping[str, Any]) -> None:
     """Tell the run's trackers, and its TensorBoard, what was measured."""
-    from moray.distill.sinks import TensorBoard
+    from moray.distill.tracking.sinks import TensorBoard
 
     figures = {f"sweep/{name}": float(row[name]) for name in ("tau", "speedup", "tokens_per_second", "objective")}
     for sink in [TensorBoard(folder.path / "tensorboard"), *open_run_trackers(config, folder.path, board)]:

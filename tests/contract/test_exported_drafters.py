@@ -18,9 +18,9 @@ from tiny_targets import TinyTarget, save_chat_target
 
 from moray.config import validate
 from moray.decoding.params import SamplingParams
-from moray.distill.export import export_drafter, load_exported
-from moray.distill.export_config import ExportConfig
-from moray.distill.metrics import write_validation
+from moray.distill.export.config import ExportConfig
+from moray.distill.export.export import export_drafter, load_exported
+from moray.distill.tracking.metrics import write_validation
 from moray.drafters.checkpoint import load_drafter, read_contract, save_drafter
 from moray.drafters.loading import fingerprints_of, load_drafters
 from moray.errors import DataError, MismatchError
@@ -40,7 +40,7 @@ from drafting import tree_of
 from side_by_side import SHAPES
 from moray.batch import Taps
 from moray.decoding.params import SamplingParams
-from moray.distill.export import load_exported
+from moray.distill.export.export import load_exported
 torch.set_num_threads(1)
 for folder in map(Path, sys.argv[1:]):
     sample = load_file(folder.with_suffix(".sample"))

@@ -78,7 +78,7 @@ def tiny_cache(
     """A complete cache of the sixty chats. Not to be written to."""
     from moray.activations.format.schema import CacheConfig
     from moray.cluster.caching.capture import cache_activations
-    from moray.cluster.configs import CaptureConfig
+    from moray.cluster.caching.configs import CaptureConfig
     from moray.data.ultrachat import ChatsConfig
     from moray.targets.spec import TargetConfig
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.config import validate
 from moray.errors import ConfigError
 

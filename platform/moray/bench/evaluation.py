@@ -12,7 +12,7 @@ from moray.bench.runner import Runner
 from moray.bench.specbench import Question
 from moray.bench.summary import slower_than_plain, summarise
 from moray.decoding.compiling import compile_models
-from moray.distill.metrics import read_learning, read_metrics
+from moray.distill.tracking.metrics import read_learning, read_metrics
 from moray.drafters.base import Drafter
 from moray.drafters.configs import TrainedConfig
 from moray.drafters.loading import fingerprints_of, folder_of, load_drafters
@@ -23,7 +23,7 @@ from moray.text import ChatTokenizer
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
-    """Run an evaluation, or go on with it, and return its report (see `bench.report_schema`).
+    """Run an evaluation, or go on with it, and return its report (see `bench.reports.schema`).
 
     Raises:
         DataError: not one prompt fits into the target's context.

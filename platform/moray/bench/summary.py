@@ -10,7 +10,7 @@ from moray.decoding.stats import PHASES, Generation, acceptance_by_position, dep
 
 
 def summarise(measurement: Measurement, samplings: Sequence[SamplingParams], dtype: str) -> dict[str, Any]:
-    """The rows, baselines and categories of a report (see `bench.report_schema`), temperature by temperature.
+    """The rows, baselines and categories of a report (see `bench.reports.schema`), temperature by temperature.
 
     Speeds are tokens per second of prefill and decoding together. Efficiency is S / (tau / (1 + gamma c))
     with S over plain decoding, gamma the levels drafted per cycle and c the cost of one draft level over one

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moray.batch import TapNeeds, Taps, TrainBatch
+from moray.drafters.common.vocabulary import DraftVocabulary
 from moray.drafters.configs import DrafterConfigBase, TrainableBase
-from moray.drafters.vocabulary import DraftVocabulary
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.packed_linear import choose_kernels, linear_weights, pack_linears
@@ -184,7 +184,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         depth: int,
     ) -> tuple[Sequence[int], Float[Tensor, "left new vocab"]]:
         """`step` for several sequences, equally many nodes of each: which of them go on, and their scores. Here one
-        after the other; see `drafters.together`."""
+        after the other; see `drafters.common.together`."""
         seen = [None] * len(states) if ancestors is None else ancestors.expand(len(states), -1, -1).unbind()
         found: dict[int, Tensor] = {}
         for place, (state, new, sees) in enumerate(zip(states, tokens, seen, strict=True)):

@@ -22,7 +22,7 @@ from moray.targets.head import TargetHead
 from moray.targets.loading import describe_difference, describe_nonfinite
 
 EXPORTED_TYPE = "moray_drafter"
-"""`model_type` in the config.json of an exported drafter (see `distill.export`)."""
+"""`model_type` in the config.json of an exported drafter (see `distill.export.export`)."""
 DRAFTER_PREFIX = "drafter."
 """Of a drafter's own weights in an exported model.safetensors."""
 

@@ -140,7 +140,7 @@ class MoAConfig(MoABase):
     """Target layers, the last ones, that the drafter runs itself: N of Target Layer Inference; 0 for none."""
 
     def implementation(self) -> tuple[str, str]:
-        return "moray.drafters.moa", "MoA"
+        return "moray.drafters.moa.moa", "MoA"
 
     @property
     def num_target_layers(self) -> int:
@@ -164,7 +164,7 @@ class DynamicMoAConfig(MoABase):
         return self
 
     def implementation(self) -> tuple[str, str]:
-        return "moray.drafters.dynamic_moa", "DynamicMoA"
+        return "moray.drafters.moa.dynamic_moa", "DynamicMoA"
 
     @property
     def num_target_layers(self) -> int:

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import DraftOutput, DraftView, Feature, Memory, Prediction, parents_of
+from moray.drafters.common.layers import KeysValues, RotaryTable, SelfAttentionLayer, init_weights
+from moray.drafters.common.rows import Rows
+from moray.drafters.common.slots import DraftSlots
+from moray.drafters.common.together import TogetherDrafter
+from moray.drafters.common.unrolled import drafted_before, from_step
 from moray.drafters.configs import EagleConfig
-from moray.drafters.layers import KeysValues, RotaryTable, SelfAttentionLayer, init_weights
-from moray.drafters.rows import Rows
-from moray.drafters.slots import DraftSlots
-from moray.drafters.together import TogetherDrafter
-from moray.drafters.unrolled import drafted_before, from_step
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
 

@@ -16,14 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.attention import attend, attend_each, without_known
 from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.common.attention import attend, attend_each, without_known
+from moray.drafters.common.layers import RMSNorm, Rotary, RotaryTable, SelfAttention, SwiGLU, init_weights
+from moray.drafters.common.rows import Rows
+from moray.drafters.common.slots import DraftSlots
+from moray.drafters.common.t_step import memory_tokens
+from moray.drafters.common.together import TogetherDrafter
 from moray.drafters.configs import GlideConfig
-from moray.drafters.layers import RMSNorm, Rotary, RotaryTable, SelfAttention, SwiGLU, init_weights
-from moray.drafters.rows import Rows
-from moray.drafters.slots import DraftSlots
-from moray.drafters.t_step import memory_tokens
-from moray.drafters.together import TogetherDrafter
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.visibility import Visible

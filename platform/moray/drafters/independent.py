@@ -14,13 +14,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.attention import Reach
 from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.common.attention import Reach
+from moray.drafters.common.layers import RMSNorm, RotaryTable, SelfAttentionLayer, init_weights
+from moray.drafters.common.rows import Rows
+from moray.drafters.common.slots import DraftSlots
+from moray.drafters.common.together import TogetherDrafter
 from moray.drafters.configs import IndependentConfig
-from moray.drafters.layers import RMSNorm, RotaryTable, SelfAttentionLayer, init_weights
-from moray.drafters.rows import Rows
-from moray.drafters.slots import DraftSlots
-from moray.drafters.together import TogetherDrafter
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.common.together import TogetherDrafter
 from moray.drafters.configs import MedusaConfig
-from moray.drafters.together import TogetherDrafter
 from moray.targets.head import TargetHead
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moray.batch import TapNeeds, Taps
 from moray.drafters.base import Drafter, Memory
+from moray.drafters.common.slots import DraftSlots
 from moray.drafters.configs import PretrainedConfig
-from moray.drafters.slots import DraftSlots
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
 from moray.targets.model import Target

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 def _cache(output: Path, target: Path, chats: Path, num_targets: int = 1, **changes: Any) -> Manifest:
     from moray.cluster.caching.capture import cache_activations
-    from moray.cluster.configs import CaptureConfig
+    from moray.cluster.caching.configs import CaptureConfig
 
     return cache_activations(
         str(output),
@@ -296,7 +296,7 @@ def _run_yaml(target: Path, chats: Path, output: Path) -> str:
 def test_a_drafter_without_its_columns_is_told_the_command_that_adds_them_and_then_trains(
     few_columns: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.configs import DistilConfig
+    from moray.cluster.training.configs import DistilConfig
     from moray.cluster.training.distil import distil
     from pipelines import cache_activations as pipeline
 

@@ -43,7 +43,7 @@ def _cache(
     **changes: Any,
 ) -> Manifest:
     from moray.cluster.caching.capture import cache_activations
-    from moray.cluster.configs import CaptureConfig
+    from moray.cluster.caching.configs import CaptureConfig
 
     return cache_activations(
         str(output),

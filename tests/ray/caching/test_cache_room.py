@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 
 def _cache(output: Path, target: Path, chats: Path, max_chats: int | None = None, **changes: Any) -> Manifest:
     from moray.cluster.caching.capture import cache_activations
-    from moray.cluster.configs import CaptureConfig
+    from moray.cluster.caching.configs import CaptureConfig
 
     return cache_activations(
         str(output),

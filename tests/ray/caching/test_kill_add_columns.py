@@ -121,7 +121,7 @@ def test_a_shard_over_which_replicas_die_is_named_and_the_same_command_goes_on(
     kill: Callable[[int], None],
 ) -> None:
     from moray.cluster.caching.capture import cache_activations
-    from moray.cluster.configs import CaptureConfig
+    from moray.cluster.caching.configs import CaptureConfig
 
     chats = write_chats(tmp_path / "many.jsonl", 400)
     output = tmp_path / "cache"

@@ -39,7 +39,7 @@ def complete(cache: Path, tiny_target: Path, chats_file: Path) -> Callable[[], A
     """Run the caching command's work on it again."""
     from moray.activations.format.schema import CacheConfig
     from moray.cluster.caching.capture import cache_activations
-    from moray.cluster.configs import CaptureConfig
+    from moray.cluster.caching.configs import CaptureConfig
     from moray.data.ultrachat import ChatsConfig
 
     target, chats = TargetConfig(model=str(tiny_target)), ChatsConfig(path=str(chats_file))
@@ -169,7 +169,7 @@ def test_a_quantised_cache_is_compared_through_its_channels_and_they_are_verifie
 
     from moray.activations.format.schema import CacheConfig
     from moray.cluster.caching.capture import cache_activations
-    from moray.cluster.configs import CaptureConfig
+    from moray.cluster.caching.configs import CaptureConfig
     from moray.data.ultrachat import ChatsConfig
 
     settings = CacheConfig(**(CACHE_SETTINGS | {"kv_codec": codec, "hidden_codec": codec}))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.validate import describe_validation, is_validated
 from moray.config import validate
-from moray.distill.metrics import read_metrics, read_validation
+from moray.distill.tracking.metrics import read_metrics, read_validation
 from moray.errors import ConfigError, DataError
 
 BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}

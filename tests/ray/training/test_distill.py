@@ -8,10 +8,10 @@ import pytest
 
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
-from moray.cluster.configs import DistilConfig
 from moray.cluster.training.claim import claim, is_complete
+from moray.cluster.training.configs import DistilConfig
 from moray.config import validate
-from moray.distill.metrics import read_metrics
+from moray.distill.tracking.metrics import read_metrics
 from moray.drafters.checkpoint import load_drafter, read_contract
 from moray.errors import ConfigError, DataError, MismatchError, UnreachableError
 from moray.targets.head import TargetHead

@@ -9,11 +9,11 @@ import torch
 
 from moray.activations.format.store import CacheStore
 from moray.activations.reading.token_counts import token_counts
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
-from moray.distill.metrics import read_metrics
+from moray.distill.tracking.metrics import read_metrics
 from moray.drafters.checkpoint import load_drafter
 from moray.targets.head import TargetHead
 from moray.targets.model import Target

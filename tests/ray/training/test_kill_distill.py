@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from moray.distill.metrics import read_metrics
+from moray.distill.tracking.metrics import read_metrics
 
 CHECKPOINT_STEPS = 10
 MAX_STEPS = 80

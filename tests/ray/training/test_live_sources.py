@@ -17,7 +17,8 @@ from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.reading.epochs import by_row_groups, plan_epoch, whole_shards
 from moray.batch import TapNeeds
-from moray.cluster.configs import CaptureConfig, DistilConfig, LiveSource
+from moray.cluster.caching.configs import CaptureConfig
+from moray.cluster.training.configs import DistilConfig, LiveSource
 from moray.config import validate
 from moray.data.ultrachat import ChatsConfig
 from moray.errors import ConfigError, DataError
@@ -156,7 +157,7 @@ def _config(target: Path, chats: Path, folder: Path, source: dict[str, Any] | No
 @pytest.mark.soak
 def test_a_hybrid_run_trains_and_leaves_a_complete_cache(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
     from moray.cluster.training.distil import distil
-    from moray.distill.metrics import read_metrics
+    from moray.distill.tracking.metrics import read_metrics
 
     config = _config(tiny_target, chats_file, tmp_path, {"type": "hybrid"})
     folder = distil(config)

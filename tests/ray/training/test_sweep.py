@@ -219,7 +219,7 @@ def narrow_cache(tiny_target: Path, chats_file: Path, tmp_path_factory: pytest.T
     """A cache for drafters that run no layer of the target."""
     from moray.activations.format.schema import CacheConfig
     from moray.cluster.caching.capture import cache_activations
-    from moray.cluster.configs import CaptureConfig
+    from moray.cluster.caching.configs import CaptureConfig
     from moray.data.ultrachat import ChatsConfig
     from moray.targets.spec import TargetConfig
 

@@ -11,7 +11,7 @@ from tiny_targets import save_chat_target
 from moray.bench import evaluation
 from moray.bench.answers import ANSWERS_FILE, open_answers
 from moray.bench.configs import EvaluateConfig
-from moray.bench.report import write_report
+from moray.bench.reports.report import write_report
 from moray.bench.runner import Runner
 from moray.bench.specbench import Question
 from moray.config import validate

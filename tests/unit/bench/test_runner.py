@@ -11,7 +11,7 @@ from tiny_targets import save_chat_target
 
 from moray.bench.configs import DecodeBenchmarkConfig, EvaluateConfig
 from moray.bench.lossless import check_lossless
-from moray.bench.report_schema import read_report
+from moray.bench.reports.schema import read_report
 from moray.bench.runner import Measurement, Method, Run, Runner
 from moray.bench.specbench import Question
 from moray.bench.summary import slower_than_plain, summarise

@@ -177,9 +177,8 @@ def test_the_real_prompt_and_chat_files() -> None:
 
 
 def test_reading_questions_needs_neither_torch_nor_ray() -> None:
-    code = (
-        "import moray.bench.specbench, moray.bench.report, sys; print({'torch', 'ray', 'matplotlib'} & {*sys.modules})"
-    )
+    imports = "import moray.bench.specbench, moray.bench.reports.report, sys"
+    code = f"{imports}; print({{'torch', 'ray', 'matplotlib'}} & {{*sys.modules}})"
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[3] / "platform")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "set()"

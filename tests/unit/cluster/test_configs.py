@@ -3,7 +3,7 @@
 import pytest
 from tiny_drafters import DRAFTERS
 
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.config import validate
 from moray.errors import ConfigError
 

@@ -11,8 +11,8 @@ from tiny_targets import TinyTarget, load_target
 from moray.batch import TrainBatch
 from moray.distill import token_losses
 from moray.distill.masks import draw_view
-from moray.drafters import moa
 from moray.drafters.base import Drafter
+from moray.drafters.moa import moa
 from moray.targets import visibility
 
 T_STEP_AND_CAUSAL = ["moa-0", "moa-2", "glide-0", "eagle-0"]

@@ -9,9 +9,9 @@ from tiny_targets import TinyTarget, load_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moray.drafters.base import DraftView
+from moray.drafters.common.slots import EXTEND_CHUNK
 from moray.drafters.configs import BlockConfig, IndependentConfig
 from moray.drafters.independent import Independent
-from moray.drafters.slots import EXTEND_CHUNK
 from moray.errors import ConfigError
 
 WIDTH = 32

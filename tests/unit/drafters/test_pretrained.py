@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, MambaC
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.speculate import SpeculativeDecoder
+from moray.drafters.common.slots import EXTEND_CHUNK
 from moray.drafters.configs import PretrainedConfig
 from moray.drafters.pretrained import Pretrained
-from moray.drafters.slots import EXTEND_CHUNK
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from tiny_drafters import DRAFTERS
 
 from moray.bench.answers import AnsweredTurn, MethodAnswer
-from moray.bench.wording import percent, times
+from moray.bench.reports.wording import percent, times
 from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling import Sampler

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from moray.decoding.request import TokenLogprobs
-from moray.targets.demo_data import CHAT_TEMPLATE
+from moray.targets.demo.data import CHAT_TEMPLATE
 from moray.text import ChatTokenizer
 from serve.answers import LoggedToken
 from serve.wording import _text_behind_others, _top_by_key

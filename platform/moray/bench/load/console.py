@@ -10,7 +10,7 @@ from rich.text import Text
 from moray.bench.load.benchmark import name_of, short_name_of
 from moray.bench.load.config import LevelConfig
 from moray.bench.load.variants import RATIOS
-from moray.bench.wording import number, percent, times
+from moray.bench.reports.wording import number, percent, times
 
 _WIDTH = 50
 _LATENCIES = (

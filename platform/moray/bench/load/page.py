@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from moray.bench.drawing import Plot, legend_below, legend_height, line
 from moray.bench.load.benchmark import name_of
 from moray.bench.load.config import LevelConfig
-from moray.bench.page import render_page
-from moray.bench.svg import render_svg
+from moray.bench.reports.drawing import Plot, legend_below, legend_height, line
+from moray.bench.reports.page import render_page
+from moray.bench.reports.svg import render_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

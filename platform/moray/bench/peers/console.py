@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moray.bench.wording import interval, number, percent, times
+from moray.bench.reports.wording import interval, number, percent, times
 
 
 def print_peers(result: dict[str, Any], console: Console) -> None:

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from moray.bench.drawing import COLOURS, Plot, bar_height, labelled_bars
-from moray.bench.page import render_page
 from moray.bench.peers.console import cells, notes, title
-from moray.bench.svg import render_svg
-from moray.bench.wording import number
+from moray.bench.reports.drawing import COLOURS, Plot, bar_height, labelled_bars
+from moray.bench.reports.page import render_page
+from moray.bench.reports.svg import render_svg
+from moray.bench.reports.wording import number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,11 +23,11 @@ from moray.activations.planning.measure import measure_room
 from moray.activations.planning.plan import check_fits, count_work, forecast
 from moray.activations.planning.shards import ShardPlan
 from moray.activations.planning.wanted import FORECAST_FILE, Planned, Wanted
+from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.extend import add_columns
 from moray.cluster.caching.full import Goal, told_if_cache_full
 from moray.cluster.caching.rehearsal import REHEARSAL_FILE, rehearsal
 from moray.cluster.caching.tokenise import tokenise
-from moray.cluster.configs import CaptureConfig
 from moray.cluster.errors import own_errors
 from moray.data.ultrachat import ChatsConfig
 from moray.errors import ConfigError, DamagedError

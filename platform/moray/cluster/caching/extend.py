@@ -13,9 +13,9 @@ from moray.activations.planning.growth import Growth, begin_growth, check_growth
 from moray.activations.planning.measure import measure_room
 from moray.activations.planning.plan import count_work, forecast
 from moray.activations.planning.wanted import FORECAST_FILE, Planned, Wanted
+from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.full import Goal
 from moray.cluster.caching.rehearsal import REHEARSAL_FILE, rehearsal
-from moray.cluster.configs import CaptureConfig
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 

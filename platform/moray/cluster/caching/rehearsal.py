@@ -13,7 +13,7 @@ from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import ShardPlan
 from moray.activations.planning.wanted import Planned, Wanted
-from moray.cluster.configs import CaptureConfig
+from moray.cluster.caching.configs import CaptureConfig
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 

@@ -10,7 +10,8 @@ from pydantic import Field
 from moray.activations.format.schema import CacheConfig
 from moray.activations.maintenance.configs import VerifyConfig
 from moray.activations.planning.growth import override_words
-from moray.cluster.configs import CaptureConfig, RayConfig
+from moray.cluster.caching.configs import CaptureConfig
+from moray.cluster.configs import RayConfig
 from moray.commands import AnyConfig, Command
 from moray.config import Config
 from moray.data.ultrachat import ChatsConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.store import CacheStore
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.distill.runs import begin_run, check_run
 from moray.errors import MismatchError
 from moray.provenance import RUN_FILE

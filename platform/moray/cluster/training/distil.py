@@ -19,15 +19,15 @@ from moray.activations.format.survey import survey
 from moray.activations.reading.token_counts import token_counts
 from moray.cluster.board import Board, follow
 from moray.cluster.caching.capture import lay_out_cache
-from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
 from moray.cluster.training.claim import claim, disclaim, is_complete
+from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.lanes import num_workers, run_lanes
 from moray.cluster.training.live import open_source
 from moray.cluster.training.validate import check_validation, validate_last, validation_of
 from moray.cluster.training.worker import RUN_NAME, checkpoint_step, newest_checkpoint, open_run_trackers, work
-from moray.distill.metrics import send_validation
-from moray.distill.tracking import check_trackers
+from moray.distill.tracking.metrics import send_validation
+from moray.distill.tracking.trackers import check_trackers
 from moray.errors import DataError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.config import validate
 from moray.errors import ConfigError
 from moray.provenance import RUN_FILE, read_run_yaml

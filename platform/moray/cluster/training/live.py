@@ -22,7 +22,7 @@ from moray.activations.format.schema import CacheConfig, hidden_column, kv_colum
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import ShardPlan, only_columns, plan_shards
 from moray.batch import TapNeeds
-from moray.cluster.configs import DistilConfig, LiveSource
+from moray.cluster.training.configs import DistilConfig, LiveSource
 from moray.cluster.training.windows import read_window
 from moray.errors import DataError
 from moray.targets.spec import TargetConfig

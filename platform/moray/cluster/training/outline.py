@@ -4,7 +4,7 @@ import torch
 
 from moray.activations.format.manifest import Manifest
 from moray.activations.reading.collate import needed_columns
-from moray.cluster.configs import DistilConfig
+from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.worker import plan_lanes
 from moray.drafters.base import Drafter
 from moray.targets.head import TargetHead

@@ -12,9 +12,9 @@ from typing import Any
 import ray
 import ray.train
 
-from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
-from moray.distill.metrics import read_metrics, read_validation, write_validation
+from moray.cluster.training.configs import DistilConfig
+from moray.distill.tracking.metrics import read_metrics, read_validation, write_validation
 from moray.errors import ConfigError
 from moray.progress import Progress
 from moray.provenance import read_json

@@ -18,19 +18,19 @@ from moray.activations.reading.collate import bytes_per_token, needed_columns
 from moray.activations.reading.epochs import EpochPlan, by_row_groups, plan_epoch, whole_shards
 from moray.activations.reading.token_counts import token_counts
 from moray.batch import LaneBatch, TapNeeds
-from moray.cluster.configs import DistilConfig
 from moray.cluster.errors import own_errors
+from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.live import LiveTargets, open_source
 from moray.cluster.training.stream import Reader, stream_updates
 from moray.cluster.training.validate import is_validated
 from moray.distill.checkpoint import load_training, save_training, whole_checkpoint_step
 from moray.distill.finite import NonFiniteError, write_record
 from moray.distill.loop import Progress, Span, train
-from moray.distill.metrics import MetricsWriter
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Parallel, Replicas
-from moray.distill.sinks import Sink, open_trackers
 from moray.distill.step import lanes_of
+from moray.distill.tracking.metrics import MetricsWriter
+from moray.distill.tracking.sinks import Sink, open_trackers
 from moray.drafters.base import Drafter
 from moray.drafters.checkpoint import load_weights, save_drafter
 from moray.errors import DataError, MorayError, UnreachableError

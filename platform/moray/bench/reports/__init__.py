@@ -1,0 +1,1 @@
+"""What a measurement leaves behind: tables, plots and pages."""

@@ -1,0 +1,1 @@
+"""A run's figures: on disk, in TensorBoard and in experiment trackers."""

@@ -1,0 +1,300 @@
+"""Building blocks of drafters: rotary tables, attention with its keys and values in reach, SwiGLU blocks.
+
+Unlike a library's decoder layer, a block here lets its caller own keys and values: training has them for all
+positions at once, drafting keeps them in preallocated buffers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Complex, Float, Int
+from torch import Tensor, nn
+
+from moray.drafters.common.attention import KVBuffer, Mask, Reach, attend, attend_each, attend_within, without_known
+from moray.drafters.common.direction import Direction
+from moray.drafters.configs import BlockConfig
+from moray.targets.visibility import Visible
+
+Rotary = Complex[Tensor, "#seq half"]
+"""Unit complex numbers by which pairs of neighbouring features turn, for some positions."""
+
+KeysValues = tuple[Float[Tensor, "batch kv_heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]
+"""Keys, rotated, and values of all positions of training sequences."""
+
+
+class RotaryTable(nn.Module):
+    """Rotations for positions 0..num_positions-1, computed once and never saved."""
+
+    def __init__(self, head_dim: int, num_positions: int, theta: float) -> None:
+        super().__init__()
+        frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency
+        # Kept as pairs of reals: `module.to(dtype)` would drop the imaginary part of a complex buffer.
+        self.pairs: Tensor
+        self.register_buffer("pairs", torch.stack([angle.cos(), angle.sin()], dim=-1).float(), persistent=False)
+
+    def rows(self, start: int, end: int) -> Rotary:
+        """Rotations of positions start..end-1: a view, no copy."""
+        return torch.view_as_complex(self.pairs[start:end])
+
+    def at(self, positions: Int[Tensor, " seq"]) -> Rotary:
+        """Rotations of any positions."""
+        return torch.view_as_complex(self.pairs[positions])
+
+
+def rotate(x: Float[Tensor, "batch heads seq head_dim"], rotary: Rotary) -> Float[Tensor, "batch heads seq head_dim"]:
+    """Rotary position embedding (arXiv 2104.09864) on neighbouring pairs: one complex product."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotary).flatten(-2).to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm (arXiv 1910.07467); on CPUs in fewer operations than torch's own, half its time."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps=eps)
+        self._root_width = width**0.5
+        self._floor = nn.Buffer(torch.tensor((width * eps) ** 0.5), persistent=False)
+
+    def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
+        if x.device.type != "cpu":
+            return super().forward(x)
+        # Divided first: a large x times its weight may be more than half precision holds.
+        return self._direction(x) * self._scale
+
+    def project(
+        self, x: Float[Tensor, "*any width"], weight: Float[Tensor, "rows width"]
+    ) -> Float[Tensor, "*any rows"]:
+        """A linear map of the normed `x`. For many rows of `x` the norm's weight is cheaper to apply to the map's."""
+        if x.device.type != "cpu":
+            return F.linear(super().forward(x), weight)
+        return F.linear(self._direction(x), weight * self._scale)
+
+    @property
+    def _scale(self) -> Float[Tensor, " width"]:
+        return self.weight * self._root_width
+
+    def _direction(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
+        if x.requires_grad and x.dtype == torch.float32:
+            return Direction.apply(x, self._floor)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / torch.hypot(length, self._floor)).to(x.dtype)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention of a sequence to itself: whole in training, over a cache while drafting."""
+
+    def __init__(self, width: int, config: BlockConfig, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = head_dim
+        self.qkv_proj = nn.Linear(width, (config.num_heads + 2 * config.num_kv_heads) * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=False)
+
+    def forward(
+        self,
+        normed: Float[Tensor, "batch seq width"],
+        rotary: Rotary,
+        mask: Mask,
+    ) -> Float[Tensor, "batch seq width"]:
+        """All positions at once."""
+        query, key, value = self._heads_of(normed, rotary)
+        return self.o_proj(attend(query, key, value, mask))
+
+    def unroll(
+        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
+    ) -> tuple[Float[Tensor, "batch seq width"], KeysValues]:
+        """All positions at once, over the keys and values of earlier steps and their own, which are returned."""
+        query, key, value = self._heads_of(normed, rotary)
+        keys, values = zip(*earlier, (key, value), strict=True)
+        return self.o_proj(attend(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)), (key, value)
+
+    def _heads_of(
+        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary
+    ) -> tuple[
+        Float[Tensor, "batch heads seq head_dim"],
+        Float[Tensor, "batch kv_heads seq head_dim"],
+        Float[Tensor, "batch kv_heads seq head_dim"],
+    ]:
+        heads = _heads(self.qkv_proj(normed), self.head_dim)
+        # Split, not sliced: the gradients of slices are padded with zeros and added up.
+        turned, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        query, key = rotate(turned, rotary).split([self.num_heads, self.num_kv_heads], dim=1)
+        return query, key, value
+
+    def remember(self, normed: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
+        """Write keys and values of new positions into a cache's slots from `start` on."""
+        rows = self.num_heads * self.head_dim  # of the queries, which are not needed
+        heads = _heads(F.linear(normed, self.qkv_proj.weight[rows:]), self.head_dim)
+        end = start + normed.shape[1]
+        cache[0, :, :, start:end] = rotate(heads[:, : self.num_kv_heads], rotary)
+        cache[1, :, :, start:end] = heads[:, self.num_kv_heads :]
+
+    def draft(
+        self, normed: Float[Tensor, "1 rows width"], rotary: Rotary, reaches: Sequence[Reach]
+    ) -> Float[Tensor, "1 rest width"]:
+        """New positions of several sequences, one behind the other, each over its sequence's cache."""
+        heads = _heads(self.qkv_proj(normed), self.head_dim)
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated = rotate(heads[:, :num_rotated], rotary)
+        query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, num_rotated:]
+        return self.o_proj(attend_within(query, key, value, reaches))
+
+
+class CrossAttention(nn.Module):
+    """Grouped-query attention to keys and values that somebody else computes, keeps and hands in."""
+
+    def __init__(self, width: int, config: BlockConfig, head_dim: int) -> None:
+        super().__init__()
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(width, config.num_heads * head_dim, bias=False)
+        self.kv_proj = nn.Linear(width, 2 * config.num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=False)
+
+    def split(
+        self, kv: Float[Tensor, "batch seq kv_width"], rotary: Rotary
+    ) -> tuple[Float[Tensor, "batch kv_heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]:
+        """Rotated keys and plain values out of what `kv_proj` gave."""
+        heads = _heads(kv, self.head_dim)
+        return rotate(heads[:, : self.num_kv_heads], rotary), heads[:, self.num_kv_heads :]
+
+    def forward(
+        self,
+        normed: Float[Tensor, "batch seq width"],
+        rotary: Rotary,
+        key: Float[Tensor, "batch kv_heads slots head_dim"],
+        value: Float[Tensor, "batch kv_heads slots head_dim"],
+        mask: Visible | None,
+    ) -> Float[Tensor, "batch seq width"]:
+        """What the positions of `normed`, turned by `rotary`, read there."""
+        return self.o_proj(attend(self._query(normed, rotary), key, value, mask))
+
+    def draft(
+        self,
+        normed: Float[Tensor, "1 rows width"],
+        rotary: Rotary,
+        memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]],
+    ) -> Float[Tensor, "1 rows width"]:
+        """New positions of several sequences, equally many of each, over all that its sequence remembers."""
+        return self.o_proj(attend_each(self._query(normed, rotary), memories))
+
+    def _query(
+        self, normed: Float[Tensor, "batch seq width"], rotary: Rotary
+    ) -> Float[Tensor, "batch heads seq head_dim"]:
+        return rotate(_heads(self.q_proj(normed), self.head_dim), rotary)
+
+
+def _heads(x: Float[Tensor, "batch seq width"], head_dim: int) -> Float[Tensor, "batch heads seq head_dim"]:
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP (arXiv 2002.05202)."""
+
+    def __init__(self, width: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * intermediate_size, bias=False)
+        self.down = nn.Linear(intermediate_size, width, bias=False)
+
+    def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class _Layer(nn.Module):
+    """Pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, config: BlockConfig, norm_eps: float, has_input_norm: bool = True) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(width, norm_eps) if has_input_norm else nn.Identity()
+        self.mlp_norm = RMSNorm(width, norm_eps)
+        self.mlp = SwiGLU(width, config.intermediate_size)
+
+    def _finish(
+        self, x: Float[Tensor, "batch seq width"], attended: Float[Tensor, "batch seq width"]
+    ) -> Float[Tensor, "batch seq width"]:
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class SelfAttentionLayer(_Layer):
+    """A decoder layer: whole in training, over a cache while drafting."""
+
+    def __init__(
+        self, width: int, config: BlockConfig, head_dim: int, norm_eps: float, has_input_norm: bool = True
+    ) -> None:
+        super().__init__(width, config, norm_eps, has_input_norm)
+        self.attention = SelfAttention(width, config, head_dim)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq width"],
+        rotary: Rotary,
+        mask: Mask,
+    ) -> Float[Tensor, "batch seq width"]:
+        """All positions of `x` at once."""
+        return self._finish(x, self.attention(self.input_norm(x), rotary, mask))
+
+    def unroll(
+        self, x: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
+    ) -> tuple[Float[Tensor, "batch seq width"], KeysValues]:
+        """All positions in one of several draft steps, and its keys and values (see `SelfAttention.unroll`)."""
+        attended, own = self.attention.unroll(self.input_norm(x), rotary, earlier, mask)
+        return self._finish(x, attended), own
+
+    def remember(self, x: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
+        """Keys and values of new positions alone (see `SelfAttention.remember`)."""
+        self.attention.remember(self.input_norm(x), rotary, cache, start)
+
+    def draft(
+        self, x: Float[Tensor, "1 rows width"], rotary: Rotary, reaches: Sequence[Reach]
+    ) -> Float[Tensor, "1 rest width"]:
+        """New positions of several sequences over their caches, but for those that are known already."""
+        attended = self.attention.draft(self.input_norm(x), rotary, reaches)
+        return self._finish(without_known(x, reaches), attended)
+
+
+class CrossAttentionLayer(_Layer):
+    """A decoder layer whose attention reads a memory: keys and values that `memorise` made once."""
+
+    def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
+        super().__init__(width, config, norm_eps)
+        self.attention = CrossAttention(width, config, head_dim)
+
+    def memorise(self, memory: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq kv_width"]:
+        """Keys and values of memory vectors, not yet rotated; the same input norm as for queries."""
+        return self.attention.kv_proj(self.input_norm(memory))
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq width"],
+        rotary: Rotary,
+        key: Float[Tensor, "batch kv_heads slots head_dim"],
+        value: Float[Tensor, "batch kv_heads slots head_dim"],
+        mask: Visible | None,
+    ) -> Float[Tensor, "batch seq width"]:
+        """The layer's output for `x` and the memory's keys and values."""
+        return self._finish(x, self.attention(self.input_norm(x), rotary, key, value, mask))
+
+    def draft(
+        self,
+        x: Float[Tensor, "1 rows width"],
+        rotary: Rotary,
+        memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]],
+    ) -> Float[Tensor, "1 rows width"]:
+        """The layer's output for rows of several sequences (see `CrossAttention.draft`)."""
+        return self._finish(x, self.attention.draft(self.input_norm(x), rotary, memories))
+
+
+def init_weights(module: nn.Module, norm_init: str) -> None:
+    """Linears from N(0, 0.02), biases zero, norms at one (or N(0, 0.02), see `LayeredBase.norm_init`)."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+        elif isinstance(part, nn.RMSNorm) and norm_init == "normal":
+            nn.init.normal_(part.weight, std=0.02)

@@ -1,0 +1,1 @@
+"""The small generated target: its chats, its tokenizer and its training."""
