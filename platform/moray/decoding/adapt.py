@@ -17,6 +17,11 @@ _COST_WEIGHT = 8.0
 """Cycles that what was measured at the start counts for, against cycles since."""
 _HICCUP = 2.0
 """What took longer than so many times what was expected counts for no more: the machine did something else."""
+_FAR_FASTER = 0.7
+"""What takes less than this share of what was measured was measured beside other work."""
+PROBE_CYCLES = 32
+"""Cycles without a draft after which one level is drafted whatever it was measured to cost: what was measured beside
+other work would end drafting for good. Each probe doubles the time until the next one, unless it was far cheaper."""
 
 _SUCCESS_CYCLES = 20
 """Drafted cycles in a row that make a try of drafting a success."""
@@ -48,6 +53,22 @@ class Correction:
         self._count *= FORGET
 
 
+class Basis:
+    """The share of what was measured that is believed: less than all of it where other work was measured too, which
+    shows in cycles that are far faster. Never raised again, for other work only adds."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def is_lowered(self, measured: float, seconds: float) -> bool:
+        """Compare a cycle with what is believed, and lower that if the cycle was far faster."""
+        ratio = seconds / max(measured * self.factor, 1e-9)
+        if ratio >= _FAR_FASTER:
+            return False
+        self.factor *= max(ratio, 0.1)  # a clock may stand still
+        return True
+
+
 class DraftPlanner:
     """Chooses the draft of each cycle of one decoder."""
 
@@ -61,6 +82,9 @@ class DraftPlanner:
         self._shapes = {depth: shape.at(depth) for depth in range(1, shape.depth + 1)}
         self._verify, self._draft = Correction(), Correction()
         self._draft_of = {effort: Correction() for effort in costs}
+        self._root_basis, self._tree_basis = Basis(), Basis()
+        """Of passes over the root alone, and over trees."""
+        self._draft_basis = {effort: Basis() for effort in costs}
         self._rest = 0.0
         self._observe = 0.0
         """Seconds that the drafter takes per drafted cycle to observe what was verified."""
@@ -69,6 +93,8 @@ class DraftPlanner:
         """Cycles in a row with a draft, and since then without."""
         self._num_failed_tries = 0
         """Tries in a row that ended before `_SUCCESS_CYCLES` drafted cycles."""
+        self._probe_at = PROBE_CYCLES
+        """Cycles without a draft before the next probe."""
         self._promised = self._kept = 0.0
         self._sum_of_probabilities = 0.0
         self._num_levels = self._num_nodes = 0
@@ -78,6 +104,13 @@ class DraftPlanner:
 
     def next_shape(self) -> ChainShape | DynamicShape | None:
         """The shape to draft now, with `effort`; None for no draft."""
+        shape = self._best_shape()
+        if shape is None and self._num_idle >= self._probe_at:
+            self._probe_at = 2 * max(self._probe_at, PROBE_CYCLES)
+            self._num_levels, shape = 1, self._shapes[1]
+        return shape
+
+    def _best_shape(self) -> ChainShape | DynamicShape | None:
         self._num_levels, self._num_nodes = 0, 0
         self._sum_of_probabilities = 0.0
         without = 1.0 / self._seconds(0, 0, self.effort)
@@ -104,13 +137,22 @@ class DraftPlanner:
 
     def _seconds(self, num_nodes: int, num_levels: int, effort: int) -> float:
         """A cycle that drafts so many levels and verifies so many nodes below the root."""
-        verify = self._costs[effort].verify_seconds(num_nodes + 1) * self._verify.factor
+        verify = self._measured_verify(num_nodes, effort) * self._verify.factor
         draft = self._draft_seconds(num_levels, effort) * self._draft_of[effort].factor
         return verify + draft + (self._observe if num_levels else 0.0) + self._rest
 
     def _draft_seconds(self, num_levels: int, effort: int) -> float:
         """What was measured, as far as cycles of any effort have corrected it."""
-        return self._costs[effort].draft_seconds(num_levels) * self._draft.factor
+        return self._measured_draft(num_levels, effort) * self._draft.factor
+
+    def _measured_verify(self, num_nodes: int, effort: int) -> float:
+        """As far as it is believed."""
+        basis = self._tree_basis if num_nodes else self._root_basis
+        return self._costs[effort].verify_seconds(num_nodes + 1) * basis.factor
+
+    def _measured_draft(self, num_levels: int, effort: int) -> float:
+        """As far as it is believed."""
+        return self._costs[effort].draft_seconds(num_levels) * self._draft_basis[effort].factor
 
     def budget(self, log_probs: list[float]) -> int:
         """How many of a tree's best nodes to verify (see `trees.grow.Budget`).
@@ -139,16 +181,25 @@ class DraftPlanner:
         Where phases are not known exactly (a GPU that nobody waits for) this is not called, and what was measured
         stands.
         """
-        self._verify.record(self._costs[self.effort].verify_seconds(num_nodes + 1), verify)
+        costs = self._costs[self.effort]
+        basis = self._tree_basis if num_nodes else self._root_basis
+        if basis.is_lowered(costs.verify_seconds(num_nodes + 1), verify):
+            self._probe_at = 1
+        else:
+            self._verify.record(self._measured_verify(num_nodes, self.effort), verify)
         others = dict(self._draft_of)
         if self._num_levels and draft is not None:
             self._observe += (observe - self._observe) / _COST_WEIGHT
-            self._draft.record(self._costs[self.effort].draft_seconds(self._num_levels), draft)
-            others.pop(self.effort).record(self._draft_seconds(self._num_levels, self.effort), draft)
+            own = others.pop(self.effort)
+            if self._draft_basis[self.effort].is_lowered(costs.draft_seconds(self._num_levels), draft):
+                self._probe_at = 1
+            else:
+                self._draft.record(self._measured_draft(self._num_levels, self.effort), draft)
+                own.record(self._draft_seconds(self._num_levels, self.effort), draft)
         else:
             self._draft.forget()
-        for own in others.values():
-            own.forget()
+        for other in others.values():
+            other.forget()
         self._rest += (rest - self._rest) / _COST_WEIGHT
 
     def record(self, num_levels: int, num_accepted: int) -> None:
@@ -170,6 +221,8 @@ class DraftPlanner:
         if self._num_levels or num_levels:  # a draft that was asked for may be empty
             self._num_drafted += 1
             self._num_idle = 0
+            if self._num_drafted == _SUCCESS_CYCLES:
+                self._probe_at = PROBE_CYCLES
             return True
         if not self._num_idle:
             self._num_failed_tries = (

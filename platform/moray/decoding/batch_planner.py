@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
 from moray.decoding.acceptance import FORGET, Acceptance
-from moray.decoding.adapt import Correction
+from moray.decoding.adapt import PROBE_CYCLES, Basis, Correction
 from moray.decoding.costs import Costs
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
@@ -43,6 +43,10 @@ class BatchPlanner:
         self._shapes = {d: shape.at(d) for d in range(1, depth + 1)} if isinstance(shape, AdaptiveShape) else {}
         self._acceptance = Acceptance(depth, [0])
         self._verify, self._draft = Correction(), Correction()
+        self._root_basis, self._tree_basis = Basis(), Basis()
+        """Of passes over roots alone, and over trees."""
+        self._probe_at = PROBE_CYCLES
+        """Cycles without drafts before the next probe (see `adapt.PROBE_CYCLES`)."""
         self._rest = 0.0
         """Seconds per row of what every cycle does besides."""
         self._asks: dict[int, float] = {}
@@ -80,6 +84,9 @@ class BatchPlanner:
             promise = expected / self._seconds(num_rows, num_drafted, depth)
             if promise > most:
                 best, most = depth, promise
+        if not best and self._num_idle >= self._probe_at:
+            self._probe_at = 2 * max(self._probe_at, PROBE_CYCLES)
+            best = 1
         return self._shapes.get(best)
 
     @property
@@ -116,8 +123,14 @@ class BatchPlanner:
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
         """What a pass over rows of at most `num_nodes` tokens took."""
-        if self._costs:
-            self._verify.record(self._at(num_rows, lambda costs: costs.verify_seconds(num_nodes)), seconds)
+        if not self._costs:
+            return
+        measured = self._at(num_rows, lambda costs: costs.verify_seconds(num_nodes))
+        basis = self._tree_basis if num_nodes > 1 else self._root_basis
+        if basis.is_lowered(measured, seconds):
+            self._probe_at = 1
+        else:
+            self._verify.record(measured * basis.factor, seconds)
 
     def record_rest(self, num_rows: int, seconds: float) -> None:
         """What a cycle took besides its pass and its drafts."""
@@ -135,9 +148,12 @@ class BatchPlanner:
 
     def record_draft(self, num_drafted: int, depth: int, seconds: float) -> None:
         """How long drafts for so many rows had to be waited for."""
+        self._num_idle = 0
         if self.is_trying:
             return
         self._num_drafted += 1
+        if self._num_drafted == _PROVEN:
+            self._probe_at = PROBE_CYCLES
         if depth >= self._reach:
             self._reach = min(2 * self._reach, self._shape.depth)
         if self._costs:
@@ -145,7 +161,8 @@ class BatchPlanner:
 
     def _seconds(self, num_rows: int, num_drafted: int, depth: int) -> float:
         nodes = self._shapes[depth].num_nodes if depth else 0
-        seconds = self._at(num_rows, lambda costs: costs.verify_seconds(nodes + 1)) * self._verify.factor
+        basis = self._tree_basis if depth else self._root_basis
+        seconds = self._at(num_rows, lambda costs: costs.verify_seconds(nodes + 1)) * basis.factor * self._verify.factor
         seconds += self._rest * num_rows
         if depth:
             seconds += self._at(num_drafted, lambda costs: costs.draft_seconds(depth)) * self._draft.factor

@@ -59,8 +59,10 @@ def measure_costs(
 
 
 def ascending(sizes: Sequence[int], seconds: Sequence[float]) -> list[tuple[int, float]]:
-    """Points of `Costs` from what was measured: more work is never faster, what says so is noise."""
-    return list(zip(sizes, accumulate(seconds, max), strict=True))
+    """Points of `Costs` from what was measured: less work never takes longer. Where it was measured to, the machine did
+    something else as well, so what the larger size took is an upper bound for the smaller."""
+    bounded = list(accumulate(reversed(seconds), min))
+    return list(zip(sizes, reversed(bounded), strict=True))
 
 
 def median_seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:

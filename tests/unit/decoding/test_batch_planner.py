@@ -79,7 +79,7 @@ def test_costs_between_measured_sizes_lie_on_a_line(monkeypatch):
     seen = []
     monkeypatch.setattr(planner._verify, "record", lambda expected, seconds: seen.append(expected))
     for rows in (1, 2, 4, 10, 50):
-        planner.record_pass(rows, 1, 0.0)
+        planner.record_pass(rows, 1, 1.0)
     assert seen == pytest.approx([0.02, 0.02, 0.04, 0.10, 0.10])
 
 
@@ -107,8 +107,8 @@ def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
     assert all(depths[cycle] == 1 for cycle in tries), "a deep draft that is refused is dear"
     pauses = [after - before for before, after in pairwise([first, *tries])]
     assert len(tries) >= 4
-    assert pauses == sorted(pauses)
-    assert pauses[-1] > 3 * pauses[0]
+    assert pauses[:5] == sorted(pauses[:5])
+    assert min(pauses[5:]) > 3 * pauses[0]
     assert len(tries) < 0.01 * len(depths)
 
 
@@ -120,6 +120,26 @@ def test_many_are_tried_more_rarely_than_few():
         planner.know(COSTS)
         counts[num_rows] = sum(depth > 0 for depth in tries_of(planner, 9000, num_rows, 0)[3000:])
     assert 0 < counts[32] == counts[4] < 0.5 * counts[1] / NUM_TRIED, counts
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_costs_measured_beside_other_work_do_not_end_drafting_of_many(num_rows):
+    planner, true = BatchPlanner(SHAPE), COSTS[1]
+    planner.know({1: Costs([(n, s * (1 if n == 1 else 8)) for n, s in true.verify], true.draft)})
+    depths = []
+    for cycle in range(300):
+        shape = planner.next_shape(num_rows, num_rows)
+        depth = 0 if shape is None else shape.depth
+        if shape is None:
+            planner.forget(num_rows)
+        else:
+            planner.record_draft(num_rows, depth, true.draft_seconds(depth))
+            for row in range(min(num_rows, NUM_TRIED) if planner.is_trying else num_rows):
+                planner.record(depth, min((1, 3, 0, 2)[(cycle + row) % 4], depth))
+        planner.record_pass(num_rows, 1 + depth, true.verify_seconds(1 + depth))
+        depths.append(depth)
+    assert depths[0] == 0
+    assert depths[200:].count(0) < 10
 
 
 def test_who_is_alone_again_does_not_wait_as_many_did():
