@@ -269,14 +269,20 @@ class Drafter(nn.Module, ABC, Generic[State]):
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
 
-    def pack(self) -> None:
-        """Pack the weights for a CPU's kernels if that makes drafting faster. Never for training."""
+    def pack(self) -> str:
+        """Pack the weights for a CPU's kernels if that makes drafting faster, rounded to bfloat16 if that makes it
+        faster still: no output depends on it. Never for training.
+
+        Returns:
+            one line on what was chosen; empty for a small drafter, where nothing was measured.
+        """
         if self.head.weight.device.type != "cpu":
-            return
+            return ""
         rows = [self.vocabulary.rows] if self.vocabulary.is_reduced else []
-        kernels = choose_kernels([*linear_weights(self), *rows])
+        kernels = choose_kernels([*linear_weights(self), *rows], may_round=True)
         pack_linears(self, kernels)
         self.vocabulary.pack(kernels)
+        return kernels.reason
 
     def step_weights(self) -> list[Tensor]:
         """The weights that one draft step reads: its cost in bytes. Shared rows of lm_head stand as they are stored."""

@@ -63,7 +63,9 @@ def build_drafters(
                 f"target.dtype does not hold the weights of drafter '{name}', which is run in it: {problem}; use "
                 "bfloat16 or float32"
             )
-        drafter.pack()
+        chosen = drafter.pack()
+        if chosen:
+            print(f"drafter {name}: {chosen}")
         drafters[name] = drafter
     return drafters
 

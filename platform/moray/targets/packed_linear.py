@@ -7,10 +7,12 @@ which it is the faster one, for gradients, for torch.compile and for baselines (
 What is faster depends on the CPU and its BLAS, so it is measured at load, on the model's own weights. Models so small
 that their weights stay in cache are left as they are: they gain little, and results stay the same in every process.
 Another process may choose other kernels for a larger model, and its results may then differ in the last bits.
+
+Weights whose results need not be exact, those of a drafter, may also be rounded to bfloat16: half the bytes to read.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -69,13 +71,16 @@ class Kernels:
     """Also for a single row, where torch's own kernel only reads the weight."""
     reason: str
     """One line, to be told; empty for small models, where nothing was measured."""
+    dtype: torch.dtype | None = None
+    """Number format that packed weights are rounded to; None: none."""
 
 
 class PackedWeight:
     """A weight and its packed copy."""
 
     def __init__(self, weight: Float[Tensor, "outputs inputs"], kernels: Kernels) -> None:
-        self.weight, self._packed = weight, _pack(weight)
+        self.weight, self._dtype = weight, kernels.dtype or weight.dtype
+        self._packed = _pack(weight.to(self._dtype))
         self._packs_one_row = kernels.pack_one_row
 
     def linear(
@@ -85,7 +90,8 @@ class PackedWeight:
         is_packed = self._packs_one_row or x.numel() > x.shape[-1]
         if not is_packed or _SWITCH.is_stock or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.linear(x, self.weight, bias)
-        return _packed_linear(x, self._packed, bias)
+        rounded = None if bias is None else bias.to(self._dtype)
+        return _packed_linear(x.to(self._dtype), self._packed, rounded).to(x.dtype)
 
 
 class PackedLinear(nn.Module):
@@ -110,8 +116,11 @@ def linear_weights(model: nn.Module) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def choose_kernels(weights: Sequence[Tensor]) -> Kernels:
-    """Measure which kernels are faster for these weights on this CPU, at the number of threads that is set now."""
+def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False) -> Kernels:
+    """Measure which kernels are faster for these weights on this CPU, at the number of threads that is set now.
+
+    With `may_round`, float32 weights are rounded to bfloat16 where that is faster still.
+    """
     num_bytes = sum(weight.nbytes for weight in weights)
     if num_bytes < _LEAST_BYTES:
         return Kernels(False, False, "")
@@ -121,7 +130,12 @@ def choose_kernels(weights: Sequence[Tensor]) -> Kernels:
     if 2 * num_bytes > free:
         return _stock(f"packed copies take {num_bytes >> 20} MiB, more than half of the {free >> 20} MiB that are free")
     gains = _measure(weights)
-    said = ", ".join(f"{gain:.2f} at {rows}" for rows, gain in gains.items())
+    if may_round and {weight.dtype for weight in weights} == {torch.float32} and _are_kernels_there(torch.bfloat16):
+        rounded = _measure(weights, torch.bfloat16)
+        if all(gain >= _GAIN * max(gains[rows], 1.0) for rows, gain in rounded.items()):
+            reason = f"packed weights in bfloat16, which are {_said(rounded)} rows times as fast as torch's in float32"
+            return Kernels(True, True, f"linear layers: {reason}", torch.bfloat16)
+    said = _said(gains)
     if min(gain for rows, gain in gains.items() if rows > 1) < _GAIN:
         return _stock(f"packed ones are {said} rows times as fast")
     packs_one_row = gains[1] >= _GAIN
@@ -137,24 +151,28 @@ def pack_linears(model: nn.Module, kernels: Kernels) -> None:
         setattr(model.get_submodule(parent), last, PackedLinear(linear, kernels))
 
 
+def _said(gains: Mapping[int, float]) -> str:
+    return ", ".join(f"{gain:.2f} at {rows}" for rows, gain in gains.items())
+
+
 def _stock(reason: str) -> Kernels:
     return Kernels(False, False, f"linear layers: torch's own kernels, because {reason}")
 
 
-def _measure(weights: Sequence[Tensor]) -> dict[int, float]:
-    """How many times as fast some of the weights are when packed, by the number of rows."""
+def _measure(weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> dict[int, float]:
+    """How many times as fast some of the weights are when packed, and rounded to `dtype`, by the number of rows."""
     tried: list[Tensor] = []
     for weight in weights:
         if tried and sum(one.nbytes for one in tried) + weight.nbytes > _TRIED_BYTES:
             break
         tried.append(weight)
-    packed = [_pack(weight) for weight in tried]
+    packed = [PackedWeight(weight, Kernels(True, True, "", dtype)) for weight in tried]
     gains = {}
     for rows in _ROWS:
         inputs = [torch.randn(rows, weight.shape[1]).to(weight.dtype) for weight in tried]
         plain, ours = _seconds(
             lambda inputs=inputs: [F.linear(*pair) for pair in zip(inputs, tried, strict=True)],
-            lambda inputs=inputs: [_packed_linear(x, weight, None) for x, weight in zip(inputs, packed, strict=True)],
+            lambda inputs=inputs: [weight.linear(x) for x, weight in zip(inputs, packed, strict=True)],
         )
         gains[rows] = plain / ours
     return gains

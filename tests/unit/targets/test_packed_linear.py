@@ -50,6 +50,18 @@ def test_results_are_those_of_plain_weights(shape, dtype):
     torch.testing.assert_close(model(sliced), plainly(model, sliced), atol=tolerance, rtol=tolerance)
 
 
+@NEEDS_BF16
+@pytest.mark.parametrize("rows", [1, 5])
+@torch.inference_mode()
+def test_rounded_weights_give_nearly_the_same_in_the_inputs_number_format(rows):
+    model = packed_model(kernels=Kernels(True, True, "", torch.bfloat16))
+    x = torch.randn(rows, INPUTS)
+    found, wanted = model(x), plainly(model, x)
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, wanted)
+    torch.testing.assert_close(found, wanted, atol=3e-2, rtol=3e-2)
+
+
 def test_parameters_keep_their_names_and_plain_weights_are_used_where_asked(monkeypatch):
     model = packed_model()
     assert set(model.state_dict()) == {"0.0.weight", "0.0.bias", "1.weight"}
@@ -97,5 +109,26 @@ def test_the_choice_is_measured_and_told(monkeypatch):
             packed_linear, "_seconds", lambda *runs, given=given: [run() and next(given) for run in runs]
         )
         found = choose_kernels(large)
-        assert (found.are_packed, found.pack_one_row) == expected
+        assert (found.are_packed, found.pack_one_row, found.dtype) == (*expected, None)
         assert "rows times as fast" in found.reason
+
+
+@NEEDS_BF16
+@pytest.mark.parametrize(
+    ("plain", "packed", "rounded", "expected"),
+    [
+        ((2.0,) * 3, (1.0,) * 3, (0.5,) * 3, torch.bfloat16),
+        ((2.0,) * 3, (1.0,) * 3, (0.5, 0.5, 1.0), None),
+        ((1.0,) * 3, (2.0,) * 3, (0.9,) * 3, torch.bfloat16),
+        ((1.0,) * 3, (2.0,) * 3, (1.0,) * 3, None),
+    ],
+    ids=["faster", "not for every number of rows", "where packed ones are slower", "no faster than torch's"],
+)
+def test_weights_that_may_be_rounded_are_where_that_is_faster(monkeypatch, plain, packed, rounded, expected):
+    large = [torch.randn(2048, 1024) for _ in range(3)]
+    pairs = [*zip(plain, packed, strict=True), *zip(plain, rounded, strict=True)]
+    given = iter([seconds for pair in pairs for seconds in pair])
+    monkeypatch.setattr(packed_linear, "_seconds", lambda *runs: [run() and next(given) for run in runs])
+    found = choose_kernels(large, may_round=True)
+    assert found.dtype == expected
+    assert ("bfloat16" in found.reason) == (expected is not None)
