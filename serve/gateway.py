@@ -14,10 +14,10 @@ from typing import Any
 from moray.decoding.request import Request, Update
 from moray.errors import DataError
 from moray.text import ChatTokenizer
+from serve.api.errors import ApiError
 from serve.calls import end_call
 from serve.config import ServeConfig
 from serve.engine_thread import Admission, EngineFailedError
-from serve.errors import ApiError
 from serve.lately import Lately
 from serve.metrics import series
 from serve.metrics.exporters import Exporters, NoExporters
@@ -72,7 +72,7 @@ class Gateway:
         self._full_until = float("-inf")
 
     def __serve_build_asgi_app__(self) -> Any:
-        from serve.api import build_api
+        from serve.api.routes import build_api
 
         return StatusCounter(build_api(self), self._sink)
 

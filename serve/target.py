@@ -20,9 +20,9 @@ from moray.drafters.loading import load_drafters
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 from moray.trees.shapes import AdaptiveShape
+from serve.api.failures import describe
 from serve.config import ServeConfig
 from serve.engine_thread import Admission, EngineThread
-from serve.failures import describe
 from serve.leases import LeasedPlaces
 from serve.metrics.publisher import Publisher
 from serve.metrics.readings import read_engine

@@ -16,7 +16,7 @@ from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.request import Request, Update
 from moray.targets.spec import TargetConfig
-from serve.api import build_api
+from serve.api.routes import build_api
 from serve.config import ApiConfig, ServeConfig
 from serve.gateway import Gateway
 from serve.metrics.exporters import Exporters

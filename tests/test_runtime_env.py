@@ -48,7 +48,7 @@ def test_an_entry_point_runs_from_what_is_sent(copy, module):
 def test_files_beside_the_code_are_sent_and_outputs_are_not(copy):
     sent = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}
     assert {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.yaml")} <= sent
-    assert {"platform/moray/bench/reports/report.html.jinja", "serve/page/index.html", "pyproject.toml"} <= sent
+    assert {"platform/moray/bench/reports/report.html.jinja", "serve/api/page/index.html", "pyproject.toml"} <= sent
     assert [name for name in sent if name.split("/")[0] in {"runs", "tests", ".git", ".venv"}] == []
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from moray.decoding.request import Update
-from serve.errors import ApiError
+from serve.api.errors import ApiError
 from serve.metrics import series
 from serve.metrics.sink import Sink
 

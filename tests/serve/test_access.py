@@ -8,8 +8,8 @@ import pytest
 from served_api import MODEL
 
 from moray.errors import ConfigError
-from serve.access import read_keys
-from serve.rate_limit import RateLimit
+from serve.api.access import read_keys
+from serve.api.rate_limit import RateLimit
 
 KEYS = ("first-secret", "zweiter-schlüssel", "clé-à", "чех")
 """Of those in other letters two end in bytes that are spaces in Latin-1: 0xA0 and 0x85."""

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from served_api import MODEL
 from starlette.requests import Request
 
-from serve.errors import _invalid
-from serve.schemas import ChatRequest, CompletionRequest
+from serve.api.errors import _invalid
+from serve.api.schemas import ChatRequest, CompletionRequest
 
 CHAT = [{"role": "user", "content": "one two three"}]
 

@@ -15,9 +15,9 @@ from moray.decoding.engine_config import EngineConfig
 from moray.decoding.request import Request, Update
 from moray.targets.spec import TargetConfig
 from serve import gateway as gateway_module
+from serve.api.errors import ApiError
 from serve.config import ApiConfig, ServeConfig
 from serve.engine_thread import Admission, EngineFailedError
-from serve.errors import ApiError
 from serve.gateway import Gateway
 from serve.target import TargetReplica
 

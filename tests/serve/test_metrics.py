@@ -18,7 +18,7 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.remote.host import DraftHost, HostStats
 from moray.decoding.request import Request, Update
 from moray.trees.shapes import ChainShape
-from serve.errors import ApiError
+from serve.api.errors import ApiError
 from serve.metrics import series
 from serve.metrics.latencies import watched
 from serve.metrics.publisher import Publisher, Reading

@@ -7,10 +7,10 @@ from tiny_targets import save_chat_target
 
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
-from serve.answers import choices_for
+from serve.api.answers import choices_for
+from serve.api.errors import ApiError
+from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.config import ApiConfig, ServeConfig
-from serve.errors import ApiError
-from serve.schemas import ChatRequest, CompletionRequest
 
 
 def test_a_token_beyond_lm_head_is_a_bad_request(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from moray.decoding.request import Request, Update
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
-from serve.api import build_api
+from serve.api.routes import build_api
 from serve.config import ServeConfig
 from serve.gateway import Gateway
 from serve.target import TargetReplica

@@ -11,12 +11,12 @@ import pytest
 from chat_server import listening
 from fastapi import FastAPI
 
-import serve
 from moray.targets.spec import TargetConfig
-from serve.api import build_api
+from serve import api
+from serve.api.routes import build_api
 from serve.config import ServeConfig
 
-FOLDER = Path(serve.__file__).with_name("page")
+FOLDER = Path(api.__file__).with_name("page")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = sorted(path.name for path in FOLDER.iterdir())
 

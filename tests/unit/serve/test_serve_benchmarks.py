@@ -12,13 +12,13 @@ from rich.console import Console
 
 from moray.config import load_config, validate
 from moray.errors import ConfigError
-from serve.api import _model
+from serve.api.documents import Model
+from serve.api.routes import _model
 from serve.bench import applications, side_by_side
 from serve.bench.configs import PoolConfig, ScalingBenchmarkConfig, SideBySideConfig
 from serve.bench.side_by_side import benchmark_side_by_side
 from serve.benchmark import main_side_by_side
 from serve.config import ServeConfig, read_args
-from serve.documents import Model
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "configs" / "benchmarks"
 APPLICATION = {"target": {"model": "t"}, "drafters": {"moa": "m"}}

@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerFast
 from moray.decoding.request import TokenLogprobs
 from moray.targets.demo.data import CHAT_TEMPLATE
 from moray.text import ChatTokenizer
-from serve.answers import LoggedToken
-from serve.wording import _text_behind_others, _top_by_key
+from serve.api.answers import LoggedToken
+from serve.api.wording import _text_behind_others, _top_by_key
 
 WORDS = ["<s>", "A", "<0x41>", "▁A", "<0xE6>", "▁"]
 

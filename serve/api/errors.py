@@ -25,7 +25,7 @@ _TYPES = {
 
 
 _MAX_PROBLEMS = 100
-"""Of one body that are looked at; `serve.schemas` keeps them few."""
+"""Of one body that are looked at; `serve.api.schemas` keeps them few."""
 _BREAKS = str.maketrans({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)})
 """Ends of lines to some readers of event streams, though not by the standard."""
 

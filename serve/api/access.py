@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moray.errors import ConfigError
-from serve.errors import ApiError
-from serve.rate_limit import RateLimit
+from serve.api.errors import ApiError
+from serve.api.rate_limit import RateLimit
 
 _GUARDED = ("/v1", "/metrics")
 

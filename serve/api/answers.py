@@ -1,6 +1,6 @@
 """From a checked HTTP request to the engine's requests, and from its updates to OpenAI's choices.
 
-Knows tokens and text, not HTTP: `serve.api` moves the bytes.
+Knows tokens and text, not HTTP: `serve.api.routes` moves the bytes.
 """
 
 import secrets
@@ -14,9 +14,9 @@ from moray.decoding.stop import StopStrings
 from moray.decoding.text_stream import Piece, TextStream
 from moray.errors import DataError
 from moray.text import ChatTokenizer, Message
+from serve.api.errors import ApiError
+from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.config import ServeConfig
-from serve.errors import ApiError
-from serve.schemas import ChatRequest, CompletionRequest
 
 
 @dataclass

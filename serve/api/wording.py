@@ -5,8 +5,8 @@ import uuid
 from typing import Any
 
 from moray.text import ChatTokenizer
-from serve.answers import Choice, LoggedToken, Usage
-from serve.schemas import ChatRequest, CompletionRequest
+from serve.api.answers import Choice, LoggedToken, Usage
+from serve.api.schemas import ChatRequest, CompletionRequest
 
 _LEAST_LOGPROB = -9999.0
 """The log-probability that OpenAI's schema gives for very unlikely tokens."""

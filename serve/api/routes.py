@@ -11,18 +11,18 @@ from fastapi.security import HTTPBearer
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from serve import errors, pages
-from serve.access import Access, read_keys
-from serve.answers import Choice, check_model, choices_for
-from serve.documents import ChatCompletion, Completion, Health, Model, ModelList, responses
-from serve.errors import JsonResponse
-from serve.failures import FailureGuard, report
-from serve.head import HeadAsGet
-from serve.limits import BodyLimit
-from serve.listening import ClientGoneError, EventStream, until_client_leaves
+from serve.api.access import Access, read_keys
+from serve.api.answers import Choice, check_model, choices_for
+from serve.api.documents import ChatCompletion, Completion, Health, Model, ModelList, responses
+from serve.api.errors import JsonResponse
+from serve.api.failures import FailureGuard, report
+from serve.api.head import HeadAsGet
+from serve.api.limits import BodyLimit
+from serve.api.listening import ClientGoneError, EventStream, until_client_leaves
+from serve.api.routes import errors, pages
+from serve.api.schemas import ChatRequest, CompletionRequest
+from serve.api.wording import Wording
 from serve.metrics.exporters import CONTENT_TYPE
-from serve.schemas import ChatRequest, CompletionRequest
-from serve.wording import Wording
 
 if TYPE_CHECKING:
     from serve.gateway import Gateway

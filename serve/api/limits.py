@@ -5,7 +5,7 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import ApiError
+from serve.api.errors import ApiError
 
 _MAX_DISCARDED = 8 << 20
 """Bytes of a refused body that are still read: a client that cannot send does not read our refusal either."""

@@ -9,7 +9,7 @@ import traceback
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import ApiError
+from serve.api.errors import ApiError
 
 _LOGGER = logging.getLogger("ray.serve")
 
