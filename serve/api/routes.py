@@ -11,6 +11,7 @@ from fastapi.security import HTTPBearer
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from serve.api import errors, pages
 from serve.api.access import Access, read_keys
 from serve.api.answers import Choice, check_model, choices_for
 from serve.api.documents import ChatCompletion, Completion, Health, Model, ModelList, responses
@@ -19,7 +20,6 @@ from serve.api.failures import FailureGuard, report
 from serve.api.head import HeadAsGet
 from serve.api.limits import BodyLimit
 from serve.api.listening import ClientGoneError, EventStream, until_client_leaves
-from serve.api.routes import errors, pages
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.api.wording import Wording
 from serve.metrics.exporters import CONTENT_TYPE
