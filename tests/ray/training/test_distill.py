@@ -128,7 +128,7 @@ def test_only_what_may_answer_again_is_left_to_ray_to_retry(
     import ray
 
     from moray.cluster.board import Board
-    from moray.cluster.training.worker import worker as training
+    from moray.cluster.training import worker as training
 
     def fail(settings: dict[str, Any]) -> None:
         raise kind("no")
