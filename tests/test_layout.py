@@ -11,12 +11,13 @@ from moray.config import read_yaml
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIBRARY = REPOSITORY / "platform" / "moray"
-FOLDERS = {"platform", "pipelines", "serve", "sweeps", "configs", "tests"}
+FOLDERS = {"platform", "pipelines", "serve", "sweeps", "configs", "tests", "docs"}
 OUTPUTS = {"runs", "dist", "__pycache__"}
 MAX_LINES = 400
 MAX_MODULES = 15
 CROWDED = {"decoding"}
 """Still to be divided into rooms."""
+PAGES = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))]
 YAMLS = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.y*ml"))
 
 
@@ -85,3 +86,24 @@ def test_every_promise_is_held_by_a_test_that_is_there():
         if f"\ndef {name}(" not in (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
     ]
     assert missing == []
+
+
+def test_the_map_names_every_module():
+    text = (REPOSITORY / "docs" / "developer" / "map.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", text))
+    modules = [path for root in ("platform", "pipelines", "serve", "sweeps") for path in (REPOSITORY / root).rglob("*.py")]
+    assert sorted({path.stem for path in modules if not path.stem.startswith("_")} - words) == []
+
+
+def test_the_readme_is_two_screens():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.encode()) <= 10_000
+    assert text.count("\n") <= 180
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page):
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    local = [link for link in links if link and "://" not in link]
+    assert [link for link in local if not ((REPOSITORY / page).parent / link).exists()] == []
