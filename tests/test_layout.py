@@ -91,7 +91,9 @@ def test_every_promise_is_held_by_a_test_that_is_there():
 def test_the_map_names_every_module():
     text = (REPOSITORY / "docs" / "developer" / "map.md").read_text(encoding="utf-8")
     words = set(re.findall(r"\w+", text))
-    modules = [path for root in ("platform", "pipelines", "serve", "sweeps") for path in (REPOSITORY / root).rglob("*.py")]
+    modules = [
+        path for root in ("platform", "pipelines", "serve", "sweeps") for path in (REPOSITORY / root).rglob("*.py")
+    ]
     assert sorted({path.stem for path in modules if not path.stem.startswith("_")} - words) == []
 
 
