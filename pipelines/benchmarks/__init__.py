@@ -1,1 +1,1 @@
-"""Benchmark rigs: one module for each command of `pipelines.benchmark`, and what it stands on."""
+"""What `pipelines.benchmark` runs: one module for each command, and the modules they share."""

@@ -33,7 +33,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 
 LINE_SECONDS = 10.0
-"""Seconds between two lines, as README says."""
+"""Seconds between two lines, as docs/guide/own-model.md says."""
 
 Item = TypeVar("Item")
 

@@ -18,10 +18,11 @@ _COST_WEIGHT = 8.0
 _HICCUP = 2.0
 """What took longer than so many times what was expected counts for no more: the machine did something else."""
 _FAR_FASTER = 0.7
-"""What takes less than this share of what was measured was measured beside other work."""
+"""A cycle that takes less than this share of its measured cost shows that other work ran during the measurement."""
 PROBE_CYCLES = 32
-"""Cycles without a draft after which one level is drafted whatever it was measured to cost: what was measured beside
-other work would end drafting for good. Each probe doubles the time until the next one, unless it was far cheaper."""
+"""Cycles without a draft after which one level is drafted whatever its measured cost. Without such probes, costs that
+were measured while other work ran would end drafting for good. Each probe doubles the wait for the next one, unless it
+was far cheaper than measured."""
 
 _SUCCESS_CYCLES = 20
 """Drafted cycles in a row that make a try of drafting a success."""
@@ -53,15 +54,18 @@ class Correction:
         self._count *= FORGET
 
 
-class Basis:
-    """The share of what was measured that is believed: less than all of it where other work was measured too, which
-    shows in cycles that are far faster. Never raised again, for other work only adds."""
+class CostScale:
+    """Scales down costs that were measured while the machine did other work.
+
+    A cycle that is far faster than the measured cost lowers the scale for good: other work can only add time, so the
+    measured cost was too high.
+    """
 
     def __init__(self) -> None:
         self.factor = 1.0
 
-    def is_lowered(self, measured: float, seconds: float) -> bool:
-        """Compare a cycle with what is believed, and lower that if the cycle was far faster."""
+    def lower(self, measured: float, seconds: float) -> bool:
+        """Lower the scale if a cycle took far less than the scaled cost; returns whether it did."""
         ratio = seconds / max(measured * self.factor, 1e-9)
         if ratio >= _FAR_FASTER:
             return False
@@ -82,9 +86,9 @@ class DraftPlanner:
         self._shapes = {depth: shape.at(depth) for depth in range(1, shape.depth + 1)}
         self._verify, self._draft = Correction(), Correction()
         self._draft_of = {effort: Correction() for effort in costs}
-        self._root_basis, self._tree_basis = Basis(), Basis()
+        self._root_scale, self._tree_scale = CostScale(), CostScale()
         """Of passes over the root alone, and over trees."""
-        self._draft_basis = {effort: Basis() for effort in costs}
+        self._draft_scale = {effort: CostScale() for effort in costs}
         self._rest = 0.0
         self._observe = 0.0
         """Seconds that the drafter takes per drafted cycle to observe what was verified."""
@@ -146,13 +150,13 @@ class DraftPlanner:
         return self._measured_draft(num_levels, effort) * self._draft.factor
 
     def _measured_verify(self, num_nodes: int, effort: int) -> float:
-        """As far as it is believed."""
-        basis = self._tree_basis if num_nodes else self._root_basis
-        return self._costs[effort].verify_seconds(num_nodes + 1) * basis.factor
+        """The measured cost of a pass, scaled."""
+        scale = self._tree_scale if num_nodes else self._root_scale
+        return self._costs[effort].verify_seconds(num_nodes + 1) * scale.factor
 
     def _measured_draft(self, num_levels: int, effort: int) -> float:
-        """As far as it is believed."""
-        return self._costs[effort].draft_seconds(num_levels) * self._draft_basis[effort].factor
+        """The measured cost of a draft, scaled."""
+        return self._costs[effort].draft_seconds(num_levels) * self._draft_scale[effort].factor
 
     def budget(self, log_probs: list[float]) -> int:
         """How many of a tree's best nodes to verify (see `trees.grow.Budget`).
@@ -182,8 +186,8 @@ class DraftPlanner:
         stands.
         """
         costs = self._costs[self.effort]
-        basis = self._tree_basis if num_nodes else self._root_basis
-        if basis.is_lowered(costs.verify_seconds(num_nodes + 1), verify):
+        scale = self._tree_scale if num_nodes else self._root_scale
+        if scale.lower(costs.verify_seconds(num_nodes + 1), verify):
             self._probe_at = 1
         else:
             self._verify.record(self._measured_verify(num_nodes, self.effort), verify)
@@ -191,7 +195,7 @@ class DraftPlanner:
         if self._num_levels and draft is not None:
             self._observe += (observe - self._observe) / _COST_WEIGHT
             own = others.pop(self.effort)
-            if self._draft_basis[self.effort].is_lowered(costs.draft_seconds(self._num_levels), draft):
+            if self._draft_scale[self.effort].lower(costs.draft_seconds(self._num_levels), draft):
                 self._probe_at = 1
             else:
                 self._draft.record(self._measured_draft(self._num_levels, self.effort), draft)

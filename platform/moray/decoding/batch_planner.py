@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
 from moray.decoding.acceptance import FORGET, Acceptance
-from moray.decoding.adapt import PROBE_CYCLES, Basis, Correction
+from moray.decoding.adapt import PROBE_CYCLES, Correction, CostScale
 from moray.decoding.costs import Costs
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
@@ -43,7 +43,7 @@ class BatchPlanner:
         self._shapes = {d: shape.at(d) for d in range(1, depth + 1)} if isinstance(shape, AdaptiveShape) else {}
         self._acceptance = Acceptance(depth, [0])
         self._verify, self._draft = Correction(), Correction()
-        self._root_basis, self._tree_basis = Basis(), Basis()
+        self._root_scale, self._tree_scale = CostScale(), CostScale()
         """Of passes over roots alone, and over trees."""
         self._probe_at = PROBE_CYCLES
         """Cycles without drafts before the next probe (see `adapt.PROBE_CYCLES`)."""
@@ -126,11 +126,11 @@ class BatchPlanner:
         if not self._costs:
             return
         measured = self._at(num_rows, lambda costs: costs.verify_seconds(num_nodes))
-        basis = self._tree_basis if num_nodes > 1 else self._root_basis
-        if basis.is_lowered(measured, seconds):
+        scale = self._tree_scale if num_nodes > 1 else self._root_scale
+        if scale.lower(measured, seconds):
             self._probe_at = 1
         else:
-            self._verify.record(measured * basis.factor, seconds)
+            self._verify.record(measured * scale.factor, seconds)
 
     def record_rest(self, num_rows: int, seconds: float) -> None:
         """What a cycle took besides its pass and its drafts."""
@@ -161,8 +161,8 @@ class BatchPlanner:
 
     def _seconds(self, num_rows: int, num_drafted: int, depth: int) -> float:
         nodes = self._shapes[depth].num_nodes if depth else 0
-        basis = self._tree_basis if depth else self._root_basis
-        seconds = self._at(num_rows, lambda costs: costs.verify_seconds(nodes + 1)) * basis.factor * self._verify.factor
+        scale = self._tree_scale if depth else self._root_scale
+        seconds = self._at(num_rows, lambda costs: costs.verify_seconds(nodes + 1)) * scale.factor * self._verify.factor
         seconds += self._rest * num_rows
         if depth:
             seconds += self._at(num_drafted, lambda costs: costs.draft_seconds(depth)) * self._draft.factor

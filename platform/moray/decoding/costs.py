@@ -59,8 +59,10 @@ def measure_costs(
 
 
 def ascending(sizes: Sequence[int], seconds: Sequence[float]) -> list[tuple[int, float]]:
-    """Points of `Costs` from what was measured: less work never takes longer. Where it was measured to, the machine did
-    something else as well, so what the larger size took is an upper bound for the smaller."""
+    """Points of `Costs` from measured seconds, so that more work never takes less time.
+
+    Other work can only add time, so the seconds of a larger size bound those of every smaller one from above.
+    """
     bounded = list(accumulate(reversed(seconds), min))
     return list(zip(sizes, reversed(bounded), strict=True))
 
