@@ -53,7 +53,7 @@ def _verify(target: Target, cache: RowCache, num_rows: int, length: int, num_tok
     device = target.device
     slots = (length + torch.arange(num_tokens, device=device)).expand(num_rows, -1)
     mask = (torch.arange(length + num_tokens, device=device) <= slots[..., None])[:, None]
-    cache.aim(slots, length + num_tokens)
+    cache.aim([length] * num_rows, num_tokens, length + num_tokens)
     output = target.forward(torch.zeros_like(slots), slots, mask, cache)
     target.logits(output.last).argmax(dim=-1)
 

@@ -132,19 +132,17 @@ class Drafting:
 
     def _observe(self, running: list[EngineSequence], counts: dict[int, int]) -> None:
         """Hand over the next so many tokens of the sequences in some rows, which are padded to equally many."""
-        source, needs, device = self.source, self.observed, self._target.device
+        source, needs = self.source, self.observed
         sequences = {row: running[row] for row in counts}
         begins = {row: source.num_known(sequence.number) for row, sequence in sequences.items()}
         kv = None
         if needs.kv_layers:  # behind a shorter one's tokens stands what nobody reads
-            first = torch.tensor([*begins.values()], device=device)[:, None]
-            places = first + torch.arange(max(counts.values()), device=device)
-            kv = self._cache.flat(torch.tensor([*counts], device=device), places, needs.kv_layers)
+            kv = self._cache.flat([*counts], [*begins.values()], max(counts.values()), needs.kv_layers)
         hidden = {depth: _hidden(sequences, counts, depth) for depth in needs.hidden_depths}
         memory = source.observe(Taps(kv, hidden))
         for index, (row, sequence) in enumerate(sequences.items()):
             begin, count = begins[row], counts[row]
-            tokens = torch.tensor(sequence.tokens[begin : begin + count], device=device)
+            tokens = torch.tensor(sequence.tokens[begin : begin + count], device=self._target.device)
             own = {name: tensor[index : index + 1, :count] for name, tensor in memory.items()}
             source.extend(sequence.number, tokens, own, min(sequence.num_kept, count))
             sequence.num_kept = 0

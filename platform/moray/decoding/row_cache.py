@@ -44,9 +44,11 @@ class RowCache(Cache):
         self.width = 0
         """Slots of a row."""
         self._data = self._cut(0, 0)
-        self._rows: Int[Tensor, "rows 1"] = torch.zeros(0, 1, dtype=torch.long)
-        self._slots: Int[Tensor, "rows new"] = self._rows
-        self._first_row = self._seen = 0
+        self._index: tuple[Int[Tensor, "rows 1"], slice, Int[Tensor, "rows new"]] | tuple[slice, slice, slice]
+        """Rows and slots that the next pass writes; slices of a single row, which need no index on the device."""
+        self._index = slice(0), slice(None), slice(0)
+        self._row_range = slice(0)
+        self._seen = 0
 
     def _cut(self, num_rows: int, width: int) -> Tensor:
         """The memory as [layers, 2, rows, kv_heads, width, head_dim]."""
@@ -76,45 +78,80 @@ class RowCache(Cache):
         for layer in self._data:
             layer[:, destinations, :, :num_slots] = layer[:, sources, :, :num_slots]
 
-    def move(
-        self, rows: Int[Tensor, " some"], sources: Int[Tensor, "some slots"], destinations: Int[Tensor, "some slots"]
-    ) -> None:
-        """Copy slots of some rows to other slots of the same rows: accepted nodes to where they belong.
-
-        A slot may be source and destination, for all are read before any is written.
+    def move(self, rows: Sequence[int], begins: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Copy accepted nodes to where they belong, in some rows whose trees begin at slots `begins`: the nodes of a
+        path, of which each row has equally many, to the first slots of the tree. All are read before any is written.
         """
-        at = rows[:, None]
-        self._data[:, :, at, :, destinations] = self._data[:, :, at, :, sources]
+        device, count = self._memory.device, len(paths[0])
+        if len(rows) == 1:
+            row, begin = rows[0], begins[0]
+            own = self._data[:, :, row]
+            path = torch.tensor(paths[0], device=device) + begin
+            own[:, :, :, begin : begin + count] = own.index_select(3, path)
+            return
+        host = [[row, begin, *path] for row, begin, path in zip(rows, begins, paths, strict=True)]
+        row, begin, node = torch.tensor(host, device=device).split([1, 1, count], dim=1)
+        to = begin + torch.arange(count, device=device)
+        self._data[:, :, row, :, to] = self._data[:, :, row, :, begin + node]
 
     def flat(
-        self, rows: Int[Tensor, " some"], slots: Int[Tensor, "some new"], layers: Sequence[int]
+        self, rows: Sequence[int], begins: Sequence[int], num_new: int, layers: Sequence[int]
     ) -> Float[Tensor, "some new layers width"]:
-        """Keys and values of slots as a tap (see `KVCache.flat`): per token and layer, heads as [k_h ; v_h]."""
-        index = torch.tensor(layers, device=self._memory.device)[:, None, None]
-        window = self._data[index, :, rows[:, None], :, slots]  # [layers, some, new, 2, kv_heads, head_dim]
-        return window.permute(1, 2, 0, 4, 3, 5).flatten(3)
+        """Keys and values as a tap (see `KVCache.flat`): per token and layer, heads as [k_h ; v_h].
 
-    def aim(self, slots: Int[Tensor, "rows new"], num_seen: int, first_row: int = 0) -> None:
-        """Say where the next pass writes, row by row from `first_row` on, and how many slots it looks at."""
-        self._first_row = first_row
-        self._rows = torch.arange(first_row, first_row + slots.shape[0], device=slots.device)[:, None]
-        self._slots, self._seen = slots, num_seen
+        Those of `num_new` slots in each of some rows, from slot `begins` on. Past a row's end its last slot is repeated.
+        """
+        device = self._memory.device
+        if len(rows) == 1 and begins[0] + num_new <= self.width:
+            own = self._data[:, :, rows[0], :, begins[0] : begins[0] + num_new]
+            if list(layers) != list(range(own.shape[0])):
+                own = own[list(layers)]
+            return own.permute(3, 0, 2, 1, 4).flatten(2)[None]  # [new, layers, kv_heads, 2, head_dim]
+        index = torch.tensor(layers, device=device)[:, None, None]
+        slots = torch.tensor(begins, device=device)[:, None] + torch.arange(num_new, device=device)
+        slots.clamp_(max=self.width - 1)
+        window = self._data[index, :, torch.tensor(rows, device=device)[:, None], :, slots]
+        return window.permute(1, 2, 0, 4, 3, 5).flatten(3)  # from [layers, some, new, 2, kv_heads, head_dim]
+
+    def aim(self, begins: Sequence[int], num_new: int, num_seen: int, first_row: int = 0) -> None:
+        """Say where the next pass writes and how many slots it looks at.
+
+        Args:
+            begins: first slot written, of each row from `first_row` on.
+            num_new: slots written in each row; those past a row's end all share its last slot.
+            num_seen: slots that the pass looks at, in every row.
+            first_row: of the pass.
+        """
+        self._row_range, self._seen = slice(first_row, first_row + len(begins)), num_seen
+        if len(begins) == 1 and begins[0] + num_new <= self.width:
+            self._index = self._row_range, slice(None), slice(begins[0], begins[0] + num_new)
+            return
+        device = self._memory.device
+        rows = torch.arange(first_row, first_row + len(begins), device=device)[:, None]
+        slots = torch.tensor(begins, device=device)[:, None] + torch.arange(num_new, device=device)
+        self._index = rows, slice(None), slots.clamp_(max=self.width - 1)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values; return views of what the pass looks at."""
         key, value = self._data[layer_idx]
-        key[self._rows, :, self._slots] = key_states.transpose(1, 2)
-        value[self._rows, :, self._slots] = value_states.transpose(1, 2)
-        rows = slice(self._first_row, self._first_row + key_states.shape[0])
-        return key[rows, :, : self._seen], value[rows, :, : self._seen]
+        if isinstance(self._index[0], slice):
+            key[self._index], value[self._index] = key_states, value_states
+        else:  # an index of two tensors with a slice between them puts the slice last
+            key[self._index] = key_states.transpose(1, 2)
+            value[self._index] = value_states.transpose(1, 2)
+        return key[self._row_range, :, : self._seen], value[self._row_range, :, : self._seen]
 
     def place(self, positions: Int[Tensor, "rows new"]) -> Int[Tensor, "rows slots"]:
         """The positions of all slots that the pass looks at: those of new tokens, and the numbers of all other slots,
         whose tokens are committed."""
         placed = torch.arange(self._seen, device=positions.device).repeat(positions.shape[0], 1)
-        return placed.scatter_(1, self._slots, positions)
+        slots = self._index[2]
+        if isinstance(slots, slice):
+            placed[:, slots] = positions
+            return placed
+        return placed.scatter_(1, slots, positions)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many slots the next pass looks at."""

@@ -31,21 +31,27 @@ class TargetRows:
         self.cache = RowCache(target, -(-num_slots // GRAIN) * GRAIN)
         self._target = target
         self._hidden_depths = hidden_depths
+        self._dtype = target.model.lm_head.weight.dtype
+        """Of masks: attention kernels take additive ones as they are, and would convert booleans in every layer."""
 
     def read(self, first_row: int, tokens: Sequence[Sequence[int]], begins: Sequence[int]) -> TargetOutput:
         """Read the next tokens of prompts in consecutive rows, whose slots begin at `begins`.
 
         Fewer tokens are padded: written behind a prompt, where nobody looks before it is written anew.
         """
-        device = self._target.device
         ids = self.to_device(tokens)
-        positions = self.to_device([[begin] for begin in begins]) + torch.arange(ids.shape[1], device=device)
-        num_seen = self._num_seen(max(begins) + ids.shape[1])
-        self.cache.aim(positions.clamp(max=self.cache.width - 1), num_seen, first_row)
+        new, device = ids.shape[1], ids.device
+        if len(tokens) == 1:
+            begin = begins[0]
+            positions = torch.arange(begin, begin + new, device=device)
+            block = None if begin == 0 else torch.ones(new, new, dtype=torch.bool, device=device).tril()
+            return self._pass_of_one(first_row, begin, ids, positions, block)
+        positions = self.to_device([[begin] for begin in begins]) + torch.arange(new, device=device)
+        num_seen = self._num_seen(max(begins) + new)
         mask = (torch.arange(num_seen, device=device) <= positions[..., None])[:, None]
         # Padding past a row's end shares its last slot, and so has to share a position.
         positions = positions.clamp(max=min(self.cache.width, self._target.spec.max_positions) - 1)
-        return self._target.forward(ids, positions, mask, self.cache, self._hidden_depths)
+        return self._pass(first_row, begins, ids, positions, mask, num_seen)
 
     def verify(self, first_row: int, lengths: Sequence[int], trees: Sequence[TokenTree]) -> TargetOutput:
         """One pass over the trees of consecutive rows, those with fewer nodes padded; a row's nodes go behind its
@@ -54,14 +60,46 @@ class TargetRows:
             slots of row 0   a  b  c  d | root x  y  .          its nodes see a to d, and their ancestors
             slots of row 1   e  f | root z  w  v  .  .          padding sees itself, and nobody sees it
         """
+        if len(trees) == 1:
+            (tree,), (length,) = trees, lengths
+            return self._pass_of_one(first_row, length, tree.tokens[None], tree.depths + length, tree.ancestors)
         stack = stack_trees(trees)
         most, device = stack.num_nodes, self._target.device
         begins = self.to_device([[length] for length in lengths])
-        slots = begins + torch.arange(most, device=device)
         num_seen = self._num_seen(max(lengths) + most)
-        self.cache.aim(slots, num_seen, first_row)
-        mask = _tree_mask(begins, slots, stack.ancestors, num_seen)
-        return self._target.forward(stack.tokens, begins + stack.depths, mask, self.cache, self._hidden_depths)
+        mask = _tree_mask(begins, stack.ancestors, num_seen)
+        return self._pass(first_row, lengths, stack.tokens, begins + stack.depths, mask, num_seen)
+
+    def _pass_of_one(
+        self,
+        row: int,
+        begin: int,
+        tokens: Int[Tensor, "1 new"],
+        positions: Int[Tensor, " new"],
+        block: Bool[Tensor, "new new"] | None,
+    ) -> TargetOutput:
+        """A pass over new tokens of one row that see all `begin` committed slots and, of each other, what `block` says;
+        without it each sees those before it."""
+        new = tokens.shape[1]
+        mask = None
+        if new > 1 and block is not None:
+            mask = torch.zeros(1, 1, new, begin + new, dtype=self._dtype, device=tokens.device)
+            mask[..., begin:].masked_fill_(~block, -torch.inf)
+        self.cache.aim([begin], new, begin + new, row)
+        return self._target.forward(tokens, positions[None], mask, self.cache, self._hidden_depths)
+
+    def _pass(
+        self,
+        first_row: int,
+        begins: Sequence[int],
+        tokens: Int[Tensor, "rows new"],
+        positions: Int[Tensor, "rows new"],
+        seen: Bool[Tensor, "rows 1 new slots"],
+        num_seen: int,
+    ) -> TargetOutput:
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        self.cache.aim(begins, tokens.shape[1], num_seen, first_row)
+        return self._target.forward(tokens, positions, mask, self.cache, self._hidden_depths)
 
     def keep(self, first_row: int, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move the accepted paths (nodes below the root) of consecutive rows to where they belong, behind the root."""
@@ -71,9 +109,7 @@ class TargetRows:
         most = 1 + max(len(paths[row]) for row in moved)
         # Behind a path, slots keep what they hold: nobody looks there before it is written anew.
         nodes = [[0, *paths[row], *range(1 + len(paths[row]), most)] for row in moved]
-        host = [[first_row + row, lengths[row], *path] for row, path in zip(moved, nodes, strict=True)]
-        row, begin, node = torch.tensor(host, device=self._target.device).split([1, 1, most], dim=1)
-        self.cache.move(row[:, 0], begin + node, begin + torch.arange(most, device=self._target.device))
+        self.cache.move([first_row + row for row in moved], [lengths[row] for row in moved], nodes)
 
     def to_device(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows most"]:
         """Numbers of the host, shorter rows filled up with zeros."""
@@ -85,14 +121,12 @@ class TargetRows:
 
 
 def _tree_mask(
-    begins: Int[Tensor, "rows 1"],
-    slots: Int[Tensor, "rows nodes"],
-    ancestors: Bool[Tensor, "rows nodes nodes"],
-    num_seen: int,
+    begins: Int[Tensor, "rows 1"], ancestors: Bool[Tensor, "rows nodes nodes"], num_seen: int
 ) -> Bool[Tensor, "rows 1 nodes slots"]:
-    rows, nodes = slots.shape
-    columns = torch.arange(num_seen, device=slots.device)
+    rows, nodes, _ = ancestors.shape
+    columns = torch.arange(num_seen, device=begins.device)
     if nodes == 1:
         return (columns <= begins)[:, None, None]
     committed = (columns < begins)[:, None].repeat(1, nodes, 1)
+    slots = begins + torch.arange(nodes, device=begins.device)
     return committed.scatter_(2, slots[:, None].expand(rows, nodes, nodes), ancestors)[:, None]
