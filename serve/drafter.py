@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 import torch
 
-from moray.decoding.fitting import fit_shape
+from moray.decoding.planning.fitting import fit_shape
 from moray.decoding.remote.ahead import can_run_ahead
 from moray.decoding.remote.channel import Endpoint, SocketServer
 from moray.decoding.remote.host import DraftHost

@@ -8,18 +8,14 @@ from typing import Any
 
 import torch
 
-from moray.decoding.calibrate import calibrate
-from moray.decoding.costs import Costs
 from moray.decoding.drafts import DraftSource, LocalDrafts
 from moray.decoding.engine import Engine
-from moray.decoding.fitting import fit_shape
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request, Update
 from moray.drafters.base import Drafter
 from moray.drafters.loading import load_drafters
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
-from moray.trees.shapes import AdaptiveShape
 from serve.api.failures import describe
 from serve.config import ServeConfig
 from serve.engine_thread import Admission, EngineThread
@@ -66,16 +62,6 @@ class TargetReplica:
         self._publisher = Publisher(sink or Nowhere(), lambda: read_engine(self._engine))
         self._thread: EngineThread | None = None
 
-    def _measure(self) -> dict[str, dict[int, Costs]]:
-        """What passes and drafts cost here, by drafter; nothing where the tree does not depend on it."""
-        tree, most = self._config.engine.tree, self._config.engine.max_sequences
-        costs: dict[str, dict[int, Costs]] = {}
-        for name, drafter in self._drafters.items():
-            shape = fit_shape(tree, name, drafter.max_depth)
-            if isinstance(shape, AdaptiveShape):
-                costs[name] = calibrate(self._target, drafter, shape, most)
-        return costs
-
     @property
     def running(self) -> EngineThread:
         """The engine in its thread, started by the first call: constructors run where no event loop does."""
@@ -93,8 +79,7 @@ class TargetReplica:
         for drafting in engine.drafting.values():
             for notice in drafting.notices:
                 _LOGGER.warning(notice)
-        for name, costs in self._measure().items():
-            engine.drafting[name].planner.know(costs)
+        engine.calibrate(self._drafters)
         return engine
 
     def _sources(self) -> Mapping[str, DraftSource]:

@@ -1,6 +1,6 @@
 """Whether drafters can draft the application's tree, found out before a replica starts."""
 
-from moray.decoding.fitting import fit_shape
+from moray.decoding.planning.fitting import fit_shape
 from moray.drafters.checkpoint import read_contract
 from moray.drafters.configs import TrainedConfig
 from moray.drafters.loading import folder_of

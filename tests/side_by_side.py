@@ -4,9 +4,10 @@ import random
 
 from tiny_targets import MAX_POSITIONS, TinyTarget
 
-from moray.decoding.costs import Costs
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.plain import PlainDecoder
+from moray.decoding.planning.costs import CostTable
 from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
 from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape, DynamicShape, FixedShape
@@ -25,18 +26,18 @@ ADAPTIVE = {
 }
 
 
-class MoodyCosts(Costs):
+class MoodyCosts(CostTable):
     """Costs that change at every look, whatever was accepted: so that depths and sizes do, down to no draft."""
 
     def __init__(self, seed: int = 0) -> None:
-        super().__init__([(1, 1.0)], [(1, 1.0)])
+        super().__init__({})
         object.__setattr__(self, "_random", random.Random(seed))
 
-    def verify_seconds(self, num_tokens: int) -> float:
+    def verify_seconds(self, num_rows: int, num_tokens: int) -> float:
         seconds = 10 ** self._random.uniform(-1, 1)  # type: ignore[attr-defined]
-        return seconds / 3 if num_tokens == 1 else seconds
+        return seconds / 6 if num_tokens == 1 else seconds
 
-    def draft_seconds(self, num_levels: int) -> float:
+    def draft_seconds(self, num_rows: int, num_levels: int, effort: int) -> float:
         return 0.0
 
 

@@ -7,7 +7,6 @@ order, prefill included in their time.
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +15,11 @@ from moray.bench.spread import quartiles
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
-from moray.decoding.fitting import engine_notices, fit_shape, say_once
 from moray.decoding.params import SamplingParams
+from moray.decoding.planning.fitting import depth_notice, fit_shape, say_once
 from moray.decoding.request import Request
 from moray.decoding.row_cache import GRAIN
 from moray.decoding.session import synchronise
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation, tau
 from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
@@ -111,7 +109,7 @@ def measure_batch_speedup(
     name = type(drafter).__name__.lower()
     fitted = fit_shape(shape, name, drafter.max_depth, target.spec.vocab_size)
     if batch > 1:
-        say_once(engine_notices(shape, name, fitted, drafter.efforts))
+        say_once(depth_notice(shape, name, fitted))
     drafted, plain = (_side(target, d, shape, capacity, batch, params, eos_ids) for d in (drafter, None))
     for decode in (plain, drafted):  # the first call of anything is slow
         decode(prompts[:batch], min(_WARM_UP_TOKENS, max_new_tokens))
@@ -181,12 +179,11 @@ def _side(
     eos_ids: Collection[int],
 ) -> _Decode:
     """Drafted, or plain without a drafter."""
-    if batch == 1:
-        return _one_by_one(target, drafter, shape, capacity, params, eos_ids)
     width = -(-(capacity + shape.num_nodes + 1) // GRAIN) * GRAIN
     config = EngineConfig(max_sequences=batch, kv_tokens=batch * width, capacity=capacity, tree=shape, gathers=True)
     drafts = {} if drafter is None else {"drafter": LocalDrafts(drafter, capacity, shape.num_expanded)}
     engine = Engine(target, config, eos_ids, drafts=drafts)
+    engine.calibrate({} if drafter is None else {"drafter": drafter})
 
     def together(prompts: Sequence[list[int]], most: int) -> _Answers:
         before, spent = engine.stats.num_passes, dict(engine.stats.seconds)
@@ -201,25 +198,3 @@ def _side(
         return _Answers([g.tokens for g in made], engine.stats.num_passes - before, made if drafts else [], phases)
 
     return together
-
-
-def _one_by_one(
-    target: Target,
-    drafter: Drafter | None,
-    shape: GrowableShape,
-    capacity: int,
-    params: SamplingParams,
-    eos_ids: Collection[int],
-) -> _Decode:
-    plain = PlainDecoder(target, capacity)
-    alone = plain if drafter is None else SpeculativeDecoder(target, drafter, shape, capacity)
-
-    def one_by_one(prompts: Sequence[list[int]], most: int) -> _Answers:
-        made = [alone.generate(p, params, most, eos_ids, sequence=i) for i, p in enumerate(prompts)]
-        phases = Counter[str]()
-        for generation in made:
-            phases.update(generation.phases)
-        num_passes = sum(g.num_cycles or len(g.tokens) - 1 for g in made)
-        return _Answers([g.tokens for g in made], num_passes, made if drafter is not None else [], dict(phases))
-
-    return one_by_one

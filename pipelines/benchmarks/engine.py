@@ -17,21 +17,18 @@ from moray.bench.loading import first_prompts, load_target
 from moray.bench.recording import record
 from moray.bench.reports.wording import number, percent, times
 from moray.bench.spread import quartiles
-from moray.decoding.calibrate import calibrate
-from moray.decoding.costs import Costs
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
-from moray.decoding.fitting import engine_notices, fit_shape, say_once
+from moray.decoding.planning.fitting import say_once
 from moray.decoding.request import Request
 from moray.decoding.session import synchronise
 from moray.decoding.stats import tau
 from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
 from moray.drafters.loading import load_drafters
-from moray.progress import Progress, track
+from moray.progress import track
 from moray.targets.model import Target
-from moray.trees.shapes import AdaptiveShape
 
 _WARM_UP_TOKENS = 8
 
@@ -48,21 +45,11 @@ def benchmark_engine(config: EngineBenchmarkConfig, console: Console) -> dict[st
     prompts = first_prompts(questions, tokenizer, room, config.questions)
     eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
     pairs = [(name, size) for name in drafters for size in config.batches]
-    with Progress("measure what passes and drafts cost", console=console):
-        costs = {name: _costs(config, target, name, drafter) for name, drafter in drafters.items()}
     rows = []
     for name, size in track(pairs, "benchmark", len(pairs), unit="measurements", console=console):
         engine = _engine(config, target, drafters[name], size, prompts, eos_ids)
-        engine.drafting["drafter"].planner.know(costs[name])
         rows.append({"drafter": name, **_measure(engine, config, prompts, size)})
     return {"rows": rows, "tree": config.tree.name} | record(config)
-
-
-def _costs(config: EngineBenchmarkConfig, target: Target, name: str, drafter: Drafter) -> dict[int, Costs]:
-    """What an adaptive tree depends on; of every tree, what the engine does not do of it is said."""
-    shape = fit_shape(config.tree, name, drafter.max_depth, target.spec.vocab_size)
-    say_once(engine_notices(config.tree, name, shape, drafter.efforts))
-    return calibrate(target, drafter, shape, max(config.batches)) if isinstance(shape, AdaptiveShape) else {}
 
 
 def _engine(
@@ -77,7 +64,10 @@ def _engine(
     slots = size * (longest + config.tree.num_nodes + 64)
     limits = EngineConfig(max_sequences=size, kv_tokens=slots, tree=config.tree)
     local = LocalDrafts(drafter, longest, config.tree.num_expanded)
-    return Engine(target, limits, eos_ids, drafts={"drafter": local})
+    engine = Engine(target, limits, eos_ids, drafts={"drafter": local})
+    say_once(engine.drafting["drafter"].notices)
+    engine.calibrate({"drafter": drafter})
+    return engine
 
 
 def _measure(engine: Engine, config: EngineBenchmarkConfig, prompts: list[list[int]], size: int) -> dict[str, Any]:

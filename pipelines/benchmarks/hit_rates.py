@@ -23,9 +23,9 @@ from torch import Tensor
 from moray.batch import Taps
 from moray.bench.specbench import Question
 from moray.decoding.params import SamplingParams
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession
-from moray.decoding.speculate import PlainDecoder
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
@@ -57,7 +57,7 @@ class HitCounter:
         """
         self.capacity = capacity
         self._drafter = drafter
-        self._session = TargetSession(target, capacity, max_nodes=1)
+        self._session = TargetSession(target, capacity)
         self._plain = PlainDecoder(target, capacity, self._session)
         self._levels = levels if drafter.max_depth is None else min(levels, drafter.max_depth)
         self._ranks = ranks

@@ -134,7 +134,7 @@ def _choose(
 
 
 class ReplayedAcceptance:
-    """Accepts the longest path of a tree as far as `lengths` say, whatever it says (`decoding.speculate.Accept`)."""
+    """Accepts the longest path of a tree as far as `lengths` say, whatever it says (`decoding.accept.Accept`)."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths

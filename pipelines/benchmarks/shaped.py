@@ -11,6 +11,7 @@ Beside them stands the ceiling from bytes: a plain step cannot be faster than re
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,16 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from moray.batch import TapNeeds
 from moray.bench.recording import record
 from moray.bench.reports.wording import number, percent, times
 from moray.bench.summary import cycle_costs
 from moray.decoding.compiling import compile_models
-from moray.decoding.costs import median_seconds
+from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.decoding.params import SamplingParams
+from moray.decoding.planning.costs import median_seconds
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import TargetSession, synchronise
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.target_rows import TargetRows
 from moray.drafters.base import Drafter
 from moray.progress import Progress
 from moray.targets.attention import attention_backend
@@ -35,7 +36,7 @@ from moray.targets.head import TargetHead
 from moray.targets.model import Target, pick_device
 from moray.targets.spec import TargetSpec
 from moray.trees.shapes import MAX_DEPTH, ChainShape
-from moray.trees.tree import chain_of
+from moray.trees.tree import TokenTree, chain_of
 from pipelines.benchmarks.decode import print_costs, table_of_rows
 from pipelines.benchmarks.replay import LengthsAtRate, RecordedLengths, ReplayedAcceptance, acceptance_rate
 from pipelines.benchmarks.shaped_config import ShapeConfig, ShapedBenchmarkConfig
@@ -67,20 +68,21 @@ def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any
     drafter.cast(target.dtype)
     progress.update(note="compiling")
     compiled = compile_models(target, [drafter], config.compile)
-    most_nodes = max(*config.verify_sizes, *(shape.num_nodes + 1 for shape in config.trees))
+    most_nodes = max(*config.verify_sizes, *(shape.num_nodes for shape in config.trees))
     capacity = config.context + config.max_new_tokens
-    session = TargetSession(target, capacity, most_nodes, is_timed=True)
+    runner = runner_for(target, capacity, most_nodes)
     prompt = torch.randint(
         config.shape.vocab_size, (config.context,), generator=torch.Generator().manual_seed(0)
     ).tolist()
     progress.update(note="passes and drafts")
-    verify_ms = _verify_times(session, prompt, config.verify_sizes)
-    draft_ms = _draft_time(target, drafter, session, prompt)
-    plain = PlainDecoder(target, capacity, session)
+    verify_ms = _verify_times(target, runner, prompt, config.verify_sizes)
+    draft_ms = _draft_time(target, drafter, prompt)
+    decoder_of = partial(SpeculativeDecoder, target, capacity=capacity, runner=runner, is_timed=True)
+    plain = decoder_of(None)
     baselines, generations = [], []
     for shape, rule in zip(config.trees, rules, strict=True):
         progress.update(note=f"{shape.name}, {len(generations)} of {len(config.trees)} trees done")
-        decoder = SpeculativeDecoder(target, drafter, shape, capacity, session, rule)
+        decoder = decoder_of(drafter, shape, rule=rule)
         decoder.generate(prompt, _GREEDY, _WARM_UP_TOKENS, ())
         rule.restart()  # what the warm-up and the tree before it took does not count
         baselines.append(plain.generate(prompt, _GREEDY, config.max_new_tokens, ()))
@@ -170,22 +172,26 @@ def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def _verify_times(session: TargetSession, prompt: list[int], sizes: tuple[int, ...]) -> dict[str, float]:
+def _verify_times(target: Target, runner: TargetRows, prompt: list[int], sizes: tuple[int, ...]) -> dict[str, float]:
     """Milliseconds of a target pass behind the prompt, by its number of tokens."""
-    device = session.target.device
-    session.begin(TapNeeds())
-    session.prefill(prompt)
+    runner.cache.arrange(len(prompt) + max(sizes), 0, 0)
+    runner.read(0, [prompt], [0])
     times_by_size = {}
     for size in sizes:
-        tree = chain_of(torch.zeros(size, dtype=torch.long, device=device))
-        times_by_size[str(size)] = _milliseconds(lambda tree=tree: session.verify(tree), device)
+        tree = chain_of(torch.zeros(size, dtype=torch.long, device=target.device))
+
+        def verify(tree: TokenTree = tree) -> None:
+            target.logits(runner.verify(0, [len(prompt)], [tree]).last)
+
+        times_by_size[str(size)] = _milliseconds(verify, target.device)
     return times_by_size
 
 
 @torch.inference_mode()
-def _draft_time(target: Target, drafter: Drafter, session: TargetSession, prompt: list[int]) -> float:
+def _draft_time(target: Target, drafter: Drafter, prompt: list[int]) -> float:
     """Milliseconds of one level of a chain."""
     state = drafter.new_state(len(prompt) + _DRAFT_DEPTH, _DRAFT_DEPTH)
+    session = TargetSession(target, len(prompt) + 1)
     session.begin(drafter.observed)
     session.prefill(prompt, lambda tokens, taps: drafter.extend(state, tokens, drafter.observe(taps)))
     shape = ChainShape(type="chain", depth=min(_DRAFT_DEPTH, drafter.max_depth or _DRAFT_DEPTH))

@@ -29,8 +29,8 @@ from moray.bench.reports.wording import interval, number
 from moray.bench.specbench import Question
 from moray.bench.spread import ratio_interval, ratio_of_ratios_interval
 from moray.decoding.params import SamplingParams
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.session import TargetSession
-from moray.decoding.speculate import PlainDecoder
 from moray.drafters.base import Drafter
 from moray.drafters.loading import load_drafters
 from moray.errors import ConfigError
@@ -138,7 +138,7 @@ def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, 
     questions, tokenizer, target = load_target(config)
     drafters = load_drafters(config.drafters, target, tokenizer)
     capacity = min(target.spec.max_positions, config.max_context)
-    session = TargetSession(target, capacity, max_nodes=1)
+    session = TargetSession(target, capacity)
     most_lag = max(config.lags)
     late = {name: LateDrafter(session, drafter, config.depth, most_lag) for name, drafter in drafters.items()}
     asked = _answers(config, session, questions, tokenizer, target)

@@ -38,9 +38,10 @@ def _counts(stats: EngineStats) -> Iterator[Reading]:
 
 
 def _phases(stats: EngineStats, channel: float) -> Iterator[Reading]:
-    """The engine times observing and waiting within proposing; here no second is in two phases."""
+    """The engine waits for drafts within proposing; here no second is in two phases."""
     seconds = {**stats.seconds, "channel": channel}
-    seconds["propose"] -= seconds["observe"] + channel
+    seconds["propose"] -= channel
+    seconds["observe"] += seconds.pop("tell")
     for phase, value in seconds.items():
         yield Reading(series.PHASE_SECONDS, value, (phase,))
 

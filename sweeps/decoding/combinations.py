@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from moray.decoding.fitting import is_too_deep
+from moray.decoding.planning.fitting import is_too_deep
 from moray.explain import one_line
 from moray.trees.shapes import AdaptiveShape, AnyShape, DynamicShape, Shape, SparseShape
 from sweeps.tuning.spaces import Choices, Space, Verdict, draw, grid

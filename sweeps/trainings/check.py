@@ -14,7 +14,7 @@ from moray.cluster.training.claim import check_same_target
 from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.lanes import num_workers
 from moray.cluster.training.outline import outline_drafter, run_length
-from moray.decoding.fitting import engine_notices, is_too_deep, say_once
+from moray.decoding.planning.fitting import is_too_deep
 from moray.distill.tracking.trackers import check_trackers
 from moray.errors import ConfigError, DataError
 from moray.targets.spec import read_spec
@@ -64,9 +64,6 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
                 f"decoding.tree is {sweep.decoding.tree.depth} levels deep; the drafter with {label(choices)} drafts "
                 f"at most {depth}"
             )
-    for _, config in corners if sweep.decoding.batch_size > 1 else ():
-        tree = sweep.decoding.tree
-        say_once(engine_notices(tree, config.drafter.type, tree, config.drafter.efforts))
     tokens = sweep.training_tokens or run_length(first, manifest, drafters[id(first)]) * tokens_per_step(first)
     rungs = rungs_of(sweep.ladder, tokens)
     lengths: dict[str, int] = {}

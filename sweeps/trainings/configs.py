@@ -52,15 +52,6 @@ class DecodingConfig(Config):
     gpus: float | None = Field(default=None, ge=0)
     """GPUs of the task that measures, 0 for the CPU; null for as many as a worker has."""
 
-    @model_validator(mode="after")
-    def _check(self) -> "DecodingConfig":
-        if self.batch_size > 1 and self.tree.type == "adaptive":
-            raise ValueError(
-                f"batch_size is {self.batch_size} and tree.type adaptive, whose depth is chosen sequence by sequence: "
-                "give another tree or batch_size=1"
-            )
-        return self
-
     def evaluation(self, target: TargetConfig, folders: tuple[str, ...]) -> EvaluateConfig:
         """The evaluation that measures the drafters in these folders."""
         return EvaluateConfig(

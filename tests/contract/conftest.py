@@ -12,8 +12,7 @@ from tiny_batches import batch_of
 from tiny_drafters import TRAINED, VARIANTS, build, overfit
 from tiny_targets import TARGETS, TinyTarget, load_target
 
-from moray.decoding import speculate as speculate_module
-from moray.decoding.session import TargetSession
+from moray.decoding import engine as engine_module
 from moray.drafters.base import Drafter
 
 LEARNT_TOKENS = 40
@@ -99,12 +98,9 @@ def variant(request: pytest.FixtureRequest) -> str:
 def moody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoders measure costs that change at every look, so that every cycle has another depth, and another effort."""
 
-    def measure_costs(verify, drafts, *_):
-        return {effort: MoodyCosts(place) for place, effort in enumerate(drafts)}
-
-    monkeypatch.setattr(speculate_module, "measure_costs", measure_costs)
+    monkeypatch.setattr(engine_module, "calibrate", lambda *_: MoodyCosts())
     # Real seconds would correct them, and the depths would no longer be the same in every run.
-    monkeypatch.setattr(TargetSession, "has_exact_phases", False)
+    monkeypatch.setattr(engine_module.Engine, "has_exact_phases", False)
 
 
 @pytest.fixture

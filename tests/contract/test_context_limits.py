@@ -6,8 +6,9 @@ from side_by_side import GREEDY, SHAPES, plainly, speculate
 from tiny_drafters import VARIANTS, build
 from tiny_targets import MAX_POSITIONS
 
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.session import PREFILL_CHUNK
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.errors import ConfigError, DataError
 from moray.trees.shapes import FixedShape
 

@@ -10,8 +10,8 @@ from tiny_targets import MAX_POSITIONS
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.params import SamplingParams
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
-from moray.decoding.speculate import PlainDecoder
 from moray.decoding.together import answer_together
 from moray.errors import DataError
 from moray.targets.model import Target

@@ -6,8 +6,7 @@ from rehearsed import Rehearsed
 from side_by_side import COUPLED, GREEDY, SHAPES, plainly, speculate
 from tiny_targets import MAX_POSITIONS
 
-from moray.decoding.session import TargetSession
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.errors import ConfigError
 
 CHAIN, FIXED, DYNAMIC = SHAPES["chain"], SHAPES["fixed"], SHAPES["dynamic"]
@@ -44,19 +43,19 @@ def test_two_sessions_on_one_target_and_one_drafter_do_not_meet(tiny, greedy, le
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_decoders_that_take_turns_may_share_a_session(tiny, learnt):
-    """Each observes other taps of the same target; all do as they would with a session of their own."""
+def test_decoders_that_take_turns_may_share_a_runner(tiny, learnt):
+    """Each observes other taps of the same target; all do as they would with a runner of their own."""
     target = tiny("llama")
     entries = [
         ("moa-0", CHAIN), ("eagle-0", DYNAMIC), ("moa-2", FIXED), ("glide-0", CHAIN), ("medusa-0", DYNAMIC),
         ("ngram-0", FIXED), ("eagle-1", CHAIN),
     ]  # fmt: skip
-    session = TargetSession(target.target, MAX_POSITIONS, 1 + max(shape.num_nodes for _, shape in entries))
+    runner = runner_for(target.target, MAX_POSITIONS, max(shape.num_nodes for _, shape in entries))
     drafters = [(learnt("llama", variant), shape) for variant, shape in entries]
     needs = {str(drafter.observed) for drafter, _ in drafters}
     assert len(needs) >= 4
-    plain = PlainDecoder(target.target, MAX_POSITIONS, session)
-    shared = [SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS, session) for drafter, shape in drafters]
+    plain = SpeculativeDecoder(target.target, None, capacity=MAX_POSITIONS, runner=runner)
+    shared = [SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS, runner) for drafter, shape in drafters]
     own = [SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS) for drafter, shape in drafters]
     for prompt, params in ((target.prompt(2, 30), GREEDY), (target.prompt(), GREEDY), (target.prompt(), COUPLED)):
         expected = plainly(target, prompt, params, 30)
@@ -67,15 +66,15 @@ def test_decoders_that_take_turns_may_share_a_session(tiny, learnt):
         assert plain.generate(prompt, params, 30, ()).tokens == expected
 
 
-def test_a_shared_session_that_is_too_small_is_refused(tiny):
+def test_a_shared_runner_that_is_too_small_is_refused(tiny):
     target = tiny("llama").target
     drafter = Rehearsed(target)
-    session = TargetSession(target, 64, CHAIN.num_nodes + 1)
-    assert SpeculativeDecoder(target, drafter, CHAIN, 64, session)
-    with pytest.raises(ConfigError, match=r"trees of 5 nodes, .* 15 nodes \('dynamic-4x3-14'\)"):
-        SpeculativeDecoder(target, drafter, DYNAMIC, 64, session)
-    with pytest.raises(ConfigError, match=r"made for 64 tokens .* this decoder for 63 tokens"):
-        SpeculativeDecoder(target, drafter, CHAIN, 63, session)
+    runner = runner_for(target, 123, CHAIN.num_nodes)
+    assert SpeculativeDecoder(target, drafter, CHAIN, 123, runner)
+    with pytest.raises(ConfigError, match=r"holds 128 tokens; .* 123 for .* 15 for a tree \('dynamic-4x3-14'\)"):
+        SpeculativeDecoder(target, drafter, DYNAMIC, 123, runner)
+    with pytest.raises(ConfigError, match=r"holds 128 tokens; .* needs 124 for .* 5 for a tree"):
+        SpeculativeDecoder(target, drafter, CHAIN, 124, runner)
 
 
 def test_generation_leaves_no_gradients_behind(tiny, learnt):

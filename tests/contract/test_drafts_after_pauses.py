@@ -4,9 +4,10 @@ without one."""
 import pytest
 from tiny_drafters import VARIANTS, build
 
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
+from moray.decoding.planning.controller import DraftPlan
 from moray.decoding.session import PREFILL_CHUNK
-from moray.decoding.speculate import SpeculativeDecoder
 from moray.trees.shapes import ChainShape, DynamicShape
 
 CHAIN = ChainShape(type="chain", depth=3)
@@ -17,21 +18,30 @@ CAPACITY = 400
 def drafts_by_position(target, drafter, num_tokens, drafts_at, shape=CHAIN):
     """The tokens of every draft by its root's position; `drafts_at(cycle)` says which cycles draft."""
     decoder = SpeculativeDecoder(target.target, drafter, shape, CAPACITY)
-    grow, observe = decoder._grow, drafter.observe
-    found, observed = {}, []
-    cycle = iter(range(10_000))
+    engine = decoder._engine
+    (drafting,) = engine.drafting.values()
+    source, observe = drafting.source, drafter.observe
+    ask, collect = source.ask, source.collect
+    found, observed, positions = {}, [], {}
 
-    def growing(root, grown, root_position, sampler, budget=None):
-        tree = grow(root, grown, root_position, sampler, budget)
-        found[root_position] = tree.tokens.tolist()
-        return tree
+    def asking(asks):
+        positions.update({each.number: each.position for each in asks})
+        ask(asks)
+
+    def collecting(numbers):
+        trees = collect(numbers)
+        found.update({positions[number]: tree.tokens.tolist() for number, tree in trees.items()})
+        return trees
 
     def observing(taps):
         observed.append(taps)
         return observe(taps)
 
-    decoder._grow = growing
-    decoder._next_shape = lambda: shape if drafts_at(next(cycle)) else None
+    source.ask, source.collect = asking, collecting
+    # The pass that is being prepared is the cycle that drafts are for.
+    drafting.controller.plan = lambda *_: (
+        DraftPlan(shape, drafter.efforts[0]) if drafts_at(engine.stats.num_passes) else None
+    )
     drafter.observe = observing
     try:
         generation = decoder.generate(target.prompt(), SamplingParams(), num_tokens, ())
@@ -60,7 +70,7 @@ def test_a_long_pause_is_caught_up_with_in_chunks(tiny):
     drafter = build(target, VARIANTS["eagle-0"])
     length = PREFILL_CHUNK + 40
     paused, num_observed, _ = drafts_by_position(target, drafter, length, lambda cycle: cycle == length - 5)
-    assert num_observed == 1 + 2
+    assert num_observed == 2, "the prompt too, for nothing was drafted before"
     always, *_ = drafts_by_position(target, drafter, length, lambda _: True)
     ((position, tokens),) = paused.items()
     assert always[position] == tokens

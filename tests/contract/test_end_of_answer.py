@@ -5,7 +5,8 @@ from rehearsed import Rehearsed
 from side_by_side import GREEDY, SHAPES, speculate
 from tiny_targets import MAX_POSITIONS
 
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.errors import DataError
 
 CHAIN = SHAPES["chain"]

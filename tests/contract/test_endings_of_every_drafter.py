@@ -6,7 +6,8 @@ from spelling import length_until, spell
 from tiny_drafters import UNTRAINED
 from tiny_targets import MAX_POSITIONS
 
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.stats import Generation
 from moray.decoding.stop import StopStrings
 

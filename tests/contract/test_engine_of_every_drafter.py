@@ -4,17 +4,18 @@ import pytest
 import torch
 from rehearsed import Rehearsed
 from shape_checks import unchecked
-from side_by_side import COUPLED, GREEDY, SHAPES
+from side_by_side import ADAPTIVE, COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
 
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.decoding.row_cache import RowCache
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
 from moray.decoding.stats import Generation
 from moray.decoding.stop import StopStrings
 from moray.decoding.together import answer_together
@@ -213,3 +214,26 @@ def test_a_cycle_waits_for_the_device_once(tiny, monkeypatch):
     with unchecked():
         answer_together(engine, requests_of(prompts, GREEDY, 12))
     assert reads.count(1) == engine.stats.num_passes + reads.count(0)
+
+
+@pytest.mark.usefixtures("moody")
+@pytest.mark.parametrize("kind", ["adaptive chain", "adaptive tree"])
+def test_an_engine_of_many_chooses_n_depth_and_nodes(tiny, kind):
+    """As for one sequence: with costs that change at every look, all of them vary, and texts stay what they are."""
+    drafter = build(tiny, VARIANTS["dynamic-moa-0"])
+    shape = ADAPTIVE[kind]
+    config = EngineConfig(kv_tokens=4 * CAPACITY, tree=shape)
+    engine = Engine(tiny.target, config, (), drafts={"d": LocalDrafts(drafter, CAPACITY, shape.num_expanded)})
+    engine.calibrate({"d": drafter})
+    prompts = [tiny.prompt(row, 10 + row) for row in range(4)]
+    asked = [Request(prompt=tuple(prompt), max_new_tokens=30) for prompt in prompts]
+    made = answer_together(engine, asked)
+    plain = PlainDecoder(tiny.target, CAPACITY)
+    for prompt, generation in zip(prompts, made, strict=True):
+        assert generation.tokens == plain.generate(prompt, SamplingParams(), 30, ()).tokens
+    drafted = [(n, depth) for each in made for n, depth in zip(each.efforts, each.drafted, strict=True) if depth]
+    assert len({n for n, _ in drafted}) >= 2
+    assert len({depth for _, depth in drafted}) >= 3
+    per_draft = engine.stats.num_draft_tokens / engine.stats.num_drafts
+    full = sum(shape.at(depth).num_nodes for _, depth in drafted) / len(drafted)
+    assert per_draft == full if kind == "adaptive chain" else per_draft < 0.8 * full

@@ -1,17 +1,18 @@
 """Faults of the greedy path, the cache and its mask fail the check for the same text."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rehearsed import Rehearsed
 from side_by_side import SHAPES, is_lossless
 from tiny_targets import TinyTarget
 
-from moray.decoding import speculate as speculate_module
-from moray.decoding.accept import Accepted, accept
+from moray.decoding import engine as engine_module
+from moray.decoding.accept import Accepted, accept, by_rule
 from moray.decoding.params import SamplingParams
-from moray.decoding.session import TargetSession
-from moray.targets.kv_cache import KVCache
-from moray.trees.tree import PrefixMask
+from moray.decoding.row_cache import RowCache
+from moray.decoding.target_rows import TargetRows
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -24,31 +25,24 @@ def takes_the_second_best(tree, logits, sampler, root_position) -> Accepted:
     return accept(tree, logits, sampler, root_position)
 
 
-def keep_first_slots(self, path) -> None:
+def keep_first_slots(self, rows, begins, paths) -> None:
     """Keeps the first slots behind the committed ones instead of the path's."""
-    self.commit(path.shape[0])
 
 
-_commit = TargetSession.commit
+_verify, _keep = TargetRows.verify, TargetRows.keep
 
 
-def keep_a_refused_slot(self, path):
-    """Forgets to drop the first refused node."""
-    taps = _commit(self, path)
-    if self.cache.length + 32 < self.capacity:
-        self.cache.length += 1
-        self._mask.commit(1)
-    return taps
+def verify_behind_a_refused_slot(self, first_row, lengths, trees, hidden_depths=()):
+    """Forgets to drop the first refused node: the next tree's root goes behind it."""
+    return _verify(self, first_row, [length + 1 for length in lengths], trees, hidden_depths)
 
 
-def drop_the_last_slot(self, path):
-    """Counts the accepted path one short."""
-    taps = _commit(self, path)
-    if path:
-        self.cache.length -= 1
-        self._mask.length -= 1
-        self._mask._data[:, self._mask.length :] = -torch.inf
-    return taps
+def drop_the_last_slot(self, first_row, lengths, paths):
+    """Counts the accepted path one short: its last node stays where it was."""
+    _keep(self, first_row, lengths, [path[:-1] for path in paths])
+    for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
+        if path:  # what is left there is another node's
+            self.cache.move([first_row + row], [length], [[*range(len(path)), 0]])
 
 
 def is_greedy_lossless(tiny: TinyTarget, shape_name: str) -> bool:
@@ -58,10 +52,10 @@ def is_greedy_lossless(tiny: TinyTarget, shape_name: str) -> bool:
 
 
 CACHE_FAULTS = {
-    "second best accepted": (speculate_module, "accept", takes_the_second_best, SHAPES),
-    "wrong slots kept": (KVCache, "commit_path", keep_first_slots, ("fixed", "dynamic")),
-    "refused slot kept": (TargetSession, "commit", keep_a_refused_slot, SHAPES),
-    "accepted slot dropped": (TargetSession, "commit", drop_the_last_slot, SHAPES),
+    "second best accepted": (engine_module, "accept_rows", by_rule(takes_the_second_best), SHAPES),
+    "wrong slots kept": (RowCache, "move", keep_first_slots, ("fixed", "dynamic")),
+    "refused slot kept": (TargetRows, "verify", verify_behind_a_refused_slot, SHAPES),
+    "accepted slot dropped": (TargetRows, "keep", drop_the_last_slot, SHAPES),
 }
 
 
@@ -75,16 +69,13 @@ def test_a_faulty_greedy_path_fails_the_check(tiny, fault, monkeypatch):
         assert is_greedy_lossless(tiny("llama"), shape_name), "right again without the fault"
 
 
-def test_a_stale_mask_fails_the_check(tiny, monkeypatch):
-    """A mask that keeps what earlier trees showed lets refused branches be seen."""
+def test_a_mask_that_shows_refused_branches_fails_the_check(tiny, monkeypatch):
+    """A mask in which every node sees all that stand before it."""
 
-    def view(self, block):
-        new, scratch = block.shape
-        end = self.length + scratch
-        seen = self._data[:new, self.length : end]
-        self._data[:new, self.length : end] = torch.where(block, torch.zeros_like(seen), seen)
-        return self._data[None, None, :new, :end]
+    def verify(self, first_row, lengths, trees, hidden_depths=()):
+        causal = [replace(tree, ancestors=torch.ones_like(tree.ancestors).tril()) for tree in trees]
+        return _verify(self, first_row, lengths, causal, hidden_depths)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PrefixMask, "view", view)
+        patch.setattr(TargetRows, "verify", verify)
         assert not is_greedy_lossless(tiny("llama"), "dynamic")

@@ -18,6 +18,7 @@ from moray.decoding.accept import accept
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.channel import Channel
 from moray.decoding.remote.host import DraftHost
@@ -25,10 +26,10 @@ from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
 from moray.decoding.sampling import Sampler
-from moray.decoding.speculate import SpeculativeDecoder
 from moray.decoding.together import answer_together
 from moray.errors import ConfigError, DataError
 from moray.trees.grow import grow
+from moray.trees.ranking import prune
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, SparseShape
 
 DRAFTER = "drafter"
@@ -152,8 +153,9 @@ def test_a_tree_ranked_by_no_numbers_still_begins_with_its_root(value):
     parents = tree.parents.tolist()
     assert parents[0] == -1
     assert all(0 <= parent < node for node, parent in enumerate(parents) if node)
-    pruned = grow(torch.tensor([7]), shape, lambda tokens, *_: torch.zeros(len(tokens), 9), select, len)
-    assert pruned.tokens.tolist() == [7], "with a budget, what has no probability is not proposed at all"
+    ((pruned, promised),) = prune([tree], lambda _: 6)
+    assert pruned.tokens.tolist() == [7], "where trees are pruned, what has no probability is not proposed at all"
+    assert promised == 0.0
 
 
 class Misdrawn(TableWorld):
@@ -350,18 +352,3 @@ def test_a_tree_deeper_than_a_drafter_is_refused_when_the_engine_is_built(tiny):
     assert engine.drafting["m"].notices == [
         "drafter 'm' drafts at most 6 levels, so tree 'adaptive-8' grows no deeper with it"
     ]
-
-
-def test_an_engine_says_what_it_does_not_choose(tiny):
-    drafter = build(tiny, VARIANTS["dynamic-moa-0"])
-    config = EngineConfig(kv_tokens=512, tree=ADAPTIVE["adaptive tree"])
-
-    def notices() -> list[str]:
-        engine = Engine(tiny.target, config, (), drafts={"d": LocalDrafts(drafter, CAPACITY, 64)})
-        return engine.drafting["d"].notices
-
-    several, unpruned = notices()
-    assert "is trained for N = 0, 1, 2; an engine of many sequences does not choose among them and always" in several
-    assert "verifies all of its up to 14 nodes" in unpruned
-    drafter.fix_effort(1)
-    assert notices() == [unpruned]

@@ -17,7 +17,7 @@ from laws import (
 from rehearsed import Rehearsed
 from tiny_targets import MAX_POSITIONS
 
-from moray.decoding.speculate import PlainDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.drafters.configs import NgramConfig
 from moray.targets.head import TargetHead
 from moray.trees.shapes import ChainShape

@@ -7,7 +7,7 @@ from tiny_drafters import UNTRAINED, build, union_members
 from tiny_targets import TinyTarget
 
 from moray.decoding import accept as accept_module
-from moray.decoding import speculate as speculate_module
+from moray.decoding import engine as engine_module
 from moray.decoding.accept import Accepted
 from moray.decoding.params import SamplingParams
 from moray.drafters.base import Drafter
@@ -90,5 +90,5 @@ def test_a_verifier_that_believes_the_drafter_is_caught(target, kind, monkeypatc
         chosen = int((sampler.log_probs(logits[1:2]) + noise).argmax())
         return Accepted([1], [int(tree.tokens[1])], chosen)
 
-    monkeypatch.setattr(speculate_module, "accept", believe)
+    monkeypatch.setattr(engine_module, "accept_rows", accept_module.by_rule(believe))
     assert not keeps_the_law(target, kind, "chain", REJECTION)

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from moray.activations.capture.record import record_taps
 from moray.activations.format.schema import CacheConfig
-from moray.batch import TapNeeds
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
-from moray.decoding.session import PREFILL_CHUNK, TargetSession
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.session import PREFILL_CHUNK
 from moray.decoding.target_rows import TargetRows
 from moray.decoding.together import answer_together
 from moray.targets.head import TargetHead
@@ -97,7 +97,7 @@ def test_text_beyond_the_window_is_what_transformers_generates(sliding):
 
 
 def test_every_branch_of_a_tree_is_scored_as_if_it_were_alone(sliding, stock):
-    """In one sequence's cache, and in rows of different lengths; the second branch's slots are far from its positions.
+    """In a row alone, and in rows of different lengths; the second branch's slots are far from its positions.
 
     nodes   0 root   1 3 5 7 one branch   2 4 6 8 the other
     """
@@ -106,16 +106,14 @@ def test_every_branch_of_a_tree_is_scored_as_if_it_were_alone(sliding, stock):
     tokens = torch.tensor(sliding.prompt(9, len(parents)))
     tree = TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, 4)
     prompts = [sliding.prompt(seed, length) for seed, length in ((0, 30), (1, 4))]
-    rows = TargetRows(sliding.target, 128, ())
+    rows = TargetRows(sliding.target, 128)
     rows.cache.arrange(64, 0, 0)
     with torch.inference_mode():
         rows.read(0, prompts, [0, 0])
         scored = [*sliding.target.logits(rows.verify(0, [30, 4], [tree, tree]).last)]
-        session = TargetSession(sliding.target, 64, tree.num_nodes)
         for prompt in prompts:
-            session.begin(TapNeeds())
-            session.prefill(prompt)
-            scored.append(session.verify(tree))
+            rows.read(1, [prompt], [0])
+            scored.append(sliding.target.logits(rows.verify(1, [len(prompt)], [tree]).last[0]))
         for prompt, logits in zip([*prompts, *prompts], scored, strict=True):
             for path in ([0, 1, 3, 5, 7], [0, 2, 4, 6, 8]):
                 alone = stock(torch.tensor([prompt + tokens[path].tolist()])).logits[0, len(prompt) :]

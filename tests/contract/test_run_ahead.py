@@ -13,12 +13,12 @@ from tiny_batches import taps_of
 
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel, SocketServer
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftRequest, Entry, pack, unpack_request
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
-from moray.decoding.speculate import PlainDecoder
 from moray.decoding.together import answer_together
 from moray.errors import UnreachableError
 from moray.trees.shapes import ChainShape, FixedShape, GrowableShape, num_expanded_ahead

@@ -13,8 +13,8 @@ from side_by_side import COUPLED, FILTERED, GREEDY, SHAPES, is_lossless, plainly
 from tiny_drafters import VARIANTS, build
 from tiny_targets import MAX_POSITIONS, TARGETS
 
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import SpeculativeDecoder
 from moray.trees.shapes import SparseShape
 
 FIRST_TARGET = next(iter(TARGETS))

@@ -6,8 +6,9 @@ from side_by_side import ADAPTIVE, COUPLED, FILTERED, GREEDY, SHAPES, plainly, s
 from tiny_drafters import SEVERAL_EFFORTS, VARIANTS, build
 from tiny_targets import MAX_POSITIONS
 
+from moray.decoding import engine as engine_module
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import SpeculativeDecoder
 
 TYPICAL = SamplingParams(temperature=0.8, seed=7, rule="typical")
 
@@ -49,19 +50,22 @@ def test_adaptive_drafts_sample_typically_too(tiny, adaptive):
     assert 0 in generation.drafted
 
 
-def test_measuring_costs_leaves_nothing_behind(tiny, greedy, learnt, adaptive):
-    """With the real clock: passes and drafts behind the prompt are forgotten, and measured once."""
+def test_measuring_costs_leaves_nothing_behind(tiny, greedy, learnt, adaptive, monkeypatch):
+    """With the real clock: passes and drafts are forgotten, and measured once."""
     target, drafter = tiny("llama"), learnt("llama", "moa-1")
     decoder = SpeculativeDecoder(target.target, drafter, adaptive, MAX_POSITIONS)
     measured = []
-    measure = decoder._measure_costs
-    decoder._measure_costs = lambda *asked: measured.append(measure(*asked)) or measured[-1]
+    measure = engine_module.calibrate
+    monkeypatch.setattr(engine_module, "calibrate", lambda *asked: measured.append(measure(*asked)) or measured[-1])
     for _ in range(2):
         assert decoder.generate(target.prompt(), GREEDY, 40, ()).tokens == greedy("llama")
-    ((costs,),) = [list(by_effort.values()) for by_effort in measured]
+    (table,) = measured
+    ((rows, costs),) = table.by_rows.items()
+    (drafts,) = costs.draft.values()
+    assert rows == 1
     assert [size for size, _ in costs.verify][-1] == adaptive.num_nodes + 1
-    assert [size for size, _ in costs.draft] == [1, 2, 3, 4]
-    assert min(seconds for _, seconds in [*costs.verify, *costs.draft]) > 0
+    assert [size for size, _ in drafts] == [1, 2, 3, 4]
+    assert min(seconds for _, seconds in [*costs.verify, *drafts]) > 0
 
 
 def test_costs_are_measured_where_the_context_ends(tiny, adaptive):

@@ -6,7 +6,8 @@ from side_by_side import COUPLED, GREEDY, SHAPES, plainly
 from spelling import length_until, spell
 from tiny_targets import MAX_POSITIONS
 
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.stop import StopStrings
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")

@@ -7,8 +7,8 @@ from spelling import length_until, spell
 from tiny_drafters import VARIANTS, build
 from tiny_targets import MAX_POSITIONS
 
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import SpeculativeDecoder
 from moray.decoding.stop import StopStrings
 
 DYNAMIC = SHAPES["dynamic"]

@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletionMessage
 from served_api import MODEL, served
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import PlainDecoder
+from moray.decoding.plain import PlainDecoder
 
 CHAT = [{"role": "user", "content": "one two three"}]
 LETTERS = "abcdefgh"

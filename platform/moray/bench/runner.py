@@ -8,6 +8,7 @@ decoding is both the baseline and the truth that every speculative answer is com
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from transformers import GenerationConfig
@@ -15,10 +16,9 @@ from transformers import GenerationConfig
 from moray.bench.answers import AnswerLog, MethodAnswer
 from moray.bench.configs import EvaluateConfig
 from moray.bench.specbench import Question
-from moray.decoding.fitting import depth_notice, is_too_deep
+from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.decoding.params import SamplingParams
-from moray.decoding.session import TargetSession
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.planning.fitting import depth_notice, is_too_deep
 from moray.decoding.stats import Generation
 from moray.decoding.stop import StopStrings
 from moray.drafters.base import Drafter
@@ -101,11 +101,13 @@ class Runner:
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
         self._is_warm = False
         self._stop = StopStrings(config.stop, tokenizer.decode) if config.stop else None
-        most_nodes = 1 + max(shape.num_nodes for shape in config.trees)
         # They take turns, so one cache serves them all.
-        self._session = TargetSession(target, self.capacity, most_nodes, config.exact_phases)
+        runner = runner_for(target, self.capacity, max(shape.num_nodes for shape in config.trees))
+        decoder_of = partial(
+            SpeculativeDecoder, target, capacity=self.capacity, runner=runner, is_timed=config.exact_phases
+        )
         notes: list[str] = []
-        methods = [Method("plain", "", self._ours(PlainDecoder(target, self.capacity, self._session)))]
+        methods = [Method("plain", "", self._ours(decoder_of(None)))]
         if config.compare_generate:
             methods.append(Method("generate", "", self._hugging_face(target)))
         for name, drafter in drafters.items():
@@ -115,7 +117,7 @@ class Runner:
                         f"{name}, {shape.name}: left out, this drafter drafts at most {drafter.max_depth} levels"
                     )
                     continue
-                decoder = SpeculativeDecoder(target, drafter, shape, self.capacity, self._session)
+                decoder = decoder_of(drafter, shape)
                 notes += depth_notice(shape, name, decoder.shape)
                 methods.append(Method(name, shape.name, self._ours(decoder)))
         if notes and not any(method.tree for method in methods):
@@ -201,7 +203,7 @@ class Runner:
         self.measurement.asked.append(asked)
         return truth
 
-    def _ours(self, decoder: PlainDecoder | SpeculativeDecoder) -> Run:
+    def _ours(self, decoder: SpeculativeDecoder) -> Run:
         return lambda prompt, params, most, sequence: decoder.generate(
             prompt, params, most, self._eos_ids, sequence=sequence, stop=self._stop
         )

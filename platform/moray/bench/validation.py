@@ -22,9 +22,9 @@ from torch import Tensor
 from moray.batch import Taps, TrainBatch
 from moray.bench.validation_config import ValidationConfig
 from moray.data.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.session import TargetSession
-from moray.decoding.speculate import SpeculativeDecoder
 from moray.decoding.stats import Generation, acceptance_by_position, tau
 from moray.distill.configs import LossConfig
 from moray.distill.losses import LossSums, distillation_loss, simulated_tau
@@ -98,8 +98,8 @@ class Validator:
         config = self._config
         depth, period = min(config.depth, drafter.max_depth or config.depth), drafter.config.verified_period
         shape = ChainShape(type="chain", depth=depth)
-        session = TargetSession(self._target, self._capacity, shape.num_nodes + 1)
-        decoder = SpeculativeDecoder(self._target, drafter, shape, self._capacity, session)
+        session = TargetSession(self._target, self._capacity)
+        decoder = SpeculativeDecoder(self._target, drafter, shape, self._capacity)
         generations: list[Generation] = []
         drawn: list[LossSums] = []
         stepped: list[LossSums] = []

@@ -9,7 +9,7 @@ this is: accept with p(x), else zero x and renormalise.
 A third rule, typical acceptance, is lossy and must be asked for by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,31 @@ class Accepted:
     next_token: int
     rejected: list[int] = field(default_factory=list, compare=False)
     """Tokens of all other nodes below the root."""
+
+
+AcceptRows = Callable[
+    [Sequence[TokenTree], Float[Tensor, "rows nodes vocab"], Sequence[Sampler], Sequence[int]], list[Accepted]
+]
+"""accept(trees, logits, samplers, root_positions); see `accept_rows`."""
+
+
+Accept = Callable[[TokenTree, Float[Tensor, "nodes vocab"], Sampler, int], Accepted]
+"""accept(tree, logits, sampler, root_position); see `accept`."""
+
+
+def by_rule(rule: Accept) -> AcceptRows:
+    """A rule for single sequences as one for several."""
+
+    def accept_each(
+        trees: Sequence[TokenTree],
+        logits: Float[Tensor, "rows nodes vocab"],
+        samplers: Sequence[Sampler],
+        root_positions: Sequence[int],
+    ) -> list[Accepted]:
+        rows = zip(trees, logits, samplers, root_positions, strict=True)
+        return [rule(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows]
+
+    return accept_each
 
 
 def accept(tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int) -> Accepted:

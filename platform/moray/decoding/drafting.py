@@ -5,7 +5,8 @@ and values are still in the cache then; hidden states, which are not kept there,
 """
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -13,20 +14,32 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from moray.batch import Taps
-from moray.decoding.batch_planner import NUM_TRIED, BatchPlanner
 from moray.decoding.drafts import Ask, DraftSource
 from moray.decoding.engine_stats import EngineStats
-from moray.decoding.fitting import engine_notices, fit_shape
+from moray.decoding.planning.controller import NUM_TRIED, DraftPlan, SpeculationController
+from moray.decoding.planning.fitting import depth_notice, fit_shape
 from moray.decoding.row_cache import RowCache
 from moray.decoding.sequence import EngineSequence
 from moray.targets.model import Target
-from moray.trees.shapes import AnyShape
+from moray.trees.ranking import Pruned, prune
+from moray.trees.shapes import AdaptiveShape, AnyShape
 from moray.trees.tree import TokenTree
 
-_AT_ONCE = 64
+_AT_ONCE = 256
 """Tokens of one sequence that are told at once, where the source has to catch up."""
 _FEW = 16
 """So many are told together with those of other sequences."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A sequence's draft of one cycle."""
+
+    tree: TokenTree
+    effort: int
+    """N that it was drafted with."""
+    promised: float | None = None
+    """Sum of the probabilities of its nodes, if they decided how many were kept."""
 
 
 class Drafting:
@@ -42,20 +55,24 @@ class Drafting:
         self.source = source
         self.observed = source.observed
         self.shape = fit_shape(shape, name, source.max_depth, target.spec.vocab_size)
-        self.notices = engine_notices(shape, name, self.shape, source.efforts)
+        self.notices = depth_notice(shape, name, self.shape)
         """Warnings about settings that have no effect here; the engine's builder logs them."""
-        self.planner = BatchPlanner(self.shape)
+        self.controller = SpeculationController(self.shape, source.efforts, is_remote=source.is_remote)
         self._target = target
         self._cache = cache
         self._stats = stats
+        self._prunes = isinstance(self.shape, AdaptiveShape) and self.shape.breadth > 1
+        """Whether trees are cut down to the nodes that are worth verifying."""
         self._is_wanted = True
         """Whether the planner wanted drafts when it was last asked."""
         self._are_too_few = False
         """Whether it did, but not for those alone who had a drafter."""
+        self._is_behind = False
+        """Whether the drafts under way are for sequences of which the source had much to be told first."""
 
     def expect(self, number: int, num_running: int) -> None:
         """A sequence, one of so many, begins; if drafts are likely to be wanted, the source may prepare."""
-        if not self.planner.is_trying and self.planner.next_shape(num_running, num_running) is not None:
+        if not self.controller.is_trying and self.controller.plan(num_running, num_running) is not None:
             self.source.open(number)
 
     def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
@@ -63,63 +80,99 @@ class Drafting:
         wanted = [row for row in rows if running[row].asked is None]
         if not wanted:
             return
-        shape = self.planner.next_shape(num_rows, len(wanted))
-        self._is_wanted, self._are_too_few = shape is not None, False
-        if shape is None:
+        plan = self.controller.plan(num_rows, len(wanted))
+        self._is_wanted, self._are_too_few = plan is not None, False
+        if plan is None:
             return
-        if self.planner.is_trying:  # with those who have a drafter already, if there are any
+        if self.controller.is_trying:  # with those who have a drafter already, if there are any
             wanted.sort(key=lambda row: not self.source.can_draft(running[row].number))
             wanted = wanted[: max(0, NUM_TRIED - self._num_under_way(running))]
         for row in wanted:
             self.source.open(running[row].number)
         rows = [row for row in wanted if self.source.can_draft(running[row].number)]
-        if len(rows) < len(wanted) and not self.planner.is_trying:  # a pass as deep may not be worth it for these alone
-            shape = self.planner.next_shape(num_rows, len(rows))
-            self._are_too_few = shape is None
-        if not rows or shape is None:
+        if len(rows) < len(wanted) and not self.controller.is_trying:  # a pass as deep may not be worth it for these
+            plan = self.controller.plan(num_rows, len(rows))
+            self._are_too_few = plan is None
+        if not rows or plan is None:
             return
         unknown = {row: running[row].length - self.source.num_known(running[row].number) for row in rows}
         many = {row: count for row, count in unknown.items() if count > _FEW}
+        self._is_behind = bool(many)
         self._tell_many(running, many)
         begin = time.perf_counter()
         self._tell_few(running, {row: count for row, count in unknown.items() if 0 < count <= _FEW})
         sequences = [running[row] for row in rows]
-        self.source.ask([Ask(s.number, s.tokens[-1], s.length, shape, s.sampler) for s in sequences])
+        effort = plan.effort if len(self.source.efforts) > 1 else None
+        self.source.ask(
+            [Ask(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, effort, self._prunes) for s in sequences]
+        )
         if len(many) <= len(rows) // 8:  # what it takes to send whole prompts is no measure of what comes
-            self.planner.record_ask(len(rows), time.perf_counter() - begin)
+            self.controller.record_ask(len(rows), num_rows, time.perf_counter() - begin)
         for sequence in sequences:
-            sequence.asked = shape.depth
+            sequence.asked = plan
 
-    def collect(self, running: list[EngineSequence], rows: list[int]) -> dict[int, TokenTree]:
-        """The drafts asked for, by row; those that did not come in time are missing."""
+    def collect(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> dict[int, Draft]:
+        """The drafts asked for, by row, for a pass over `num_rows`; those that did not come in time are missing."""
         has_rows, rows = bool(rows), [row for row in rows if running[row].asked is not None]
         if not rows:
             if has_rows and not self._num_under_way(running):
                 if not self._is_wanted:
-                    self.planner.forget(len(running))
+                    self.controller.pause(len(running))
                 elif self._are_too_few:
-                    self.planner.fade(len(running))
+                    self.controller.decay(len(running))
             return {}
         begin = time.perf_counter()
         found = self.source.collect([running[row].number for row in rows])
-        depth = max(running[row].asked or 0 for row in rows)
-        self.planner.record_draft(len(rows), depth, time.perf_counter() - begin)
+        plans = {row: plan for row in rows if (plan := running[row].asked) is not None}
+        deepest = max(plans.values(), key=lambda plan: plan.shape.depth)
+        seconds = None if self._is_behind else time.perf_counter() - begin
+        self.controller.record_draft(deepest, len(rows), num_rows, seconds)
         self._stats.num_missed += len(rows) - len(found)
         for row in rows:
             running[row].asked = None
-        num_vain = sum(tree.num_nodes == 1 for tree in found.values())  # the drafter had no idea
-        if self.planner.is_trying:  # else it is the time that was waited that counts against the late ones
-            num_vain += len(rows) - len(found)
-        for _ in range(num_vain):
-            self.planner.record(1, 0)  # as good as refused; the others are recorded once they are verified
-        return {row: found[running[row].number] for row in rows if running[row].number in found}
+        trees = {row: found[running[row].number] for row in rows if running[row].number in found}
+        drafts = {row: Draft(tree, plans[row].effort) for row, tree in trees.items()}
+        if self._prunes:
+            drafts |= self._pruned(drafts, deepest, num_rows)
+        empty = [row for row, draft in drafts.items() if draft.tree.num_nodes == 1]  # the drafter had no idea
+        if self.controller.is_trying:  # else it is the time that was waited that counts against the late ones
+            empty += [row for row in rows if row not in drafts]
+        for _ in empty:  # the others are recorded once they are verified
+            self.controller.record_empty()
+        return drafts
+
+    def _pruned(self, drafts: Mapping[int, Draft], plan: DraftPlan, num_rows: int) -> dict[int, Draft]:
+        """Those that have nodes, without the nodes that are not worth verifying."""
+        grown = {row: draft for row, draft in drafts.items() if draft.tree.scores is not None}
+        if not grown or self.controller.needs_costs:
+            return {}
+
+        def choose(log_probs: list[list[float]]) -> int:
+            return self.controller.nodes_worth_verifying(plan, log_probs, num_rows)
+
+        pruned: list[Pruned] = prune([draft.tree for draft in grown.values()], choose)
+        return {
+            row: Draft(tree, draft.effort, promised)
+            for (row, draft), (tree, promised) in zip(grown.items(), pruned, strict=True)
+        }
+
+    def record(self, draft: Draft, num_accepted: int) -> None:
+        """What became of a draft."""
+        tree, is_pruned = draft.tree, draft.promised is not None
+        self.controller.record(
+            tree.max_depth,
+            num_accepted,
+            draft.effort,
+            num_nodes=tree.num_nodes - 1 if is_pruned else 0,
+            promised=draft.promised or 0.0,
+        )
 
     def _num_under_way(self, sequences: Iterable[EngineSequence]) -> int:
         return sum(sequence.drafting is self and sequence.asked is not None for sequence in sequences)
 
     def _tell_many(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
         """Hand over tokens in the cache that the source does not know yet, so many of each row, row by row."""
-        with self._stats.timed("observe"):
+        with self._stats.timed("tell"):
             for row, count in unknown.items():
                 for begin in range(0, count, _AT_ONCE):
                     self._observe(running, {row: min(_AT_ONCE, count - begin)})
@@ -158,11 +211,12 @@ def ask_all(
 
 def collect_all(
     draftings: Iterable[Drafting], sequences: list[EngineSequence], rows: Collection[int]
-) -> dict[int, TokenTree]:
+) -> dict[int, Draft]:
     """The drafts asked for, of all drafters, by row."""
-    found: dict[int, TokenTree] = {}
+    found: dict[int, Draft] = {}
     for drafting in draftings:
-        found |= drafting.collect(sequences, [row for row in rows if sequences[row].drafting is drafting])
+        own = [row for row in rows if sequences[row].drafting is drafting]
+        found |= drafting.collect(sequences, own, len(rows))
     return found
 
 

@@ -33,6 +33,10 @@ class Ask:
     shape: GrowableShape
     sampler: Sampler
     """Of the sequence: drafted is what the target is likely to draw with the same noise."""
+    effort: int | None = None
+    """N to draft with (see `Drafter.set_effort`); None where there is no choice."""
+    wants_scores: bool = False
+    """Whether the tree is pruned by its scores."""
 
 
 class DraftSource(ABC):
@@ -50,8 +54,13 @@ class DraftSource(ABC):
 
     @property
     def efforts(self) -> tuple[int, ...]:
-        """See `Drafter.efforts`; the engine drafts with the first."""
+        """The N that drafts may be asked for with (see `Drafter.efforts`)."""
         return (0,)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether drafts are made in other processes."""
+        return False
 
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
@@ -149,15 +158,18 @@ class LocalDrafts(DraftSource):
         return False
 
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
-        by_shape: dict[GrowableShape, list[Ask]] = {}
+        alike: dict[tuple[GrowableShape, int | None], list[Ask]] = {}
         for number in numbers:
             if number in self._asks:
                 ask = self._asks.pop(number)
-                by_shape.setdefault(ask.shape, []).append(ask)
+                alike.setdefault((ask.shape, ask.effort), []).append(ask)
         drafted: dict[int, TokenTree] = {}
-        for shape, asks in by_shape.items():
+        for (shape, effort), asks in alike.items():
             roots = torch.tensor([ask.root for ask in asks], device=self.drafter.head.weight.device)
             states = [self._states[ask.number] for ask in asks]
+            if effort is not None:
+                for state in states:
+                    self.drafter.set_effort(state, effort)
             picks = picks_of([ask.sampler for ask in asks], [ask.position for ask in asks], shape)
             with self._cost.spent(len(asks)):
                 trees = self.drafter.propose_many(states, roots, shape, picks)

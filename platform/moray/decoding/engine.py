@@ -11,25 +11,30 @@ The engine knows neither Ray nor HTTP, and of drafters only that somebody drafts
 
 import time
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moray.decoding.accept import Accepted, accept_rows
+from moray.decoding.accept import Accepted, AcceptRows, accept_rows
 from moray.decoding.drafting import Drafting, ask_all, awaits_first_draft, collect_all
 from moray.decoding.drafts import DraftSource
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.engine_stats import EngineStats
 from moray.decoding.logprobs import token_logprobs
+from moray.decoding.planning.calibrate import calibrate
 from moray.decoding.request import Request, Update
 from moray.decoding.roster import Roster
-from moray.decoding.sequence import EngineSequence
-from moray.decoding.stop import Decode
+from moray.decoding.sequence import EngineSequence, ending_of
+from moray.decoding.session import synchronise
+from moray.decoding.stop import Decode, Ending
 from moray.decoding.target_rows import TargetRows
+from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target, TargetOutput
 from moray.trees.grow import root_alone
+from moray.trees.shapes import AdaptiveShape, AnyShape
 from moray.trees.tree import TokenTree
 
 
@@ -46,7 +51,11 @@ class Engine:
         eos_ids: Collection[int],
         *,
         drafts: Mapping[str, DraftSource] | None = None,
+        shapes: Mapping[str, AnyShape] | None = None,
         decode: Decode | None = None,
+        runner: TargetRows | None = None,
+        accept: AcceptRows | None = None,
+        is_timed: bool = False,
     ) -> None:
         """
         Args:
@@ -54,16 +63,26 @@ class Engine:
             config: limits.
             eos_ids: tokens that end an answer.
             drafts: sources by name, of which requests choose; the first is the default. None at all: plain decoding.
+            shapes: of the trees of some sources, in place of `config.tree`.
             decode: the tokenizer's, for stop strings.
+            runner: one to share with other engines that take turns with this one, in place of one of its own.
+            accept: the rule of acceptance, in place of what the sampling parameters ask for.
+            is_timed: wait for the device after each phase, so that the phases can be told apart; it costs some overlap.
+
+        Raises:
+            ConfigError: a tree does not go with its drafter or the vocabulary, or the limits are not the target's.
         """
         self.target = target
         self.config = config
-        self.stats = EngineStats()
-        sources = drafts or {}
-        hidden_depths = sorted({depth for source in sources.values() for depth in source.observed.hidden_depths})
-        self._rows = TargetRows(target, config.kv_tokens, hidden_depths)
+        wait = partial(synchronise, target.device) if is_timed else None
+        self.stats = EngineStats(wait)
+        self._is_timed = is_timed
+        self._accept_rows = accept or accept_rows
+        sources, shapes = drafts or {}, shapes or {}
+        self._hidden_depths = sorted({depth for source in sources.values() for depth in source.observed.hidden_depths})
+        self._rows = runner or TargetRows(target, config.kv_tokens)
         self.drafting = {
-            name: Drafting(name, source, config.tree, target, self._rows.cache, self.stats)
+            name: Drafting(name, source, shapes.get(name, config.tree), target, self._rows.cache, self.stats)
             for name, source in sources.items()
         }
         most_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)
@@ -83,8 +102,19 @@ class Engine:
         self._is_second = True
         self._is_put_off = False
 
-    def submit(self, request: Request) -> int:
-        """Put a request in line; returns its number.
+    def calibrate(self, drafters: Mapping[str, Drafter]) -> None:
+        """Measure what passes and drafts cost here, by drafter, where the choice of drafts depends on it.
+
+        Args:
+            drafters: those of the draft sources, by the sources' names; they may draft elsewhere.
+        """
+        for name, drafting in self.drafting.items():
+            shape, controller = drafting.shape, drafting.controller
+            if isinstance(shape, AdaptiveShape) and controller.needs_costs:
+                controller.set_costs(calibrate(self.target, drafters[name], shape, self.config.max_sequences))
+
+    def submit(self, request: Request, ending: Ending | None = None) -> int:
+        """Put a request in line; returns its number. `ending` says what ends the answer in place of the request.
 
         Raises:
             DataError: naming what of the request cannot be served.
@@ -106,7 +136,8 @@ class Engine:
         number = self._num_submitted
         self._num_submitted += 1
         device = self.target.device
-        sequence = EngineSequence(number, request, spec.vocab_size, device, self._eos_ids, self._decode)
+        ending = ending or ending_of(request, self._eos_ids, self._decode)
+        sequence = EngineSequence(number, request, spec.vocab_size, device, ending)
         if request.drafter is not None:
             sequence.drafting = self.drafting.get(request.drafter or next(iter(self.drafting), ""))
         if sequence.ending.finish_reason is not None:
@@ -124,6 +155,11 @@ class Engine:
                 return
         if any(sequence.number == number for sequence in self._roster.held):
             self._settle({number})
+
+    @property
+    def has_exact_phases(self) -> bool:
+        """Whether the time that a phase took is known: on a CPU, and where the device is waited for."""
+        return self._is_timed or self.target.device.type == "cpu"
 
     @property
     def is_busy(self) -> bool:
@@ -184,7 +220,7 @@ class Engine:
         new = min(max(1, self.config.prefill_tokens // len(reading)), max(left))
         counts = [min(new, rest) for rest in left]
         tokens = [s.tokens[s.num_read : s.num_read + new] for s in reading]
-        output = self._rows.read(first, tokens, [s.num_read for s in reading])
+        output = self._rows.read(first, tokens, [s.num_read for s in reading], self._hidden_depths)
         ready: list[int] = []
         for row, (sequence, count) in enumerate(zip(reading, counts, strict=True)):
             sequence.num_read += count
@@ -229,10 +265,10 @@ class Engine:
         running = self._roster.running[rows.start : rows.stop]
         began = time.perf_counter()
         with stats.timed("propose") as propose:
-            trees = self._propose(rows)
+            trees = self._propose(rows, running)
         with stats.timed("verify") as verify, self.config.synthetic.verify.spent(len(running)):
             begins = [sequence.length for sequence in running]
-            output = self._rows.verify(rows.start, begins, trees)
+            output = self._rows.verify(rows.start, begins, trees, self._hidden_depths)
             logits = self.target.logits(output.last)
             stats.num_passes += 1
         with stats.timed("accept"):
@@ -242,12 +278,12 @@ class Engine:
             self._note(running, trees, results, output)
             for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
                 self._emit(sequence, result, tree, logits[row])
-        if self.target.device.type == "cpu":  # elsewhere nobody has waited for the pass
-            most = max(tree.num_nodes for tree in trees)
+        if self.has_exact_phases:
+            most = max(tree.num_nodes for tree in trees) - 1
             rest = time.perf_counter() - began - propose.seconds - verify.seconds
-            for drafting in self.drafting.values():
-                drafting.planner.record_pass(len(running), most, verify.seconds)
-                drafting.planner.record_rest(len(running), rest)
+            for drafting in {s.drafting for s in running if s.drafting is not None}:
+                drafting.controller.record_pass(len(running), most, verify.seconds)
+                drafting.controller.record_rest(len(running), rest)
         for sequence in self._roster.starting:
             sequence.num_passed_over += 1
         self._ask([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))
@@ -266,13 +302,17 @@ class Engine:
         with self.stats.timed("propose"):
             ask_all(self.drafting.values(), self._roster.decoding, rows, num_rows)
 
-    def _propose(self, rows: range) -> list[TokenTree]:
+    def _propose(self, rows: range, running: list[EngineSequence]) -> list[TokenTree]:
         """A tree for every sequence in some rows, of its root alone where nothing was drafted."""
         decoding = self._roster.decoding
         ask_all(self.drafting.values(), decoding, rows, len(rows))  # once more, where it was not possible or worth it
         found = collect_all(self.drafting.values(), decoding, rows)
-        roots = self._rows.to_device([[decoding[row].tokens[-1]] for row in rows])
-        return [found.get(row) or root_alone(root) for row, root in zip(rows, roots, strict=True)]
+        for row, sequence in zip(rows, running, strict=True):
+            sequence.draft = found.get(row)
+        if len(found) == len(rows):
+            return [found[row].tree for row in rows]
+        roots = self._rows.to_device([[sequence.tokens[-1]] for sequence in running])
+        return [root_alone(root) if s.draft is None else s.draft.tree for s, root in zip(running, roots, strict=True)]
 
     def _accept(
         self,
@@ -288,7 +328,7 @@ class Engine:
             for row in adjusted:
                 nodes = trees[row].num_nodes
                 logits[row, :nodes] = sequences[row].adjustment.apply(logits[row, :nodes], trees[row])
-        return accept_rows(trees, logits, [sequence.sampler for sequence in sequences], begins)
+        return self._accept_rows(trees, logits, [sequence.sampler for sequence in sequences], begins)
 
     def _note(
         self, running: list[EngineSequence], trees: list[TokenTree], results: list[Accepted], output: TargetOutput
@@ -311,8 +351,8 @@ class Engine:
         if tree is not None:
             num_accepted = min(len(result.path), len(emitted))  # those in the answer
             self.stats.record(tree.num_nodes - 1, num_accepted, len(emitted))
-            if tree.num_nodes > 1 and sequence.drafting is not None:
-                sequence.drafting.planner.record(tree.num_levels, len(result.path))
+            if tree.num_nodes > 1 and sequence.drafting is not None and sequence.draft is not None:
+                sequence.drafting.record(sequence.draft, len(result.path))
         logprobs = None
         if sequence.request.logprobs is not None:
             logprobs = token_logprobs(logits[[0, *result.path][: len(emitted)]], emitted, sequence.request.logprobs)
@@ -323,6 +363,7 @@ class Engine:
                 num_accepted=min(len(result.tokens), len(emitted)),
                 num_path=len(result.path),
                 num_levels=0 if tree is None else tree.num_levels,
+                effort=0 if tree is None or sequence.draft is None else sequence.draft.effort,
                 rejected=result.rejected,
                 finish_reason=sequence.ending.finish_reason,
                 logprobs=logprobs,

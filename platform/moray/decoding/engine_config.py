@@ -15,7 +15,7 @@ class EngineConfig(Config):
     kv_tokens: int = Field(default=16_384, ge=64)
     """Tokens whose keys and values are held, over all sequences; allocated at the start. A sequence is admitted once
     all that it may come to fits."""
-    capacity: int | None = Field(default=None, ge=16)
+    capacity: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and answer together; null for the target's context, or all of kv_tokens."""
     prefill_tokens: int = Field(default=512, ge=16)
     """Most tokens of prompts that are read between two cycles. More of them sooner end a prompt, and delay the

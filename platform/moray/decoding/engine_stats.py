@@ -1,19 +1,28 @@
 """What an engine has done so far: counters that only grow, for whoever publishes them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from moray.decoding.stats import Timer
+PHASES = ("admit", "prefill", "tell", "propose", "verify", "accept", "commit", "observe")
+"""Of `EngineStats.seconds`. "observe" and "tell" are what drafters are told of verified tokens: those of the last
+cycles, and all of a prompt or of a long pause."""
 
-PHASES = ("admit", "prefill", "propose", "verify", "accept", "commit", "observe")
+
+@dataclass
+class Timer:
+    """How long a phase of one cycle took, once it is over, phases within it included."""
+
+    seconds: float = 0.0
 
 
 @dataclass
 class EngineStats:
     """Counts and seconds since the engine was made."""
 
+    wait: Callable[[], None] | None = None
+    """Waits for the device at the end of each phase, if phases are to be told apart on a GPU."""
     num_steps: int = 0
     num_passes: int = 0
     """Target passes over running sequences."""
@@ -32,15 +41,25 @@ class EngineStats:
     num_missed: int = 0
     """Drafts that were asked for and had not come in time."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """By phase."""
+    """By phase; no second is in two phases."""
+    _within: float = 0.0
+    """Seconds of the phases within the one that is under way."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[Timer]:
-        """Add the time spent inside to a phase."""
+        """Add the time spent inside to a phase. Phases within it count for themselves alone.
+
+        Unless the device is waited for, work that one phase has queued on a GPU counts for the next phase that needs
+        its result.
+        """
+        before, self._within = self._within, 0.0
         timer, begin = Timer(), time.perf_counter()
         yield timer
+        if self.wait is not None:
+            self.wait()
         timer.seconds = time.perf_counter() - begin
-        self.seconds[phase] += timer.seconds
+        self.seconds[phase] += timer.seconds - self._within
+        self._within = before + timer.seconds
 
     def record(self, num_nodes: int, num_accepted: int, num_emitted: int) -> None:
         """One sequence's cycle: nodes drafted below the root, how many of them stand in the answer, tokens emitted."""

@@ -63,6 +63,8 @@ class Update:
     """Draft tokens that the target accepted; more than `num_accepted` where the answer ended among them."""
     num_levels: int = 0
     """Levels drafted for this cycle (see `TokenTree.num_levels`)."""
+    effort: int = 0
+    """N of this cycle's draft (see `Drafter.efforts`); without a draft it says nothing."""
     rejected: list[int] = field(default_factory=list)
     """Drafted tokens of this cycle that were not accepted."""
     finish_reason: str | None = None

@@ -99,7 +99,8 @@ class RowCache(Cache):
     ) -> Float[Tensor, "some new layers width"]:
         """Keys and values as a tap (see `KVCache.flat`): per token and layer, heads as [k_h ; v_h].
 
-        Those of `num_new` slots in each of some rows, from slot `begins` on. Past a row's end its last slot is repeated.
+        Those of `num_new` slots in each of some rows, from slot `begins` on. Past a row's end its last slot is
+        repeated.
         """
         device = self._memory.device
         if len(rows) == 1 and begins[0] + num_new <= self.width:

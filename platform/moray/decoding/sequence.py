@@ -8,13 +8,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from moray.decoding.adjust import Adjustment
+from moray.decoding.planning.controller import DraftPlan
 from moray.decoding.request import Request
 from moray.decoding.sampling import Sampler
 from moray.decoding.stop import Decode, Ending, StopStrings
 from moray.errors import DataError
 
 if TYPE_CHECKING:
-    from moray.decoding.drafting import Drafting
+    from moray.decoding.drafting import Draft, Drafting
 
 
 class EngineSequence:
@@ -26,21 +27,12 @@ class EngineSequence:
         request: Request,
         vocab_size: int,
         device: torch.device,
-        eos_ids: Collection[int],
-        decode: Decode | None,
+        ending: Ending,
     ) -> None:
-        """
-        Raises:
-            DataError: stop strings without a tokenizer, or that cannot be looked for.
-        """
-        if request.stop and decode is None:
-            raise DataError("stop holds strings, but this engine was given no tokenizer: leave them out")
         self.number = number
         self.request = request
         self.sampler = Sampler(request.params, vocab_size, device, request.sequence)
-        stop = StopStrings(request.stop, decode) if decode is not None and request.stop else None
-        context = request.prompt if request.continues_prompt else ()
-        self.ending = Ending(request.max_new_tokens, () if request.ignore_eos else eos_ids, stop, context)
+        self.ending = ending
         self.adjustment = Adjustment(request, vocab_size, device)
         self.tokens = [*request.prompt, *request.generated]
         """Prompt and answer."""
@@ -50,8 +42,10 @@ class EngineSequence:
         """By depth, hidden states of tokens that no draft source has been given yet."""
         self.num_kept = 0
         """See `Drafter.extend`; of the first tokens that it has not been given yet."""
-        self.asked: int | None = None
-        """Levels of the draft that was asked for and not collected yet."""
+        self.asked: DraftPlan | None = None
+        """The draft that was asked for and not collected yet."""
+        self.draft: Draft | None = None
+        """The draft of this cycle."""
         self.num_passed_over = 0
         """Cycles of others since it began, while its first draft is under way."""
         self.drafting: Drafting | None = None
@@ -81,3 +75,16 @@ class EngineSequence:
         kept = torch.cat(self.hidden[depth])
         self.hidden[depth] = [kept[count:]]
         return kept[:count]
+
+
+def ending_of(request: Request, eos_ids: Collection[int], decode: Decode | None) -> Ending:
+    """What ends the answer to a request.
+
+    Raises:
+        DataError: stop strings without a tokenizer, or that cannot be looked for.
+    """
+    if request.stop and decode is None:
+        raise DataError("stop holds strings, but this engine was given no tokenizer: leave them out")
+    stop = StopStrings(request.stop, decode) if decode is not None and request.stop else None
+    context = request.prompt if request.continues_prompt else ()
+    return Ending(request.max_new_tokens, () if request.ignore_eos else eos_ids, stop, context)

@@ -1,4 +1,4 @@
-"""One sequence's side of the target: its cache, its mask, and the passes over them."""
+"""One sequence's side of the target without drafts: its cache, its mask, and the passes over them."""
 
 from collections.abc import Callable
 
@@ -9,24 +9,19 @@ from torch import Tensor
 from moray.batch import TapNeeds, Taps
 from moray.errors import DataError
 from moray.targets.model import Target, TargetOutput
-from moray.trees.tree import PrefixMask, TokenTree
+from moray.trees.tree import PrefixMask
 
 PREFILL_CHUNK = 256
 
 
 class TargetSession:
-    """Target, cache and mask for one sequence at a time, which are allocated here, once.
+    """Target, cache and mask for one sequence at a time, which are allocated here, once."""
 
-    After each pass the cache holds every token but the last emitted one, the root of the next pass.
-    """
-
-    def __init__(self, target: Target, capacity: int, max_nodes: int, is_timed: bool = False) -> None:
+    def __init__(self, target: Target, capacity: int) -> None:
         """
         Args:
             target: shared by any number of sessions.
             capacity: most tokens of prompt and answer together.
-            max_nodes: most nodes of a tree, root included.
-            is_timed: `wait` waits for the device, so that phases can be told apart; it costs some overlap.
         """
         if capacity > target.spec.max_positions:
             raise DataError(
@@ -34,37 +29,18 @@ class TargetSession:
             )
         self.target = target
         self.capacity = capacity
-        self.max_nodes = max_nodes
         self._needs = TapNeeds()
-        self._is_timed = is_timed
-        slots = capacity + max(max_nodes, 1)
+        slots = capacity + 1
         self.cache = target.new_cache(slots)
-        self._mask = PrefixMask(max(max_nodes, PREFILL_CHUNK), slots + PREFILL_CHUNK, self.cache.data)
+        self._mask = PrefixMask(PREFILL_CHUNK, slots + PREFILL_CHUNK, self.cache.data)
         self._positions = torch.arange(slots, device=target.device)
         self._lower = torch.ones(PREFILL_CHUNK, PREFILL_CHUNK, dtype=torch.bool, device=target.device).tril()
-        self._output: TargetOutput | None = None
-        self._num_taken = 0
-        """Tokens in the cache whose taps have been handed over."""
-        self._hidden: dict[int, list[Tensor]] = {}
-        """Hidden states of the tokens behind them, by depth: the cache keeps none."""
 
     def begin(self, needs: TapNeeds) -> None:
         """A new sequence is to come, of which a drafter observes these taps."""
         self._needs = needs
-        self._num_taken = 0
-        self._hidden = {depth: [] for depth in needs.hidden_depths}
         self.cache.reset()
         self._mask.reset()
-
-    @property
-    def has_exact_phases(self) -> bool:
-        """Whether what a phase took is known: on a CPU, and where `wait` waits."""
-        return self._is_timed or self.target.device.type == "cpu"
-
-    def wait(self) -> None:
-        """Wait for the device if this session is timed."""
-        if self._is_timed:
-            synchronise(self.target.device)
 
     def prefill(
         self, prompt: list[int], on_chunk: Callable[[Int[Tensor, " new"], Taps], None] | None = None
@@ -89,7 +65,6 @@ class TargetSession:
             self._keep(new)
             if on_chunk is not None:
                 on_chunk(chunk, Taps(self._kv(begin, begin + new), output.hidden))
-        self._num_taken = len(prompt)
         assert output is not None
         return self.target.logits(output.last[0, -1:])
 
@@ -100,40 +75,6 @@ class TargetSession:
         output = self.target.forward(token[None], positions, None, self.cache)
         self._keep(1)
         return self.target.logits(output.last[0])
-
-    def verify(self, tree: TokenTree) -> Float[Tensor, "nodes vocab"]:
-        """Score every node of a tree in one pass; nothing is kept until `commit`."""
-        self._output = self._pass(tree.tokens, tree.depths + self.cache.length, tree.ancestors)
-        return self.target.logits(self._output.last[0])
-
-    def commit(self, path: list[int]) -> None:
-        """Keep the root and the accepted path, and drop the rest."""
-        assert self._output is not None, "commit follows verify"
-        kept = [0, *path]
-        new = len(kept)
-        rows: Tensor | slice = slice(0, new)
-        if path and kept[-1] != new - 1:  # such a path already lies in order
-            rows = torch.tensor(kept, device=self.target.device)
-            self.cache.commit_path(rows)
-        else:
-            self.cache.commit(new)
-        self._mask.commit(new)
-        for depth, hidden in self._output.hidden.items():
-            self._hidden[depth].append(hidden[:, rows])
-
-    def take_taps(self, most: int) -> Taps:
-        """The taps of the first tokens behind the prompt that have not been taken yet, at most so many of them.
-
-        At least one must be left. Keys and values are read from the cache by this call, not when tokens are committed.
-        """
-        begin, end = self._num_taken, min(self._num_taken + most, self.cache.length)
-        self._num_taken = end
-        hidden = {}
-        for depth, parts in self._hidden.items():
-            joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            hidden[depth] = joined[:, : end - begin]
-            parts[:] = [joined[:, end - begin :]] if end < self.cache.length else []
-        return Taps(self._kv(begin, end), hidden)
 
     def _pass(self, tokens: Int[Tensor, " new"], positions: Int[Tensor, " new"], block: Tensor) -> TargetOutput:
         mask = None if tokens.shape[0] == 1 else self._mask.view(block)  # a single token sees all before it, and itself

@@ -1,18 +1,11 @@
 """What a generation did, cycle by cycle: the raw material of tau, acceptance and efficiency."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moray.decoding.request import Update
+
 PHASES = ("propose", "verify", "accept", "commit", "observe")
-
-
-@dataclass
-class Timer:
-    """How long a phase of one cycle took, once it is over."""
-
-    seconds: float = 0.0
 
 
 @dataclass
@@ -41,16 +34,15 @@ class Generation:
         """Target passes after the prefill."""
         return len(self.accepted)
 
-    @contextmanager
-    def timed(self, phase: str, wait: Callable[[], None]) -> Iterator[Timer]:
-        """Add the time spent inside to a phase. Unless `wait` waits for the device, work that one phase has
-        queued on a GPU counts for the next phase that needs its result."""
-        timer = Timer()
-        begin = time.perf_counter()
-        yield timer
-        wait()
-        timer.seconds = time.perf_counter() - begin
-        self.phases[phase] += timer.seconds
+    def add(self, update: Update) -> None:
+        """Take in what a step of the engine has added: the first token, which the prefill gives, or a cycle."""
+        if self.tokens:
+            self.accepted.append(update.num_path)
+            self.emitted.append(len(update.tokens))
+            self.drafted.append(update.num_levels)
+            self.efforts.append(update.effort)
+        self.tokens += update.tokens
+        self.finish_reason = update.finish_reason or self.finish_reason
 
 
 def acceptance_by_position(generations: Sequence[Generation]) -> list[float]:

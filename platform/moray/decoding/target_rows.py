@@ -21,20 +21,24 @@ _SEEN_GRAIN = 16
 class TargetRows:
     """A target and its `RowCache`."""
 
-    def __init__(self, target: Target, num_slots: int, hidden_depths: Sequence[int]) -> None:
+    def __init__(self, target: Target, num_slots: int) -> None:
         """
         Args:
             target: may be shared.
             num_slots: of the cache, over all rows; rounded up.
-            hidden_depths: hidden states that passes return besides the last ones.
         """
         self.cache = RowCache(target, -(-num_slots // GRAIN) * GRAIN)
         self._target = target
-        self._hidden_depths = hidden_depths
         self._dtype = target.model.lm_head.weight.dtype
         """Of masks: attention kernels take additive ones as they are, and would convert booleans in every layer."""
 
-    def read(self, first_row: int, tokens: Sequence[Sequence[int]], begins: Sequence[int]) -> TargetOutput:
+    def read(
+        self,
+        first_row: int,
+        tokens: Sequence[Sequence[int]],
+        begins: Sequence[int],
+        hidden_depths: Sequence[int] = (),
+    ) -> TargetOutput:
         """Read the next tokens of prompts in consecutive rows, whose slots begin at `begins`.
 
         Fewer tokens are padded: written behind a prompt, where nobody looks before it is written anew.
@@ -45,15 +49,17 @@ class TargetRows:
             begin = begins[0]
             positions = torch.arange(begin, begin + new, device=device)
             block = None if begin == 0 else torch.ones(new, new, dtype=torch.bool, device=device).tril()
-            return self._pass_of_one(first_row, begin, ids, positions, block)
+            return self._pass_of_one(first_row, begin, ids, positions, block, hidden_depths)
         positions = self.to_device([[begin] for begin in begins]) + torch.arange(new, device=device)
         num_seen = self._num_seen(max(begins) + new)
         mask = (torch.arange(num_seen, device=device) <= positions[..., None])[:, None]
         # Padding past a row's end shares its last slot, and so has to share a position.
         positions = positions.clamp(max=min(self.cache.width, self._target.spec.max_positions) - 1)
-        return self._pass(first_row, begins, ids, positions, mask, num_seen)
+        return self._pass(first_row, begins, ids, positions, mask, num_seen, hidden_depths)
 
-    def verify(self, first_row: int, lengths: Sequence[int], trees: Sequence[TokenTree]) -> TargetOutput:
+    def verify(
+        self, first_row: int, lengths: Sequence[int], trees: Sequence[TokenTree], hidden_depths: Sequence[int] = ()
+    ) -> TargetOutput:
         """One pass over the trees of consecutive rows, those with fewer nodes padded; a row's nodes go behind its
         committed slots, of which there are `lengths`.
 
@@ -62,13 +68,14 @@ class TargetRows:
         """
         if len(trees) == 1:
             (tree,), (length,) = trees, lengths
-            return self._pass_of_one(first_row, length, tree.tokens[None], tree.depths + length, tree.ancestors)
+            positions = tree.depths + length
+            return self._pass_of_one(first_row, length, tree.tokens[None], positions, tree.ancestors, hidden_depths)
         stack = stack_trees(trees)
-        most, device = stack.num_nodes, self._target.device
+        most = stack.num_nodes
         begins = self.to_device([[length] for length in lengths])
         num_seen = self._num_seen(max(lengths) + most)
         mask = _tree_mask(begins, stack.ancestors, num_seen)
-        return self._pass(first_row, lengths, stack.tokens, begins + stack.depths, mask, num_seen)
+        return self._pass(first_row, lengths, stack.tokens, begins + stack.depths, mask, num_seen, hidden_depths)
 
     def _pass_of_one(
         self,
@@ -77,6 +84,7 @@ class TargetRows:
         tokens: Int[Tensor, "1 new"],
         positions: Int[Tensor, " new"],
         block: Bool[Tensor, "new new"] | None,
+        hidden_depths: Sequence[int],
     ) -> TargetOutput:
         """A pass over new tokens of one row that see all `begin` committed slots and, of each other, what `block` says;
         without it each sees those before it."""
@@ -86,7 +94,7 @@ class TargetRows:
             mask = torch.zeros(1, 1, new, begin + new, dtype=self._dtype, device=tokens.device)
             mask[..., begin:].masked_fill_(~block, -torch.inf)
         self.cache.aim([begin], new, begin + new, row)
-        return self._target.forward(tokens, positions[None], mask, self.cache, self._hidden_depths)
+        return self._target.forward(tokens, positions[None], mask, self.cache, hidden_depths)
 
     def _pass(
         self,
@@ -96,10 +104,11 @@ class TargetRows:
         positions: Int[Tensor, "rows new"],
         seen: Bool[Tensor, "rows 1 new slots"],
         num_seen: int,
+        hidden_depths: Sequence[int],
     ) -> TargetOutput:
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         self.cache.aim(begins, tokens.shape[1], num_seen, first_row)
-        return self._target.forward(tokens, positions, mask, self.cache, self._hidden_depths)
+        return self._target.forward(tokens, positions, mask, self.cache, hidden_depths)
 
     def keep(self, first_row: int, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move the accepted paths (nodes below the root) of consecutive rows to where they belong, behind the root."""

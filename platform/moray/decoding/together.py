@@ -16,11 +16,5 @@ def answer_together(engine: Engine, requests: Sequence[Request]) -> list[Generat
     number_of = {engine.submit(request): index for index, request in enumerate(requests)}
     while engine.is_busy:
         for update in engine.step():
-            generation = generations[number_of[update.number]]
-            if generation.tokens:
-                generation.accepted.append(update.num_path)
-                generation.emitted.append(len(update.tokens))
-                generation.drafted.append(update.num_levels)
-            generation.tokens += update.tokens
-            generation.finish_reason = update.finish_reason or generation.finish_reason
+            generations[number_of[update.number]].add(update)
     return generations

@@ -21,7 +21,7 @@ from moray.drafters.configs import DrafterConfigBase, TrainableBase
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.packed_linear import choose_kernels, linear_weights, pack_linears
-from moray.trees.grow import Budget, Select, SelectMany, StepMany, alone, grow_many
+from moray.trees.grow import Select, SelectMany, StepMany, alone, grow_many
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
@@ -193,16 +193,9 @@ class Drafter(nn.Module, ABC, Generic[State]):
                 found[place] = scores
         return list(found), torch.stack([*found.values()]) if found else torch.empty(0, tokens.shape[1], 0)
 
-    def propose(
-        self,
-        state: State,
-        root: Int[Tensor, " 1"],
-        shape: GrowableShape,
-        select: Select,
-        budget: Budget | None = None,
-    ) -> TokenTree:
+    def propose(self, state: State, root: Int[Tensor, " 1"], shape: GrowableShape, select: Select) -> TokenTree:
         """Draft a tree below `root`, the token that follows those given to `extend` (see `trees.grow`)."""
-        return grow_many(root, shape, self._step_of([state]), alone(select), budget)[0]
+        return grow_many(root, shape, self._step_of([state]), alone(select))[0]
 
     def propose_many(
         self, states: Sequence[State], roots: Int[Tensor, " sequences"], shape: GrowableShape, select: SelectMany

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moray.trees.growth import Budget, Picked, begin, structure_below
+from moray.trees.growth import Picked, begin, structure_below
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
@@ -40,15 +40,9 @@ SelectMany = Callable[[Sequence[int], Float[Tensor, "asked new vocab"], int, int
 """select(asked, logits, depth, k): a `Select` for several sequences, given their numbers."""
 
 
-def grow(
-    root: Int[Tensor, " 1"], shape: GrowableShape, step: Step, select: Select, budget: Budget | None = None
-) -> TokenTree:
-    """Draft a tree of `shape` below `root`.
-
-    A `budget` decides how many nodes of a dynamic tree are worth verifying, `shape.nodes` at most; that waits
-    for the device once. Without it nothing does.
-    """
-    return grow_many(root, shape, partial(_step_alone, step), alone(select), budget)[0]
+def grow(root: Int[Tensor, " 1"], shape: GrowableShape, step: Step, select: Select) -> TokenTree:
+    """Draft a tree of `shape` below `root`. Nothing waits for the device."""
+    return grow_many(root, shape, partial(_step_alone, step), alone(select))[0]
 
 
 def _step_alone(
@@ -59,11 +53,7 @@ def _step_alone(
 
 
 def grow_many(
-    roots: Int[Tensor, " sequences"],
-    shape: GrowableShape,
-    step: StepMany,
-    select: SelectMany,
-    budget: Budget | None = None,
+    roots: Int[Tensor, " sequences"], shape: GrowableShape, step: StepMany, select: SelectMany
 ) -> list[TokenTree]:
     """Draft a tree of `shape` below every root: each as `grow` drafts it alone."""
     growth = begin(roots, shape)
@@ -73,13 +63,13 @@ def grow_many(
         left, logits = step(going, *growth.frontier(), depth)
         if len(left) < len(going):
             ended = [place for place in range(len(going)) if place not in left]
-            trees |= zip([going[place] for place in ended], growth.only(ended).trees(budget), strict=True)
+            trees |= zip([going[place] for place in ended], growth.only(ended).trees(), strict=True)
             growth, going = growth.only(left), [going[place] for place in left]
         if not going:
             break
         growth.add(select(going, logits, depth, growth.num_children))
     if going:
-        trees |= zip(going, growth.trees(budget), strict=True)
+        trees |= zip(going, growth.trees(), strict=True)
     return [trees[number] for number in range(roots.shape[0])]
 
 

@@ -1,14 +1,13 @@
 """How the trees of each shape grow, level by level, for several sequences side by side: which nodes are expanded next,
 what becomes of the children that were picked, and the trees in the end.
 
-Knows neither drafters nor sampling (see `trees.grow`), and never waits for the device, but for a budget.
+Knows neither drafters nor sampling (see `trees.grow`), and never waits for the device.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,14 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moray.trees.ranking import at_most, keep_best, level_of
+from moray.trees.ranking import at_most, keep_best
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, GrowableShape, SparseShape
 from moray.trees.tree import Structure, TokenTree, fixed_structure, structure_of
-
-Budget = Callable[[list[float]], int]
-"""budget(log_probs) -> how many nodes to keep, given the cumulative log-probabilities of the best ones, best first.
-
-It is not asked where no node has a finite one: then the tree is its root alone."""
 
 
 class Picked(NamedTuple):
@@ -68,8 +62,8 @@ class Growth(ABC):
         """Grow a level: children of the frontier."""
 
     @abstractmethod
-    def trees(self, budget: Budget | None = None) -> list[TokenTree]:
-        """The trees of all sequences. A budget waits for the device, once per tree."""
+    def trees(self) -> list[TokenTree]:
+        """The trees of all sequences."""
 
     def only(self, places: Sequence[int]) -> "Growth":
         """The trees of some of the sequences."""
@@ -122,7 +116,7 @@ class _FixedGrowth(Growth):
         super()._keep(places)
         self._probs = [self._probs[place] for place in places]
 
-    def trees(self, budget: Budget | None = None) -> list[TokenTree]:
+    def trees(self) -> list[TokenTree]:
         levels, structure = self.num_levels, self._structure
         if levels < len(self._branching):
             structure = structure.first(self._end)
@@ -155,7 +149,7 @@ class _SparseGrowth(Growth):
         level = self._plan[self.num_levels]
         self._levels.append(picked.tokens[:, level.parents, level.ranks])
 
-    def trees(self, budget: Budget | None = None) -> list[TokenTree]:
+    def trees(self) -> list[TokenTree]:
         tokens = torch.cat(self._levels, dim=1)
         structure = self._structure.first(tokens.shape[1])
         return [_tree(own, structure, self.num_levels) for own in tokens]
@@ -264,23 +258,11 @@ class _DynamicGrowth(Growth):
         self._scores = [level[places] for level in self._scores]
         self._best = _Best(*(tensor[places] for tensor in self._best))
 
-    def trees(self, budget: Budget | None = None) -> list[TokenTree]:
+    def trees(self) -> list[TokenTree]:
         tokens, parents = torch.cat(self._levels, dim=1), torch.cat(self._parents, dim=1)
         ranked = torch.cat(self._scores, dim=1).sort(dim=1, descending=True, stable=True)
-        best = ranked.indices[:, : self._shape.nodes + 1]
-        if budget is None or not self.num_levels:
-            return keep_best(tokens, parents, best, self.num_levels)
-        # In one copy; indices of candidates are far below what doubles count exactly.
-        host = torch.stack([ranked.values.double(), ranked.indices.double()], dim=1)[:, :, : best.shape[1]].tolist()
-        trees = []
-        for row, (log_probs, indices) in enumerate(host):
-            known = [log_prob for log_prob in log_probs[1:] if log_prob > -math.inf]
-            kept = 1 + (budget(known) if known else 0)
-            deepest = max(level_of(int(index), self._shape.breadth) for index in indices[:kept])
-            own = slice(row, row + 1)
-            (tree,) = keep_best(tokens[own], parents[own], best[own, :kept], deepest)
-            trees.append(replace(tree, num_empty_levels=self.num_levels - deepest))
-        return trees
+        best = slice(0, self._shape.nodes + 1)
+        return keep_best(tokens, parents, ranked.indices[:, best], ranked.values[:, best], self.num_levels)
 
 
 def _tree(

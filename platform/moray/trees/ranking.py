@@ -1,12 +1,22 @@
 """What is kept of a dynamic tree's candidates: the likeliest ones, with the root and every parent among them."""
 
 import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from moray.trees.tree import TokenTree
+
+
+class Pruned(NamedTuple):
+    """A tree of the likeliest nodes, and the sum of their probabilities."""
+
+    tree: TokenTree
+    promised: float
 
 
 def at_most(
@@ -21,17 +31,11 @@ def at_most(
     return torch.where(scores <= above, scores, -math.inf)  # no comparison with NaN holds
 
 
-def level_of(candidate: int, breadth: int) -> int:
-    """Where a candidate of a dynamic tree stands: see the numbering of `trees.growth`."""
-    if candidate == 0:
-        return 0
-    return 1 if candidate <= breadth else 2 + (candidate - 1 - breadth) // breadth**2
-
-
 def keep_best(
     tokens: Int[Tensor, "sequences candidates"],
     parents: Int[Tensor, "sequences candidates"],
     best: Int[Tensor, "sequences kept"],
+    scores: Float[Tensor, "sequences kept"],
     max_depth: int,
 ) -> list[TokenTree]:
     """The trees of the roots and the likeliest candidates, none of them deeper than `max_depth`.
@@ -39,7 +43,7 @@ def keep_best(
     A child scores at most its parent's score (see `at_most`) and stands behind it, so a stable sort keeps the root
     first, and every kept node's parent too.
     """
-    kept = best.sort(dim=1).values
+    kept, order = best.sort(dim=1)
     size = kept.shape[1]
     rows = torch.arange(size, device=kept.device).expand(kept.shape[0], -1)
     rank = torch.zeros_like(parents).scatter_(1, kept, rows)
@@ -51,5 +55,49 @@ def keep_best(
         depths += (node != 0).long()
         node = hop.gather(1, node)
         ancestors.scatter_(2, node[..., None], True)
-    rest = zip(tokens.gather(1, kept), new_parents, depths, ancestors, strict=True)
-    return [TokenTree(*own, max_depth) for own in rest]
+    rows = zip(tokens.gather(1, kept), new_parents, depths, ancestors, scores.gather(1, order), strict=True)
+    return [
+        TokenTree(own, above, below, seen, max_depth, scores=own_scores) for own, above, below, seen, own_scores in rows
+    ]
+
+
+def prune(trees: Sequence[TokenTree], choose: Callable[[list[list[float]]], int]) -> list[Pruned]:
+    """Trees of their roots and the likeliest nodes below them. Waits for the device once.
+
+    Args:
+        trees: dynamic ones, all of which have scores.
+        choose: choose(log_probs) -> how many nodes to keep of each, given the cumulative log-probabilities of those
+            of every tree that have any probability, best first. It is not called where no node has any.
+    """
+    scored = [(tree, tree.scores) for tree in trees if tree.scores is not None]
+    host = torch.cat([torch.stack([scores.double(), t.parents, t.depths]) for t, scores in scored], dim=1).tolist()
+    ends = list(accumulate(tree.num_nodes for tree in trees))
+    rows = [[values[end - tree.num_nodes : end] for values in host] for tree, end in zip(trees, ends, strict=True)]
+    ranked = [
+        sorted((node for node in range(1, len(scores)) if scores[node] > -math.inf), key=lambda n: -scores[n])
+        for scores, _, _ in rows
+    ]
+    known = [[scores[node] for node in own] for (scores, _, _), own in zip(rows, ranked, strict=True)]
+    most = choose(known) if any(known) else 0
+    return [
+        Pruned(_keep(tree, sorted([0, *own[:most]]), *rest), math.fsum(map(math.exp, log_probs[:most])))
+        for tree, own, (_, *rest), log_probs in zip(trees, ranked, rows, known, strict=True)
+    ]
+
+
+def _keep(tree: TokenTree, kept: list[int], parents: list[float], depths: list[float]) -> TokenTree:
+    """A tree of some of the nodes, ascending, with the parent of each among them."""
+    if len(kept) == tree.num_nodes:
+        return tree
+    place = {node: index for index, node in enumerate(kept)}
+    device = tree.tokens.device
+    index = torch.tensor(kept, device=device)
+    deepest = int(depths[kept[-1]])  # nodes stand level by level
+    return TokenTree(
+        tokens=tree.tokens[index],
+        parents=torch.tensor([-1, *(place[int(parents[node])] for node in kept[1:])], device=device),
+        depths=tree.depths[index],
+        ancestors=tree.ancestors[index][:, index],
+        max_depth=deepest,
+        num_empty_levels=tree.num_levels - deepest,
+    )

@@ -29,6 +29,8 @@ class TokenTree:
     draft_probs: Float[Tensor, "nodes vocab"] | None = None
     is_chain: bool = False
     """Known to have one node per level."""
+    scores: Float[Tensor, " nodes"] | None = None
+    """Cumulative log-probabilities under the drafter, of trees that can be pruned (see `trees.ranking`)."""
     num_empty_levels: int = 0
     """Levels that were drafted below the deepest node, and of which nothing was worth keeping."""
 

@@ -67,7 +67,7 @@ def test_every_answer_is_the_target_s_own(
     sampling: AnswerSampling, tiny_target: Path, chats: Path, answered: Path, tmp_path: Path
 ) -> None:
     from moray.cluster.caching.dialogues import _sequence
-    from moray.decoding.speculate import PlainDecoder
+    from moray.decoding.plain import PlainDecoder
     from moray.targets.model import Target
     from moray.text import ChatTokenizer
 

@@ -13,7 +13,7 @@ import openai
 import psutil
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import PlainDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer

@@ -11,8 +11,9 @@ from moray.activations.format.store import CacheStore
 from moray.activations.reading.token_counts import token_counts
 from moray.cluster.training.configs import DistilConfig
 from moray.config import validate
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.distill.tracking.metrics import read_metrics
 from moray.drafters.checkpoint import load_drafter
 from moray.targets.head import TargetHead

@@ -16,8 +16,8 @@ from moray.bench.runner import Measurement, Method, Run, Runner
 from moray.bench.specbench import Question
 from moray.bench.summary import slower_than_plain, summarise
 from moray.config import validate
-from moray.decoding import speculate
-from moray.decoding.accept import Accepted
+from moray.decoding import engine as engine_module
+from moray.decoding.accept import Accepted, by_rule
 from moray.decoding.params import SamplingParams
 from moray.decoding.stats import Generation
 from moray.errors import ConfigError, LosslessError
@@ -132,7 +132,7 @@ def test_a_broken_verifier_is_reported_as_not_lossless(folder, monkeypatch):
     def accept_everything(tree, logits, sampler, root_position):
         return Accepted([1, 2, 3], tree.tokens[1:4].tolist(), int(logits[3].argmax()))
 
-    monkeypatch.setattr(speculate, "accept", accept_everything)
+    monkeypatch.setattr(engine_module, "accept_rows", by_rule(accept_everything))
     measurement, config = measure(folder)
     assert report_of(measurement, config)["rows"][0]["lossless"] is False
 
@@ -338,7 +338,7 @@ def test_a_text_that_differs_is_an_error_once_the_report_is_written(folder, tmp_
     def accept_everything(tree, logits, sampler, root_position):
         return Accepted([1, 2, 3], tree.tokens[1:4].tolist(), int(logits[3].argmax()))
 
-    monkeypatch.setattr(speculate, "accept", accept_everything)
+    monkeypatch.setattr(engine_module, "accept_rows", by_rule(accept_everything))
     for module in (evaluation, decode_benchmark):
         monkeypatch.setattr(module, "load_drafters", lambda _, target, __: {"rehearsed": Rehearsed(target, 0.5)})
     (tmp_path / "drafter.json").touch()

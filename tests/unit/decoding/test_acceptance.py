@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moray.decoding.acceptance import Acceptance
+from moray.decoding.planning.acceptance import Acceptance
 
 
 def live(

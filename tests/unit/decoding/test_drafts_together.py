@@ -6,10 +6,10 @@ from tiny_batches import taps_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.decoding.calibrate import calibrate
 from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.params import SamplingParams
 from moray.decoding.picking import picks_of
+from moray.decoding.planning.calibrate import calibrate
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftRequest, Entry
 from moray.decoding.sampling import Sampler
@@ -138,8 +138,8 @@ def test_a_host_refuses_to_go_on_with_a_sequence_that_waits_for_its_draft(tiny, 
 
 
 def test_calibration_drafts_for_every_number_of_rows(tiny, eagle, sizes):
-    costs = calibrate(tiny.target, eagle, AdaptiveShape(type="adaptive", depth=2), 6)
+    costs = calibrate(tiny.target, eagle, AdaptiveShape(type="adaptive", depth=2), 6).by_rows
     assert sorted(costs) == [1, 2, 4, 6] == sorted(set(sizes))
     for own in costs.values():
-        assert [levels for levels, _ in own.draft] == [1, 2]
+        assert [levels for levels, _ in own.draft[0]] == [1, 2]
         assert [tokens for tokens, _ in own.verify] == [1, 2, 3]

@@ -18,6 +18,7 @@ from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
 from moray.decoding.params import SamplingParams
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.remote import places
 from moray.decoding.remote import source as source_module
 from moray.decoding.remote.channel import Endpoint, SocketChannel, SocketServer
@@ -27,7 +28,6 @@ from moray.decoding.remote.places import Places
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
 from moray.decoding.sampling import Sampler
-from moray.decoding.speculate import PlainDecoder
 from moray.decoding.together import answer_together
 from moray.errors import DataError, UnreachableError
 

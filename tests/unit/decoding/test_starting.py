@@ -8,8 +8,8 @@ from tiny_targets import TinyTarget, load_target
 from moray.decoding.drafts import LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
-from moray.decoding.speculate import PlainDecoder
 from moray.trees.shapes import ChainShape
 
 CAPACITY = 320

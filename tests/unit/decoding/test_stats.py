@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from moray.decoding.stats import PHASES, Generation, acceptance_by_position, depth_shares, effort_shares, tau
+from moray.decoding.engine_stats import EngineStats
+from moray.decoding.stats import Generation, acceptance_by_position, depth_shares, effort_shares, tau
 
 
 def generation(accepted: list[int], drafted: int | list[int] = 3, emitted: list[int] | None = None) -> Generation:
@@ -54,14 +55,27 @@ def test_tau_is_tokens_per_target_pass_over_all_answers():
     assert generation([3, 0, 1]).num_cycles == 3
 
 
-def test_phases_add_up():
-    one = Generation([1])
-    assert set(one.phases) == set(PHASES)
-    for _ in range(2):
-        with one.timed("verify", lambda: None):
-            time.sleep(0.01)
-    assert 0.02 <= one.phases["verify"] < 1.0
-    assert one.phases["accept"] == 0.0
-    assert Generation([1]).phases["verify"] == 0.0, "answers do not share their times"
-    with pytest.raises(KeyError), one.timed("dream", lambda: None):
+def test_no_second_is_in_two_phases():
+    stats = EngineStats()
+    with stats.timed("propose") as propose:
+        time.sleep(0.01)
+        for _ in range(2):
+            with stats.timed("observe"):
+                time.sleep(0.02)
+    with stats.timed("verify"):
+        time.sleep(0.01)
+    assert 0.04 <= stats.seconds["observe"] < 1.0
+    assert stats.seconds["propose"] >= 0.01
+    assert propose.seconds == pytest.approx(stats.seconds["propose"] + stats.seconds["observe"])
+    assert stats.seconds["verify"] < propose.seconds
+    assert EngineStats().seconds["verify"] == 0.0, "engines do not share their times"
+    with pytest.raises(KeyError), stats.timed("dream"):
         pass
+
+
+def test_phases_wait_for_the_device_where_they_are_told_apart():
+    waits: list[str] = []
+    stats = EngineStats(lambda: waits.append("wait"))
+    with stats.timed("verify"):
+        assert not waits
+    assert waits == ["wait"]

@@ -8,7 +8,7 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 from torch import Tensor
 
-from moray.decoding.speculate import SpeculativeDecoder
+from moray.decoding.generate import SpeculativeDecoder
 from moray.distill.configs import LossConfig
 from moray.distill.losses import distillation_loss
 from moray.distill.masks import loss_positions

@@ -9,10 +9,10 @@ from tiny_drafters import build
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target, save_target
 from transformers import AutoModelForCausalLM
 
-from moray.decoding.acceptance import Acceptance
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
+from moray.decoding.planning.acceptance import Acceptance
 from moray.decoding.sampling import Sampler
-from moray.decoding.speculate import SpeculativeDecoder
 from moray.drafters.configs import NgramConfig
 from moray.drafters.ngram import Ngram
 from moray.targets.model import Target
@@ -246,6 +246,6 @@ def test_an_adaptive_tree_does_not_take_silence_for_a_refusal(periodic):
     shape = AdaptiveShape(type="adaptive", depth=3, breadth=2, nodes=6)
     decoder = SpeculativeDecoder(periodic.target, made(periodic), shape, MAX_POSITIONS)
     decoder.generate([3], GREEDY, PERIOD, ())
-    assert decoder._planner is not None
-    untried = Acceptance(3, decoder.drafter.efforts).rates(decoder._planner.effort)
-    assert decoder._planner._acceptance.rates(decoder._planner.effort) == untried
+    (drafting,) = decoder._engine.drafting.values()
+    untried = Acceptance(3, decoder.drafter.efforts).rates(0)
+    assert drafting.controller._acceptance.rates(0) == untried

@@ -8,8 +8,8 @@ from tiny_drafters import noisy_copy
 from tiny_targets import MAX_POSITIONS, VOCABULARY, TinyTarget, load_target, save_target
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, MambaConfig, Phi3Config
 
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import SpeculativeDecoder
 from moray.drafters.common.slots import EXTEND_CHUNK
 from moray.drafters.configs import PretrainedConfig
 from moray.drafters.pretrained import Pretrained

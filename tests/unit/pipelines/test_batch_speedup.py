@@ -6,7 +6,7 @@ from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_targets import TinyTarget, load_target
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import PlainDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.errors import ConfigError, DataError
 from pipelines.benchmarks import batch_speedup
 from pipelines.benchmarks.batch_speedup import measure_batch_speedup

@@ -6,8 +6,9 @@ from shape_checks import unchecked
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TARGETS, TinyTarget, save_target
 
+from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.plain import PlainDecoder
 from moray.targets import model as model_module
 from moray.targets.fused_layer import FusedLayer
 from moray.targets.head import TargetHead

@@ -83,17 +83,15 @@ ENDS = [
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("with_budget", [False, True])
-def test_every_sequence_has_the_tree_that_it_has_alone(shape, ends, with_budget):
-    budget = (lambda log_probs: min(len(log_probs), 5)) if with_budget else None
+def test_every_sequence_has_the_tree_that_it_has_alone(shape, ends):
     roots = torch.arange(len(ends)) + 1
     alone = []
     for number, end in enumerate(ends):
         scribe = Scribe(number, end)
-        alone.append(grow(roots[number : number + 1], shape, scribe.step, scribe.select, budget))
+        alone.append(grow(roots[number : number + 1], shape, scribe.step, scribe.select))
     asked_of: list[list[int]] = []
     scribes = [Scribe(number, end) for number, end in enumerate(ends)]
-    trees = grow_many(roots, shape, *together(scribes, asked_of), budget)
+    trees = grow_many(roots, shape, *together(scribes, asked_of))
     for tree, other in zip(trees, alone, strict=True):
         assert_same(tree, other)
     # Nobody is asked again who has given up.

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from moray.trees.grow import grow, root_alone
+from moray.trees.ranking import prune
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape, Shape, SparseShape
 from moray.trees.tree import PrefixMask, fixed_structure, structure_of
 
@@ -272,16 +274,16 @@ def test_draft_distributions_belong_to_the_node_they_made():
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5, 11, 17])
-def test_a_budget_keeps_the_best_nodes_of_the_same_tree(keep):
+def test_pruning_keeps_the_best_nodes_of_the_same_tree(keep):
     shape = DynamicShape(type="dynamic", depth=4, breadth=3, nodes=17)
-    offered: list[list[float]] = []
+    offered: list[list[list[float]]] = []
 
-    def budget(log_probs: list[float]) -> int:
+    def choose(log_probs: list[list[float]]) -> int:
         offered.append(log_probs)
         return keep
 
     recorder = Recorder(seed=5)
-    tree = grow(ROOT, shape, recorder.step, recorder.select, budget)
+    ((tree, promised),) = prune([grow(ROOT, shape, recorder.step, recorder.select)], choose)
     parents, texts = tree.parents.tolist(), [text_of(tree, node) for node in range(tree.num_nodes)]
     assert tree.num_nodes == keep + 1
     assert all(0 <= parents[node] < node for node in range(1, tree.num_nodes))
@@ -290,27 +292,37 @@ def test_a_budget_keeps_the_best_nodes_of_the_same_tree(keep):
     assert tree.depths.tolist() == [len(text) for text in texts]
     smaller = DynamicShape(type="dynamic", depth=4, breadth=3, nodes=keep)
     assert set(texts[1:]) == reference_dynamic(Recorder(seed=5), smaller)
-    ((scores),) = offered
+    (((scores),),) = offered
     assert scores == sorted(scores, reverse=True)
     assert len(scores) == shape.nodes
+    assert promised == pytest.approx(sum(math.exp(score) for score in scores[:keep]))
     paths = [sum(float(recorder.scores([2, *text[:i]])[token]) for i, token in enumerate(text)) for text in texts[1:]]
     assert sorted(paths, reverse=True) == pytest.approx(scores[:keep], abs=1e-5)
 
 
-def test_a_budget_has_no_say_in_chains_and_fixed_trees():
-    def budget(log_probs: list[float]) -> int:
-        raise AssertionError("asked")
+@pytest.mark.parametrize("keep", [0, 1, 4, 9])
+def test_trees_of_different_sizes_are_pruned_together(keep):
+    shapes = [DynamicShape(type="dynamic", depth=depth, breadth=3, nodes=nodes) for depth, nodes in ((4, 17), (1, 3))]
+    trees = [grow(ROOT, shape, own.step, own.select) for shape, own in zip(shapes, map(Recorder, (5, 6)), strict=True)]
+    together = prune(trees, lambda _: keep)
+    for tree, (pruned, promised) in zip(trees, together, strict=True):
+        ((alone, own),) = prune([tree], lambda _: keep)
+        assert_same(pruned, alone)
+        assert promised == own
+        assert pruned.num_nodes == 1 + min(keep, tree.num_nodes - 1)
 
+
+def test_chains_and_fixed_trees_have_no_scores_to_prune_by():
     for shape in SHAPES[:5]:
-        assert grow(ROOT, shape, Recorder().step, Recorder().select, budget).num_nodes == shape.num_nodes + 1
+        assert grow(ROOT, shape, Recorder().step, Recorder().select).scores is None
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [1, 3, 6])
-def test_a_budget_s_tree_knows_its_deepest_node(seed, size):
+def test_a_pruned_tree_knows_its_deepest_node(seed, size):
     shape = DynamicShape(type="dynamic", depth=6, breadth=3, nodes=17)
     recorder = Recorder(seed)
-    tree = grow(ROOT, shape, recorder.step, recorder.select, lambda log_probs: size)
+    ((tree, _),) = prune([grow(ROOT, shape, recorder.step, recorder.select)], lambda _: size)
     assert tree.num_nodes == size + 1
     assert tree.max_depth == int(tree.depths.max())
     assert tree.num_levels == len(recorder.calls) == 6
@@ -332,20 +344,22 @@ def test_what_is_kept_of_a_path_was_expanded_first_and_in_order(shape):
 
 
 @pytest.mark.parametrize("levels", [0, 1, 2])
-@pytest.mark.parametrize("with_budget", [False, True])
+@pytest.mark.parametrize("is_pruned", [False, True])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.depth > 2], ids=lambda shape: shape.name)
-def test_a_drafter_that_stops_early_leaves_the_levels_it_had(shape, levels, with_budget):
+def test_a_drafter_that_stops_early_leaves_the_levels_it_had(shape, levels, is_pruned):
     """The same nodes as those of a shape that deep, and `max_depth` says how deep."""
     recorder = Recorder(seed=6)
 
     def step(tokens, ancestors, depth):
         return recorder.step(tokens, ancestors, depth) if depth < levels else None
 
-    def budget(log_probs: list[float]) -> int:
-        assert log_probs, "nothing to choose from"
-        return len(log_probs)
+    def keep_all(log_probs: list[list[float]]) -> int:
+        assert log_probs[0], "nothing to choose from"
+        return len(log_probs[0])
 
-    tree = grow(ROOT, shape, step, recorder.select, budget if with_budget else None)
+    tree = grow(ROOT, shape, step, recorder.select)
+    if is_pruned and tree.scores is not None:
+        ((tree, _),) = prune([tree], keep_all)
     parents, texts = tree.parents.tolist(), [text_of(tree, node) for node in range(tree.num_nodes)]
     assert parents[0] == -1
     assert all(0 <= parents[node] < node for node in range(1, tree.num_nodes))

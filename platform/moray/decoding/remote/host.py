@@ -57,6 +57,9 @@ class _Wish(NamedTuple):
     drawn: Drawn
     guessed: tuple[int, ...] | None
     """Root and chain, if they have been drafted ahead."""
+    effort: int | None
+    """N to draft with."""
+    wants_scores: bool
 
 
 class DraftHost:
@@ -235,7 +238,7 @@ class DraftHost:
             if guess is not None and guess.is_right(entry.tokens, entry.root, drawn):
                 guessed = guess.chain[: shape.depth + 1]
             self.stats.ahead["unfinished" if guess is None else "wrong" if guessed is None else "right"] += 1
-        return _Wish(session, entry.root, shape, drawn, guessed)
+        return _Wish(session, entry.root, shape, drawn, guessed, entry.effort, entry.wants_scores)
 
     def _tell(self, session: Session, entry: Entry, memory: dict[str, Tensor], *, is_late: bool) -> None:
         """Let a session learn what an entry tells."""
@@ -251,26 +254,33 @@ class DraftHost:
     def _drafts(self, wishes: Mapping[int, _Wish]) -> dict[int, dict[str, Any]]:
         """What is wished for, as fields of `DraftedTree`."""
         found: dict[int, dict[str, Any]] = {}
-        groups: dict[tuple[str, GrowableShape], list[int]] = {}
+        groups: dict[tuple[str, GrowableShape, int | None], list[int]] = {}
         for place, wish in wishes.items():
             if wish.guessed is not None:
                 found[place] = {"tokens": wish.guessed, "max_depth": len(wish.guessed) - 1, "is_chain": True}
             else:
-                groups.setdefault((wish.session.drafter, wish.shape), []).append(place)
-        for (name, shape), places in groups.items():
-            trees = self._draft(self._drafters[name], shape, [wishes[place] for place in places])
-            found |= {place: described(tree) for place, tree in zip(places, trees, strict=True)}
+                groups.setdefault((wish.session.drafter, wish.shape, wish.effort), []).append(place)
+        for (name, shape, effort), places in groups.items():
+            trees = self._draft(self._drafters[name], shape, effort, [wishes[place] for place in places])
+            found |= {
+                place: described(tree, with_scores=wishes[place].wants_scores)
+                for place, tree in zip(places, trees, strict=True)
+            }
         if self._runs_ahead:
             self._plan_ahead([(wish, found[place]["tokens"]) for place, wish in wishes.items()])
         return found
 
-    def _draft(self, drafter: Drafter, shape: GrowableShape, wishes: list[_Wish]) -> list[TokenTree]:
+    def _draft(
+        self, drafter: Drafter, shape: GrowableShape, effort: int | None, wishes: list[_Wish]
+    ) -> list[TokenTree]:
         device, size = drafter.head.weight.device, drafter.spec.vocab_size
         samplers = [Sampler(params, size, device, sequence) for params, sequence in (wish.drawn for wish in wishes)]
         roots = torch.tensor([wish.root for wish in wishes], device=device)
         picks = picks_of(samplers, [wish.session.known for wish in wishes], shape, are_certain=True)
         for wish in wishes:
             wish.session.num_expanded = shape.num_expanded
+            if effort is not None:
+                drafter.set_effort(wish.session.state, effort)
         with self._cost.spent(len(wishes)):
             return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
 

@@ -19,8 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moray.config import AnyConfig, Config
-from moray.decoding.fitting import fit_shape
 from moray.decoding.params import SamplingParams
+from moray.decoding.planning.fitting import fit_shape
 from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, GrowableShape, SparseShape
@@ -28,6 +28,7 @@ from moray.trees.tree import TokenTree, chain_of, structure_of
 
 MAX_FRAME = 1 << 30
 """Bytes; a prompt of 100,000 tokens with 8 KiB of memory each fits."""
+_NO_SCORE = -1e9
 _LENGTHS = struct.Struct(">II")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
@@ -50,6 +51,10 @@ class Entry(Config):
     params: int = Field(default=0, ge=0)
     """Index into the request's sampling parameters."""
     sequence: int = 0
+    effort: int | None = None
+    """N to draft with (see `Drafter.set_effort`); None where there is no choice."""
+    wants_scores: bool = False
+    """Whether the target prunes the tree."""
 
 
 class DraftRequest(Config):
@@ -75,6 +80,8 @@ class DraftedTree(Config):
     max_depth: int = 0
     num_empty_levels: int = 0
     is_chain: bool = False
+    scores: tuple[float, ...] = ()
+    """Cumulative log-probabilities of the nodes, if they were asked for."""
 
 
 class DraftReply(Config):
@@ -165,15 +172,22 @@ def check_request(
             raise DataError(
                 f"a request names shape {entry.shape} and parameters {entry.params}, which it does not hold"
             )
+        if entry.effort is not None and entry.effort not in drafter.efforts:
+            known = ", ".join(map(str, drafter.efforts))
+            raise DataError(f"drafter '{entry.drafter}' is asked to draft with N = {entry.effort}; it has {known}")
         shape = request.shapes[entry.shape]
         fit_shape(shape, entry.drafter, drafter.max_depth, size)
         if shape.num_expanded > max_expanded:
             raise DataError(f"tree '{shape.name}' expands {shape.num_expanded} nodes; here are {max_expanded} at most")
 
 
-def described(tree: TokenTree) -> dict[str, Any]:
+def described(tree: TokenTree, *, with_scores: bool = False) -> dict[str, Any]:
     """A tree as fields of `DraftedTree`."""
+    scores: tuple[float, ...] = ()
+    if with_scores and tree.scores is not None:
+        scores = tuple(tree.scores.clamp(min=_NO_SCORE).tolist())  # JSON has no infinity
     return {
+        "scores": scores,
         "tokens": tuple(tree.tokens.tolist()),
         "parents": () if tree.is_chain else tuple(tree.parents.tolist()),
         "max_depth": tree.max_depth,
@@ -206,6 +220,12 @@ def restored(drafted: DraftedTree, device: torch.device, root: int, shape: Growa
             f"a draft of {max(depths)} levels and {drafted.num_empty_levels} empty ones came {where}, which has "
             f"{shape.depth}"
         )
+    if drafted.scores and len(drafted.scores) != len(tokens):
+        raise DataError(f"a draft of {len(tokens)} nodes came {where} with {len(drafted.scores)} scores")
+    if any(
+        drafted.scores[node] > drafted.scores[parent] for node, parent in enumerate(parents) if drafted.scores and node
+    ):
+        raise DataError(f"a draft came {where} in which a node scores more than its parent")
     ids = torch.tensor(tokens, device=device)
     if drafted.is_chain:
         return chain_of(ids)
@@ -216,6 +236,7 @@ def restored(drafted: DraftedTree, device: torch.device, root: int, shape: Growa
         structure.depths,
         structure.ancestors,
         max(depths),
+        scores=torch.tensor(drafted.scores, device=device) if drafted.scores else None,
         num_empty_levels=drafted.num_empty_levels,
     )
 

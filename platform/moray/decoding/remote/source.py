@@ -122,6 +122,10 @@ class RemoteDrafts(DraftSource):
     def efforts(self) -> tuple[int, ...]:
         return self._drafter.efforts
 
+    @property
+    def is_remote(self) -> bool:
+        return True
+
     def observe(self, taps: Taps) -> Memory:
         return self._drafter.observe(taps)
 
@@ -223,6 +227,8 @@ class RemoteDrafts(DraftSource):
                     shape=shapes.setdefault(ask.shape, len(shapes)),
                     params=params.setdefault(ask.sampler.params, len(params)),
                     sequence=ask.sampler.sequence,
+                    effort=ask.effort,
+                    wants_scores=ask.wants_scores,
                 )
             )
             told.num_sent, told.num_kept = len(told.tokens), 0

@@ -6,9 +6,9 @@ import torch
 
 from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
 from moray.config import validate
+from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.decoding.params import SamplingParams
-from moray.decoding.session import TargetSession
-from moray.decoding.speculate import PlainDecoder, SpeculativeDecoder
+from moray.decoding.target_rows import TargetRows
 from moray.drafters.configs import NgramConfig
 from moray.drafters.loading import build_drafters
 from moray.provenance import git_state
@@ -25,25 +25,24 @@ def load(settings: Settings) -> tuple[str, Prepare]:
     values = {"model": settings.model, "dtype": settings.dtype, "template": settings.template}
     target = Target.load(validate(TargetConfig, values))
     tokenizer = ChatTokenizer.load(settings.model, settings.template)
-    most_nodes = 1 + max(row.depth for row in settings.rows)
-    session = TargetSession(target, settings.max_length, most_nodes)
+    runner = runner_for(target, settings.max_length, max(row.depth for row in settings.rows))
 
     def prepare(row: Row) -> Answer:
-        decoder = _decoder(row, target, tokenizer, session)
+        decoder = _decoder(row, target, tokenizer, settings.max_length, runner)
         return lambda prompt, most: decoder.generate(prompt, SamplingParams(), most, settings.eos_ids).tokens
 
     return _version(), prepare
 
 
 def _decoder(
-    row: Row, target: Target, tokenizer: ChatTokenizer, session: TargetSession
-) -> PlainDecoder | SpeculativeDecoder:
+    row: Row, target: Target, tokenizer: ChatTokenizer, capacity: int, runner: TargetRows
+) -> SpeculativeDecoder:
     if row.drafter is None:
-        return PlainDecoder(target, session.capacity, session)
+        return SpeculativeDecoder(target, None, capacity=capacity, runner=runner)
     entry = NgramConfig(type="ngram") if row.drafter == "prompt-lookup" else row.drafter
     (drafter,) = build_drafters((entry,), lambda num_layers: TargetHead.of(target, num_layers), tokenizer).values()
     shape = AdaptiveShape(type="adaptive", depth=row.depth)
-    return SpeculativeDecoder(target, drafter, shape, session.capacity, session)
+    return SpeculativeDecoder(target, drafter, shape, capacity, runner)
 
 
 def _version() -> str:

@@ -10,11 +10,11 @@ from side_by_side import GREEDY
 from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 
-from moray.decoding.batch_planner import NUM_TRIED, BatchPlanner
-from moray.decoding.costs import Costs
 from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.engine import Engine
 from moray.decoding.engine_config import EngineConfig
+from moray.decoding.planning.controller import NUM_TRIED, DraftPlan, SpeculationController
+from moray.decoding.planning.costs import Costs, CostTable
 from moray.decoding.request import Request
 from moray.drafters.base import Memory
 from moray.trees.grow import root_alone
@@ -22,86 +22,103 @@ from moray.trees.shapes import AdaptiveShape
 from moray.trees.tree import TokenTree
 
 SHAPE = AdaptiveShape(type="adaptive", depth=6)
-COSTS = {1: Costs(verify=[(1, 0.010), (8, 0.011)], draft=[(1, 0.002), (6, 0.006)])}
 
 
-def cycles_without(planner: BatchPlanner) -> int:
+def costs_of(verify: list[tuple[int, float]], draft: list[tuple[int, float]]) -> Costs:
+    """Costs of a drafter without a choice of N."""
+    return Costs(verify, {0: draft})
+
+
+COSTS = {1: costs_of(verify=[(1, 0.010), (8, 0.011)], draft=[(1, 0.002), (6, 0.006)])}
+
+
+DEEP, FLAT = DraftPlan(SHAPE.at(6)), DraftPlan(SHAPE.at(1))
+
+
+def depth_of(plan: DraftPlan | None) -> int:
+    return 0 if plan is None else plan.shape.depth
+
+
+def cycles_without(own: SpeculationController) -> int:
     """Until drafting is tried again."""
     for cycle in range(500):
-        if planner.next_shape(1, 1) is not None:
+        if own.plan(1, 1) is not None:
             return cycle
-        planner.forget(1)
+        own.pause(1)
     pytest.fail("drafting never came back")
 
 
 def test_refused_drafts_end_and_come_back():
-    planner = BatchPlanner(SHAPE)
-    planner.know(COSTS)
-    assert planner.next_shape(1, 1) is not None
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable(COSTS))
+    assert own.plan(1, 1) is not None
     for _ in range(100):
-        planner.record(6, 0)
-    assert planner.next_shape(1, 1) is None
-    assert cycles_without(planner) > 5, "not at once: it was a loss"
+        own.record(6, 0)
+    assert own.plan(1, 1) is None
+    assert cycles_without(own) > 5, "not at once: it was a loss"
 
 
 def test_drafts_that_take_too_long_end_and_come_back():
-    planner = BatchPlanner(SHAPE)
-    planner.know(COSTS)
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable(COSTS))
     for _ in range(100):
-        planner.record_draft(1, 6, 0.1)
-        planner.record(6, 6)
-    assert planner.next_shape(1, 1) is None
-    assert cycles_without(planner) > 5
+        own.record_draft(DEEP, 1, 1, 0.1)
+        own.record(6, 6)
+    assert own.plan(1, 1) is None
+    assert cycles_without(own) > 5
 
 
 def test_the_larger_the_batch_the_shallower_the_drafts():
     """One row's further tokens are nearly free; of 32 rows each costs as much as another row's pass."""
-    planner = BatchPlanner(SHAPE)
-    planner.know(
-        {
-            1: Costs(verify=[(1, 0.010), (7, 0.011)], draft=[(1, 0.001), (6, 0.003)]),
-            8: Costs(verify=[(1, 0.012), (7, 0.030)], draft=[(1, 0.002), (6, 0.009)]),
-            32: Costs(verify=[(1, 0.020), (7, 0.140)], draft=[(1, 0.010), (6, 0.050)]),
-        }
+    own = SpeculationController(SHAPE)
+    own.set_costs(
+        CostTable(
+            {
+                1: costs_of(verify=[(1, 0.010), (7, 0.011)], draft=[(1, 0.001), (6, 0.003)]),
+                8: costs_of(verify=[(1, 0.012), (7, 0.030)], draft=[(1, 0.002), (6, 0.009)]),
+                32: costs_of(verify=[(1, 0.020), (7, 0.140)], draft=[(1, 0.010), (6, 0.050)]),
+            }
+        )
     )
     for number in range(140):
-        planner.record(6, number % 7)
-    shapes = [planner.next_shape(rows, rows) for rows in (1, 4, 8, 20, 32, 64)]
-    depths = [0 if shape is None else shape.depth for shape in shapes]
+        own.record(6, number % 7)
+    depths = [depth_of(own.plan(rows, rows)) for rows in (1, 4, 8, 20, 32, 64)]
     assert depths == sorted(depths, reverse=True)
     assert depths[0] > depths[2] > depths[-2] == depths[-1] == 0, depths
     assert depths[0] >= depths[1] >= depths[2], "between the measured sizes lines are drawn"
 
 
 def test_costs_between_measured_sizes_lie_on_a_line(monkeypatch):
-    planner = BatchPlanner(SHAPE)
-    planner.know({rows: Costs(verify=[(1, 0.01 * rows)], draft=[(1, 0.001)]) for rows in (2, 10)})
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable({rows: costs_of(verify=[(1, 0.01 * rows)], draft=[(1, 0.001)]) for rows in (2, 10)}))
     seen = []
-    monkeypatch.setattr(planner._verify, "record", lambda expected, seconds: seen.append(expected))
+    monkeypatch.setattr(own._verify, "record", lambda expected, seconds: seen.append(expected))
     for rows in (1, 2, 4, 10, 50):
-        planner.record_pass(rows, 1, 1.0)
+        own.record_pass(rows, 0, 1.0)
     assert seen == pytest.approx([0.02, 0.02, 0.04, 0.10, 0.10])
 
 
-def tries_of(planner: BatchPlanner, num_cycles: int, num_rows: int, num_accepted: int) -> list[int]:
+def tries_of(own: SpeculationController, num_cycles: int, num_rows: int, num_accepted: int) -> list[int]:
     """Depths of the drafts of so many cycles, of which so much is accepted; 0 where there was none."""
     depths = []
     for _ in range(num_cycles):
-        shape = planner.next_shape(num_rows, num_rows)
-        if shape is None:
-            planner.forget(num_rows)
+        plan = own.plan(num_rows, num_rows)
+        depth = depth_of(plan)
+        if plan is None:
+            own.pause(num_rows)
         else:
-            planner.record_draft(num_rows, shape.depth, COSTS[1].draft_seconds(shape.depth))
-            for _ in range(min(num_rows, NUM_TRIED) if planner.is_trying else num_rows):
-                planner.record(shape.depth, min(num_accepted, shape.depth))
-        depths.append(0 if shape is None else shape.depth)
+            num_drafted = min(num_rows, NUM_TRIED) if own.is_trying else num_rows
+            own.record_draft(plan, num_drafted, num_rows, COSTS[1].draft_seconds(depth, 0))
+            for _ in range(num_drafted):
+                own.record(depth, min(num_accepted, depth))
+        depths.append(depth)
     return depths
 
 
 def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
-    planner = BatchPlanner(SHAPE)
-    planner.know(COSTS)
-    depths = tries_of(planner, 6000, 8, 0)
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable(COSTS))
+    depths = tries_of(own, 6000, 8, 0)
     first = depths.index(0)
     tries = [cycle for cycle, depth in enumerate(depths) if depth and cycle > first]
     assert all(depths[cycle] == 1 for cycle in tries), "a deep draft that is refused is dear"
@@ -113,104 +130,105 @@ def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
 
 
 def test_many_are_tried_more_rarely_than_few():
-    """At the same costs, where all is refused. One alone needs several cycles for a try."""
+    """At the same costs, where all is refused."""
     counts = {}
     for num_rows in (1, 4, 32):
-        planner = BatchPlanner(SHAPE)
-        planner.know(COSTS)
-        counts[num_rows] = sum(depth > 0 for depth in tries_of(planner, 9000, num_rows, 0)[3000:])
-    assert 0 < counts[32] == counts[4] < 0.5 * counts[1] / NUM_TRIED, counts
+        own = SpeculationController(SHAPE)
+        own.set_costs(CostTable(COSTS))
+        counts[num_rows] = sum(depth > 0 for depth in tries_of(own, 9000, num_rows, 0)[3000:])
+    assert 0 < counts[32] == counts[4] < 0.8 * counts[1], counts
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_costs_measured_beside_other_work_do_not_end_drafting_of_many(num_rows):
-    planner, true = BatchPlanner(SHAPE), COSTS[1]
-    planner.know({1: Costs([(n, s * (1 if n == 1 else 8)) for n, s in true.verify], true.draft)})
+    own, true = SpeculationController(SHAPE), COSTS[1]
+    own.set_costs(CostTable({1: costs_of([(n, s * (1 if n == 1 else 8)) for n, s in true.verify], true.draft[0])}))
     depths = []
     for cycle in range(300):
-        shape = planner.next_shape(num_rows, num_rows)
-        depth = 0 if shape is None else shape.depth
-        if shape is None:
-            planner.forget(num_rows)
+        plan = own.plan(num_rows, num_rows)
+        depth = depth_of(plan)
+        if plan is None:
+            own.pause(num_rows)
         else:
-            planner.record_draft(num_rows, depth, true.draft_seconds(depth))
-            for row in range(min(num_rows, NUM_TRIED) if planner.is_trying else num_rows):
-                planner.record(depth, min((1, 3, 0, 2)[(cycle + row) % 4], depth))
-        planner.record_pass(num_rows, 1 + depth, true.verify_seconds(1 + depth))
+            num_drafted = min(num_rows, NUM_TRIED) if own.is_trying else num_rows
+            own.record_draft(plan, num_drafted, num_rows, true.draft_seconds(depth, 0))
+            for row in range(num_drafted):
+                own.record(depth, min((1, 3, 0, 2)[(cycle + row) % 4], depth))
+        own.record_pass(num_rows, depth, true.verify_seconds(1 + depth))
         depths.append(depth)
     assert depths[0] == 0
     assert depths[200:].count(0) < 10
 
 
 def test_who_is_alone_again_does_not_wait_as_many_did():
-    planner = BatchPlanner(SHAPE)
-    planner.know(COSTS)
-    tries_of(planner, 3000, 32, 0)
-    _pause(planner, 32)  # what was left of one
-    pauses = {num_rows: _pause(planner, num_rows) for num_rows in (32, 1)}
-    assert 0 < pauses[1] < 0.5 * pauses[32], pauses
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable(COSTS))
+    tries_of(own, 3000, 32, 0)
+    _pause(own, 32)  # what was left of one
+    pauses = {num_rows: _pause(own, num_rows) for num_rows in (32, 1)}
+    assert 0 < pauses[1] < 0.6 * pauses[32], pauses
 
 
-def _pause(planner: BatchPlanner, num_rows: int) -> int:
+def _pause(own: SpeculationController, num_rows: int) -> int:
     """Cycles until drafts are tried again, which is then in vain."""
     count = 0
-    while planner.next_shape(num_rows, num_rows) is None:
-        planner.forget(num_rows)
+    while own.plan(num_rows, num_rows) is None:
+        own.pause(num_rows)
         count += 1
     for _ in range(NUM_TRIED):
-        planner.record(1, 0)
+        own.record(1, 0)
     return count
 
 
 def test_it_is_tried_with_a_few_drafts():
-    planner = BatchPlanner(SHAPE)
-    planner.know(COSTS)
-    assert not planner.is_trying
-    tries_of(planner, 300, 8, 0)
-    assert planner.is_trying
-    depths = tries_of(planner, 500, 8, 6)
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable(COSTS))
+    assert not own.is_trying
+    tries_of(own, 300, 8, 0)
+    assert own.is_trying
+    depths = tries_of(own, 500, 8, 6)
     assert depths[-1] == 6
-    assert not planner.is_trying, "it has paid"
+    assert not own.is_trying, "it has paid"
 
 
 def test_it_is_tried_until_it_is_known_what_became_of_the_drafts():
-    planner = BatchPlanner(SHAPE)
-    planner.know(COSTS)
-    planner.record_draft(1, 6, 0.006)
-    planner.forget(1)
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable(COSTS))
+    own.record_draft(DEEP, 1, 8, 0.006)
+    own.pause(8)
     for _ in range(4):
-        assert planner.is_trying
-        planner.record_draft(1, 1, 0.002)
-        assert planner.next_shape(1, 1) == SHAPE.at(1), "not deeper before that"
-        planner.record(1, 1)
-    assert not planner.is_trying
+        assert own.is_trying
+        own.record_draft(FLAT, 1, 8, 0.002)
+        assert own.plan(8, 8) == DraftPlan(SHAPE.at(1)), "not deeper before that"
+        own.record(1, 1)
+    assert not own.is_trying
 
 
 def test_what_a_few_drafts_take_says_nothing_of_many():
-    planner = BatchPlanner(SHAPE)
-    planner.know({32: Costs(verify=[(1, 0.010), (8, 0.011)], draft=[(1, 0.001), (6, 0.001)])})
-    planner.forget(1)
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable({32: costs_of(verify=[(1, 0.010), (8, 0.011)], draft=[(1, 0.001), (6, 0.001)])}))
+    own.pause(32)
     for _ in range(100):
-        planner.record_ask(4, 0.1)
-        planner.record_draft(4, 1, 0.1)
+        own.record_ask(4, 32, 0.1)
+        own.record_draft(FLAT, 4, 32, 0.1)
     for _ in range(4):
-        planner.record(1, 1)
-    assert planner.next_shape(32, 32) is not None
+        own.record(1, 1)
+    assert own.plan(32, 32) is not None
 
 
 def test_asks_for_single_sequences_are_not_what_each_of_many_costs():
     """They are as frequent as those for all the others, for somebody always has just begun."""
-    planner = BatchPlanner(SHAPE)
-    planner.know({32: Costs(verify=[(1, 0.020), (8, 0.030)], draft=[(1, 0.001), (6, 0.001)])})
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable({32: costs_of(verify=[(1, 0.020), (8, 0.030)], draft=[(1, 0.001), (6, 0.001)])}))
     for _ in range(50):
-        planner.record_ask(1, 0.003)
-        planner.record_ask(31, 0.006)
-        planner.record(6, 2)
-    assert planner.next_shape(32, 32) is not None
+        own.record_ask(1, 32, 0.003)
+        own.record_ask(31, 32, 0.006)
+        own.record(6, 2)
+    assert own.plan(32, 32) is not None
     for _ in range(50):
-        planner.record_ask(31, 0.060)
-    assert planner.next_shape(32, 32) is None
-    assert planner.next_shape(1, 1) is not None, "nor the other way round"
+        own.record_ask(31, 32, 0.060)
+    assert own.plan(32, 32) is None
+    assert own.plan(1, 1) is not None, "nor the other way round"
 
 
 class Asked:
@@ -229,11 +247,12 @@ class Asked:
         self.source = LocalDrafts(build(tiny, VARIANTS[variant]), 320, 64)
         config = EngineConfig(kv_tokens=8192, tree=SHAPE, num_groups=num_groups)
         self.engine = Engine(tiny.target, config, (), drafts={"d": self.source})
-        self.planner = self.engine.drafting["d"].planner
-        self.planner.know({1: Costs(verify=[(1, 1.0), (8, 1.0)], draft=[(1, 1e-9), (6, 1e-9)])})
+        self.controller = self.engine.drafting["d"].controller
+        self.controller.set_costs(CostTable({1: costs_of(verify=[(1, 1.0), (8, 1.0)], draft=[(1, 1e-9), (6, 1e-9)])}))
         for name in ("record_pass", "record_rest", "record_ask"):  # whatever this machine takes
-            monkeypatch.setattr(self.planner, name, lambda *_: None)
-        monkeypatch.setattr(self.planner._draft, "record", lambda *_: None)
+            monkeypatch.setattr(self.controller, name, lambda *_: None)
+        monkeypatch.setattr(self.controller._draft, "record", lambda *_: None)
+        monkeypatch.setattr(self.controller._draft_scale[0], "lower", lambda *_: False)
         for number in range(num_rows):
             self.engine.submit(
                 Request(prompt=tuple(tiny.prompt(number, length=40)), params=GREEDY, max_new_tokens=num_tokens)
@@ -275,7 +294,7 @@ def without_ideas(monkeypatch, asked: Asked) -> None:
 
 def test_an_engine_tries_for_a_few_sequences_alone(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=10)
-    asked.planner.forget(10)
+    asked.controller.pause(10)
     found = collected(monkeypatch, asked)
     asked.run()
     assert sum(map(len, asked.asks)) >= 4
@@ -284,7 +303,7 @@ def test_an_engine_tries_for_a_few_sequences_alone(monkeypatch, tmp_path):
 
 def test_it_is_tried_for_those_who_have_a_drafter(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=10)
-    asked.planner.forget(10)
+    asked.controller.pause(10)
     monkeypatch.setattr(asked.source, "can_draft", lambda number: number >= 7)
     asked.run()
     assert asked.asks
@@ -293,7 +312,7 @@ def test_it_is_tried_for_those_who_have_a_drafter(monkeypatch, tmp_path):
 
 def test_nobody_looks_for_a_drafter_while_it_is_tried(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=10)
-    asked.planner.forget(10)
+    asked.controller.pause(10)
     opened: list[int] = []
     monkeypatch.setattr(asked.source, "open", opened.append)
     monkeypatch.setattr(asked.source, "can_draft", lambda number: False)
@@ -303,8 +322,8 @@ def test_nobody_looks_for_a_drafter_while_it_is_tried(monkeypatch, tmp_path):
 
 def test_late_drafts_end_a_try(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=4)
-    asked.planner.know({1: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.5), (6, 0.5)])})
-    asked.planner.forget(10)
+    asked.controller.set_costs(CostTable({1: costs_of(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.5), (6, 0.5)])}))
+    asked.controller.pause(10)
     monkeypatch.setattr(asked.source, "collect", lambda numbers: {})
     for _ in range(20):
         asked.engine.step()
@@ -327,12 +346,12 @@ def test_who_has_no_drafter_yet_has_not_given_up(monkeypatch, tmp_path):
 
 def test_a_few_who_have_a_drafter_do_not_make_the_pass_deeper_for_all(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=16)
-    asked.planner.know({16: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.01), (6, 0.01)])})
+    asked.controller.set_costs(CostTable({16: costs_of(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.01), (6, 0.01)])}))
     with monkeypatch.context() as patch:
         patch.setattr(asked.source, "can_draft", lambda number: number == 3)
         asked.run(12)
         assert not asked.asks
-        assert not asked.planner.is_trying, "drafts are wanted all the same"
+        assert not asked.controller.is_trying, "drafts are wanted all the same"
     asked.run()
     assert len(asked.asks[0]) == 16
 
@@ -340,19 +359,21 @@ def test_a_few_who_have_a_drafter_do_not_make_the_pass_deeper_for_all(monkeypatc
 def test_what_does_not_pay_for_a_few_is_not_believed_for_ever(monkeypatch, tmp_path):
     """A pool may be small for long: until those who have a place pay again, what is believed of them fades."""
     asked = Asked(monkeypatch, tmp_path, num_rows=16, num_tokens=200)
-    asked.planner.know({16: Costs(verify=[(1, 1.0), (2, 1.3), (8, 1.4)], draft=[(1, 0.01), (6, 0.01)])})
+    asked.controller.set_costs(
+        CostTable({16: costs_of(verify=[(1, 1.0), (2, 1.3), (8, 1.4)], draft=[(1, 0.01), (6, 0.01)])})
+    )
     for _ in range(50):
-        asked.planner.record(6, 1)
+        asked.controller.record(6, 1)
     monkeypatch.setattr(asked.source, "can_draft", lambda number: number < 4)
-    assert asked.planner.next_shape(16, 16) is not None
-    assert asked.planner.next_shape(16, 4) is None
+    assert asked.controller.plan(16, 16) is not None
+    assert asked.controller.plan(16, 4) is None
     assert 4 < asked.run(190) < 190
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_an_engine_gives_up_and_tries_again(monkeypatch, tmp_path, num_groups):
     asked = Asked(monkeypatch, tmp_path, num_rows=8, num_groups=num_groups, num_tokens=200)
-    asked.planner.know({8: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.3), (6, 0.3)])})
+    asked.controller.set_costs(CostTable({8: costs_of(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.3), (6, 0.3)])}))
     without_ideas(monkeypatch, asked)
     by_step: dict[int, list[tuple[int, int]]] = {}
     for step in range(190 * num_groups):
@@ -369,17 +390,15 @@ def test_an_engine_gives_up_and_tries_again(monkeypatch, tmp_path, num_groups):
 
 def test_one_half_that_does_without_drafts_does_not_give_up_for_the_other(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path, num_rows=8, num_groups=2)
-    next_shape = asked.planner.next_shape
+    plan = asked.controller.plan
     turns: list[int] = []
     forgotten: list[bool] = []
-    monkeypatch.setattr(asked.planner, "forget", lambda: forgotten.append(True))
+    monkeypatch.setattr(asked.controller, "pause", lambda: forgotten.append(True))
     asked.run()
     monkeypatch.setattr(
-        asked.planner,
-        "next_shape",
-        lambda num_rows, count: (
-            None if asked.engine._is_second else (turns.append(count), next_shape(num_rows, count))[1]
-        ),
+        asked.controller,
+        "plan",
+        lambda num_rows, count: None if asked.engine._is_second else (turns.append(count), plan(num_rows, count))[1],
     )
     for _ in range(8):
         asked.engine.step()
@@ -390,7 +409,7 @@ def test_one_half_that_does_without_drafts_does_not_give_up_for_the_other(monkey
 def test_a_drafter_without_ideas_is_not_asked_for_ever(monkeypatch, tmp_path):
     """Where nothing matches, prompt lookup answers with the root alone: nothing is ever refused."""
     asked = Asked(monkeypatch, tmp_path, "ngram-0", num_rows=8)
-    asked.planner.know({1: Costs(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.1), (6, 0.1)])})
+    asked.controller.set_costs(CostTable({1: costs_of(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.1), (6, 0.1)])}))
     without_ideas(monkeypatch, asked)
     num_steps = 0
     while asked.engine.is_busy:
@@ -400,10 +419,10 @@ def test_a_drafter_without_ideas_is_not_asked_for_ever(monkeypatch, tmp_path):
 
 
 def test_what_pays_again_is_soon_as_deep_as_it_was():
-    planner = BatchPlanner(SHAPE)
-    planner.know(COSTS)
-    tries_of(planner, 300, 8, 0)
-    depths = tries_of(planner, 2000, 8, 6)
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable(COSTS))
+    tries_of(own, 300, 8, 0)
+    depths = tries_of(own, 2000, 8, 6)
     back = next(cycle for cycle, depth in enumerate(depths) if depth)
     assert depths[back : back + 5] == [1, 1, 2, 4, 6]
     assert set(depths[back + 5 :]) == {6}
@@ -411,31 +430,31 @@ def test_what_pays_again_is_soon_as_deep_as_it_was():
 
 def test_asking_has_its_price():
     """Of sixteen rows, telling their drafter what is new may take longer than what it drafts saves."""
-    planner = BatchPlanner(SHAPE)
-    planner.know({16: Costs(verify=[(1, 0.010), (8, 0.015)], draft=[(1, 0.001), (6, 0.001)])})
+    own = SpeculationController(SHAPE)
+    own.set_costs(CostTable({16: costs_of(verify=[(1, 0.010), (8, 0.015)], draft=[(1, 0.001), (6, 0.001)])}))
     for _ in range(50):
-        planner.record(6, 1)
-    assert planner.next_shape(16, 16) is not None
+        own.record(6, 1)
+    assert own.plan(16, 16) is not None
     for _ in range(50):
-        planner.record_ask(16, 0.020)
-    assert planner.next_shape(16, 16) is None
-    planner.record_draft(16, 6, 0.001)
+        own.record_ask(16, 16, 0.020)
+    assert own.plan(16, 16) is None
+    own.record_draft(DEEP, 16, 16, 0.001)
     for _ in range(300):
-        planner.forget(16)
-    assert planner.next_shape(16, 16) is not None, "it is not believed for ever"
-    planner.record_draft(16, 1, 0.001)
+        own.pause(16)
+    assert own.plan(16, 16) is not None, "it is not believed for ever"
+    own.record_draft(FLAT, 16, 16, 0.001)
     for _ in range(50):
-        planner.record(6, 1)
-    assert planner.next_shape(16, 16) is not None
-    planner.record_ask(16, 0.020)
-    assert planner.next_shape(16, 16) is None, "but at once where it is as it was"
+        own.record(6, 1)
+    assert own.plan(16, 16) is not None
+    own.record_ask(16, 16, 0.020)
+    assert own.plan(16, 16) is None, "but at once where it is as it was"
 
 
 def test_telling_a_whole_prompt_is_no_reason_not_to_draft(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path)
     now, taken = [0.0], []
     monkeypatch.setattr("moray.decoding.drafting.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(asked.planner, "record_ask", lambda count, seconds: taken.append(seconds))
+    monkeypatch.setattr(asked.controller, "record_ask", lambda count, num_rows, seconds: taken.append(seconds))
     extend = asked.source.extend
 
     def slow(number: int, tokens: torch.Tensor, memory: Memory, num_kept: int) -> None:

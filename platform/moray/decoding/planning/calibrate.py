@@ -8,44 +8,49 @@ from itertools import islice
 import torch
 
 from moray.batch import TapNeeds, Taps
-from moray.decoding.costs import Costs, ascending, growing_sizes
 from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.params import SamplingParams
+from moray.decoding.planning.costs import Costs, CostTable, ascending, growing_sizes
 from moray.decoding.row_cache import RowCache
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
-from moray.trees.shapes import AdaptiveShape
+from moray.trees.shapes import AdaptiveShape, GrowableShape
 
 _LENGTH = 128
 """Tokens that every row is taken to have."""
 _REPEATS = 3
 
 
-def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> dict[int, Costs]:
-    """Costs by number of rows, for `BatchPlanner`. Drafts are timed in this process, wherever they are made later.
+def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> CostTable:
+    """Time passes and drafts for 1, 2, 4, ... and `max_rows` sequences, with each of the drafter's N.
 
-    The fastest of a few runs counts, sizes taking turns, for what else the machine does only ever adds.
+    Drafts are timed in this process, wherever they are made later. The fastest of a few runs counts, sizes taking
+    turns, for what else the machine does only ever adds.
     """
-    rows = _powers(max_rows)
-    sizes = growing_sizes(shape.num_nodes + 1)
+    rows, efforts = _powers(max_rows), drafter.efforts
+    sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
     length = min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1)
     cache = RowCache(target, max(rows) * (length + shape.num_nodes + 1))
     cache.arrange(length + shape.num_nodes + 1, 0, 0)
     local = LocalDrafts(drafter, length + 1, shape.num_expanded)
     sampler = Sampler(SamplingParams(), target.spec.vocab_size, target.device)
     _tell(local, drafter, max(rows), length)
-    levels = growing_sizes(shape.depth)
     runs: list[Callable[[], None]] = [
         partial(_verify, target, cache, count, length, size) for count in rows for size in sizes
     ]
-    runs += [partial(_draft, local, sampler, shape, count, length, depth) for count in rows for depth in levels]
-    best = _fastest(runs, target.device)
-    seconds = iter(best)
+    runs += [
+        partial(_draft, local, sampler, shape.at(depth), effort, count, length)
+        for count in rows
+        for effort in efforts
+        for depth in levels
+    ]
+    seconds = iter(_fastest(runs, target.device))
     verify = [ascending(sizes, list(islice(seconds, len(sizes)))) for _ in rows]
-    draft = [ascending(levels, list(islice(seconds, len(levels)))) for _ in rows]
-    return {count: Costs(*own) for count, *own in zip(rows, verify, draft, strict=True)}
+    draft = [{effort: ascending(levels, list(islice(seconds, len(levels)))) for effort in efforts} for _ in rows]
+    own = zip(rows, verify, draft, strict=True)
+    return CostTable({count: Costs(passes, drafts) for count, passes, drafts in own})
 
 
 def _verify(target: Target, cache: RowCache, num_rows: int, length: int, num_tokens: int) -> None:
@@ -72,9 +77,9 @@ def _taps(drafter: Drafter, needs: TapNeeds, length: int) -> Taps:
     return Taps(kv, {depth: like.new_zeros(1, length, spec.hidden_size) for depth in needs.hidden_depths})
 
 
-def _draft(local: LocalDrafts, sampler: Sampler, shape: AdaptiveShape, num_rows: int, length: int, depth: int) -> None:
+def _draft(local: LocalDrafts, sampler: Sampler, shape: GrowableShape, effort: int, num_rows: int, length: int) -> None:
     numbers = range(num_rows)
-    local.ask([Ask(number, 0, length, shape.at(depth), sampler) for number in numbers])
+    local.ask([Ask(number, 0, length, shape, sampler, effort) for number in numbers])
     local.collect(list(numbers))
 
 

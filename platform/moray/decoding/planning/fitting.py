@@ -6,7 +6,7 @@ start anything.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from moray.errors import ConfigError
 from moray.trees.shapes import AdaptiveShape, AnyShape
@@ -52,25 +52,6 @@ def depth_notice(shape: AnyShape, drafter: str, fitted: AnyShape) -> list[str]:
     if fitted.depth == shape.depth:
         return []
     return [f"drafter '{drafter}' drafts at most {fitted.depth} levels, so tree '{shape.name}' grows no deeper with it"]
-
-
-def engine_notices(shape: AnyShape, drafter: str, fitted: AnyShape, efforts: Sequence[int]) -> list[str]:
-    """Notices for what the decoder of one sequence chooses in every cycle and an engine of many does not."""
-    notices = depth_notice(shape, drafter, fitted)
-    if len(efforts) > 1:
-        known = ", ".join(map(str, efforts))
-        notices.append(
-            f"drafter '{drafter}' is trained for N = {known}; an engine of many sequences does not choose among them "
-            f"and always drafts with N = {efforts[0]}. To fix another N, load the drafter as "
-            "{type: trained, folder: FOLDER, effort: N}"
-        )
-    if isinstance(shape, AdaptiveShape) and shape.breadth > 1:
-        notices.append(
-            f"tree '{shape.name}' with drafter '{drafter}': an engine of many sequences chooses only its depth, and "
-            f"verifies all of its up to {fitted.num_nodes} nodes without pruning. With breadth 1 it drafts chains, "
-            "whose size follows their depth"
-        )
-    return notices
 
 
 def say_once(notices: Iterable[str]) -> None:

@@ -1,0 +1,152 @@
+"""Generating one answer at a time: a facade over an engine of one row, which is the loop that also serves."""
+
+import time
+from collections.abc import Callable, Collection
+
+from moray.decoding.accept import Accept, by_rule
+from moray.decoding.drafts import LocalDrafts
+from moray.decoding.engine import Engine
+from moray.decoding.engine_config import EngineConfig
+from moray.decoding.params import SamplingParams
+from moray.decoding.request import Request
+from moray.decoding.stats import PHASES, Generation
+from moray.decoding.stop import Ending, StopStrings, longest_answer
+from moray.decoding.target_rows import TargetRows
+from moray.drafters.base import Drafter
+from moray.errors import ConfigError, DataError
+from moray.targets.model import Target
+from moray.trees.shapes import AnyShape, ChainShape
+
+_PREFILL_TOKENS = 256
+_NO_DRAFT = ChainShape(type="chain", depth=1)
+
+OnTokens = Callable[[list[int], int], None]
+"""on_tokens(tokens, accepted): newly emitted tokens, of which the first `accepted` were drafted.
+
+A stop string's own tokens are among them: whoever shows text as it comes holds back what may begin one.
+"""
+
+
+def runner_for(target: Target, capacity: int, max_nodes: int) -> TargetRows:
+    """Key/value memory for one sequence, which decoders that take turns can share.
+
+    Args:
+        target: may be shared.
+        capacity: most tokens of prompt and answer together.
+        max_nodes: most nodes of a tree below its root.
+    """
+    return TargetRows(target, capacity + max_nodes + 1)
+
+
+class SpeculativeDecoder:
+    """Target and drafter in one process. By a lossless rule output equals the target's own (see `decoding.accept`)."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        shape: AnyShape = _NO_DRAFT,
+        capacity: int | None = None,
+        runner: TargetRows | None = None,
+        rule: Accept | None = None,
+        *,
+        is_timed: bool = False,
+    ) -> None:
+        """
+        Args:
+            target: may be shared.
+            drafter: may be shared; each decoder has a drafting state of its own. None: the target alone, one token per
+                pass.
+            shape: of the trees. An adaptive one measures costs before the first generation, and chooses between the
+                drafter's N, if it has several, where any other keeps to the first.
+            capacity: most tokens of prompt and answer together; None for the target's context.
+            runner: one to share with other decoders that take turns with this one, in place of one of its own.
+            rule: which path is accepted, in place of what the sampling parameters ask for.
+            is_timed: wait for the device after each phase, so that phases can be told apart; it costs some overlap.
+
+        Raises:
+            ConfigError: the shape does not go with the vocabulary, the drafter or the shared runner.
+            DataError: the capacity is more than the target's context.
+        """
+        context = target.spec.max_positions
+        self.capacity = context if capacity is None else capacity
+        if self.capacity > context:
+            raise DataError(f"a context of {self.capacity} tokens was asked for; the target's is {context}")
+        nodes = 0 if drafter is None else shape.num_nodes
+        if runner is not None and runner.cache.num_slots <= self.capacity + nodes:
+            raise ConfigError(
+                f"the shared runner holds {runner.cache.num_slots} tokens; this decoder needs {self.capacity} for "
+                f"prompt and answer and, with its root, {nodes + 1} for a tree ('{shape.name}')"
+            )
+        self.target = target
+        self.drafter = drafter
+        self._name = "" if drafter is None else type(drafter).__name__.lower()
+        drafts = {self._name: LocalDrafts(drafter, self.capacity, shape.num_expanded)} if drafter is not None else {}
+        config = EngineConfig(
+            max_sequences=1,
+            kv_tokens=max(64, self.capacity + nodes + 1),
+            capacity=self.capacity,
+            prefill_tokens=_PREFILL_TOKENS,
+            tree=shape,
+        )
+        accept = None if rule is None else by_rule(rule)
+        self._engine = Engine(target, config, (), drafts=drafts, runner=runner, accept=accept, is_timed=is_timed)
+
+    @property
+    def shape(self) -> AnyShape:
+        """Of the trees: an adaptive one no deeper than the drafter drafts."""
+        return self._engine.drafting[self._name].shape if self.drafter is not None else _NO_DRAFT
+
+    def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        max_new_tokens: int,
+        eos_ids: Collection[int],
+        on_tokens: OnTokens | None = None,
+        *,
+        stop: StopStrings | None = None,
+        sequence: int = 0,
+    ) -> Generation:
+        """Decode until an end-of-sequence token, a stop string, `max_new_tokens`, or the end of the context.
+
+        `sequence` numbers the prompt: prompts with different numbers are sampled with different noise.
+
+        Raises:
+            DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
+        """
+        if not 0 < len(prompt) < self.capacity:
+            raise DataError(
+                f"the prompt has {len(prompt)} tokens; this context of {self.capacity} takes 1 to {self.capacity - 1}"
+            )
+        most = longest_answer(max_new_tokens, self.capacity - len(prompt))
+        name = None if self.drafter is None else self._name
+        request = Request(prompt=tuple(prompt), params=params, max_new_tokens=most, sequence=sequence, drafter=name)
+        if self.drafter is not None:
+            self._engine.calibrate({self._name: self.drafter})
+        number = self._engine.submit(request, Ending(most, eos_ids, stop))
+        try:
+            return self._answer(on_tokens)
+        finally:
+            self._engine.cancel(number)  # after an error it would go on with the next prompt
+
+    def _answer(self, on_tokens: OnTokens | None) -> Generation:
+        engine, generation = self._engine, Generation([])
+        before, begin = dict(engine.stats.seconds), time.perf_counter()
+        prefilled, told = begin, 0.0
+        while engine.is_busy:
+            for update in engine.step():
+                if not generation.tokens:
+                    prefilled = time.perf_counter()
+                generation.add(update)
+                if on_tokens is not None:
+                    on_tokens(update.tokens, update.num_accepted)
+            if generation.num_cycles <= 1:  # what the drafter is told of the prompt belongs to the prefill
+                told = engine.stats.seconds["tell"] - before["tell"]
+        end = time.perf_counter()
+        generation.prefill_seconds = prefilled - begin + told
+        generation.seconds = end - prefilled - told
+        spent = {phase: seconds - before[phase] for phase, seconds in engine.stats.seconds.items()}
+        spent["observe"] += spent["tell"] - told
+        generation.phases = {phase: spent[phase] for phase in PHASES}
+        return generation

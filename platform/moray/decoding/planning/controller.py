@@ -1,0 +1,331 @@
+"""What to draft next: how deep, with which N, how many nodes, or nothing; whatever promises most tokens per second.
+
+    tokens of a cycle    rows + drafted rows * f * (a_1 + a_1 a_2 + ...)     a_k: acceptance at level k
+    seconds of a cycle   pass over rows * (1 + nodes) tokens + asking + draft of so many levels + rest
+
+f is the share of drafts that hold anything: prompt lookup often finds nothing, and then the pass is a plain one.
+
+One controller serves one drafter of one engine, whether the engine runs one sequence or many. It knows what passes and
+drafts cost on this machine (`CostTable`, measured once and corrected by the cycles since) and how often drafts have
+been accepted recently (`Acceptance`). It looks at past cycles and at the scores of deterministic proposals, never at
+sampled tokens, so the choice cannot bend the output's distribution.
+
+Drafting that does not pay is paused. A trial after the pause shows whether it pays again, and each failed trial makes
+the next pause longer: a useless drafter costs almost nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moray.decoding.planning.acceptance import FORGET, PRIOR_WEIGHT, Acceptance
+from moray.decoding.planning.corrections import Correction, CostScale
+from moray.decoding.planning.costs import CostTable
+from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
+
+_MIN_GAIN = 1.02
+"""Tokens per second that drafting must promise, relative to none: costs are not known better than that."""
+_PROVEN_CYCLES = 20
+"""Drafted cycles in a row that make a trial of drafting a success."""
+_MAX_FAILED_TRIALS = 5
+"""Each failed trial doubles the pause until the next one, up to so many times."""
+_PATIENCE_PER_ROW = 16
+"""A pause gets longer by at most so many times per sequence, for the more sequences, the more a trial costs."""
+NUM_TRIED = 4
+"""Drafts by which a trial finds out whether they are accepted again, where there are as many sequences."""
+PROBE_CYCLES = 32
+"""Cycles without a draft after which one level is drafted whatever its measured cost. Without such probes, costs that
+were measured while other work ran would end drafting for good. Each probe doubles the wait for the next one, unless it
+was far cheaper than measured."""
+_MEMORY = 8.0
+"""Cycles over which costs without a measurement at the start are averaged."""
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What to draft for each sequence of a cycle."""
+
+    shape: GrowableShape
+    effort: int = 0
+    """N (see `Drafter.efforts`)."""
+
+
+class SpeculationController:
+    """Chooses the drafts of one drafter, cycle by cycle."""
+
+    def __init__(self, shape: AnyShape, efforts: Sequence[int] = (0,), *, is_remote: bool = False) -> None:
+        """
+        Args:
+            shape: what may be drafted. One that is not adaptive is always drafted, with the first N; until costs are
+                known, an adaptive one is drafted at its full depth.
+            efforts: the drafter's N to choose from, cheapest first.
+            is_remote: drafts are made in other processes. Then the time of a draft is the time waited for it.
+        """
+        self._shape, self._efforts, self._is_remote = shape, tuple(efforts), is_remote
+        depth = shape.depth
+        self._plans: dict[tuple[int, int], DraftPlan] = {}
+        if isinstance(shape, AdaptiveShape):
+            shapes = {levels: shape.at(levels) for levels in range(1, depth + 1)}
+            self._plans = {(n, levels): DraftPlan(at, n) for n in efforts for levels, at in shapes.items()}
+        else:
+            self._fixed = DraftPlan(shape, self._efforts[0])
+        self._costs: CostTable | None = None
+        self._acceptance = Acceptance(depth, self._efforts)
+        self._reach = depth
+        """Levels that may be drafted: after a pause few, and twice as many each time that all of them were drafted."""
+
+        self._verify, self._draft = Correction(), Correction()
+        self._draft_of = {effort: Correction() for effort in efforts}
+        self._root_scale, self._tree_scale = CostScale(), CostScale()
+        """Of passes over roots alone, and over trees."""
+        self._draft_scale = {effort: CostScale() for effort in efforts}
+        self._rest = 0.0
+        """Seconds per sequence of everything else that a cycle does."""
+        self._asks: dict[int, float] = {}
+        """Seconds that it takes to tell drafters what is new and to ask them, by bits of the number of sequences."""
+        self._are_asks_old = False
+        """Whether those are from before the last pause: the next one says more than all of them."""
+
+        self._num_answered = self._num_filled = 0.0
+        """Drafts, and those of them that held anything."""
+        self._promised = self._kept = 0.0
+        """Accepted nodes that scores of pruned trees promised, and those that really were."""
+        self._levels = self._nodes = 0.0
+        """Of pruned trees."""
+
+        self._num_drafted = self._num_idle = 0
+        """Cycles in a row with drafts, trials apart, and since then without."""
+        self._num_to_try = self._num_tried = 0
+        """Drafts of the last trial, and those of which is known what became of them."""
+        self._num_failed_trials = 0
+        self._probe_at = PROBE_CYCLES
+        """Cycles without drafts before the next probe."""
+
+    def set_costs(self, costs: CostTable) -> None:
+        """Take what was measured."""
+        self._costs = costs
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether there is a choice, and nothing is known of what it costs."""
+        return bool(self._plans) and self._costs is None
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether drafts should be asked for `NUM_TRIED` sequences alone, after a pause."""
+        return self._num_tried < self._num_to_try
+
+    # --- The choice ---
+
+    def plan(self, num_rows: int, num_drafted: int) -> DraftPlan | None:
+        """What to draft for `num_drafted` of the sequences of the next pass; None for nothing at all."""
+        if not num_drafted:
+            return None
+        if not self._plans:
+            return self._fixed
+        if self._costs is None:
+            return self._plans[self._efforts[0], self._shape.depth]
+        best = self._best_plan(num_rows, num_drafted)
+        if best is None and self._num_idle >= self._probe_at:
+            self._probe_at = 2 * max(self._probe_at, PROBE_CYCLES)
+            return self._plans[self._efforts[0], 1]
+        return best
+
+    def _best_plan(self, num_rows: int, num_drafted: int) -> DraftPlan | None:
+        effort = self._efforts[0]
+        least = _MIN_GAIN * num_rows / self._seconds(num_rows, 0, 0, 0, effort)
+        if len(self._efforts) > 1:
+            hopes = {n: max(self._promises(num_rows, num_drafted, n, in_doubt=True).values()) for n in self._efforts}
+            effort = max(hopes, key=lambda n: hopes[n])  # of equals the first, which is the cheapest
+            if hopes[effort] <= least:
+                return None
+        promises = self._promises(num_rows, num_drafted, effort)
+        depth = max(promises, key=lambda levels: promises[levels])
+        if len(self._efforts) == 1 and promises[depth] <= least:
+            return None
+        return self._plans[effort, depth]
+
+    def _promises(self, num_rows: int, num_drafted: int, effort: int, *, in_doubt: bool = False) -> dict[int, float]:
+        """Tokens per second of every draft, by depth."""
+        promises, expected, survival = {}, float(num_rows), 1.0
+        filled = (self._num_filled + PRIOR_WEIGHT) / (self._num_answered + PRIOR_WEIGHT)
+        any_filled = 1.0 - (1.0 - filled) ** num_drafted
+        rates = self._acceptance.rates(effort, in_doubt=in_doubt)
+        for depth, rate in enumerate(rates[: self._reach], start=1):
+            survival *= rate
+            expected += num_drafted * filled * survival
+            seconds = self._seconds(num_rows, num_drafted, self._expected_nodes(effort, depth), depth, effort)
+            if any_filled < 1.0:
+                plain = self._seconds(num_rows, num_drafted, 0, depth, effort)
+                seconds = any_filled * seconds + (1.0 - any_filled) * plain
+            promises[depth] = expected / seconds
+        return promises
+
+    def _expected_nodes(self, effort: int, depth: int) -> int:
+        """Nodes that a draft of so many levels will have verified.
+
+        As many per level as pruning kept recently, for acceptance was measured with those; one at first, as in a chain.
+        To count all that a shape allows would price trees that are never verified.
+        """
+        per_level = (self._nodes + PRIOR_WEIGHT) / (self._levels + PRIOR_WEIGHT)
+        return min(self._plans[effort, depth].shape.num_nodes, math.ceil(depth * per_level))
+
+    def nodes_worth_verifying(self, plan: DraftPlan, log_probs: Sequence[Sequence[float]], num_rows: int) -> int:
+        """How many of each drafted tree's best nodes to verify.
+
+        If the drafter knows itself, the expected number of accepted nodes is the sum of their probabilities; the
+        running ratio of what was accepted to what was promised corrects it. Trees share one number, for a pass takes as
+        long as if all of its trees were as large as the largest.
+
+        Args:
+            plan: of the drafts.
+            log_probs: cumulative, of the nodes of each tree, best first.
+            num_rows: sequences in the pass, with drafts and without.
+        """
+        trust = (self._kept + PRIOR_WEIGHT) / (self._promised + PRIOR_WEIGHT)
+        best, best_rate, total = 1, 0.0, 0.0
+        for count in range(1, max(map(len, log_probs)) + 1):
+            total += sum(math.exp(own[count - 1]) for own in log_probs if count <= len(own))
+            seconds = self._seconds(num_rows, len(log_probs), count, plan.shape.depth, plan.effort)
+            rate = (num_rows + trust * total) / seconds
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
+
+    # --- Costs ---
+
+    def _seconds(self, num_rows: int, num_drafted: int, num_nodes: int, num_levels: int, effort: int) -> float:
+        """A cycle that drafts so many levels and verifies so many nodes below each root."""
+        seconds = self._verify_seconds(num_rows, num_nodes) * self._verify.factor + self._rest * num_rows
+        if num_levels:
+            seconds += self._draft_seconds(num_drafted, num_levels, effort) * self._draft_of[effort].factor
+            seconds += self._ask_seconds(num_drafted)
+        return seconds
+
+    def _verify_seconds(self, num_rows: int, num_nodes: int) -> float:
+        """As measured, scaled."""
+        assert self._costs is not None
+        scale = self._tree_scale if num_nodes else self._root_scale
+        return self._costs.verify_seconds(num_rows, num_nodes + 1) * scale.factor
+
+    def _draft_seconds(self, num_drafted: int, num_levels: int, effort: int) -> float:
+        """As measured, scaled and corrected by drafts with any N."""
+        assert self._costs is not None
+        measured = self._costs.draft_seconds(num_drafted, num_levels, effort)
+        return measured * self._draft_scale[effort].factor * self._draft.factor
+
+    def _ask_seconds(self, num_asked: int) -> float:
+        """As for the most similar number of sequences that was asked for recently."""
+        size = num_asked.bit_length()
+        return self._asks[min(self._asks, key=lambda known: abs(known - size))] if self._asks else 0.0
+
+    def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
+        """What a pass over trees of at most `num_nodes` nodes below their roots took."""
+        if self._costs is None:
+            return
+        scale = self._tree_scale if num_nodes else self._root_scale
+        if scale.lower(self._costs.verify_seconds(num_rows, num_nodes + 1), seconds):
+            self._probe_at = 1
+        else:
+            self._verify.record(self._verify_seconds(num_rows, num_nodes), seconds)
+
+    def record_rest(self, num_rows: int, seconds: float) -> None:
+        """What a cycle took besides its pass and its drafts."""
+        self._rest += (seconds / num_rows - self._rest) / _MEMORY
+
+    def record_ask(self, num_asked: int, num_rows: int, seconds: float) -> None:
+        """What it took to tell the drafter of some of the sequences what is new, and to ask it."""
+        if self._is_partial_trial(num_asked, num_rows):
+            return
+        if self._are_asks_old:
+            self._asks, self._are_asks_old = {}, False
+        size = num_asked.bit_length()
+        known = self._asks.setdefault(size, seconds)
+        self._asks[size] += (min(seconds, 2 * known) - known) / _MEMORY
+
+    def record_draft(self, plan: DraftPlan, num_drafted: int, num_rows: int, seconds: float | None) -> None:
+        """How long the drafts for some of the sequences took, or had to be waited for; None where that is not known,
+        or was not a usual draft."""
+        self._num_idle = 0
+        if self._is_partial_trial(num_drafted, num_rows):
+            return
+        self._num_drafted += 1
+        if self._num_drafted == _PROVEN_CYCLES:
+            self._probe_at = PROBE_CYCLES
+        levels, effort = plan.shape.depth, plan.effort
+        if levels >= self._reach:
+            self._reach = min(2 * self._reach, self._shape.depth)
+        if self._costs is None or seconds is None:
+            return
+        measured, own = self._costs.draft_seconds(num_drafted, levels, effort), self._draft_of[effort]
+        if not self._is_remote and self._draft_scale[effort].lower(measured, seconds):
+            self._probe_at = 1
+        else:
+            self._draft.record(measured * self._draft_scale[effort].factor, seconds)
+            own.record(self._draft_seconds(num_drafted, levels, effort), seconds)
+        for other in self._draft_of.values():
+            if other is not own:
+                other.decay()
+
+    def _is_partial_trial(self, num_drafted: int, num_rows: int) -> bool:
+        """Whether a trial drafts for a few of many sequences: what that takes says nothing of drafting for all."""
+        return self.is_trying and num_drafted < num_rows
+
+    # --- Acceptance ---
+
+    def record(
+        self, num_levels: int, num_accepted: int, effort: int | None = None, num_nodes: int = 0, promised: float = 0.0
+    ) -> None:
+        """What became of one sequence's draft.
+
+        Args:
+            num_levels: levels drafted.
+            num_accepted: how many of them were accepted.
+            effort: N; None for the first.
+            num_nodes: nodes that were verified, if its scores decided how many.
+            promised: sum of their probabilities.
+        """
+        self._record_filled(1.0)
+        self._acceptance.record(self._efforts[0] if effort is None else effort, num_levels, num_accepted)
+        self._promised = self._promised * FORGET + promised
+        self._kept = self._kept * FORGET + (num_accepted if num_nodes else 0)
+        self._levels = self._levels * FORGET + (num_levels if num_nodes else 0)
+        self._nodes = self._nodes * FORGET + num_nodes
+
+    def record_empty(self) -> None:
+        """One sequence's draft held nothing, or did not come."""
+        self._record_filled(0.0)
+
+    def _record_filled(self, filled: float) -> None:
+        self._num_tried += 1
+        self._num_answered = self._num_answered * FORGET + 1.0
+        self._num_filled = self._num_filled * FORGET + filled
+
+    # --- Pauses ---
+
+    def pause(self, num_rows: int) -> None:
+        """No draft was wanted for the sequences of a cycle: drafting pauses, if it does not yet. Then `decay`."""
+        if self._num_tried or not self._num_to_try:
+            is_proven = self._num_drafted >= _PROVEN_CYCLES
+            self._num_failed_trials = 0 if is_proven else min(self._num_failed_trials + 1, _MAX_FAILED_TRIALS)
+            self._reach = max(1, self._shape.depth // num_rows)  # a deep draft of many that is refused costs much
+            self._num_drafted = self._num_idle = self._num_tried = 0
+            self._num_to_try = min(NUM_TRIED, num_rows)
+            self._are_asks_old = True
+        self.decay(num_rows)
+
+    def decay(self, num_rows: int) -> None:
+        """A cycle has passed without drafts: what is not tried for long is believed to be as it was at first.
+
+        After failed trials only one of several such cycles counts.
+        """
+        self._num_idle += 1
+        if self._num_idle % min(2**self._num_failed_trials, _PATIENCE_PER_ROW * num_rows) == 0:
+            self._draft.decay()
+            for own in self._draft_of.values():
+                own.decay()
+            self._asks = {size: FORGET * seconds for size, seconds in self._asks.items()}
+            self._acceptance.record(self._efforts[0], 0, 0)
+            self._num_answered, self._num_filled = self._num_answered * FORGET, self._num_filled * FORGET
+            self._promised, self._kept = self._promised * FORGET, self._kept * FORGET
+            self._levels, self._nodes = self._levels * FORGET, self._nodes * FORGET

@@ -1,0 +1,53 @@
+"""Corrections of measured costs by the cycles since."""
+
+from moray.decoding.planning.acceptance import FORGET
+
+_COST_WEIGHT = 8.0
+"""Cycles that the measured cost counts for, against cycles since."""
+_HICCUP = 2.0
+"""A cycle that takes more than so many times what was expected counts for no more: the machine did something else."""
+_FAR_FASTER = 0.7
+"""A cycle that takes less than this share of its measured cost shows that other work ran during the measurement."""
+
+
+class Correction:
+    """How much longer something really takes than was measured; it changes with the context and the machine's load."""
+
+    def __init__(self) -> None:
+        self._ratios = self._count = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Of what was measured; one for all sizes."""
+        return (self._ratios + _COST_WEIGHT) / (self._count + _COST_WEIGHT)
+
+    def record(self, measured: float, seconds: float) -> None:
+        """What was measured to take so long has taken `seconds`."""
+        ratio = min(seconds / max(measured, 1e-9), _HICCUP * self.factor)
+        self.decay()
+        self._ratios += ratio
+        self._count += 1.0
+
+    def decay(self) -> None:
+        """A cycle has passed: what is not tried for long is believed to be as it was measured."""
+        self._ratios *= FORGET
+        self._count *= FORGET
+
+
+class CostScale:
+    """Scales down costs that were measured while the machine did other work.
+
+    A cycle that is far faster than the measured cost lowers the scale for good: other work can only add time, so the
+    measured cost was too high.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def lower(self, measured: float, seconds: float) -> bool:
+        """Lower the scale if a cycle took far less than the scaled cost; returns whether it did."""
+        ratio = seconds / max(measured * self.factor, 1e-9)
+        if ratio >= _FAR_FASTER:
+            return False
+        self.factor *= max(ratio, 0.1)  # a clock may stand still
+        return True

@@ -1,0 +1,95 @@
+"""What the parts of a cycle cost on this machine, by sequences and sizes (measured by `planning.calibrate`)."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+_REPEATS = 5
+
+Points = Sequence[tuple[int, float]]
+"""(size, seconds), sizes ascending; between them lines are drawn."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that passes and drafts for a fixed number of sequences take."""
+
+    verify: Points
+    """By tokens of each sequence in a target pass, the root included."""
+    draft: Mapping[int, Points]
+    """By N (see `Drafter.efforts`): by levels drafted."""
+
+    def verify_seconds(self, num_tokens: int) -> float:
+        """One target pass."""
+        return _interpolate(self.verify, num_tokens)
+
+    def draft_seconds(self, num_levels: int, effort: int) -> float:
+        """One draft; none at all is free."""
+        return _interpolate(self.draft[effort], num_levels) if num_levels else 0.0
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs by number of sequences; between the measured numbers lines are drawn."""
+
+    by_rows: Mapping[int, Costs]
+    _rows: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rows", sorted(self.by_rows))
+
+    def verify_seconds(self, num_rows: int, num_tokens: int) -> float:
+        """One target pass over so many tokens of each of some sequences."""
+        return self._at(num_rows, lambda costs: costs.verify_seconds(num_tokens))
+
+    def draft_seconds(self, num_rows: int, num_levels: int, effort: int) -> float:
+        """Drafts of so many levels for some sequences, with this N; none at all are free."""
+        return self._at(num_rows, lambda costs: costs.draft_seconds(num_levels, effort))
+
+    def _at(self, num_rows: int, seconds_of: Callable[[Costs], float]) -> float:
+        rows = self._rows
+        index = min(bisect_left(rows, num_rows), len(rows) - 1)
+        high = rows[index]
+        if index == 0 or high <= num_rows:
+            return seconds_of(self.by_rows[high])
+        low = rows[index - 1]
+        before, after = seconds_of(self.by_rows[low]), seconds_of(self.by_rows[high])
+        return before + (after - before) * (num_rows - low) / (high - low)
+
+
+def ascending(sizes: Sequence[int], seconds: Sequence[float]) -> Points:
+    """Points of `Costs` from measured seconds, so that more work never takes less time.
+
+    Other work can only add time, so the seconds of a larger size bound those of every smaller one from above.
+    """
+    bounded = list(accumulate(reversed(seconds), min))
+    return list(zip(sizes, reversed(bounded), strict=True))
+
+
+def median_seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    """How long something takes, once it is warm."""
+    run()
+    seconds = []
+    for _ in range(_REPEATS):
+        begin = clock()
+        run()
+        seconds.append(clock() - begin)
+    return sorted(seconds)[_REPEATS // 2]
+
+
+def growing_sizes(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and `most` itself."""
+    sizes = {most}
+    power = 1
+    while power <= most:
+        sizes |= {size for size in (power, power + power // 2) if size <= most}
+        power *= 2
+    return sorted(sizes)
+
+
+def _interpolate(points: Points, x: int) -> float:
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x <= x1:
+            return y0 + (y1 - y0) * (max(x, x0) - x0) / (x1 - x0)
+    return points[-1][1]
