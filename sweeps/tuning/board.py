@@ -48,6 +48,8 @@ def follow_sweep(board: Any, output: str, total: int, objective: str) -> Iterato
                 try:
                     running: Any = ray.get(board.trials.remote(), timeout=5)
                     progress.show_parts(_parts(running))
+                except ray.exceptions.GetTimeoutError:
+                    continue  # on a busy machine the board may be slow to answer
                 except ray.exceptions.RayError:
                     return  # the cluster is going down: the sweep itself reports why
                 ended, best = _standing(output, objective)
@@ -76,6 +78,8 @@ def _part(rung: int, board: Any) -> Part:
         return Part(note=f"rung {rung}: measuring")
     try:
         latest: Any = ray.get(board.latest.remote(), timeout=5)
+    except ray.exceptions.GetTimeoutError:
+        return Part(note=f"rung {rung}: busy")
     except ray.exceptions.RayError:
         return Part(note=f"rung {rung}: its process has died")
     metrics = latest["metrics"]

@@ -61,12 +61,14 @@ def follow(board: Any, title: str) -> Iterator[None]:
     with Progress(title, unit="updates", note="starting workers") as progress:
 
         def poll() -> None:
-            num_warnings = 0
-            while True:
+            num_warnings, stopped = 0, False
+            while not stopped:
                 stopped = stop.wait(_POLL_SECONDS)
                 try:
                     latest: Any = ray.get(board.latest.remote(), timeout=5)
                     warnings: Any = ray.get(board.warnings.remote(num_warnings), timeout=5)
+                except ray.exceptions.GetTimeoutError:
+                    continue  # on a busy machine the board may be slow to answer
                 except ray.exceptions.RayError:
                     return  # the cluster is going down: the run itself reports why
                 for text in warnings:
@@ -74,8 +76,6 @@ def follow(board: Any, title: str) -> Iterator[None]:
                 num_warnings += len(warnings)
                 if latest["total"] is not None:
                     progress.update(total=latest["total"], done=latest["step"], note=training_note(latest["metrics"]))
-                if stopped:
-                    return
 
         thread = threading.Thread(target=poll, daemon=True)
         thread.start()
