@@ -95,7 +95,7 @@ def accept_rows(
         root_positions: where each root is.
     """
     rows = list(zip(trees, logits, samplers, root_positions, strict=True))
-    if not all(is_by_choice(sampler.params) for sampler in samplers):
+    if len(rows) == 1 or not all(is_by_choice(sampler.params) for sampler in samplers):
         return [accept(tree, own[: tree.num_nodes], sampler, at) for tree, own, sampler, at in rows]
     most = logits.shape[1]
     if all(sampler.params.is_greedy for sampler in samplers):

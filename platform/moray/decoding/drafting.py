@@ -192,11 +192,11 @@ class Drafting:
         if needs.kv_layers:  # behind a shorter one's tokens stands what nobody reads
             kv = self._cache.flat([*counts], [*begins.values()], max(counts.values()), needs.kv_layers)
         hidden = {depth: _hidden(sequences, counts, depth) for depth in needs.hidden_depths}
-        memory = source.observe(Taps(kv, hidden))
+        memory, is_batch = source.observe(Taps(kv, hidden)), len(sequences) > 1
         for index, (row, sequence) in enumerate(sequences.items()):
             begin, count = begins[row], counts[row]
             tokens = torch.tensor(sequence.tokens[begin : begin + count], device=self._target.device)
-            own = {name: tensor[index : index + 1, :count] for name, tensor in memory.items()}
+            own = {name: tensor[index : index + 1, :count] for name, tensor in memory.items()} if is_batch else memory
             source.extend(sequence.number, tokens, own, min(sequence.num_kept, count))
             sequence.num_kept = 0
 
@@ -234,4 +234,4 @@ def _hidden(
     sequences: dict[int, EngineSequence], counts: dict[int, int], depth: int
 ) -> Float[Tensor, "rows most hidden"]:
     kept = [sequence.take_hidden(depth, counts[row]) for row, sequence in sequences.items()]
-    return pad_sequence(kept, batch_first=True)
+    return kept[0][None] if len(kept) == 1 else pad_sequence(kept, batch_first=True)

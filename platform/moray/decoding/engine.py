@@ -336,8 +336,7 @@ class Engine:
         """Keep what drafters will be told of the accepted paths."""
         for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
             if output.hidden:
-                path = torch.tensor([0, *result.path], device=self.target.device)
-                sequence.keep_hidden(output.hidden, row, path)
+                sequence.keep_hidden(output.hidden, row, self._rows.path_index(result.path))
             if tree.num_nodes > 1:
                 sequence.num_kept = tree.num_kept(len(result.path))
 

@@ -44,10 +44,14 @@ class RowCache(Cache):
         self.width = 0
         """Slots of a row."""
         self._data = self._cut(0, 0)
-        self._index: tuple[Int[Tensor, "rows 1"], slice, Int[Tensor, "rows new"]] | tuple[slice, slice, slice]
-        """Rows and slots that the next pass writes; slices of a single row, which need no index on the device."""
-        self._index = slice(0), slice(None), slice(0)
-        self._row_range = slice(0)
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        """Keys and values of the rows of the next pass, by layer."""
+        self._range = slice(0)
+        """Those rows."""
+        self._begin: int | None = None
+        """First slot that the next pass writes, if it is over a single row: then nothing is indexed on the device."""
+        self._index: tuple[Int[Tensor, "rows 1"], Int[Tensor, "rows new"]] | None = None
+        """Rows and slots that it writes else."""
         self._seen = 0
 
     def _cut(self, num_rows: int, width: int) -> Tensor:
@@ -65,6 +69,7 @@ class RowCache(Cache):
         for layer, before in zip(data, self._data, strict=True) if kept_rows else ():
             layer[:, :kept_rows, :, :kept_slots] = before[:, :kept_rows, :, :kept_slots].clone()
         self._data, self.num_rows, self.width = data, num_rows, width
+        self._range = slice(0)
 
     def reorder(self, moves: Mapping[int, int], num_slots: int) -> None:
         """Copy the first slots of whole rows to other rows, given which goes where; all are read before any is written.
@@ -123,36 +128,43 @@ class RowCache(Cache):
             num_seen: slots that the pass looks at, in every row.
             first_row: of the pass.
         """
-        self._row_range, self._seen = slice(first_row, first_row + len(begins)), num_seen
+        rows = slice(first_row, first_row + len(begins))
+        if rows != self._range:
+            own = self._data[:, :, rows]
+            self._range, self._layers = rows, list(zip(own[:, 0].unbind(), own[:, 1].unbind(), strict=True))
+        self._seen, self._begin, self._index = num_seen, None, None
         if len(begins) == 1 and begins[0] + num_new <= self.width:
-            self._index = self._row_range, slice(None), slice(begins[0], begins[0] + num_new)
+            self._begin = begins[0]
             return
         device = self._memory.device
-        rows = torch.arange(first_row, first_row + len(begins), device=device)[:, None]
         slots = torch.tensor(begins, device=device)[:, None] + torch.arange(num_new, device=device)
-        self._index = rows, slice(None), slots.clamp_(max=self.width - 1)
+        self._index = torch.arange(len(begins), device=device)[:, None], slots.clamp_(max=self.width - 1)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values; return views of what the pass looks at."""
-        key, value = self._data[layer_idx]
-        if isinstance(self._index[0], slice):
-            key[self._index], value[self._index] = key_states, value_states
-        else:  # an index of two tensors with a slice between them puts the slice last
-            key[self._index] = key_states.transpose(1, 2)
-            value[self._index] = value_states.transpose(1, 2)
-        return key[self._row_range, :, : self._seen], value[self._row_range, :, : self._seen]
+        key, value = self._layers[layer_idx]
+        if self._begin is not None:
+            new = key_states.shape[2]
+            key.narrow(2, self._begin, new).copy_(key_states)
+            value.narrow(2, self._begin, new).copy_(value_states)
+        else:
+            assert self._index is not None, "aim before a pass"
+            rows, slots = self._index
+            key[rows, :, slots] = key_states.transpose(1, 2)
+            value[rows, :, slots] = value_states.transpose(1, 2)
+        return key.narrow(2, 0, self._seen), value.narrow(2, 0, self._seen)
 
     def place(self, positions: Int[Tensor, "rows new"]) -> Int[Tensor, "rows slots"]:
         """The positions of all slots that the pass looks at: those of new tokens, and the numbers of all other slots,
         whose tokens are committed."""
         placed = torch.arange(self._seen, device=positions.device).repeat(positions.shape[0], 1)
-        slots = self._index[2]
-        if isinstance(slots, slice):
-            placed[:, slots] = positions
+        if self._begin is not None:
+            placed[:, self._begin : self._begin + positions.shape[1]] = positions
             return placed
-        return placed.scatter_(1, slots, positions)
+        assert self._index is not None, "aim before a pass"
+        return placed.scatter_(1, self._index[1], positions)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many slots the next pass looks at."""

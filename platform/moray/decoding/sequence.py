@@ -72,8 +72,9 @@ class EngineSequence:
 
     def take_hidden(self, depth: int, count: int) -> Float[Tensor, "count hidden"]:
         """The first `count` of the hidden states kept at a depth, which are not kept any longer."""
-        kept = torch.cat(self.hidden[depth])
-        self.hidden[depth] = [kept[count:]]
+        parts = self.hidden[depth]
+        kept = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self.hidden[depth] = [kept[count:]] if count < kept.shape[0] else []
         return kept[:count]
 
 

@@ -120,6 +120,12 @@ class TargetRows:
         nodes = [[0, *paths[row], *range(1 + len(paths[row]), most)] for row in moved]
         self.cache.move([first_row + row for row in moved], [lengths[row] for row in moved], nodes)
 
+    def path_index(self, path: Sequence[int]) -> slice | Int[Tensor, " kept"]:
+        """The root and a path below it, as an index of a tree's nodes."""
+        if not path or path[-1] == len(path):
+            return slice(0, 1 + len(path))
+        return torch.tensor([0, *path], device=self._target.device)
+
     def to_device(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows most"]:
         """Numbers of the host, shorter rows filled up with zeros."""
         most = max(map(len, rows))

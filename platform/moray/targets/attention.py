@@ -20,6 +20,7 @@ from moray.targets.visibility import Visible, attend_visible
 
 GROUPED = "moray_grouped_sdpa"
 STOCK = "moray_sdpa"
+_GROUPED_MASK = "_moray_grouped"
 _FEW = 64
 """Most queries per head for which a group is computed together: each of its heads needs a copy of their mask."""
 
@@ -64,9 +65,18 @@ def attend_grouped(
     if group == 1 or not is_worth_it:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=group > 1)
     queries = query.reshape(batch, num_kv_heads, group * seq, head_dim)
-    masks = None if mask is None else mask.expand(-1, -1, seq, -1).repeat(1, 1, group, 1)
+    masks = None if mask is None else _grouped_mask(mask, seq, group)
     attended = F.scaled_dot_product_attention(queries, key, value, attn_mask=masks, scale=scale)
     return attended.reshape(batch, num_heads, seq, head_dim)
+
+
+def _grouped_mask(mask: Tensor, seq: int, group: int) -> Tensor:
+    """The mask once for each query head of a group, made once for all layers that share it."""
+    known: Tensor | None = getattr(mask, _GROUPED_MASK, None)
+    if known is None or known.shape[2] != group * seq:
+        known = mask.expand(-1, -1, seq, -1).repeat(1, 1, group, 1)
+        setattr(mask, _GROUPED_MASK, known)  # it lives as long as the mask of the pass
+    return known
 
 
 def stock_attention(
