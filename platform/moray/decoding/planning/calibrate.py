@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -11,12 +12,13 @@ from moray.batch import TapNeeds, Taps
 from moray.decoding.drafts import Ask, LocalDrafts
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.costs import Costs, CostTable, ascending, growing_sizes
-from moray.decoding.row_cache import RowCache
 from moray.decoding.sampling import Sampler
 from moray.decoding.session import synchronise
+from moray.decoding.target_rows import TargetRows
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape, GrowableShape
+from moray.trees.tree import TokenTree, chain_of
 
 _LENGTH = 128
 """Tokens that every row is taken to have."""
@@ -32,13 +34,14 @@ def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: 
     rows, efforts = _powers(max_rows), drafter.efforts
     sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
     length = min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1)
-    cache = RowCache(target, max(rows) * (length + shape.num_nodes + 1))
-    cache.arrange(length + shape.num_nodes + 1, 0, 0)
+    runner = TargetRows(target, max(rows) * (length + shape.num_nodes + 1))
+    runner.cache.arrange(length + shape.num_nodes + 1, 0, 0)
+    trees = {size: _tree(size, shape.depth, target.device) for size in sizes}
     local = LocalDrafts(drafter, length + 1, shape.num_expanded)
     sampler = Sampler(SamplingParams(), target.spec.vocab_size, target.device)
     _tell(local, drafter, max(rows), length)
     runs: list[Callable[[], None]] = [
-        partial(_verify, target, cache, count, length, size) for count in rows for size in sizes
+        partial(_verify, target, runner, [length] * count, [trees[size]] * count) for count in rows for size in sizes
     ]
     runs += [
         partial(_draft, local, sampler, shape.at(depth), effort, count, length)
@@ -53,14 +56,15 @@ def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: 
     return CostTable({count: Costs(passes, drafts) for count, passes, drafts in own})
 
 
-def _verify(target: Target, cache: RowCache, num_rows: int, length: int, num_tokens: int) -> None:
-    """A pass like the engine's; nothing of it is kept."""
-    device = target.device
-    slots = (length + torch.arange(num_tokens, device=device)).expand(num_rows, -1)
-    mask = (torch.arange(length + num_tokens, device=device) <= slots[..., None])[:, None]
-    cache.aim([length] * num_rows, num_tokens, length + num_tokens)
-    output = target.forward(torch.zeros_like(slots), slots, mask, cache)
-    target.logits(output.last).argmax(dim=-1)
+def _tree(num_tokens: int, max_depth: int, device: torch.device) -> TokenTree:
+    """Of so many nodes, no deeper than a real tree, whose positions the table of rotations has."""
+    chain = chain_of(torch.zeros(num_tokens, dtype=torch.long, device=device))
+    return replace(chain, depths=chain.depths.clamp(max=max_depth))
+
+
+def _verify(target: Target, runner: TargetRows, lengths: list[int], trees: list[TokenTree]) -> None:
+    """A pass of the engine; nothing of it is kept."""
+    target.logits(runner.verify(0, lengths, trees).last).argmax(dim=-1)
 
 
 def _tell(local: LocalDrafts, drafter: Drafter, num_rows: int, length: int) -> None:
