@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from moray.config import Config, merge, read_override, validate
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
 from moray.decoding.synthetic import NO_COST
 from moray.drafters.configs import UsableConfig
 from moray.targets.spec import TargetConfig

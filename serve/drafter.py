@@ -23,7 +23,7 @@ from moray.drafters.loading import build_drafters, num_head_layers
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig
-from serve.lent import LentPlaces
+from serve.lease_table import LeaseTable
 from serve.metrics.publisher import Publisher
 from serve.metrics.readings import read_host
 from serve.metrics.sink import Nowhere, Sink
@@ -66,7 +66,7 @@ class DrafterReplica:
             run_ahead=config.run_ahead,
             cost=config.engine.synthetic.draft,
         )
-        self._places = LentPlaces(self.host, config.session_idle_seconds)
+        self._places = LeaseTable(self.host, config.session_idle_seconds)
         self._publisher = Publisher(sink or Nowhere(), lambda: read_host(self.host))
         secret = secrets.token_hex(32)
         host = host or _node_address()

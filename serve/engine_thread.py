@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from moray.decoding.engine import Engine
-from moray.decoding.request import Request, Update
+from moray.decoding.engine.engine import Engine
+from moray.decoding.request import Request, RequestOutput
 from moray.errors import MorayError
 
 
@@ -32,7 +32,7 @@ class _Answer:
     """What the event loop keeps of one request."""
 
     request: Request
-    updates: "asyncio.Queue[Update | Exception]" = field(default_factory=asyncio.Queue)
+    updates: "asyncio.Queue[RequestOutput | Exception]" = field(default_factory=asyncio.Queue)
     number: int | None = None
     """The engine's, known to its thread alone."""
 
@@ -62,7 +62,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | Update]:
+    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | RequestOutput]:
         """Answer a request: its admission, and then updates if it is admitted. Whoever stops listening frees its place
         at once.
 
@@ -138,7 +138,7 @@ class EngineThread:
         if answer.number is not None and self._answers.pop(answer.number, None) is not None:
             self.engine.cancel(answer.number)
 
-    def _deliver(self, updates: list[Update]) -> None:
+    def _deliver(self, updates: list[RequestOutput]) -> None:
         if not updates:
             return
         pairs = [(self._answers[update.number], update) for update in updates if update.number in self._answers]
@@ -158,6 +158,6 @@ def _failed(error: BaseException) -> EngineFailedError:
     return EngineFailedError(f"the engine has failed: {type(error).__name__}")  # its words may quote a prompt
 
 
-def _put(pairs: list[tuple[_Answer, Update]]) -> None:
+def _put(pairs: list[tuple[_Answer, RequestOutput]]) -> None:
     for answer, update in pairs:
         answer.updates.put_nowait(update)

@@ -11,19 +11,19 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from moray.decoding.request import Request, Update
+from moray.decoding.request import Request, RequestOutput
 from moray.errors import DataError
 from moray.text import ChatTokenizer
 from serve.api.errors import ApiError
 from serve.calls import end_call
 from serve.config import ServeConfig
 from serve.engine_thread import Admission, EngineFailedError
-from serve.lately import Lately
 from serve.metrics import series
 from serve.metrics.exporters import Exporters, NoExporters
 from serve.metrics.latencies import watched
 from serve.metrics.sink import Nowhere, Sink
 from serve.metrics.statuses import StatusCounter
+from serve.single_flight_cache import SingleFlightCache
 
 _LOGGER = logging.getLogger("ray.serve")
 _RETRY_AFTER = 1
@@ -66,8 +66,8 @@ class Gateway:
         self._targets = targets
         self._sink = sink or Nowhere()
         self._exporters = exporters or NoExporters()
-        self._described = Lately(self._describe, _FRESH, _READY_SECONDS)
-        self._exported = Lately(self._exporters.read, _FRESH, _EXPORTED_SECONDS)
+        self._described = SingleFlightCache(self._describe, _FRESH, _READY_SECONDS)
+        self._exported = SingleFlightCache(self._exporters.read, _FRESH, _EXPORTED_SECONDS)
         self._description: dict[str, Any] | None = None
         self._full_until = float("-inf")
 
@@ -122,7 +122,7 @@ class Gateway:
             self._sink.add(series.REQUESTS, 1, "refused")
             raise _overloaded()
 
-    def generate(self, request: Request) -> AsyncGenerator[Update]:
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
         """Answer one sequence, on as many replicas as it takes.
 
         Raises:
@@ -131,7 +131,7 @@ class Gateway:
         """
         return watched(self._generate(request), self._sink)
 
-    async def _generate(self, request: Request) -> AsyncGenerator[Update]:
+    async def _generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
         from ray.serve.exceptions import RayServeException
 
         tokens: list[int] = []

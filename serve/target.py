@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from moray.decoding.drafts import DraftSource, LocalDrafts
-from moray.decoding.engine import Engine
+from moray.decoding.engine.draft_source import DraftSource, LocalDrafts
+from moray.decoding.engine.engine import Engine
 from moray.decoding.remote.source import RemoteDrafts
-from moray.decoding.request import Request, Update
+from moray.decoding.request import Request, RequestOutput
 from moray.drafters.base import Drafter
 from moray.drafters.loading import load_drafters
 from moray.targets.model import Target
@@ -19,7 +19,7 @@ from moray.text import ChatTokenizer
 from serve.api.failures import describe
 from serve.config import ServeConfig
 from serve.engine_thread import Admission, EngineThread
-from serve.leases import LeasedPlaces
+from serve.lease_client import LeaseClient
 from serve.metrics.publisher import Publisher
 from serve.metrics.readings import read_engine
 from serve.metrics.sink import Nowhere, Sink
@@ -57,7 +57,7 @@ class TargetReplica:
             name: load_drafters((entry,), self._target, self._tokenizer).popitem()[1]
             for name, entry in config.drafters.items()
         }
-        self._places = LeasedPlaces(drafters) if drafters is not None else None
+        self._places = LeaseClient(drafters) if drafters is not None else None
         self._engine = self._new_engine()
         self._publisher = Publisher(sink or Nowhere(), lambda: read_engine(self._engine))
         self._thread: EngineThread | None = None
@@ -110,7 +110,7 @@ class TargetReplica:
             "num_leases": 0 if self._places is None else self._places.num_leases,
         }
 
-    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | Update]:
+    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | RequestOutput]:
         """Answer one sequence (see `EngineThread.generate`)."""
         async for event in self.running.generate(request, is_resumed):
             yield event

@@ -1,10 +1,10 @@
 """One drafter process that has a place for every sequence."""
 
 from moray.decoding.remote.channel import Endpoint
-from moray.decoding.remote.places import Places
+from moray.decoding.remote.drafter_pool import DrafterPool
 
 
-class OnePlace(Places):
+class OnePlace(DrafterPool):
     """Every sequence is drafted for at the same endpoint."""
 
     def __init__(self, endpoint: Endpoint | None = None) -> None:

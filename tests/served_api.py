@@ -12,9 +12,9 @@ from typing import Any
 import uvicorn
 from openai import OpenAI
 
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
-from moray.decoding.request import Request, Update
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.engine import Engine
+from moray.decoding.request import Request, RequestOutput
 from moray.targets.spec import TargetConfig
 from serve.api.routes import build_api
 from serve.config import ApiConfig, ServeConfig
@@ -84,7 +84,7 @@ class LocalTargets:
     def _generate(self, request: Request, is_resumed: bool) -> _Stream:
         return _Stream(self._failing() if self.failure else self.replica.generate(request, is_resumed))
 
-    async def _failing(self) -> AsyncIterator[Update]:
+    async def _failing(self) -> AsyncIterator[RequestOutput]:
         assert self.failure is not None
         raise self.failure
         yield

@@ -15,7 +15,6 @@ FOLDERS = {"platform", "pipelines", "serve", "sweeps", "configs", "tests", "docs
 OUTPUTS = {"runs", "dist", "__pycache__"}
 MAX_LINES = 400
 MAX_MODULES = 15
-CROWDED = {"decoding"}
 """Still to be divided into rooms."""
 PAGES = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))]
 YAMLS = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.y*ml"))
@@ -48,7 +47,7 @@ def test_no_file_of_the_library_is_too_long():
 def test_no_folder_of_the_library_is_crowded():
     folders = {path.parent for path in LIBRARY.rglob("*.py")}
     counts = {folder.relative_to(LIBRARY).as_posix(): len([*folder.glob("[!_]*.py")]) for folder in folders}
-    assert {folder for folder, count in counts.items() if count > MAX_MODULES} == CROWDED
+    assert not {folder for folder, count in counts.items() if count > MAX_MODULES}
 
 
 def test_test_files_have_unique_names_and_no_packages():

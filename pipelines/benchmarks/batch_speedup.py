@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moray.bench.spread import quartiles
-from moray.decoding.drafts import LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
+from moray.decoding.engine.kv_cache import GRAIN
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.fitting import depth_notice, fit_shape, say_once
 from moray.decoding.request import Request
-from moray.decoding.row_cache import GRAIN
 from moray.decoding.session import synchronise
 from moray.decoding.stats import Generation, tau
 from moray.decoding.together import answer_together

@@ -15,8 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from moray.activations.capture.calibration import rehearsal_batches, rehearse
 from moray.activations.capture.extract import ShardWriter, token_arrays
-from moray.activations.capture.rehearse import rehearsal_batches, rehearse
 from moray.activations.format.channels import quantised_columns, write_channels
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.manifest import read_manifest, write_manifest

@@ -17,9 +17,9 @@ from moray.bench.loading import first_prompts, load_target
 from moray.bench.recording import record
 from moray.bench.reports.wording import number, percent, times
 from moray.bench.spread import quartiles
-from moray.decoding.drafts import LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
 from moray.decoding.planning.fitting import say_once
 from moray.decoding.request import Request
 from moray.decoding.session import synchronise

@@ -24,7 +24,7 @@ from moray.batch import Taps
 from moray.bench.specbench import Question
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.session import TargetSession
 from moray.drafters.base import Drafter
 from moray.targets.model import Target

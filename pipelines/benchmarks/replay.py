@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.bench.answers import ANSWERS_FILE, read_answers
-from moray.decoding.accept import Accepted
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.accept import Accepted
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.stats import Generation, tau
 from moray.errors import ConfigError, DataError
 from moray.trees.shapes import AnyShape
@@ -134,7 +134,7 @@ def _choose(
 
 
 class ReplayedAcceptance:
-    """Accepts the longest path of a tree as far as `lengths` say, whatever it says (`decoding.accept.Accept`)."""
+    """Accepts the longest path of a tree as far as `lengths` say, whatever it says: a `sampling.accept.Accept`."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths

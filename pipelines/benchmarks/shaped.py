@@ -23,12 +23,12 @@ from moray.bench.recording import record
 from moray.bench.reports.wording import number, percent, times
 from moray.bench.summary import cycle_costs
 from moray.decoding.compiling import compile_models
+from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.costs import median_seconds
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.session import TargetSession, synchronise
-from moray.decoding.target_rows import TargetRows
 from moray.drafters.base import Drafter
 from moray.progress import Progress
 from moray.targets.attention import attention_backend
@@ -172,7 +172,7 @@ def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def _verify_times(target: Target, runner: TargetRows, prompt: list[int], sizes: tuple[int, ...]) -> dict[str, float]:
+def _verify_times(target: Target, runner: TargetRunner, prompt: list[int], sizes: tuple[int, ...]) -> dict[str, float]:
     """Milliseconds of a target pass behind the prompt, by its number of tokens."""
     runner.cache.arrange(len(prompt) + max(sizes), 0, 0)
     runner.read(0, [prompt], [0])

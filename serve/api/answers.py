@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.request import Request, TokenLogprobs, Update
-from moray.decoding.stop import StopStrings
-from moray.decoding.text_stream import Piece, TextStream
+from moray.decoding.request import Request, RequestOutput, TokenLogprobs
+from moray.decoding.sampling.detokenizer import IncrementalDetokenizer, Piece
+from moray.decoding.sampling.stop import StopStrings
 from moray.errors import DataError
 from moray.text import ChatTokenizer, Message
 from serve.api.errors import ApiError
@@ -60,14 +60,14 @@ class Choice:
 
     index: int
     request: Request
-    stream: TextStream
+    stream: IncrementalDetokenizer
     tokenizer: ChatTokenizer
     usage: Usage
     finish_reason: str | None = None
     text: list[str] = field(default_factory=list)
     logged: list[LoggedToken] = field(default_factory=list)
 
-    def add(self, update: Update) -> tuple[list[Piece], list[LoggedToken]]:
+    def add(self, update: RequestOutput) -> tuple[list[Piece], list[LoggedToken]]:
         """Take in an update; returns the text that it has made certain, and its tokens' log-probabilities."""
         pieces = self.stream.push(update.tokens, update.num_accepted)
         offsets = self.stream.offsets
@@ -136,7 +136,7 @@ def choices_for(
                 logprobs=_num_logprobs(body),
                 drafter=(body.speculation.drafter or "") if body.speculation.enabled else None,
             )
-            stream = TextStream(stop, context, tokenizer.token_bytes.of)
+            stream = IncrementalDetokenizer(stop, context, tokenizer.token_bytes.of)
             choices.append(Choice(len(choices), request, stream, tokenizer, usage))
     return choices
 

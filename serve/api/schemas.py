@@ -12,7 +12,7 @@ from pydantic.config import JsonDict
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from moray.decoding.request import MAX_TOP_LOGPROBS
-from moray.decoding.stop import MAX_LENGTH, MAX_STRINGS
+from moray.decoding.sampling.stop import MAX_LENGTH, MAX_STRINGS
 
 _IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")

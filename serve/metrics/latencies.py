@@ -4,13 +4,13 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from moray.decoding.request import Update
+from moray.decoding.request import RequestOutput
 from serve.api.errors import ApiError
 from serve.metrics import series
 from serve.metrics.sink import Sink
 
 
-async def watched(updates: AsyncGenerator[Update], sink: Sink) -> AsyncGenerator[Update]:
+async def watched(updates: AsyncGenerator[RequestOutput], sink: Sink) -> AsyncGenerator[RequestOutput]:
     """The same updates; what they took, and how they ended, goes to the sink."""
     begin = first = last = time.perf_counter()
     num_tokens = first_tokens = 0

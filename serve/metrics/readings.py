@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from moray.decoding.engine import Engine
-from moray.decoding.engine_stats import EngineStats
+from moray.decoding.engine.engine import Engine
+from moray.decoding.engine.stats import EngineStats
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.source import RemoteDrafts, RemoteStats
 from serve.metrics import series

@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray import tune
 
-from moray.cluster.board import Board
 from moray.cluster.errors import own_errors
+from moray.cluster.progress_actor import ProgressActor
 from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.distil import hand_out, train_until
 from moray.cluster.training.worker import checkpoint_step, open_run_trackers
@@ -74,7 +74,7 @@ def _climb(
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"max_steps": steps_at(last.tokens, config)})}
     )
-    board: Any = Board.options(num_cpus=0, scheduling_strategy=_DRIVER).remote()  # type: ignore[attr-defined]
+    board: Any = ProgressActor.options(num_cpus=0, scheduling_strategy=_DRIVER).remote()  # type: ignore[attr-defined]
     sweep_board.watch.remote(folder.path.name, board, rung.number)
     try:
         checkpoint = train_until(config, steps_at(rung.tokens, config), board)

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from moray.cluster.board import training_note
+from moray.cluster.progress_actor import training_note
 from moray.progress import Part, Progress
 from sweeps.tuning.folders import ENDED, trial_folders
 from sweeps.tuning.spaces import label

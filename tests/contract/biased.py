@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from moray.decoding import accept as accept_module
-from moray.decoding.accept import Accepted
-from moray.decoding.sampling import STREAM_DRAFT
+from moray.decoding.sampling import accept as accept_module
+from moray.decoding.sampling.accept import Accepted
+from moray.decoding.sampling.sampler import STREAM_DRAFT
 
 
 def always_accept(tree, probs, sampler, root_position) -> Accepted:

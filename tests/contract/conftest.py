@@ -12,7 +12,7 @@ from tiny_batches import batch_of
 from tiny_drafters import TRAINED, VARIANTS, build, overfit
 from tiny_targets import TARGETS, TinyTarget, load_target
 
-from moray.decoding import engine as engine_module
+from moray.decoding.engine import engine as engine_module
 from moray.drafters.base import Drafter
 
 LEARNT_TOKENS = 40

@@ -4,7 +4,7 @@ import torch
 
 from moray.batch import Taps
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.sampler import Sampler
 from moray.distill.masks import verified_start
 from moray.drafters.base import Drafter, DraftView
 from moray.trees.shapes import ChainShape

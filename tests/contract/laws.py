@@ -13,11 +13,11 @@ from scipy.stats import chisquare
 from tiny_targets import TinyTarget
 from transformers import PreTrainedModel
 
-from moray.decoding import accept as accept_module
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
-from moray.decoding.sampling import STREAM_DRAFT, Sampler
+from moray.decoding.sampling import accept as accept_module
+from moray.decoding.sampling.sampler import STREAM_DRAFT, Sampler
 from moray.drafters.base import Drafter
 from moray.trees.grow import grow
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape

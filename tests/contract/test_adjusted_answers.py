@@ -11,11 +11,11 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 from transformers import AutoModelForCausalLM
 
-from moray.decoding.drafts import LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.sampler import Sampler
 
 CAPACITY = 96
 COUNT = 40

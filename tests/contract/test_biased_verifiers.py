@@ -17,10 +17,10 @@ from laws import (
 )
 from rehearsed import Rehearsed
 
-from moray.decoding import accept as accept_module
-from moray.decoding.accept import Accepted
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling import Sampler, counter_uniform
+from moray.decoding.sampling import accept as accept_module
+from moray.decoding.sampling.accept import Accepted
+from moray.decoding.sampling.sampler import Sampler, counter_uniform
 from moray.trees.shapes import ChainShape, FixedShape
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")

@@ -7,8 +7,8 @@ import torch
 from side_by_side import COUPLED, FILTERED, GREEDY
 from tiny_targets import MAX_POSITIONS
 
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.engine import Engine
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request

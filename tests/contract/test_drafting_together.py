@@ -8,8 +8,8 @@ from tiny_batches import batch_of
 from tiny_drafters import SEVERAL_EFFORTS, VARIANTS, build
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.picking import picks_of
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.batched_select import picks_of
+from moray.decoding.sampling.sampler import Sampler
 from moray.trees.shapes import ChainShape, SparseShape
 
 ALL_SHAPES = {

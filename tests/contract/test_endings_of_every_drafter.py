@@ -8,8 +8,8 @@ from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.plain import PlainDecoder
+from moray.decoding.sampling.stop import StopStrings
 from moray.decoding.stats import Generation
-from moray.decoding.stop import StopStrings
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 

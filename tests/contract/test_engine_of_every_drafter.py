@@ -8,16 +8,16 @@ from side_by_side import ADAPTIVE, COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
 
-from moray.decoding.drafts import LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
+from moray.decoding.engine.kv_cache import BatchedKVCache
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
-from moray.decoding.row_cache import RowCache
+from moray.decoding.sampling.stop import StopStrings
 from moray.decoding.stats import Generation
-from moray.decoding.stop import StopStrings
 from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
 from moray.trees.shapes import SparseShape
@@ -150,7 +150,7 @@ def test_a_pass_has_as_many_rows_as_sequences_run(tiny, half_right, monkeypatch)
     forward = type(tiny.target).forward
 
     def counted(self, tokens, positions, mask, cache, *rest):
-        if isinstance(cache, RowCache) and tokens.shape[1] < 9:
+        if isinstance(cache, BatchedKVCache) and tokens.shape[1] < 9:
             rows.append(tokens.shape[0])
         return forward(self, tokens, positions, mask, cache, *rest)
 

@@ -8,11 +8,11 @@ from rehearsed import Rehearsed
 from side_by_side import SHAPES, is_lossless
 from tiny_targets import TinyTarget
 
-from moray.decoding import engine as engine_module
-from moray.decoding.accept import Accepted, accept, by_rule
+from moray.decoding.engine import engine as engine_module
+from moray.decoding.engine.kv_cache import BatchedKVCache
+from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.params import SamplingParams
-from moray.decoding.row_cache import RowCache
-from moray.decoding.target_rows import TargetRows
+from moray.decoding.sampling.accept import Accepted, accept, by_rule
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -29,7 +29,7 @@ def keep_first_slots(self, rows, begins, paths) -> None:
     """Keeps the first slots behind the committed ones instead of the path's."""
 
 
-_verify, _keep = TargetRows.verify, TargetRows.keep
+_verify, _keep = TargetRunner.verify, TargetRunner.keep
 
 
 def verify_behind_a_refused_slot(self, first_row, lengths, trees, hidden_depths=()):
@@ -53,9 +53,9 @@ def is_greedy_lossless(tiny: TinyTarget, shape_name: str) -> bool:
 
 CACHE_FAULTS = {
     "second best accepted": (engine_module, "accept_rows", by_rule(takes_the_second_best), SHAPES),
-    "wrong slots kept": (RowCache, "move", keep_first_slots, ("fixed", "dynamic")),
-    "refused slot kept": (TargetRows, "verify", verify_behind_a_refused_slot, SHAPES),
-    "accepted slot dropped": (TargetRows, "keep", drop_the_last_slot, SHAPES),
+    "wrong slots kept": (BatchedKVCache, "move", keep_first_slots, ("fixed", "dynamic")),
+    "refused slot kept": (TargetRunner, "verify", verify_behind_a_refused_slot, SHAPES),
+    "accepted slot dropped": (TargetRunner, "keep", drop_the_last_slot, SHAPES),
 }
 
 
@@ -77,5 +77,5 @@ def test_a_mask_that_shows_refused_branches_fails_the_check(tiny, monkeypatch):
         return _verify(self, first_row, lengths, causal, hidden_depths)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TargetRows, "verify", verify)
+        patch.setattr(TargetRunner, "verify", verify)
         assert not is_greedy_lossless(tiny("llama"), "dynamic")

@@ -14,10 +14,9 @@ from side_by_side import ADAPTIVE, COUPLED, FILTERED, GREEDY, SHAPES, plainly
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.decoding.accept import accept
-from moray.decoding.drafts import LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.channel import Channel
@@ -25,7 +24,8 @@ from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest, Entry, pack, restored, unpack_request
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.accept import accept
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.together import answer_together
 from moray.errors import ConfigError, DataError
 from moray.trees.grow import grow

@@ -6,8 +6,8 @@ import pytest
 import torch
 from laws import CPU, REJECTION
 
-from moray.decoding import accept as accept_module
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling import accept as accept_module
+from moray.decoding.sampling.sampler import Sampler
 from moray.trees.grow import grow
 from moray.trees.shapes import FixedShape
 

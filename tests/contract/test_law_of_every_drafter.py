@@ -6,10 +6,10 @@ from laws import COUPLING, REJECTION, answers_keep_the_law
 from tiny_drafters import UNTRAINED, build, union_members
 from tiny_targets import TinyTarget
 
-from moray.decoding import accept as accept_module
-from moray.decoding import engine as engine_module
-from moray.decoding.accept import Accepted
+from moray.decoding.engine import engine as engine_module
 from moray.decoding.params import SamplingParams
+from moray.decoding.sampling import accept as accept_module
+from moray.decoding.sampling.accept import Accepted
 from moray.drafters.base import Drafter
 from moray.drafters.configs import DRAFTER_CONFIG
 from moray.trees.shapes import AdaptiveShape, ChainShape, FixedShape

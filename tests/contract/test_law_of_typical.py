@@ -17,10 +17,10 @@ from laws import (
     reference_probs,
 )
 
-from moray.decoding import accept as accept_module
-from moray.decoding.accept import Accepted, accept_typical
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling import accept as accept_module
+from moray.decoding.sampling.accept import Accepted, accept_typical
+from moray.decoding.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 

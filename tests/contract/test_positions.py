@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from moray.activations.capture.record import record_taps
 from moray.activations.format.schema import CacheConfig
-from moray.decoding.drafts import LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
+from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.decoding.session import PREFILL_CHUNK
-from moray.decoding.target_rows import TargetRows
 from moray.decoding.together import answer_together
 from moray.targets.head import TargetHead
 from moray.trees.tree import TokenTree, structure_of
@@ -106,7 +106,7 @@ def test_every_branch_of_a_tree_is_scored_as_if_it_were_alone(sliding, stock):
     tokens = torch.tensor(sliding.prompt(9, len(parents)))
     tree = TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, 4)
     prompts = [sliding.prompt(seed, length) for seed, length in ((0, 30), (1, 4))]
-    rows = TargetRows(sliding.target, 128)
+    rows = TargetRunner(sliding.target, 128)
     rows.cache.arrange(64, 0, 0)
     with torch.inference_mode():
         rows.read(0, prompts, [0, 0])

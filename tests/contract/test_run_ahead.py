@@ -11,8 +11,8 @@ from shape_checks import unchecked
 from side_by_side import COUPLED, GREEDY
 from tiny_batches import taps_of
 
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.engine import Engine
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel, SocketServer
 from moray.decoding.remote.host import DraftHost

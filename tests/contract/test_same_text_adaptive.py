@@ -6,7 +6,7 @@ from side_by_side import ADAPTIVE, COUPLED, FILTERED, GREEDY, SHAPES, plainly, s
 from tiny_drafters import SEVERAL_EFFORTS, VARIANTS, build
 from tiny_targets import MAX_POSITIONS
 
-from moray.decoding import engine as engine_module
+from moray.decoding.engine import engine as engine_module
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 

@@ -8,7 +8,7 @@ from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.plain import PlainDecoder
-from moray.decoding.stop import StopStrings
+from moray.decoding.sampling.stop import StopStrings
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 

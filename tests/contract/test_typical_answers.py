@@ -9,7 +9,7 @@ from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.stop import StopStrings
+from moray.decoding.sampling.stop import StopStrings
 
 DYNAMIC = SHAPES["dynamic"]
 

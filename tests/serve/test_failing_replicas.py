@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from moray.config import validate
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
 from moray.decoding.remote.messages import DraftRequest, Entry
 from moray.decoding.request import Request
 from moray.errors import ConfigError
@@ -17,7 +17,7 @@ from moray.targets.spec import TargetConfig
 from serve.config import ServeConfig
 from serve.drafter import DrafterReplica
 from serve.engine_thread import EngineFailedError
-from serve.leases import LeasedPlaces
+from serve.lease_client import LeaseClient
 from serve.target import TargetReplica
 
 SECRET = "squirrel"
@@ -65,7 +65,7 @@ def test_a_lost_place_is_looked_for_under_another_name():
             return self
 
     async def run() -> None:
-        places = LeasedPlaces(Drafters())
+        places = LeaseClient(Drafters())
         places.start()
         places.open("a")
         for number in (1, 2, 3):
@@ -110,7 +110,7 @@ def test_a_place_whose_lease_has_ended_is_looked_for_again():
             return SimpleNamespace(remote=remote)
 
     async def run() -> None:
-        places = LeasedPlaces(Drafters())
+        places = LeaseClient(Drafters())
         places.start()
         places.open("a")
         while places.find("a") != "place 2":

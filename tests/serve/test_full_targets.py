@@ -11,8 +11,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError
 from served_api import LocalTargets, _Stream
 
-from moray.decoding.engine_config import EngineConfig
-from moray.decoding.request import Request, Update
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.request import Request, RequestOutput
 from moray.targets.spec import TargetConfig
 from serve import gateway as gateway_module
 from serve.api.errors import ApiError
@@ -39,7 +39,7 @@ class Targets(LocalTargets):
         return _Stream(call(request, is_resumed))
 
 
-def dies_after(updates: list[Update], error: Exception) -> Any:
+def dies_after(updates: list[RequestOutput], error: Exception) -> Any:
     """A replica that gives so much of an answer."""
 
     async def generate(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
@@ -83,7 +83,7 @@ def with_a_full_target(config, test) -> None:
     asyncio.run(run())
 
 
-def tokens_of(updates: list[Update]) -> list[int]:
+def tokens_of(updates: list[RequestOutput]) -> list[int]:
     return [token for update in updates for token in update.tokens]
 
 

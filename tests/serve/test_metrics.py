@@ -11,12 +11,12 @@ from starlette.responses import PlainTextResponse
 from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 
-from moray.decoding.drafts import LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.host import DraftHost, HostStats
-from moray.decoding.request import Request, Update
+from moray.decoding.request import Request, RequestOutput
 from moray.trees.shapes import ChainShape
 from serve.api.errors import ApiError
 from serve.metrics import series
@@ -178,7 +178,7 @@ async def test_a_reading_that_fails_is_not_the_last(sink, caplog):
 async def _updates(*updates, error=None):
     for number, (tokens, reason) in enumerate(updates):
         await asyncio.sleep(0.01)
-        yield Update(number, [1] * tokens, finish_reason=reason)
+        yield RequestOutput(number, [1] * tokens, finish_reason=reason)
     if error is not None:
         raise error
 

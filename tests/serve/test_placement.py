@@ -4,9 +4,9 @@ import asyncio
 from types import SimpleNamespace
 
 from moray.config import validate
-from moray.decoding.drafts import LocalDrafts
+from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.remote.source import RemoteDrafts
-from moray.decoding.request import Request, Update
+from moray.decoding.request import Request, RequestOutput
 from serve.config import ServeConfig
 from serve.drafter import DrafterReplica
 from serve.target import TargetReplica
@@ -34,7 +34,7 @@ def test_prompt_lookup_needs_no_place_in_the_pool(chat_target):
         asked = Request(prompt=(1, 2, 1, 2, 1), max_new_tokens=24, drafter="lookup")
         events = [event async for event in replica.generate(asked)]
         replica.running.close()
-        return sum(len(event.tokens) for event in events if isinstance(event, Update))
+        return sum(len(event.tokens) for event in events if isinstance(event, RequestOutput))
 
     assert asyncio.run(ask()) == 24
     assert replica._engine.stats.num_drafts > 0

@@ -20,7 +20,7 @@ from tiny_drafters import noisy_copy
 from tiny_targets import TinyTarget, save_chat_target
 from transformers import AutoModelForCausalLM
 
-from moray.decoding.request import Request, Update
+from moray.decoding.request import Request, RequestOutput
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
@@ -39,7 +39,7 @@ class StandIn:
     replica: TargetReplica
     requests: list[Request] = field(default_factory=list)
     """All that were asked, in order."""
-    updates: list[Update] = field(default_factory=list)
+    updates: list[RequestOutput] = field(default_factory=list)
     """All that the engine has said, in order."""
     break_after: int | None = None
     """The next stream fails after so many updates."""
@@ -62,7 +62,7 @@ class StandIn:
     async def _updates(self, request: Request, is_resumed: bool) -> AsyncIterator[Any]:
         count = 0
         async for event in self.replica.generate(request, is_resumed):
-            if isinstance(event, Update):
+            if isinstance(event, RequestOutput):
                 if count == self.break_after:
                     self.break_after = None
                     raise RuntimeError("the test breaks this stream")

@@ -5,8 +5,8 @@ from tiny_targets import save_chat_target
 from tokenizers import Tokenizer, decoders, models
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from moray.decoding.stop import StopStrings
-from moray.decoding.text_stream import TextStream
+from moray.decoding.sampling.detokenizer import IncrementalDetokenizer
+from moray.decoding.sampling.stop import StopStrings
 from moray.text import ChatTokenizer
 from moray.token_bytes import TokenBytes
 
@@ -112,7 +112,7 @@ def test_bytes_that_are_not_known_are_none(decoder):
 def test_an_answer_goes_on_with_its_prompt(tokenizer, prompt, text):
     context = tokenizer.encode_text(prompt)
     answer = encode(tokenizer, text)
-    stream = TextStream(StopStrings([], tokenizer.decode), context, tokenizer.token_bytes.of)
+    stream = IncrementalDetokenizer(StopStrings([], tokenizer.decode), context, tokenizer.token_bytes.of)
     pieces, offsets = [], []
     for token in answer:
         pieces += stream.push([token])
@@ -135,9 +135,9 @@ def test_long_prompts_are_not_decoded_for_their_answers(tokenizer):
         lengths.append(len(tokens))
         return tokenizer.decode(tokens)
 
-    TextStream(StopStrings([], decode), encode(tokenizer, "word " * 300))
+    IncrementalDetokenizer(StopStrings([], decode), encode(tokenizer, "word " * 300))
     assert max(lengths) <= 8
-    TextStream(StopStrings([], decode), encode(tokenizer, "🙂" * 300))
+    IncrementalDetokenizer(StopStrings([], decode), encode(tokenizer, "🙂" * 300))
     assert max(lengths) <= 16
 
 
@@ -146,7 +146,7 @@ def test_a_character_that_the_prompt_has_begun_is_the_answers(tokenizer):
     parts = [t for t in tokens if "\ufffd" in tokenizer.decode([t])]
     assert len(parts) > 1
     begun = tokens.index(parts[0]) + 1
-    stream = TextStream(StopStrings([], tokenizer.decode), tokens[:begun], tokenizer.token_bytes.of)
+    stream = IncrementalDetokenizer(StopStrings([], tokenizer.decode), tokens[:begun], tokenizer.token_bytes.of)
     assert "".join(p.text for p in stream.push(tokens[begun:]) + stream.finish()) == "𐎀!"
 
 
@@ -154,7 +154,7 @@ def test_offsets_of_bytes_that_are_no_text(tmp_path):
     tokenizer = ChatTokenizer.load(str(save_chat_target(tmp_path)))
     emoji, (a,) = encode(tokenizer, "🙂"), encode(tokenizer, "a")
     tokens = [a, *emoji[:2], tokenizer.eos_ids[0], a, emoji[1], emoji[1], a, *emoji, a]
-    stream = TextStream(StopStrings([], tokenizer.decode), (), tokenizer.token_bytes.of)
+    stream = IncrementalDetokenizer(StopStrings([], tokenizer.decode), (), tokenizer.token_bytes.of)
     text = "".join(piece.text for piece in stream.push(tokens))
     assert text == tokenizer.decode(tokens) == "a\ufffda\ufffd\ufffda🙂a"
     assert stream.offsets == [0, 1, 1, 1, 2, 3, 4, 5, 6, 6, 6, 6, 7]

@@ -19,8 +19,8 @@ from moray.bench.specbench import Question
 from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.fitting import depth_notice, is_too_deep
+from moray.decoding.sampling.stop import StopStrings
 from moray.decoding.stats import Generation
-from moray.decoding.stop import StopStrings
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError
 from moray.targets.model import Target

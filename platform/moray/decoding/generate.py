@@ -3,15 +3,15 @@
 import time
 from collections.abc import Callable, Collection
 
-from moray.decoding.accept import Accept, by_rule
-from moray.decoding.drafts import LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
+from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.params import SamplingParams
 from moray.decoding.request import Request
+from moray.decoding.sampling.accept import Accept, by_rule
+from moray.decoding.sampling.stop import StopChecker, StopStrings, longest_answer
 from moray.decoding.stats import PHASES, Generation
-from moray.decoding.stop import Ending, StopStrings, longest_answer
-from moray.decoding.target_rows import TargetRows
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
@@ -27,7 +27,7 @@ A stop string's own tokens are among them: whoever shows text as it comes holds 
 """
 
 
-def runner_for(target: Target, capacity: int, max_nodes: int) -> TargetRows:
+def runner_for(target: Target, capacity: int, max_nodes: int) -> TargetRunner:
     """Key/value memory for one sequence, which decoders that take turns can share.
 
     Args:
@@ -35,11 +35,11 @@ def runner_for(target: Target, capacity: int, max_nodes: int) -> TargetRows:
         capacity: most tokens of prompt and answer together.
         max_nodes: most nodes of a tree below its root.
     """
-    return TargetRows(target, capacity + max_nodes + 1)
+    return TargetRunner(target, capacity + max_nodes + 1)
 
 
 class SpeculativeDecoder:
-    """Target and drafter in one process. By a lossless rule output equals the target's own (see `decoding.accept`)."""
+    """Target and drafter in one process. By a lossless rule output equals the target's own (see `sampling.accept`)."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class SpeculativeDecoder:
         drafter: Drafter | None,
         shape: AnyShape = _NO_DRAFT,
         capacity: int | None = None,
-        runner: TargetRows | None = None,
+        runner: TargetRunner | None = None,
         rule: Accept | None = None,
         *,
         is_timed: bool = False,
@@ -124,7 +124,7 @@ class SpeculativeDecoder:
         request = Request(prompt=tuple(prompt), params=params, max_new_tokens=most, sequence=sequence, drafter=name)
         if self.drafter is not None:
             self._engine.calibrate({self._name: self.drafter})
-        number = self._engine.submit(request, Ending(most, eos_ids, stop))
+        number = self._engine.submit(request, StopChecker(most, eos_ids, stop))
         try:
             return self._answer(on_tokens)
         finally:

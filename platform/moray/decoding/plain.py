@@ -7,10 +7,10 @@ import torch
 
 from moray.batch import TapNeeds
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.sampler import Sampler
+from moray.decoding.sampling.stop import StopChecker, StopStrings, longest_answer
 from moray.decoding.session import TargetSession
 from moray.decoding.stats import Generation
-from moray.decoding.stop import Ending, StopStrings, longest_answer
 from moray.targets.model import Target
 
 
@@ -46,7 +46,7 @@ class PlainDecoder:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
         sampler = Sampler(params, self.target.spec.vocab_size, self.target.device, sequence)
-        ending = Ending(longest_answer(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
+        ending = StopChecker(longest_answer(max_new_tokens, self._session.capacity - len(prompt)), eos_ids, stop)
         begin = time.perf_counter()
         self._session.begin(TapNeeds())
         logits = self._session.prefill(prompt)

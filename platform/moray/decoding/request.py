@@ -51,7 +51,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Update:
+class RequestOutput:
     """What one step has added to an answer."""
 
     number: int

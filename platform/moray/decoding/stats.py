@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moray.decoding.request import Update
+from moray.decoding.request import RequestOutput
 
 PHASES = ("propose", "verify", "accept", "commit", "observe")
 
@@ -34,7 +34,7 @@ class Generation:
         """Target passes after the prefill."""
         return len(self.accepted)
 
-    def add(self, update: Update) -> None:
+    def add(self, update: RequestOutput) -> None:
         """Take in what a step of the engine has added: the first token, which the prefill gives, or a cycle."""
         if self.tokens:
             self.accepted.append(update.num_path)

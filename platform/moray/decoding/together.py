@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moray.decoding.engine import Engine
+from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request
 from moray.decoding.stats import Generation
 

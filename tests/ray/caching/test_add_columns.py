@@ -237,8 +237,8 @@ def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
     from read_back import stream_batches
 
     from moray.activations.capture.extend import ShardExtender
+    from moray.activations.planning.cache_spec import CacheSpec
     from moray.activations.planning.growth import begin_growth
-    from moray.activations.planning.wanted import Wanted
     from moray.activations.reading.epochs import plan_epoch
     from moray.cluster.caching.compact import compact
     from moray.targets.model import Target
@@ -246,7 +246,7 @@ def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
     store, config = CacheStore(str(cache)), CacheConfig(**(SETTINGS | MANY))
     old = read_manifest(store)
     target = TargetConfig(model=str(tiny_target))
-    plan = Wanted.of(target, ChatsConfig(path=str(chats_file)), config).plan()
+    plan = CacheSpec.of(target, ChatsConfig(path=str(chats_file)), config).plan()
     begin_growth(store, plan, ["kv.00", "hidden.-4"])
     extender = ShardExtender(Target.load(target), store, config)
     done, cut, *others = sorted(old.shards)

@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_and_the_advice_can_be_typed(
         _cache(output, tiny_target, chats_file, max_bytes=size // 2)
     assert not output.exists()
     # Exact numbers are refused after tokenising too: nothing is claimed then.
-    sampled = "moray.activations.planning.wanted.project"
+    sampled = "moray.activations.planning.cache_spec.project"
     with pytest.MonkeyPatch.context() as patch:
         from moray.activations.planning.plan import Workload
 

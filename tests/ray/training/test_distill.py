@@ -127,14 +127,14 @@ def test_only_what_may_answer_again_is_left_to_ray_to_retry(
 ) -> None:
     import ray
 
-    from moray.cluster.board import Board
+    from moray.cluster.progress_actor import ProgressActor
     from moray.cluster.training import worker as training
 
     def fail(settings: dict[str, Any]) -> None:
         raise kind("no")
 
     monkeypatch.setattr(training, "_train", fail)
-    board: Any = Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    board: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with pytest.raises(kind):
         training.work({"board": board})
     failure: Any = ray.get(board.failure.remote())

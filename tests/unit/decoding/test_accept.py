@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moray.config import validate
-from moray.decoding import accept as accept_module
-from moray.decoding.accept import Accepted, accept
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling import accept as accept_module
+from moray.decoding.sampling.accept import Accepted, accept
+from moray.decoding.sampling.sampler import Sampler
 from moray.errors import ConfigError
 from moray.trees.tree import TokenTree, structure_of
 

@@ -10,9 +10,9 @@ from side_by_side import GREEDY
 from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 
-from moray.decoding.drafts import Ask, LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import Ask, LocalDrafts
+from moray.decoding.engine.engine import Engine
 from moray.decoding.planning.controller import NUM_TRIED, DraftPlan, SpeculationController
 from moray.decoding.planning.costs import Costs, CostTable
 from moray.decoding.request import Request
@@ -453,7 +453,7 @@ def test_asking_has_its_price():
 def test_telling_a_whole_prompt_is_no_reason_not_to_draft(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path)
     now, taken = [0.0], []
-    monkeypatch.setattr("moray.decoding.drafting.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("moray.decoding.engine.drafting.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(asked.controller, "record_ask", lambda count, num_rows, seconds: taken.append(seconds))
     extend = asked.source.extend
 

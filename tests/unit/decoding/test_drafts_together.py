@@ -6,13 +6,13 @@ from tiny_batches import taps_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.decoding.drafts import Ask, LocalDrafts
+from moray.decoding.engine.draft_source import Ask, LocalDrafts
 from moray.decoding.params import SamplingParams
-from moray.decoding.picking import picks_of
 from moray.decoding.planning.calibrate import calibrate
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftRequest, Entry
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.batched_select import picks_of
+from moray.decoding.sampling.sampler import Sampler
 from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape

@@ -14,20 +14,20 @@ from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.decoding.drafts import Ask, LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import Ask, LocalDrafts
+from moray.decoding.engine.engine import Engine
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
-from moray.decoding.remote import places
+from moray.decoding.remote import drafter_pool as places
 from moray.decoding.remote import source as source_module
 from moray.decoding.remote.channel import Endpoint, SocketChannel, SocketServer
+from moray.decoding.remote.drafter_pool import DrafterPool
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, pack, unpack_reply, unpack_request
-from moray.decoding.remote.places import Places
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.together import answer_together
 from moray.errors import DataError, UnreachableError
 
@@ -40,7 +40,7 @@ def tiny(tmp_path_factory) -> TinyTarget:
     return load_target(tmp_path_factory.mktemp("remote"))
 
 
-class Pool(Places):
+class Pool(DrafterPool):
     """Drafter processes that live in threads of this one, and who has a place with which."""
 
     def __init__(self, drafter, count: int = 1) -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy.stats import chisquare, kstest
 
-from moray.decoding import sampling
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling import Sampler, counter_uniform, gumbel
+from moray.decoding.sampling import sampler as sampling
+from moray.decoding.sampling.sampler import Sampler, counter_uniform, gumbel
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1

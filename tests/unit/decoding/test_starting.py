@@ -5,9 +5,9 @@ from side_by_side import GREEDY
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.decoding.drafts import LocalDrafts
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.trees.shapes import ChainShape

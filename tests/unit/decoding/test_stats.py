@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from moray.decoding.engine_stats import EngineStats
+from moray.decoding.engine.stats import EngineStats
 from moray.decoding.stats import Generation, acceptance_by_position, depth_shares, effort_shares, tau
 
 

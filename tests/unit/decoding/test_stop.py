@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from tiny_targets import save_chat_target
 
-from moray.decoding.stop import MAX_LENGTH, MAX_STRINGS, Ending, StopStrings
+from moray.decoding.sampling.stop import MAX_LENGTH, MAX_STRINGS, StopChecker, StopStrings
 from moray.errors import DataError
 from moray.text import ChatTokenizer
 
@@ -41,8 +41,8 @@ def naive_length(tokens: Sequence[int], strings: Sequence[str], decode: Callable
 
 
 def length(tokens: Sequence[int], strings: Sequence[str], decode: Callable, pieces: Sequence[int] = (1,)) -> int | None:
-    """The same by `Ending`, given pieces of these lengths in turn, as cycles emit them."""
-    ending = Ending(10**6, (), StopStrings(strings, decode))
+    """The same by `StopChecker`, given pieces of these lengths in turn, as cycles emit them."""
+    ending = StopChecker(10**6, (), StopStrings(strings, decode))
     kept, begin, turn = 0, 0, 0
     while begin < len(tokens):
         size = pieces[turn % len(pieces)]
@@ -176,7 +176,7 @@ def test_the_cost_per_token_does_not_grow(byte_level, kind):
 
 def test_whatever_comes_first_ends_the_answer():
     def end(limit: int, eos_ids: tuple[int, ...], strings: list[str]) -> tuple[list[int], str | None]:
-        ending = Ending(limit, eos_ids, StopStrings(strings, letters))
+        ending = StopChecker(limit, eos_ids, StopStrings(strings, letters))
         kept = ending.cut([1, 2]) if limit != 1 else ending.cut([1])
         return kept + (ending.cut([3, 6, 1]) if ending.finish_reason is None else []), ending.finish_reason
 
@@ -192,7 +192,7 @@ def test_whatever_comes_first_ends_the_answer():
 
 def test_one_object_serves_many_answers():
     stop = StopStrings(["ab"], letters)
-    first, second = Ending(9, (), stop), Ending(9, (), stop)
+    first, second = StopChecker(9, (), stop), StopChecker(9, (), stop)
     assert first.cut([1]) == [1]
     assert second.cut([2]) == [2], "an answer does not go on where another stopped"
     assert second.finish_reason is None

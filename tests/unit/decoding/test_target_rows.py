@@ -6,7 +6,7 @@ from tiny_batches import taps_of
 from tiny_targets import TinyTarget, load_target
 
 from moray.batch import TapNeeds
-from moray.decoding.target_rows import TargetRows
+from moray.decoding.engine.runner import TargetRunner
 from moray.trees.tree import TokenTree, structure_of
 
 LAYERS, DEPTHS_READ = (0, 1, 2, 3), (-1, -3)
@@ -36,7 +36,7 @@ def test_committed_paths_leave_what_plain_text_would(tiny, paths, first_row):
     count = len(paths)
     prompts = [tiny.prompt(row, 6 + row) for row in range(count)]
     lengths = [len(prompt) for prompt in prompts]
-    rows = TargetRows(tiny.target, 64 * (count + first_row))
+    rows = TargetRunner(tiny.target, 64 * (count + first_row))
     rows.cache.arrange(64, 0, 0)
     with torch.inference_mode():
         rows.read(first_row, prompts, [0] * count)
@@ -62,7 +62,7 @@ def test_a_prompt_is_read_in_pieces_as_at_once(tiny):
     prompt = tiny.prompt(1, 40)
     whole = taps_of(tiny.target, torch.tensor([prompt]), TapNeeds(LAYERS, (-1,)))
     assert whole.kv is not None
-    rows = TargetRows(tiny.target, 128)
+    rows = TargetRunner(tiny.target, 128)
     rows.cache.arrange(64, 0, 0)
     with torch.inference_mode():
         for begin, end in ((0, 17), (17, 18), (18, 40)):
@@ -74,7 +74,7 @@ def test_a_prompt_is_read_in_pieces_as_at_once(tiny):
 
 def test_what_lies_past_a_row_s_end_is_padding(tiny):
     """Of two rows with different lengths, the shorter one's taps may end behind the row."""
-    rows = TargetRows(tiny.target, 128)
+    rows = TargetRunner(tiny.target, 128)
     rows.cache.arrange(64, 0, 0)
     with torch.inference_mode():
         rows.read(0, [tiny.prompt(0, 60), tiny.prompt(1, 20)], [0, 0])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.acceptance import Acceptance
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.sampler import Sampler
 from moray.drafters.configs import NgramConfig
 from moray.drafters.ngram import Ngram
 from moray.targets.model import Target

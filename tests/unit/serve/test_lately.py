@@ -5,7 +5,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from serve.lately import Lately
+from serve.single_flight_cache import SingleFlightCache
 
 ASKER = ContextVar("ASKER", default="nobody")
 
@@ -28,7 +28,7 @@ class Finder:
 def test_one_finds_out_for_all_until_it_is_old():
     async def run() -> None:
         finder = Finder()
-        lately = Lately(finder, 0.3, 10.0)
+        lately = SingleFlightCache(finder, 0.3, 10.0)
         assert await asyncio.gather(*(lately.get() for _ in range(5))) == ["1, for nobody"] * 5
         assert await lately.get() == "1, for nobody"
         await asyncio.sleep(0.4)
@@ -40,7 +40,7 @@ def test_one_finds_out_for_all_until_it_is_old():
 def test_it_goes_on_when_the_first_to_ask_leaves_and_is_not_done_in_their_name():
     async def run() -> None:
         finder = Finder()
-        lately = Lately(finder, 10.0, 10.0)
+        lately = SingleFlightCache(finder, 10.0, 10.0)
 
         async def ask() -> str:
             ASKER.set("the first")
@@ -61,7 +61,7 @@ def test_it_goes_on_when_the_first_to_ask_leaves_and_is_not_done_in_their_name()
 def test_what_went_wrong_is_remembered_as_long(error):
     async def run() -> None:
         finder = Finder(error=error)
-        lately = Lately(finder, 10.0, 10.0)
+        lately = SingleFlightCache(finder, 10.0, 10.0)
         for _ in range(3):
             with pytest.raises(ConnectionError if isinstance(error, ConnectionError) else TimeoutError):
                 await lately.get()
@@ -72,7 +72,7 @@ def test_what_went_wrong_is_remembered_as_long(error):
 
 def test_nobody_waits_for_ever():
     async def run() -> None:
-        lately = Lately(Finder(seconds=60), 10.0, 0.05)
+        lately = SingleFlightCache(Finder(seconds=60), 10.0, 0.05)
         with pytest.raises(TimeoutError):
             await lately.get()
 

@@ -11,6 +11,7 @@ from moray.activations.format.room import Room, size_text
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.format.survey import survey
+from moray.activations.planning.cache_spec import CacheSpec
 from moray.activations.planning.growth import columns_to_add, plan_growth
 from moray.activations.planning.measure import measure_room
 from moray.activations.planning.plan import (
@@ -23,7 +24,6 @@ from moray.activations.planning.plan import (
 )
 from moray.activations.planning.sample import Sample, project, sample_chats
 from moray.activations.planning.shards import plan_shards
-from moray.activations.planning.wanted import Wanted
 from moray.data.ultrachat import ChatsConfig
 from moray.targets.spec import TargetConfig, TargetSpec, resolve_folder
 
@@ -55,7 +55,7 @@ def print_plan(
         console: where to print.
     """
     store = CacheStore(output)
-    wanted = Wanted.of(target, chats, cache, needs_weights=False)
+    wanted = CacheSpec.of(target, chats, cache, needs_weights=False)
     spec = wanted.spec
     sample = sample_chats(wanted.chunks, wanted.tokenizer, wanted.max_length)
     work = project(sample, wanted.rows, cache)
@@ -75,7 +75,9 @@ def print_plan(
         console.print(f"it does not fit{advice}", markup=False, highlight=False)
 
 
-def _growth_lines(store: CacheStore, wanted: Wanted, added: list[str], plan: Forecast, workers: Workers) -> list[str]:
+def _growth_lines(
+    store: CacheStore, wanted: CacheSpec, added: list[str], plan: Forecast, workers: Workers
+) -> list[str]:
     """What adding columns to the cache that is there takes: by shards, which say how many tokens there are."""
     found = survey(store).counting
     growth = plan_growth(store, wanted.plan(), added, found)
@@ -115,7 +117,7 @@ def _speed(target: TargetConfig, cache: CacheConfig, sample: Sample, workers: Wo
     if workers.need_gpu and not torch.cuda.is_available():
         return None
     torch.set_num_threads(workers.threads)
-    from moray.activations.capture.rehearse import rehearsal_batches, rehearse
+    from moray.activations.capture.calibration import rehearsal_batches, rehearse
     from moray.targets.model import Target
 
     lengths = [len(tokens) for tokens in sample.tokens]

@@ -18,11 +18,11 @@ from moray.activations.format.manifest import LAYOUT_FILE, Manifest, read_manife
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.format.survey import find_parts, remove_damaged, survey
+from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, CacheSpec
 from moray.activations.planning.growth import columns_to_add, end_growth, finish_replaced, grown_plan
 from moray.activations.planning.measure import measure_room
 from moray.activations.planning.plan import check_fits, count_work, forecast
 from moray.activations.planning.shards import ShardPlan
-from moray.activations.planning.wanted import FORECAST_FILE, Planned, Wanted
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.extend import add_columns
 from moray.cluster.caching.full import Goal, told_if_cache_full
@@ -47,7 +47,7 @@ def cache_activations(
         StorageFullError: there is no room left; the same command goes on once there is.
     """
     store = CacheStore(output)
-    wanted = Wanted.of(target, chats, cache)
+    wanted = CacheSpec.of(target, chats, cache)
     wanted.check_room(store)
     with told_if_cache_full(store) as goal:
         added = _claim(store, wanted)
@@ -65,7 +65,7 @@ def cache_activations(
                     return manifest
         with own_errors():
             counts = tokenise(store, target, wanted.chunks, chats.max_bad_rows, wanted.max_length, capture)
-            planned = Planned.of(store, cache)
+            planned = CachePlan.of(store, cache)
             if added:
                 add_columns(store, wanted, planned, added, capture, goal)
             _prepare(store, wanted, planned, capture, goal)
@@ -97,7 +97,7 @@ def lay_out_cache(
         As `cache_activations`.
     """
     store = CacheStore(output)
-    wanted = Wanted.of(target, chats, cache)
+    wanted = CacheSpec.of(target, chats, cache)
     if is_kept:
         wanted.check_room(store)
     with told_if_cache_full(store) as goal, own_errors():
@@ -107,7 +107,7 @@ def lay_out_cache(
         if store.exists(LAYOUT_FILE) and not find_parts(store, len(wanted.chunks)).damaged:
             return
         counts = tokenise(store, target, wanted.chunks, chats.max_bad_rows, wanted.max_length, capture)
-        planned = Planned.of(store, cache)
+        planned = CachePlan.of(store, cache)
         if is_kept:
             _prepare(store, wanted, planned, capture, goal)
         row_groups = {
@@ -117,7 +117,7 @@ def lay_out_cache(
         write_layout(store, row_groups, rehearsal(store, wanted, planned, capture)["hidden_rms"], counts)
 
 
-def _claim(store: CacheStore, wanted: Wanted) -> list[str]:
+def _claim(store: CacheStore, wanted: CacheSpec) -> list[str]:
     """Begin a cache or go on with it; returns the columns that are to be added to what is there.
 
     Raises:
@@ -132,7 +132,7 @@ def _claim(store: CacheStore, wanted: Wanted) -> list[str]:
     return added
 
 
-def _prepare(store: CacheStore, wanted: Wanted, planned: Planned, capture: CaptureConfig, goal: Goal) -> None:
+def _prepare(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig, goal: Goal) -> None:
     """Between the stages: refuse what does not fit, rehearse, and tell."""
     cache = wanted.cache
     plan = forecast(wanted.spec, cache, count_work(planned.shards, planned.lengths, wanted.rows), len(planned.shards))
@@ -182,7 +182,7 @@ def _run_target(
     target: TargetConfig,
     cache: CacheConfig,
     capture: CaptureConfig,
-    planned: Planned,
+    planned: CachePlan,
 ) -> None:
     """Stage 2: write the shards that are missing."""
     done = survey(store).planned

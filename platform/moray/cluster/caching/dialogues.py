@@ -7,8 +7,8 @@ from typing import Any
 
 from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.data.ultrachat import BadRow, Chat
-from moray.decoding.engine import Engine
-from moray.decoding.engine_config import EngineConfig
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request
 from moray.errors import DataError
 from moray.targets.model import Target

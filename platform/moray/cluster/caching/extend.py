@@ -9,10 +9,10 @@ from moray.activations.capture.extend import ShardExtender
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.format.survey import survey
+from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, CacheSpec
 from moray.activations.planning.growth import Growth, begin_growth, check_growth_fits, is_begun, plan_growth
 from moray.activations.planning.measure import measure_room
 from moray.activations.planning.plan import count_work, forecast
-from moray.activations.planning.wanted import FORECAST_FILE, Planned, Wanted
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.full import Goal
 from moray.cluster.caching.rehearsal import REHEARSAL_FILE, rehearsal
@@ -21,7 +21,7 @@ from moray.targets.spec import TargetConfig
 
 
 def add_columns(
-    store: CacheStore, wanted: Wanted, planned: Planned, added: list[str], capture: CaptureConfig, goal: Goal
+    store: CacheStore, wanted: CacheSpec, planned: CachePlan, added: list[str], capture: CaptureConfig, goal: Goal
 ) -> None:
     """Give the shards that are there the columns that they lack.
 
@@ -74,7 +74,7 @@ class _ExtendActor:
         return {"tokens": [self._extender.extend(str(shard)).tokens for shard in batch["shard"]]}
 
 
-def _extend_all(store: CacheStore, growth: Growth, wanted: Wanted, capture: CaptureConfig) -> None:
+def _extend_all(store: CacheStore, growth: Growth, wanted: CacheSpec, capture: CaptureConfig) -> None:
     items = [{"shard": name} for name in growth.shards]
     if not items:
         return

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import ray
 
-from moray.activations.capture.rehearse import rehearsal_batches, rehearse
+from moray.activations.capture.calibration import rehearsal_batches, rehearse
 from moray.activations.format.channels import CHANNELS_FILE, quantised_columns, read_known_channels, write_channels
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
+from moray.activations.planning.cache_spec import CachePlan, CacheSpec
 from moray.activations.planning.shards import ShardPlan
-from moray.activations.planning.wanted import Planned, Wanted
 from moray.cluster.caching.configs import CaptureConfig
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
@@ -20,7 +20,7 @@ from moray.targets.spec import TargetConfig
 REHEARSAL_FILE = "rehearsal.json"
 
 
-def rehearsal(store: CacheStore, wanted: Wanted, planned: Planned, capture: CaptureConfig) -> dict[str, Any]:
+def rehearsal(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig) -> dict[str, Any]:
     """What the target told on a few batches, once per cache; as `rehearse_on_ray`."""
     if store.exists(REHEARSAL_FILE) and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
         return store.read_json(REHEARSAL_FILE)

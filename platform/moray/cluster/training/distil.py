@@ -17,9 +17,9 @@ from moray.activations.format.manifest import LAYOUT_FILE, read_layout, write_ma
 from moray.activations.format.store import CacheStore
 from moray.activations.format.survey import survey
 from moray.activations.reading.token_counts import token_counts
-from moray.cluster.board import Board, follow
 from moray.cluster.caching.capture import lay_out_cache
 from moray.cluster.errors import own_errors
+from moray.cluster.progress_actor import ProgressActor, follow
 from moray.cluster.training.claim import claim, disclaim, is_complete
 from moray.cluster.training.configs import DistilConfig
 from moray.cluster.training.lanes import num_workers, run_lanes
@@ -50,7 +50,7 @@ def distil(config: DistilConfig) -> Path:
     _lay_out(config)
     _count_tokens(config)
     output = Path(config.output).absolute()
-    board: Any = Board.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    board: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with follow(board, f"distil {config.drafter.type}"):
         checkpoint = _train(config, board, asked)
     _close_cache(config)

@@ -9,12 +9,12 @@ from itertools import islice
 import torch
 
 from moray.batch import TapNeeds, Taps
-from moray.decoding.drafts import Ask, LocalDrafts
+from moray.decoding.engine.draft_source import Ask, LocalDrafts
+from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.costs import Costs, CostTable, ascending, growing_sizes
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.session import synchronise
-from moray.decoding.target_rows import TargetRows
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape, GrowableShape
@@ -34,7 +34,7 @@ def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: 
     rows, efforts = _powers(max_rows), drafter.efforts
     sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
     length = min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1)
-    runner = TargetRows(target, max(rows) * (length + shape.num_nodes + 1))
+    runner = TargetRunner(target, max(rows) * (length + shape.num_nodes + 1))
     runner.cache.arrange(length + shape.num_nodes + 1, 0, 0)
     trees = {size: _tree(size, shape.depth, target.device) for size in sizes}
     local = LocalDrafts(drafter, length + 1, shape.num_expanded)
@@ -62,7 +62,7 @@ def _tree(num_tokens: int, max_depth: int, device: torch.device) -> TokenTree:
     return replace(chain, depths=chain.depths.clamp(max=max_depth))
 
 
-def _verify(target: Target, runner: TargetRows, lengths: list[int], trees: list[TokenTree]) -> None:
+def _verify(target: Target, runner: TargetRunner, lengths: list[int], trees: list[TokenTree]) -> None:
     """A pass of the engine; nothing of it is kept."""
     target.logits(runner.verify(0, lengths, trees).last).argmax(dim=-1)
 

@@ -19,8 +19,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.picking import picks_of
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.batched_select import picks_of
+from moray.decoding.sampling.sampler import Sampler
 from moray.drafters.base import Drafter
 from moray.trees.grow import SelectMany
 from moray.trees.shapes import MAX_DEPTH, ChainShape

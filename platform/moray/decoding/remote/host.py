@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moray.decoding.picking import picks_of
 from moray.decoding.remote.ahead import Ahead, Drawn, Session, Told, can_run_ahead
 from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest, Entry, check_request, described
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.batched_select import picks_of
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.synthetic import NO_COST, SyntheticCost
 from moray.drafters.base import Drafter
 from moray.trees.shapes import ChainShape, GrowableShape
@@ -48,7 +48,7 @@ class HostStats:
     """What came of drafting ahead by the time that a chain was asked for: "right", "wrong" or "unfinished"."""
 
 
-class _Wish(NamedTuple):
+class _DraftJob(NamedTuple):
     """A draft that an entry asks for."""
 
     session: Session
@@ -121,7 +121,7 @@ class DraftHost:
                 self._close(session)
             self._sweep()
             trees: list[DraftedTree] = []
-            wishes: dict[int, _Wish] = {}
+            wishes: dict[int, _DraftJob] = {}
             at = 0
             for place, entry in enumerate(request.entries):
                 end = at + len(entry.tokens)
@@ -227,7 +227,7 @@ class DraftHost:
         session.used = time.monotonic()
         return session
 
-    def _wish(self, session: Session, entry: Entry, request: DraftRequest) -> _Wish | None:
+    def _wish(self, session: Session, entry: Entry, request: DraftRequest) -> _DraftJob | None:
         """The draft that an entry asks for, if any, and what has been drafted ahead of it."""
         if entry.root is None:
             return None
@@ -238,7 +238,7 @@ class DraftHost:
             if guess is not None and guess.is_right(entry.tokens, entry.root, drawn):
                 guessed = guess.chain[: shape.depth + 1]
             self.stats.ahead["unfinished" if guess is None else "wrong" if guessed is None else "right"] += 1
-        return _Wish(session, entry.root, shape, drawn, guessed, entry.effort, entry.wants_scores)
+        return _DraftJob(session, entry.root, shape, drawn, guessed, entry.effort, entry.wants_scores)
 
     def _tell(self, session: Session, entry: Entry, memory: dict[str, Tensor], *, is_late: bool) -> None:
         """Let a session learn what an entry tells."""
@@ -251,7 +251,7 @@ class DraftHost:
             told = Told(torch.tensor(entry.tokens, device=device), known, entry.num_kept)
             session.learn(drafter, told, is_late=is_late)
 
-    def _drafts(self, wishes: Mapping[int, _Wish]) -> dict[int, dict[str, Any]]:
+    def _drafts(self, wishes: Mapping[int, _DraftJob]) -> dict[int, dict[str, Any]]:
         """What is wished for, as fields of `DraftedTree`."""
         found: dict[int, dict[str, Any]] = {}
         groups: dict[tuple[str, GrowableShape, int | None], list[int]] = {}
@@ -271,7 +271,7 @@ class DraftHost:
         return found
 
     def _draft(
-        self, drafter: Drafter, shape: GrowableShape, effort: int | None, wishes: list[_Wish]
+        self, drafter: Drafter, shape: GrowableShape, effort: int | None, wishes: list[_DraftJob]
     ) -> list[TokenTree]:
         device, size = drafter.head.weight.device, drafter.spec.vocab_size
         samplers = [Sampler(params, size, device, sequence) for params, sequence in (wish.drawn for wish in wishes)]
@@ -284,13 +284,13 @@ class DraftHost:
         with self._cost.spent(len(wishes)):
             return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
 
-    def _plan_ahead(self, answered: list[tuple[_Wish, tuple[int, ...]]]) -> None:
+    def _plan_ahead(self, answered: list[tuple[_DraftJob, tuple[int, ...]]]) -> None:
         """Go on below the chains among these answers when there is time, those of one length together.
 
         What nobody waits for any more is let go here: while messages never cease, `go_on` gets no turn to find it.
         """
         self._aheads = deque(ahead for ahead in self._aheads if ahead.sessions)
-        groups: dict[tuple[str, int, int, bool], list[tuple[_Wish, tuple[int, ...]]]] = {}
+        groups: dict[tuple[str, int, int, bool], list[tuple[_DraftJob, tuple[int, ...]]]] = {}
         for wish, tokens in answered:
             is_guessed, depth = wish.guessed is not None, wish.shape.depth
             if isinstance(wish.shape, ChainShape) and (is_guessed or len(tokens) == depth + 1):

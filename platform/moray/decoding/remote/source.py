@@ -15,11 +15,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from moray.batch import TapNeeds, Taps
-from moray.decoding.drafts import Ask, DraftSource
+from moray.decoding.engine.draft_source import Ask, DraftSource
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel
+from moray.decoding.remote.drafter_pool import CircuitBreaker, DrafterPool
 from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, last_rows, pack, restored, unpack_reply
-from moray.decoding.remote.places import Places, Shunned
 from moray.decoding.remote.remote_stats import RemoteStats
 from moray.drafters.base import Drafter, Memory
 from moray.errors import DataError, UnreachableError
@@ -35,7 +35,7 @@ _MAX_TOLD_BYTES = 8 << 20
 
 
 @dataclass
-class _Told:
+class _SessionLog:
     """A sequence: what its drafter process was sent, and what is to be sent."""
 
     session: str
@@ -57,7 +57,7 @@ class _Told:
 
 
 @dataclass
-class _Debt:
+class _PendingRequest:
     """An unanswered request."""
 
     owed: dict[str, Ask]
@@ -66,11 +66,11 @@ class _Debt:
 
 
 @dataclass
-class _Line:
+class _Connection:
     """The channel to one drafter process, and its unanswered requests."""
 
     channel: Channel
-    debts: dict[int, _Debt] = field(default_factory=dict)
+    debts: dict[int, _PendingRequest] = field(default_factory=dict)
     """By the request's number, in the order in which they are answered."""
 
 
@@ -81,7 +81,7 @@ class RemoteDrafts(DraftSource):
         self,
         drafter: Drafter,
         name: str,
-        places: Places,
+        places: DrafterPool,
         *,
         timeout: float = 0.1,
         max_debts: int = 2,
@@ -101,10 +101,10 @@ class RemoteDrafts(DraftSource):
         self._drafter, self._name = drafter, name
         self._places, self._timeout, self._connect = places, timeout, connect
         self._max_debts = max_debts
-        self._told: dict[int, _Told] = {}
-        self._lines: dict[Endpoint, _Line] = {}
+        self._told: dict[int, _SessionLog] = {}
+        self._lines: dict[Endpoint, _Connection] = {}
         self._closed: dict[Endpoint, list[str]] = {}
-        self._shunned = Shunned()
+        self._shunned = CircuitBreaker()
         self._device = drafter.head.weight.device
         self._num_requests = 0
         self._ready: dict[int, TokenTree] = {}
@@ -131,7 +131,7 @@ class RemoteDrafts(DraftSource):
 
     def open(self, number: int) -> None:
         if number not in self._told:
-            self._told[number] = _Told(uuid.uuid4().hex)
+            self._told[number] = _SessionLog(uuid.uuid4().hex)
             self._places.open(self._told[number].session)
 
     def num_known(self, number: int) -> int:
@@ -245,20 +245,20 @@ class RemoteDrafts(DraftSource):
         try:
             if place not in self._lines:
                 self._drop_dead_lines()
-                self._lines[place] = _Line(self._connect(place))
+                self._lines[place] = _Connection(self._connect(place))
             line = self._lines[place]
             line.channel.send(frame)
         except UnreachableError:
             self._give_up(place)
             return
         owed = {self._told[ask.number].session: ask for ask in asks}
-        line.debts[request.number] = _Debt(owed, time.monotonic())
+        line.debts[request.number] = _PendingRequest(owed, time.monotonic())
         for ask in asks:
             self._told[ask.number].request = request.number
         self.stats.num_cycles += 1
         self.stats.num_bytes_sent += len(frame)
 
-    def _receive(self, place: Endpoint, line: _Line, seconds: float) -> bool:
+    def _receive(self, place: Endpoint, line: _Connection, seconds: float) -> bool:
         """Take in the next reply; False if none comes in time or the process is given up."""
         try:
             frame = line.channel.receive(seconds)
@@ -280,14 +280,14 @@ class RemoteDrafts(DraftSource):
             return False
         return True
 
-    def _look(self, place: Endpoint | None) -> _Line | None:
+    def _look(self, place: Endpoint | None) -> _Connection | None:
         """Take in the replies that have come, without waiting; returns the line if it is still open."""
         line = None if place is None else self._lines.get(place)
         while place is not None and line is not None and line.debts and self._receive(place, line, 0.0):
             pass
         return None if place is None else self._lines.get(place)
 
-    def _take_in(self, line: _Line, reply: DraftReply) -> None:
+    def _take_in(self, line: _Connection, reply: DraftReply) -> None:
         """
         Raises:
             DataError: the reply is not what was asked for.

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from tiny_targets import save_target
 
+from moray.activations.capture.calibration import rehearse
 from moray.activations.capture.extend import ShardExtender
 from moray.activations.capture.extract import ShardWriter, token_arrays
-from moray.activations.capture.rehearse import rehearse
 from moray.activations.capture.tries import MAX_TRIES, Tries
 from moray.activations.format.channels import read_known_channels, write_channels
 from moray.activations.format.room import Room

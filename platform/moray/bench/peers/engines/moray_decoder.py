@@ -6,9 +6,9 @@ import torch
 
 from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
 from moray.config import validate
+from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.decoding.params import SamplingParams
-from moray.decoding.target_rows import TargetRows
 from moray.drafters.configs import NgramConfig
 from moray.drafters.loading import build_drafters
 from moray.provenance import git_state
@@ -35,7 +35,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
 
 
 def _decoder(
-    row: Row, target: Target, tokenizer: ChatTokenizer, capacity: int, runner: TargetRows
+    row: Row, target: Target, tokenizer: ChatTokenizer, capacity: int, runner: TargetRunner
 ) -> SpeculativeDecoder:
     if row.drafter is None:
         return SpeculativeDecoder(target, None, capacity=capacity, runner=runner)

@@ -6,7 +6,7 @@ import uuid
 from typing import Any
 
 from moray.decoding.remote.channel import Endpoint
-from moray.decoding.remote.places import Places
+from moray.decoding.remote.drafter_pool import DrafterPool
 from serve.calls import end_call
 
 _LOGGER = logging.getLogger("ray.serve")
@@ -15,7 +15,7 @@ _PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 10.0
 
 
-class LeasedPlaces(Places):
+class LeaseClient(DrafterPool):
     """Serve's router chooses the replica (see `cluster.sticky_router`); a lease keeps a session there.
 
     The interface is called in the engine's thread; all else runs in the event loop.

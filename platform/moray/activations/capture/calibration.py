@@ -27,7 +27,7 @@ def rehearsal_batches(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class CalibrationPass:
     """What a few batches told."""
 
     channels: Channels
@@ -40,7 +40,7 @@ class Rehearsal:
 
 def rehearse(
     target: Target, config: CacheConfig, batches: Sequence[Sequence[np.ndarray]], channels: Channels | None = None
-) -> Rehearsal:
+) -> CalibrationPass:
     """Run one target over a few batches.
 
     Args:
@@ -70,7 +70,7 @@ def rehearse(
     _wait(target)
     num_tokens = sum(len(ids) for tokens in batches[-_NUM_TIMED:] for ids in tokens)
     speed = num_tokens / (time.perf_counter() - begin)
-    return Rehearsal(channels, speed, {name: math.sqrt(value / total) for name, value in squares.items()})
+    return CalibrationPass(channels, speed, {name: math.sqrt(value / total) for name, value in squares.items()})
 
 
 def _wait(target: Target) -> None:

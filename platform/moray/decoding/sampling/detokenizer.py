@@ -7,7 +7,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from moray.decoding.stop import SettledText, StopStrings, shown_length
+from moray.decoding.sampling.stop import SettledText, StopStrings, shown_length
 
 
 class Piece(NamedTuple):
@@ -18,7 +18,7 @@ class Piece(NamedTuple):
     """Its tokens were drafted and accepted."""
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Follows one answer."""
 
     def __init__(

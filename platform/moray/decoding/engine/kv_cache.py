@@ -19,7 +19,7 @@ GRAIN = 64
 """Widths are multiples of this many slots: sequences of nearly the same length do not each ask for new rows."""
 
 
-class RowCache(Cache):
+class BatchedKVCache(Cache):
     """New tokens of each of the first rows per forward pass: one, at its position, or a tree's nodes side by side.
 
         slot      0  1  2  3  4  5

@@ -7,15 +7,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from moray.decoding.adjust import Adjustment
 from moray.decoding.planning.controller import DraftPlan
 from moray.decoding.request import Request
-from moray.decoding.sampling import Sampler
-from moray.decoding.stop import Decode, Ending, StopStrings
+from moray.decoding.sampling.logits_processors import LogitsProcessors
+from moray.decoding.sampling.sampler import Sampler
+from moray.decoding.sampling.stop import Decode, StopChecker, StopStrings
 from moray.errors import DataError
 
 if TYPE_CHECKING:
-    from moray.decoding.drafting import Draft, Drafting
+    from moray.decoding.engine.drafting import Draft, DraftScheduler
 
 
 class EngineSequence:
@@ -27,13 +27,13 @@ class EngineSequence:
         request: Request,
         vocab_size: int,
         device: torch.device,
-        ending: Ending,
+        ending: StopChecker,
     ) -> None:
         self.number = number
         self.request = request
         self.sampler = Sampler(request.params, vocab_size, device, request.sequence)
         self.ending = ending
-        self.adjustment = Adjustment(request, vocab_size, device)
+        self.adjustment = LogitsProcessors(request, vocab_size, device)
         self.tokens = [*request.prompt, *request.generated]
         """Prompt and answer."""
         self.num_read = 0
@@ -48,7 +48,7 @@ class EngineSequence:
         """The draft of this cycle."""
         self.num_passed_over = 0
         """Cycles of others since it began, while its first draft is under way."""
-        self.drafting: Drafting | None = None
+        self.drafting: DraftScheduler | None = None
         """Who drafts for it."""
         self.ending.cut([*request.generated])
         self.adjustment.emit(request.generated)
@@ -78,7 +78,7 @@ class EngineSequence:
         return kept[:count]
 
 
-def ending_of(request: Request, eos_ids: Collection[int], decode: Decode | None) -> Ending:
+def ending_of(request: Request, eos_ids: Collection[int], decode: Decode | None) -> StopChecker:
     """What ends the answer to a request.
 
     Raises:
@@ -88,4 +88,4 @@ def ending_of(request: Request, eos_ids: Collection[int], decode: Decode | None)
         raise DataError("stop holds strings, but this engine was given no tokenizer: leave them out")
     stop = StopStrings(request.stop, decode) if decode is not None and request.stop else None
     context = request.prompt if request.continues_prompt else ()
-    return Ending(request.max_new_tokens, () if request.ignore_eos else eos_ids, stop, context)
+    return StopChecker(request.max_new_tokens, () if request.ignore_eos else eos_ids, stop, context)

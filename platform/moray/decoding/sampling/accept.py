@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.sampling import STREAM_RESIDUAL, STREAM_TEST, Sampler, gumbel
+from moray.decoding.sampling.sampler import STREAM_RESIDUAL, STREAM_TEST, Sampler, gumbel
 from moray.trees.stack import stack_padded
 from moray.trees.tree import TokenTree
 

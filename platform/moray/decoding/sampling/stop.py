@@ -48,7 +48,7 @@ class StopStrings:
         return text[: shown_length(text, self.strings)]
 
 
-class Ending:
+class StopChecker:
     """Follows one answer and says where it ends."""
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.sampler import Sampler
 from moray.trees.grow import Select, SelectMany
 from moray.trees.growth import Picked
 from moray.trees.shapes import ChainShape, GrowableShape

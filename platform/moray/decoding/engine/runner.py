@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from moray.decoding.row_cache import GRAIN, RowCache
+from moray.decoding.engine.kv_cache import GRAIN, BatchedKVCache
 from moray.targets.model import Target, TargetOutput
 from moray.trees.stack import stack_trees
 from moray.trees.tree import TokenTree
@@ -18,8 +18,8 @@ _SEEN_GRAIN = 16
 """A pass looks at a multiple of so many slots: few different shapes, and aligned ones."""
 
 
-class TargetRows:
-    """A target and its `RowCache`."""
+class TargetRunner:
+    """A target and its `BatchedKVCache`."""
 
     def __init__(self, target: Target, num_slots: int) -> None:
         """
@@ -27,7 +27,7 @@ class TargetRows:
             target: may be shared.
             num_slots: of the cache, over all rows; rounded up.
         """
-        self.cache = RowCache(target, -(-num_slots // GRAIN) * GRAIN)
+        self.cache = BatchedKVCache(target, -(-num_slots // GRAIN) * GRAIN)
         self._target = target
         self._dtype = target.model.lm_head.weight.dtype
         """Of masks: attention kernels take additive ones as they are, and would convert booleans in every layer."""

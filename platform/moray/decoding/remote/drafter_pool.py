@@ -10,7 +10,7 @@ _PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
-class Places(ABC):
+class DrafterPool(ABC):
     """Who says which drafter process has a place for a sequence; called from the engine's thread, never waits."""
 
     @abstractmethod
@@ -30,7 +30,7 @@ class Places(ABC):
         """The place is not needed any longer."""
 
 
-class Shunned:
+class CircuitBreaker:
     """Places that were given up lately. What cannot be reached costs its time limit once in a while, not ever again."""
 
     def __init__(self) -> None:

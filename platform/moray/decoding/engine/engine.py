@@ -6,7 +6,7 @@
 What an answer is does not depend on its neighbours: greedy it is the target's own, sampled its noise is a function of
 seed, sequence and position, as in `speculate.PlainDecoder`. In low precision near ties may fall otherwise.
 
-The engine knows neither Ray nor HTTP, and of drafters only that somebody drafts (`decoding.drafts`).
+The engine knows neither Ray nor HTTP, and of drafters only that somebody drafts (`decoding.engine.draft_source`).
 """
 
 import time
@@ -17,19 +17,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moray.decoding.accept import Accepted, AcceptRows, accept_rows
-from moray.decoding.drafting import Drafting, ask_all, awaits_first_draft, collect_all
-from moray.decoding.drafts import DraftSource
-from moray.decoding.engine_config import EngineConfig
-from moray.decoding.engine_stats import EngineStats
-from moray.decoding.logprobs import token_logprobs
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import DraftSource
+from moray.decoding.engine.drafting import DraftScheduler, ask_all, awaits_first_draft, collect_all
+from moray.decoding.engine.runner import TargetRunner
+from moray.decoding.engine.scheduler import Scheduler
+from moray.decoding.engine.sequence import EngineSequence, ending_of
+from moray.decoding.engine.stats import EngineStats
 from moray.decoding.planning.calibrate import calibrate
-from moray.decoding.request import Request, Update
-from moray.decoding.roster import Roster
-from moray.decoding.sequence import EngineSequence, ending_of
+from moray.decoding.request import Request, RequestOutput
+from moray.decoding.sampling.accept import Accepted, AcceptRows, accept_rows
+from moray.decoding.sampling.logprobs import token_logprobs
+from moray.decoding.sampling.stop import Decode, StopChecker
 from moray.decoding.session import synchronise
-from moray.decoding.stop import Decode, Ending
-from moray.decoding.target_rows import TargetRows
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target, TargetOutput
@@ -41,7 +41,7 @@ from moray.trees.tree import TokenTree
 class Engine:
     """Target, key/value memory and the sequences that it holds.
 
-    Rows in use lie one behind the other (see `decoding.roster`): no pass is made over an idle row.
+    Rows in use lie one behind the other (see `decoding.engine.scheduler`): no pass is made over an idle row.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Engine:
         drafts: Mapping[str, DraftSource] | None = None,
         shapes: Mapping[str, AnyShape] | None = None,
         decode: Decode | None = None,
-        runner: TargetRows | None = None,
+        runner: TargetRunner | None = None,
         accept: AcceptRows | None = None,
         is_timed: bool = False,
     ) -> None:
@@ -80,9 +80,9 @@ class Engine:
         self._accept_rows = accept or accept_rows
         sources, shapes = drafts or {}, shapes or {}
         self._hidden_depths = sorted({depth for source in sources.values() for depth in source.observed.hidden_depths})
-        self._rows = runner or TargetRows(target, config.kv_tokens)
+        self._rows = runner or TargetRunner(target, config.kv_tokens)
         self.drafting = {
-            name: Drafting(name, source, shapes.get(name, config.tree), target, self._rows.cache, self.stats)
+            name: DraftScheduler(name, source, shapes.get(name, config.tree), target, self._rows.cache, self.stats)
             for name, source in sources.items()
         }
         most_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)
@@ -96,9 +96,9 @@ class Engine:
             )
         self.capacity = config.capacity or longest
         """Most tokens of prompt and answer together."""
-        self._roster = Roster(self._rows.cache, config, most_nodes)
+        self._roster = Scheduler(self._rows.cache, config, most_nodes)
         self._num_submitted = 0
-        self._updates: list[Update] = []
+        self._updates: list[RequestOutput] = []
         self._is_second = True
         self._is_put_off = False
 
@@ -113,7 +113,7 @@ class Engine:
             if isinstance(shape, AdaptiveShape) and controller.needs_costs:
                 controller.set_costs(calibrate(self.target, drafters[name], shape, self.config.max_sequences))
 
-    def submit(self, request: Request, ending: Ending | None = None) -> int:
+    def submit(self, request: Request, ending: StopChecker | None = None) -> int:
         """Put a request in line; returns its number. `ending` says what ends the answer in place of the request.
 
         Raises:
@@ -141,7 +141,7 @@ class Engine:
         if request.drafter is not None:
             sequence.drafting = self.drafting.get(request.drafter or next(iter(self.drafting), ""))
         if sequence.ending.finish_reason is not None:
-            self._updates.append(Update(number, [], finish_reason=sequence.ending.finish_reason))
+            self._updates.append(RequestOutput(number, [], finish_reason=sequence.ending.finish_reason))
         else:
             self._roster.waiting.append(sequence)
         return number
@@ -182,7 +182,7 @@ class Engine:
         return self._roster.used_share
 
     @torch.inference_mode()
-    def step(self) -> list[Update]:
+    def step(self) -> list[RequestOutput]:
         """One chunk of prompts, and one cycle; first tokens do not wait for it, but never put it off twice in a row.
         Returns news."""
         self.stats.num_steps += 1
@@ -259,7 +259,7 @@ class Engine:
     def _cycle(self) -> None:
         """Propose, verify, accept and commit for the running sequences whose turn it is.
 
-        Waits for the device once where acceptance is by choice (see `decoding.accept`), drafting apart.
+        Waits for the device once where acceptance is by choice (see `decoding.sampling.accept`), drafting apart.
         """
         rows, stats = self._next_group(), self.stats
         running = self._roster.running[rows.start : rows.stop]
@@ -356,7 +356,7 @@ class Engine:
         if sequence.request.logprobs is not None:
             logprobs = token_logprobs(logits[[0, *result.path][: len(emitted)]], emitted, sequence.request.logprobs)
         self._updates.append(
-            Update(
+            RequestOutput(
                 sequence.number,
                 emitted,
                 num_accepted=min(len(result.tokens), len(emitted)),

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from moray.batch import Taps
-from moray.decoding.drafts import Ask, DraftSource
-from moray.decoding.engine_stats import EngineStats
+from moray.decoding.engine.draft_source import Ask, DraftSource
+from moray.decoding.engine.kv_cache import BatchedKVCache
+from moray.decoding.engine.sequence import EngineSequence
+from moray.decoding.engine.stats import EngineStats
 from moray.decoding.planning.controller import NUM_TRIED, DraftPlan, SpeculationController
 from moray.decoding.planning.fitting import depth_notice, fit_shape
-from moray.decoding.row_cache import RowCache
-from moray.decoding.sequence import EngineSequence
 from moray.targets.model import Target
 from moray.trees.ranking import Pruned, prune
 from moray.trees.shapes import AdaptiveShape, AnyShape
@@ -42,11 +42,11 @@ class Draft:
     """Sum of the probabilities of its nodes, if they decided how many were kept."""
 
 
-class Drafting:
+class DraftScheduler:
     """One draft source and the sequences that use it."""
 
     def __init__(
-        self, name: str, source: DraftSource, shape: AnyShape, target: Target, cache: RowCache, stats: EngineStats
+        self, name: str, source: DraftSource, shape: AnyShape, target: Target, cache: BatchedKVCache, stats: EngineStats
     ) -> None:
         """
         Raises:
@@ -202,7 +202,7 @@ class Drafting:
 
 
 def ask_all(
-    draftings: Iterable[Drafting], sequences: list[EngineSequence], rows: Collection[int], num_rows: int
+    draftings: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int], num_rows: int
 ) -> None:
     """Let drafts begin, each with its own drafter: those who draft elsewhere need not wait for the next pass."""
     for drafting in draftings:
@@ -210,7 +210,7 @@ def ask_all(
 
 
 def collect_all(
-    draftings: Iterable[Drafting], sequences: list[EngineSequence], rows: Collection[int]
+    draftings: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int]
 ) -> dict[int, Draft]:
     """The drafts asked for, of all drafters, by row."""
     found: dict[int, Draft] = {}

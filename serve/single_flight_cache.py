@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 Found = TypeVar("Found")
 
 
-class Lately(Generic[Found]):
+class SingleFlightCache(Generic[Found]):
     """A value that is at most some seconds old. That it could not be found out is remembered as long."""
 
     def __init__(self, find: Callable[[], Awaitable[Found]], fresh_seconds: float, most_seconds: float) -> None:

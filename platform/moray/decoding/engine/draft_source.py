@@ -13,8 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from moray.batch import TapNeeds, Taps
-from moray.decoding.picking import picks_of
-from moray.decoding.sampling import Sampler
+from moray.decoding.sampling.batched_select import picks_of
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.synthetic import NO_COST, SyntheticCost
 from moray.drafters.base import Drafter, Memory
 from moray.trees.shapes import GrowableShape

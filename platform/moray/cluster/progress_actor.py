@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.5
 
 
 @ray.remote
-class Board:
+class ProgressActor:
     """Holds the latest progress of one run."""
 
     def __init__(self) -> None:

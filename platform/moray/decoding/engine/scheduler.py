@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Collection
 from itertools import islice
 
-from moray.decoding.engine_config import EngineConfig
-from moray.decoding.row_cache import GRAIN, RowCache
-from moray.decoding.sequence import EngineSequence
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.kv_cache import GRAIN, BatchedKVCache
+from moray.decoding.engine.sequence import EngineSequence
 
 _GATHER_SHARE = 16
 
 
-class Roster:
-    """Keeps a `RowCache`'s rows in step with the sequences that they belong to."""
+class Scheduler:
+    """Keeps a `BatchedKVCache`'s rows in step with the sequences that they belong to."""
 
-    def __init__(self, cache: RowCache, config: EngineConfig, most_nodes: int) -> None:
+    def __init__(self, cache: BatchedKVCache, config: EngineConfig, most_nodes: int) -> None:
         """`most_nodes` are those of the largest tree, its root among them, which need slots behind a sequence."""
         self.waiting: deque[EngineSequence] = deque()
         self.running: list[EngineSequence] = []

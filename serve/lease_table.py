@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from moray.decoding.remote.host import DraftHost
 
 
-class LentPlaces:
+class LeaseTable:
     """Leases by sequence, of one event loop."""
 
     def __init__(self, host: DraftHost, idle_seconds: float) -> None:

@@ -20,7 +20,7 @@ FORECAST_FILE = "forecast.json"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CacheSpec:
     """What a cache is to hold, before anything is read of it."""
 
     target: TargetConfig
@@ -32,7 +32,9 @@ class Wanted:
     columns: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, needs_weights: bool = True) -> "Wanted":
+    def of(
+        cls, target: TargetConfig, chats: ChatsConfig, cache: CacheConfig, needs_weights: bool = True
+    ) -> "CacheSpec":
         """Read the target's configuration, its tokenizer and the names of the chats' files.
 
         Raises:
@@ -80,14 +82,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Planned:
+class CachePlan:
     """All shards of a tokenised cache, and the lengths of the chats of every part."""
 
     shards: list[ShardPlan]
     lengths: dict[str, list[int]]
 
     @classmethod
-    def of(cls, store: CacheStore, cache: CacheConfig) -> "Planned":
+    def of(cls, store: CacheStore, cache: CacheConfig) -> "CachePlan":
         """Cut the parts of a cache that has a plan; the result is always the same."""
         lengths = {part: summary["lengths"] for part, summary in find_parts(store).whole.items()}
         token_bytes = shard_token_bytes(store.read_plan())

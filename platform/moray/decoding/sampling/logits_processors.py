@@ -14,7 +14,7 @@ from moray.decoding.request import Request
 from moray.trees.tree import TokenTree
 
 
-class Adjustment:
+class LogitsProcessors:
     """What a request asks to be added to the target's logits."""
 
     def __init__(self, request: Request, vocab_size: int, device: torch.device) -> None:

@@ -1,0 +1,1 @@
+"""The decoding loop: continuous batching of speculative decoding, for one sequence or many."""
