@@ -25,7 +25,7 @@ from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
-from moray.trees.shapes import GrowableShape
+from moray.trees.shapes import AnyShape
 
 _WARM_UP_TOKENS = 8
 _CYCLE = ("propose", "verify", "accept", "commit")
@@ -57,7 +57,7 @@ _Decode = Callable[[Sequence[list[int]], int], _Answers]
 def measure_batch_speedup(
     target: Target,
     drafter: Drafter,
-    shape: GrowableShape,
+    shape: AnyShape,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     batch: int,
@@ -108,8 +108,7 @@ def measure_batch_speedup(
         raise ConfigError(f"batch is {batch}; it must be at least 1")
     name = type(drafter).__name__.lower()
     fitted = fit_shape(shape, name, drafter.max_depth, target.spec.vocab_size)
-    if batch > 1:
-        say_once(depth_notice(shape, name, fitted))
+    say_once(depth_notice(shape, name, fitted))
     drafted, plain = (_side(target, d, shape, capacity, batch, params, eos_ids) for d in (drafter, None))
     for decode in (plain, drafted):  # the first call of anything is slow
         decode(prompts[:batch], min(_WARM_UP_TOKENS, max_new_tokens))
@@ -172,7 +171,7 @@ def _rows_per_pass(answers: _Answers) -> float | None:
 def _side(
     target: Target,
     drafter: Drafter | None,
-    shape: GrowableShape,
+    shape: AnyShape,
     capacity: int,
     batch: int,
     params: SamplingParams,

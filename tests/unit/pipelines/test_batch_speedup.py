@@ -8,6 +8,7 @@ from tiny_targets import TinyTarget, load_target
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.errors import ConfigError, DataError
+from moray.trees.shapes import AdaptiveShape
 from pipelines.benchmarks import batch_speedup
 from pipelines.benchmarks.batch_speedup import measure_batch_speedup
 
@@ -47,6 +48,15 @@ def test_tau_and_rows_are_those_of_the_target_as_its_own_drafter(tiny):
     assert figures["tau"] == CHAIN.depth + 1
     assert figures["rows_per_pass"] == {"plain": 4, "drafted": 4}
     assert 0 < figures["draft_share"] < 1
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_an_adaptive_tree_is_chosen_for_the_batch(tiny, batch):
+    """Costs are measured for as many sequences as are decoded together."""
+    prompts = [tiny.prompt(seed, 4 + 9 * seed) for seed in range(4)]
+    shape = AdaptiveShape(type="adaptive", depth=3, breadth=2, nodes=6)
+    figures = measure_batch_speedup(tiny.target, Rehearsed(tiny.target, 0.5), shape, prompts, 20, batch, (), GREEDY)
+    assert figures["lossless"] is True
 
 
 def test_rows_stay_filled_to_the_batch_size_and_no_further(tiny):
