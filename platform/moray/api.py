@@ -1,0 +1,153 @@
+"""Moray in Python: load a target and a drafter, and decode. `from moray import Target, load_drafter, generate`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moray.config import Config, validate
+from moray.decoding import stats
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.params import SamplingParams
+from moray.decoding.sampling.detokenizer import IncrementalDetokenizer, Piece
+from moray.decoding.sampling.stop import StopStrings
+from moray.decoding.stats import Generation
+from moray.drafters.base import Drafter
+from moray.drafters.configs import UsableConfig
+from moray.drafters.loading import build_drafters
+from moray.targets.head import TargetHead
+from moray.targets.model import Target as TargetModel
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer, Message
+from moray.trees.shapes import AdaptiveShape, AnyShape
+
+ADAPTIVE = AdaptiveShape(type="adaptive", depth=8)
+"""Chains whose depth is chosen in every cycle, down to no draft at all."""
+
+
+@dataclass
+class Target:
+    """A model whose output must come out unchanged, and its tokenizer."""
+
+    model: TargetModel
+    tokenizer: ChatTokenizer
+    _decoders: dict[tuple[int, AnyShape], SpeculativeDecoder] = field(default_factory=dict, repr=False)
+    """By drafter and tree: each measures its costs once."""
+
+    @classmethod
+    def load(cls, model: str | Path, **settings: Any) -> "Target":
+        """Load a model's weights and its tokenizer.
+
+        Args:
+            model: folder of a Hugging Face model, its name on the Hub, or a GGUF file of the Llama family.
+            settings: `dtype`, `device` and `template`, as in `targets.spec.TargetConfig`.
+
+        Raises:
+            ConfigError: no such model, an unsupported family, or a setting that is not known.
+        """
+        config = validate(TargetConfig, {"model": str(model), **settings})
+        return cls(TargetModel.load(config), ChatTokenizer.load(config.model, config.template))
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset({*self.model.eos_ids, *self.tokenizer.eos_ids})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `generate` returns."""
+
+    text: str
+    generation: Generation
+    """Tokens, and what every cycle did."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer."""
+        return len(self.generation.tokens)
+
+    @property
+    def num_passes(self) -> int:
+        """Target passes that they took, one of them over the prompt."""
+        return 1 + self.generation.num_cycles
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target pass after the prompt's; 1 without drafts."""
+        return stats.tau([self.generation])
+
+
+class _Entry(Config):
+    drafter: UsableConfig
+
+
+def load_drafter(drafter: str | Path | Mapping[str, Any], target: Target) -> Drafter:
+    """Load a drafter for a target.
+
+    Args:
+        drafter: folder of a trained or exported drafter, or a drafter that needs no training, such as
+            `{"type": "ngram"}` (prompt lookup) and `{"type": "pretrained", "model": MODEL}`.
+        target: that it drafts for.
+
+    Raises:
+        ConfigError: such a drafter is not known.
+        DataError: missing or damaged files.
+        MismatchError: it was trained for another target, tokenizer or chat template.
+    """
+    entry: Any = str(drafter)
+    if isinstance(drafter, Mapping):
+        entry = validate(_Entry, {"drafter": dict(drafter)}).drafter
+    model = target.model
+    built = build_drafters((entry,), lambda num_layers: TargetHead.of(model, num_layers), target.tokenizer)
+    return next(iter(built.values()))
+
+
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    prompt: str | Sequence[Message],
+    *,
+    max_new_tokens: int = 256,
+    tree: AnyShape = ADAPTIVE,
+    stop: Sequence[str] = (),
+    on_text: Callable[[str], None] | None = None,
+    **sampling: Any,
+) -> Answer:
+    """Answer a prompt: greedily, token by token, what the target alone would answer.
+
+    Args:
+        target: whose answer it is.
+        drafter: proposes tokens; None decodes plainly. It changes the speed alone.
+        prompt: a user's message, or a chat that ends with one.
+        max_new_tokens: most tokens of the answer.
+        tree: shape of the drafts.
+        stop: strings that end the answer, which leaves them out.
+        on_text: receives the text piece by piece.
+        sampling: `temperature`, `top_p`, `seed` and others of `decoding.params.SamplingParams`; greedy without any.
+
+    Raises:
+        ConfigError: a sampling parameter that is not known, or a tree that the drafter cannot draft.
+        DataError: the prompt does not fit into the target's context.
+    """
+    params = validate(SamplingParams, sampling)
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    tokenizer = target.tokenizer
+    key = (id(drafter), tree)
+    if key not in target._decoders:
+        target._decoders[key] = SpeculativeDecoder(target.model, drafter, tree)
+    strings = StopStrings(stop, tokenizer.decode)
+    shown = IncrementalDetokenizer(strings)
+
+    def say(pieces: Sequence[Piece]) -> None:
+        if on_text is not None and pieces:
+            on_text("".join(piece.text for piece in pieces))
+
+    def show(tokens: list[int], accepted: int) -> None:
+        say(shown.push(tokens, accepted))
+
+    generation = target._decoders[key].generate(
+        tokenizer.encode_prompt(messages), params, max_new_tokens, target.eos_ids, show, stop=strings
+    )
+    say(shown.finish())
+    return Answer(strings.text_before(generation.tokens), generation)
