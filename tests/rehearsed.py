@@ -7,9 +7,7 @@ from torch import Tensor
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory
-from moray.drafters.configs import (
-    DrafterConfigBase,
-)
+from moray.drafters.config_base import DrafterConfigBase
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
 from moray.targets.model import Target

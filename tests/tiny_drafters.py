@@ -14,10 +14,9 @@ from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
 from moray.drafters.base import Drafter
+from moray.drafters.config_base import BlockConfig, DrafterConfigBase
 from moray.drafters.configs import (
-    BlockConfig,
     DrafterConfig,
-    DrafterConfigBase,
     DynamicMoAConfig,
     EagleConfig,
     GlideConfig,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.common.vocabulary import DraftVocabulary
-from moray.drafters.configs import DrafterConfigBase, TrainableBase
+from moray.drafters.config_base import DrafterConfigBase, TrainableBase
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.packed_linear import choose_kernels, linear_weights, pack_linears

@@ -10,7 +10,8 @@ from torch import nn
 
 from moray.decoding.compiling import compile_models
 from moray.decoding.params import SamplingParams
-from moray.drafters.configs import BlockConfig, EagleConfig
+from moray.drafters.config_base import BlockConfig
+from moray.drafters.configs import EagleConfig
 
 GREEDY = SamplingParams()
 EAGLE = EagleConfig(type="eagle", layer=BlockConfig(num_heads=4, num_kv_heads=2, intermediate_size=96))

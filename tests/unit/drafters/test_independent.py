@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moray.drafters.base import DraftView
 from moray.drafters.common.slots import EXTEND_CHUNK
-from moray.drafters.configs import BlockConfig, IndependentConfig
+from moray.drafters.config_base import BlockConfig
+from moray.drafters.configs import IndependentConfig
 from moray.drafters.independent import Independent
 from moray.errors import ConfigError
 

@@ -15,7 +15,8 @@ from moray.bench.recording import check_writable
 from moray.config import validate
 from moray.decoding.stats import PHASES
 from moray.drafters.checkpoint import save_drafter
-from moray.drafters.configs import BlockConfig, EagleConfig, MedusaConfig
+from moray.drafters.config_base import BlockConfig
+from moray.drafters.configs import EagleConfig, MedusaConfig
 from moray.errors import ConfigError, DataError
 from moray.provenance import write_json_atomically
 from moray.targets.model import Target

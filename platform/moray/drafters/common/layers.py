@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moray.drafters.common.attention import KVBuffer, Mask, Reach, attend, attend_each, attend_within, without_known
 from moray.drafters.common.direction import Direction
-from moray.drafters.configs import BlockConfig
+from moray.drafters.config_base import BlockConfig
 from moray.targets.visibility import Visible
 
 Rotary = Complex[Tensor, "#seq half"]

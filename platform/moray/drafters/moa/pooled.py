@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moray.drafters.common.attention import attend
 from moray.drafters.common.layers import RMSNorm, Rotary, SelfAttention, SwiGLU, rotate
-from moray.drafters.configs import BlockConfig
+from moray.drafters.config_base import BlockConfig
 from moray.drafters.moa.gated_mean import GatedMean
 from moray.drafters.moa.layer_attention import LayerAttention
 

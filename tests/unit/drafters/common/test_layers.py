@@ -19,7 +19,7 @@ from moray.drafters.common.layers import (
     rotate,
 )
 from moray.drafters.common.slots import DraftSlots
-from moray.drafters.configs import BlockConfig, LayeredBase
+from moray.drafters.config_base import BlockConfig, LayeredBase
 
 WIDTH, HEAD_DIM, EPS = 24, 8, 1e-5
 BLOCK = BlockConfig(num_heads=4, num_kv_heads=2, intermediate_size=32)

@@ -14,7 +14,8 @@ from moray.distill.masks import loss_positions
 from moray.drafters.base import DraftView
 from moray.drafters.checkpoint import load_drafter, save_drafter
 from moray.drafters.common.vocabulary import DraftVocabulary
-from moray.drafters.configs import BlockConfig, EagleConfig, GlideConfig, IndependentConfig, MedusaConfig, MoAConfig
+from moray.drafters.config_base import BlockConfig
+from moray.drafters.configs import EagleConfig, GlideConfig, IndependentConfig, MedusaConfig, MoAConfig
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 

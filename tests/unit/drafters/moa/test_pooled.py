@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moray.drafters.common.layers import RotaryTable, SelfAttentionLayer
-from moray.drafters.configs import BlockConfig
+from moray.drafters.config_base import BlockConfig
 from moray.drafters.moa.pooled import PooledSelfAttentionLayer
 
 WIDTH, HEAD_DIM = 24, 8

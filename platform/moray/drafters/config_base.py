@@ -1,0 +1,106 @@
+"""What the configurations of drafters have in common. Packages with drafters of their own build on this module.
+
+Torch-free, so that a misspelt key is answered before torch is loaded; each configuration names the module that builds
+its drafter.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from moray.config import Config
+
+if TYPE_CHECKING:
+    from moray.drafters.base import Drafter
+    from moray.targets.head import TargetHead
+
+
+class BlockConfig(Config):
+    """Sizes of one decoder layer of a drafter."""
+
+    num_heads: int = Field(ge=1)
+    """Number of query heads."""
+    num_kv_heads: int = Field(ge=1)
+    """Number of key/value heads; must divide num_heads."""
+    intermediate_size: int = Field(ge=1)
+    """Inner width of the MLP, in elements."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "BlockConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+        return self
+
+
+class DrafterConfigBase(Config):
+    """What all drafters' configurations have in common."""
+
+    has_weights: ClassVar[bool] = True
+    """Whether there is anything to hold and to compute that would be worth a process of its own."""
+
+    def build(self, head: "TargetHead") -> "Drafter":
+        """A freshly initialised drafter for the target that `head` belongs to."""
+        module_name, class_name = self.implementation()
+        return getattr(importlib.import_module(module_name), class_name)(self, head)
+
+    def implementation(self) -> tuple[str, str]:
+        """Module and class of the drafter."""
+        raise NotImplementedError
+
+    @property
+    def num_target_layers(self) -> int:
+        """How many of the target's last layers the drafter runs itself."""
+        return 0
+
+    @property
+    def efforts(self) -> tuple[int, ...]:
+        """How many of them in a draft step, cheapest first: what is chosen from in every cycle. Most know one way."""
+        return (self.num_target_layers,)
+
+    @property
+    def max_depth(self) -> int | None:
+        """Most levels that the drafter can draft; None for any number."""
+        return None
+
+    @property
+    def verified_period(self) -> tuple[int, int] | None:
+        """T-step training: a response position counts as verified every P tokens, P uniform over low..high-1.
+        None: every position is predicted from the one before it."""
+        return None
+
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """How many of the target's tokens the drafter may propose; None for all."""
+        return None
+
+    @property
+    def predicts_features(self) -> bool:
+        """Whether it predicts hidden states of the target, for `losses.feature` to compare."""
+        return False
+
+
+class TrainableBase(DrafterConfigBase):
+    """Drafters that are distilled and score tokens with a vocabulary projection."""
+
+    draft_vocab_size: int | None = Field(default=None, ge=2)
+    """Number of tokens that may be proposed, the most frequent in the cache's responses; null for all. With a large
+    vocabulary the projection is most of the cost of a draft step."""
+
+    @property
+    def num_draft_tokens(self) -> int | None:
+        return self.draft_vocab_size
+
+
+class LayeredBase(TrainableBase):
+    """Trainable drafters made of decoder layers."""
+
+    norm_init: Literal["ones", "normal"] = "ones"
+    """Initial RMSNorm weights: ones, or normal, drawn from N(0, 0.02) as MoA's code does, at a cost in tau."""
+
+
+class ReadyBase(DrafterConfigBase):
+    """Drafters that need no training."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """Name in tables; null for the type. Needed to measure two of one type."""
