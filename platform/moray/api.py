@@ -1,13 +1,13 @@
 """Moray in Python: load a target and a drafter, and decode. `from moray import Target, load_drafter, generate`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moray.config import Config, validate
 from moray.decoding import stats
-from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling.detokenizer import IncrementalDetokenizer, Piece
 from moray.decoding.sampling.stop import StopStrings
@@ -23,35 +23,49 @@ from moray.trees.shapes import AdaptiveShape, AnyShape
 
 ADAPTIVE = AdaptiveShape(type="adaptive", depth=8)
 """Chains whose depth is chosen in every cycle, down to no draft at all."""
+MAX_CONTEXT = 4096
+_MOST_NODES = 128
+"""Of a tree for which the shared memory has room; a larger one has memory of its own."""
 
 
-@dataclass
 class Target:
-    """A model whose output must come out unchanged, and its tokenizer."""
+    """A model whose output must come out unchanged, its tokenizer, and key/value memory for one answer at a time."""
 
-    model: TargetModel
-    tokenizer: ChatTokenizer
-    _decoders: dict[tuple[int, AnyShape], SpeculativeDecoder] = field(default_factory=dict, repr=False)
-    """By drafter and tree: each measures its costs once."""
+    def __init__(self, model: TargetModel, tokenizer: ChatTokenizer, max_context: int = MAX_CONTEXT) -> None:
+        """`max_context` is the most tokens of prompt and answer together, for which memory is allocated here."""
+        self.model, self.tokenizer = model, tokenizer
+        self.max_context = min(model.spec.max_positions, max_context)
+        self._runner = runner_for(model, self.max_context, _MOST_NODES)
+        self._decoders: dict[tuple[int, AnyShape], SpeculativeDecoder] = {}
 
     @classmethod
-    def load(cls, model: str | Path, **settings: Any) -> "Target":
+    def load(cls, model: str | Path, *, max_context: int = MAX_CONTEXT, **settings: Any) -> "Target":
         """Load a model's weights and its tokenizer.
 
         Args:
             model: folder of a Hugging Face model, its name on the Hub, or a GGUF file of the Llama family.
+            max_context: most tokens of prompt and answer together; no more than the model's own context.
             settings: `dtype`, `device` and `template`, as in `targets.spec.TargetConfig`.
 
         Raises:
             ConfigError: no such model, an unsupported family, or a setting that is not known.
         """
         config = validate(TargetConfig, {"model": str(model), **settings})
-        return cls(TargetModel.load(config), ChatTokenizer.load(config.model, config.template))
+        return cls(TargetModel.load(config), ChatTokenizer.load(config.model, config.template), max_context)
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         return frozenset({*self.model.eos_ids, *self.tokenizer.eos_ids})
+
+    def decoder(self, drafter: Drafter | None, tree: AnyShape) -> SpeculativeDecoder:
+        """The decoder for a drafter and a tree, made once, for it measures costs. Decoders take turns: one answer must
+        end before the next begins."""
+        key = (id(drafter), tree)
+        if key not in self._decoders:
+            runner = self._runner if tree.num_nodes <= _MOST_NODES else None
+            self._decoders[key] = SpeculativeDecoder(self.model, drafter, tree, self.max_context, runner)
+        return self._decoders[key]
 
 
 @dataclass(frozen=True)
@@ -133,9 +147,6 @@ def generate(
     params = validate(SamplingParams, sampling)
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     tokenizer = target.tokenizer
-    key = (id(drafter), tree)
-    if key not in target._decoders:
-        target._decoders[key] = SpeculativeDecoder(target.model, drafter, tree)
     strings = StopStrings(stop, tokenizer.decode)
     shown = IncrementalDetokenizer(strings)
 
@@ -146,7 +157,7 @@ def generate(
     def show(tokens: list[int], accepted: int) -> None:
         say(shown.push(tokens, accepted))
 
-    generation = target._decoders[key].generate(
+    generation = target.decoder(drafter, tree).generate(
         tokenizer.encode_prompt(messages), params, max_new_tokens, target.eos_ids, show, stop=strings
     )
     say(shown.finish())

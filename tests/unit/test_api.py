@@ -13,6 +13,7 @@ import moray
 from moray.api import Target
 from moray.drafters.checkpoint import save_drafter
 from moray.errors import ConfigError, DataError
+from moray.trees.shapes import DynamicShape
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -83,3 +84,15 @@ def test_what_is_wrong_is_said(folder, target, tmp_path):
         moray.load_drafter(tmp_path, target)
     with pytest.raises(DataError, match="the prompt has"):
         moray.generate(target, None, "a b c d " * 4000)
+
+
+def test_answers_take_turns_in_one_memory_of_the_asked_size(folder):
+    target = moray.Target.load(folder, device="cpu", max_context=64)
+    assert target.max_context == 64
+    drafter = moray.load_drafter(folder / "drafter", target)
+    answers = [moray.generate(target, one, CHAT, max_new_tokens=500) for one in (None, drafter, None, drafter)]
+    assert len({tuple(answer.generation.tokens) for answer in answers}) == 1
+    used = answers[0].num_tokens + len(target.tokenizer.encode_prompt(CHAT))
+    assert used == 64 or answers[0].generation.finish_reason == "stop"
+    wide = DynamicShape(type="dynamic", depth=5, breadth=8, nodes=200)
+    assert moray.generate(target, drafter, CHAT, max_new_tokens=500, tree=wide).text == answers[0].text
