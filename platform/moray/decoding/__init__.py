@@ -1,1 +1,1 @@
-"""Decoding, lossless unless asked otherwise: plain and speculative, greedy and sampled, one sequence at a time."""
+"""Decoding, lossless unless asked otherwise: one loop for one sequence or many, with drafts or without."""

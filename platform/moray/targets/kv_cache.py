@@ -1,7 +1,8 @@
-"""The target's key/value cache: preallocated, addressed by slot, compacted by index.
+"""The key/value cache of a model that reads one sequence, or several of one length: preallocated, addressed by slot.
 
-Stands where a `transformers` cache would, so that the model itself stays unmodified. It knows slots, not
-positions: a tree's nodes lie side by side in consecutive slots whatever their positions are.
+Stands where a `transformers` cache would, so that the model itself stays unmodified. It knows slots, not positions: new
+tokens lie side by side in consecutive slots whatever their positions are. The engine's cache, whose rows have lengths of
+their own, is `decoding.engine.kv_cache`.
 """
 
 from collections.abc import Sequence
@@ -58,18 +59,6 @@ class KVCache(Cache):
 
     def commit(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` of the slots just written."""
-        self.length += num_tokens
-
-    def commit_path(self, path: Int[Tensor, " path"]) -> None:
-        """Keep the slots `length + path` in that order: an accepted path through a tree.
-
-        `path` ascends and path[i] >= i, so moving left to right never overwrites a slot still needed;
-        `index_select` copies first in any case.
-        """
-        num_tokens = path.shape[0]
-        kept = self.data[..., self.length :, :].index_select(-2, path)
-        self.data[..., self.length : self.length + num_tokens, :] = kept
-        self._place_in_order(num_tokens)
         self.length += num_tokens
 
     def write(self, kv: Float[Tensor, "batch new layers width"]) -> None:

@@ -169,7 +169,7 @@ class SparseShape(Config):
 
 class AdaptiveShape(Config):
     """Depth, and number of nodes, chosen anew in every cycle from measured costs and running acceptance
-    (`decoding.adapt`); down to no draft at all where drafting would be a loss.
+    (`decoding.planning`); down to no draft at all where drafting would be a loss.
 
     The text never depends on it when greedy or coupled; by rejection its distribution does not, but the same seed
     may give another text on another machine.

@@ -51,25 +51,11 @@ def test_what_was_not_committed_is_overwritten():
     assert slots(kv) == [0, 1, 7, 8, 9]
 
 
-@pytest.mark.parametrize("path", [[0], [0, 1, 2], [0, 2, 5], [0, 3, 4, 5], [5]])
-def test_a_path_is_compacted_in_every_layer(path):
-    kv = cache()
-    fill(kv, 3, 0)
-    kv.commit(3)
-    fill(kv, 6, 3)
-    kv.commit_path(torch.tensor(path))
-    for layer in range(LAYERS):
-        assert slots(kv, layer) == [0, 1, 2, *[3 + node for node in path]]
-        expected = torch.cat([numbered(1, s, layer)[0] for s in [0, 1, 2, *[3 + n for n in path]]], dim=2)
-        assert torch.equal(kv.data[layer, 0, :, :, : kv.length], expected)
-        assert torch.equal(kv.data[layer, 1, :, :, : kv.length], -expected)
-
-
 def test_nothing_is_allocated_after_construction():
     kv = cache()
     place = kv.data.data_ptr()
     fill(kv, 6, 0)
-    kv.commit_path(torch.tensor([0, 2, 4]))
+    kv.commit(3)
     kv.reset()
     fill(kv, 2, 0)
     kv.write(torch.zeros(1, 2, LAYERS, 2 * HEADS * DIM))

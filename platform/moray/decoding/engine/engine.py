@@ -4,7 +4,7 @@
     cycle = propose (here or elsewhere) + one target pass over the trees of all + accept + commit + observe
 
 What an answer is does not depend on its neighbours: greedy it is the target's own, sampled its noise is a function of
-seed, sequence and position, as in `speculate.PlainDecoder`. In low precision near ties may fall otherwise.
+seed, sequence and position, as in `plain.PlainDecoder`. In low precision near ties may fall otherwise.
 
 The engine knows neither Ray nor HTTP, and of drafters only that somebody drafts (`decoding.engine.draft_source`).
 """
