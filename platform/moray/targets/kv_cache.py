@@ -1,8 +1,8 @@
 """The key/value cache of a model that reads one sequence, or several of one length: preallocated, addressed by slot.
 
-Stands where a `transformers` cache would, so that the model itself stays unmodified. It knows slots, not positions: new
-tokens lie side by side in consecutive slots whatever their positions are. The engine's cache, whose rows have lengths of
-their own, is `decoding.engine.kv_cache`.
+Stands where a `transformers` cache would, so that the model itself stays unmodified. It knows slots, not positions:
+new tokens lie side by side in consecutive slots, whatever their positions are. The engine's cache, whose rows have
+lengths of their own, is `decoding.engine.kv_cache`.
 """
 
 from collections.abc import Sequence
