@@ -128,7 +128,7 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     **sampling: Any,
 ) -> Answer:
-    """Answer a prompt: greedily, token by token, what the target alone would answer.
+    """Answer a prompt. With greedy decoding the answer equals, token by token, what the target alone would give.
 
     Args:
         target: whose answer it is.

@@ -1,7 +1,7 @@
-"""The engine's dealings with one draft source: how deep to draft, what the source has still to be told, and asking it.
+"""Manages one draft source: chooses what to draft, sends newly verified tokens, and requests drafts.
 
-Tokens are told late, just before a draft is wanted: what the planner does not want drafted costs nothing at all. Keys
-and values are still in the cache then; hidden states, which are not kept there, each sequence keeps itself.
+The scheduler sends verified tokens to the source only when it wants a draft, so a sequence without drafts costs nothing.
+Keys and values are still in the cache then; each sequence stores its own hidden states.
 """
 
 import time

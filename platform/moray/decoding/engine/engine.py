@@ -3,10 +3,10 @@
     step  = admit waiting sequences + read a chunk of prompts + one cycle of the running sequences
     cycle = propose (here or elsewhere) + one target pass over the trees of all + accept + commit + observe
 
-What an answer is does not depend on its neighbours: greedy it is the target's own, sampled its noise is a function of
-seed, sequence and position, as in `plain.PlainDecoder`. In low precision near ties may fall otherwise.
+With the default rule an answer does not depend on the other sequences. Greedy answers equal the target's; sampled ones use
+noise that is a function of seed, sequence and position, as in `plain.PlainDecoder`. In low precision near ties may differ.
 
-The engine knows neither Ray nor HTTP, and of drafters only that somebody drafts (`decoding.engine.draft_source`).
+The engine knows nothing of Ray or HTTP. It reaches drafters only through a `DraftSource`.
 """
 
 import time
@@ -96,7 +96,7 @@ class Engine:
             )
         self.capacity = config.capacity or longest
         """Most tokens of prompt and answer together."""
-        self._roster = Scheduler(self._rows.cache, config, most_nodes)
+        self._scheduler = Scheduler(self._rows.cache, config, most_nodes)
         self._num_submitted = 0
         self._updates: list[RequestOutput] = []
         self._is_second = True
@@ -143,17 +143,17 @@ class Engine:
         if sequence.ending.finish_reason is not None:
             self._updates.append(RequestOutput(number, [], finish_reason=sequence.ending.finish_reason))
         else:
-            self._roster.waiting.append(sequence)
+            self._scheduler.waiting.append(sequence)
         return number
 
     def cancel(self, number: int) -> None:
         """Forget a sequence, wherever it is; one that has ended is forgotten already."""
-        waiting = self._roster.waiting
+        waiting = self._scheduler.waiting
         for sequence in waiting:
             if sequence.number == number:
                 waiting.remove(sequence)
                 return
-        if any(sequence.number == number for sequence in self._roster.held):
+        if any(sequence.number == number for sequence in self._scheduler.held):
             self._settle({number})
 
     @property
@@ -164,22 +164,22 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._roster.waiting or self._roster.held or self._updates)
+        return bool(self._scheduler.waiting or self._scheduler.held or self._updates)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold rows."""
-        return self._roster.num_held
+        return self._scheduler.num_held
 
     @property
     def num_waiting(self) -> int:
         """Sequences in line."""
-        return len(self._roster.waiting)
+        return len(self._scheduler.waiting)
 
     @property
     def kv_used(self) -> float:
         """Share of the key/value memory that is set aside for sequences."""
-        return self._roster.used_share
+        return self._scheduler.used_share
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -189,11 +189,11 @@ class Engine:
         with self.stats.timed("admit"):
             self._admit()
         self._join()
-        if self._roster.reading:
+        if self._scheduler.reading:
             with self.stats.timed("prefill"):
                 self._read()
         self._is_put_off = bool(self._updates) and not self._is_put_off
-        if self._roster.running and not self._is_put_off:
+        if self._scheduler.running and not self._is_put_off:
             self._cycle()
         updates, self._updates = self._updates, []
         ended = {update.number for update in updates if update.finish_reason is not None}
@@ -201,21 +201,21 @@ class Engine:
         return updates
 
     def _admit(self) -> None:
-        for sequence in self._roster.admit():
+        for sequence in self._scheduler.admit():
             if sequence.drafting is not None:
-                sequence.drafting.expect(sequence.number, self._roster.num_held)
+                sequence.drafting.expect(sequence.number, self._scheduler.num_held)
 
     def _settle(self, gone: Collection[int]) -> None:
         if not gone:
             return
-        for sequence in self._roster.held:
+        for sequence in self._scheduler.held:
             if sequence.number in gone and sequence.drafting is not None:
                 sequence.drafting.source.close(sequence.number)
-        self._roster.settle(gone)
+        self._scheduler.settle(gone)
 
     def _read(self) -> None:
         """Read the next chunk of every prompt in line; choose the first token where that was its last."""
-        first, reading = len(self._roster.decoding), self._roster.reading
+        first, reading = len(self._scheduler.decoding), self._scheduler.reading
         left = [len(sequence.tokens) - sequence.num_read for sequence in reading]
         new = min(max(1, self.config.prefill_tokens // len(reading)), max(left))
         counts = [min(new, rest) for rest in left]
@@ -233,11 +233,11 @@ class Engine:
             begun = [reading[row] for row in ready]
             self._begin(begun, self.target.logits(last))
             self._settle({s.number for s in begun if s.ending.finish_reason is not None})
-            self._roster.settle(begun={s.number for s in begun})
+            self._scheduler.settle(begun={s.number for s in begun})
 
     def _join(self) -> None:
         """Let those that have begun into the cycles, as soon as nobody would have to wait for their first drafts."""
-        roster, num_groups = self._roster, self.config.num_groups
+        roster, num_groups = self._scheduler, self.config.num_groups
         if roster.starting:
             count = len(roster.decoding)
             self._ask(range(len(roster.running), count), -(-count // num_groups))
@@ -262,7 +262,7 @@ class Engine:
         Waits for the device once where acceptance is by choice (see `decoding.sampling.accept`), drafting apart.
         """
         rows, stats = self._next_group(), self.stats
-        running = self._roster.running[rows.start : rows.stop]
+        running = self._scheduler.running[rows.start : rows.stop]
         began = time.perf_counter()
         with stats.timed("propose") as propose:
             trees = self._propose(rows, running)
@@ -284,13 +284,13 @@ class Engine:
             for drafting in {s.drafting for s in running if s.drafting is not None}:
                 drafting.controller.record_pass(len(running), most, verify.seconds)
                 drafting.controller.record_rest(len(running), rest)
-        for sequence in self._roster.starting:
+        for sequence in self._scheduler.starting:
             sequence.num_passed_over += 1
         self._ask([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))
 
     def _next_group(self) -> range:
         """Rows whose turn it is: all of them, or the first half and the second in turn."""
-        count = len(self._roster.running)
+        count = len(self._scheduler.running)
         if self.config.num_groups == 1 or count == 1:
             return range(count)
         half = (count + 1) // 2
@@ -300,11 +300,11 @@ class Engine:
     def _ask(self, rows: Collection[int], num_rows: int) -> None:
         """Let the drafts of some rows begin; `num_rows` are in the pass that they are for."""
         with self.stats.timed("propose"):
-            ask_all(self.drafting.values(), self._roster.decoding, rows, num_rows)
+            ask_all(self.drafting.values(), self._scheduler.decoding, rows, num_rows)
 
     def _propose(self, rows: range, running: list[EngineSequence]) -> list[TokenTree]:
         """A tree for every sequence in some rows, of its root alone where nothing was drafted."""
-        decoding = self._roster.decoding
+        decoding = self._scheduler.decoding
         ask_all(self.drafting.values(), decoding, rows, len(rows))  # once more, where it was not possible or worth it
         found = collect_all(self.drafting.values(), decoding, rows)
         for row, sequence in zip(rows, running, strict=True):

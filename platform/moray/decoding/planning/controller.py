@@ -1,4 +1,4 @@
-"""What to draft next: how deep, with which N, how many nodes, or nothing; whatever promises most tokens per second.
+"""Chooses what to draft next: depth, N, number of nodes, or nothing. It picks the most expected tokens per second.
 
     tokens of a cycle    rows + drafted rows * f * (a_1 + a_1 a_2 + ...)     a_k: acceptance at level k
     seconds of a cycle   pass over rows * (1 + nodes) tokens + asking + draft of so many levels + rest

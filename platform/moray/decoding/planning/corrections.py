@@ -1,4 +1,4 @@
-"""Corrections of measured costs by the cycles since."""
+"""Adjusts the costs measured at start-up to the times of later cycles."""
 
 from moray.decoding.planning.acceptance import FORGET
 

@@ -1,8 +1,8 @@
 """The rules of acceptance: which path of a verified tree is accepted, and which token follows it.
 
-Two lossless rules cover every case. By choice: the target's token at each node is fixed by its logits
-(argmax, or Gumbel-max with the position's noise) and a child is accepted if it is that token. By
-rejection: a child x drawn from q is accepted with probability min(1, p(x)/q(x)); refused, p becomes
+Two lossless rules cover every case. Choice: the target's logits fix the token at each node (argmax, or
+Gumbel-max with the position's noise), and a child is accepted if it is that token. Rejection: a child x
+drawn from q is accepted with probability min(1, p(x)/q(x)); if it is refused, p becomes
 norm((p - q)+) and the next sibling is tried. A deterministic child is the point mass q = 1 at x, for which
 this is: accept with p(x), else zero x and renormalise.
 
