@@ -1,7 +1,7 @@
 """Manages one draft source: chooses what to draft, sends newly verified tokens, and requests drafts.
 
-The scheduler sends verified tokens to the source only when it wants a draft, so a sequence without drafts costs nothing.
-Keys and values are still in the cache then; each sequence stores its own hidden states.
+The scheduler sends verified tokens to the source only when it wants a draft, so a sequence without drafts costs
+nothing. Keys and values are still in the cache then; each sequence stores its own hidden states.
 """
 
 import time

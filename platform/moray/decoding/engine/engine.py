@@ -3,8 +3,9 @@
     step  = admit waiting sequences + read a chunk of prompts + one cycle of the running sequences
     cycle = propose (here or elsewhere) + one target pass over the trees of all + accept + commit + observe
 
-With the default rule an answer does not depend on the other sequences. Greedy answers equal the target's; sampled ones use
-noise that is a function of seed, sequence and position, as in `plain.PlainDecoder`. In low precision near ties may differ.
+With the default rule an answer does not depend on the other sequences. Greedy answers equal the target's; sampled ones
+use noise that is a function of seed, sequence and position, as in `plain.PlainDecoder`. In low precision near ties may
+differ.
 
 The engine knows nothing of Ray or HTTP. It reaches drafters only through a `DraftSource`.
 """
