@@ -28,8 +28,9 @@ from moray.targets.model import Target
 from moray.trees.shapes import AnyShape
 
 _WARM_UP_TOKENS = 8
-_CYCLE = ("propose", "verify", "accept", "commit")
-"""Phases; what is observed counts for the draft that needs it."""
+_DRAFTING = ("propose", "observe", "tell")
+"""Phases; what the drafter is told counts for the draft that needs it."""
+_CYCLE = (*_DRAFTING, "verify", "accept", "commit")
 
 
 @dataclass
@@ -76,7 +77,7 @@ def measure_batch_speedup(
         shape: of the trees.
         prompts: at least `batch`.
         max_new_tokens: most tokens of one answer.
-        batch: sequences that run together. With 1, the decoders for one sequence are measured: they are faster there.
+        batch: sequences that run together.
         eos_ids: tokens that end an answer.
         params: greedy, or how tokens are drawn.
         rounds: how often both sides are timed.
@@ -156,7 +157,7 @@ def _timed(decode: _Decode, target: Target, prompts: Sequence[list[int]], max_ne
 def _draft_share(answers: Sequence[_Answers]) -> float | None:
     """What part of the cycles' time went into drafting."""
     spent = sum(each.phases.get(phase, 0.0) for each in answers for phase in _CYCLE)
-    return sum(each.phases.get("propose", 0.0) for each in answers) / spent if spent else None
+    return sum(each.phases.get(phase, 0.0) for each in answers for phase in _DRAFTING) / spent if spent else None
 
 
 def _rows_per_pass(answers: _Answers) -> float | None:

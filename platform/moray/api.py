@@ -24,6 +24,8 @@ from moray.trees.shapes import AdaptiveShape, AnyShape
 ADAPTIVE = AdaptiveShape(type="adaptive", depth=8)
 """Chains whose depth is chosen in every cycle, down to no draft at all."""
 MAX_CONTEXT = 4096
+_MOST_DECODERS = 8
+"""That a target keeps, the last ones used."""
 _MOST_NODES = 128
 """Of a tree for which the shared memory has room; a larger one has memory of its own."""
 
@@ -36,7 +38,7 @@ class Target:
         self.model, self.tokenizer = model, tokenizer
         self.max_context = min(model.spec.max_positions, max_context)
         self._runner = runner_for(model, self.max_context, _MOST_NODES)
-        self._decoders: dict[tuple[int, AnyShape], SpeculativeDecoder] = {}
+        self._decoders: dict[tuple[int, AnyShape | None], SpeculativeDecoder] = {}
 
     @classmethod
     def load(cls, model: str | Path, *, max_context: int = MAX_CONTEXT, **settings: Any) -> "Target":
@@ -61,8 +63,12 @@ class Target:
     def decoder(self, drafter: Drafter | None, tree: AnyShape) -> SpeculativeDecoder:
         """The decoder for a drafter and a tree, made once, for it measures costs. Decoders take turns: one answer must
         end before the next begins."""
-        key = (id(drafter), tree)
-        if key not in self._decoders:
+        key = (id(drafter), None if drafter is None else tree)
+        if key in self._decoders:
+            self._decoders[key] = self._decoders.pop(key)  # the last one used stands last
+        else:
+            while len(self._decoders) >= _MOST_DECODERS:
+                self._decoders.pop(next(iter(self._decoders)))
             runner = self._runner if tree.num_nodes <= _MOST_NODES else None
             self._decoders[key] = SpeculativeDecoder(self.model, drafter, tree, self.max_context, runner)
         return self._decoders[key]

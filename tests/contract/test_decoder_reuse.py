@@ -77,6 +77,27 @@ def test_a_shared_runner_that_is_too_small_is_refused(tiny):
         SpeculativeDecoder(target, drafter, CHAIN, 124, runner)
 
 
+@pytest.mark.parametrize("at", [1, 2, 3, 6])
+def test_an_answer_that_an_error_ended_leaves_nothing_to_the_next(tiny, greedy, at):
+    """Wherever in a cycle the drafter fails: what was chosen and not returned yet is not the next answer's beginning."""
+    target = tiny("llama")
+    drafter = Rehearsed(target.target, 0.5)
+    decoder = SpeculativeDecoder(target.target, drafter, CHAIN, MAX_POSITIONS)
+    extend, calls = drafter.extend, iter(range(1, 100))
+
+    def failing(*args):
+        if next(calls) == at:
+            raise RuntimeError("no memory left")
+        extend(*args)
+
+    drafter.extend = failing
+    with pytest.raises(RuntimeError, match="no memory left"):
+        decoder.generate(target.prompt(1), GREEDY, 40, ())
+    assert not decoder._engine.is_busy
+    drafter.extend = extend
+    assert decoder.generate(target.prompt(), GREEDY, 40, ()).tokens == greedy("llama")
+
+
 def test_generation_leaves_no_gradients_behind(tiny, learnt):
     target, drafter = tiny("llama"), learnt("llama", "moa-2")
     speculate(target, drafter, DYNAMIC, target.prompt(), GREEDY, 5)

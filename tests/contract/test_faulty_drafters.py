@@ -223,6 +223,8 @@ REFUSED: dict[str, Callable[[DraftedTree], DraftedTree]] = {
     "no parents": _changed(parents=(), is_chain=False),
     "a parent behind its child": _parents(lambda parents: [-1, *range(2, len(parents)), 1] if parents else [-1, 1]),
     "a node without parent": _parents(lambda parents: [-1] * max(2, len(parents))),
+    "scores above certainty": lambda tree: tree.model_copy(update={"scores": (1000.0,) * len(tree.tokens)}),
+    "too few scores": _changed(scores=(0.0,)),
     "levels that the tree has not": _changed(num_empty_levels=60),
     "fewer levels than none": _changed(num_empty_levels=-1),
 }

@@ -295,3 +295,9 @@ def test_messages_come_first_and_trouble_in_between_hurts_nobody():
         server.close()
     with pytest.raises(UnreachableError):
         friend.receive(5)
+
+
+def test_a_guess_that_was_drafted_with_another_n_is_not_used():
+    guess = Guess((1, 2), (3, 4, 5), (GREEDY, 0, 0))
+    assert guess.is_right((1, 2), 3, (GREEDY, 0, 0))
+    assert not guess.is_right((1, 2), 3, (GREEDY, 0, 2))

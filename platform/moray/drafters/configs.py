@@ -4,7 +4,7 @@ Torch-free. A variant costs its class here, one module, one YAML; drafters of ot
 `drafters.installed`.
 """
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union, get_args
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -220,8 +220,9 @@ if TYPE_CHECKING:
     Trainable = MoAConfig | DynamicMoAConfig | EagleConfig | GlideConfig | MedusaConfig | IndependentConfig
     Ready = PretrainedConfig | NgramConfig
 else:
-    _INSTALLED = installed_drafters()
     _TRAINABLE = (MoAConfig, DynamicMoAConfig, EagleConfig, GlideConfig, MedusaConfig, IndependentConfig)
+    _OWN = (*_TRAINABLE, PretrainedConfig, NgramConfig, TrainedConfig)
+    _INSTALLED = installed_drafters([get_args(own.model_fields["type"].annotation)[0] for own in _OWN])
     Trainable = Union[(*_TRAINABLE, *(own for own in _INSTALLED if issubclass(own, TrainableBase)))]
     Ready = Union[(PretrainedConfig, NgramConfig, *(own for own in _INSTALLED if issubclass(own, ReadyBase)))]
 

@@ -7,6 +7,7 @@
 """
 
 import logging
+from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
 
@@ -17,13 +18,15 @@ GROUP = "moray.drafters"
 _LOGGER = logging.getLogger("moray")
 
 
-def installed_drafters() -> list[type[DrafterConfigBase]]:
-    """The configuration classes, by their names in the group. One that cannot be used is left out with a warning, for
-    commands that do not need it must go on."""
+def installed_drafters(taken: Collection[str]) -> list[type[DrafterConfigBase]]:
+    """The configuration classes that packages name in the group. One that cannot be used is left out with a warning,
+    for commands that do not need it must go on. `taken` are types that Moray has itself."""
     found: dict[str, type[DrafterConfigBase]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda one: one.name):
         try:
-            problem, loaded = _check(entry, entry.load())
+            problem, loaded = f"there is a drafter type '{entry.name}' already: rename it", None
+            if entry.name not in {*taken, *found}:
+                problem, loaded = _check(entry, entry.load())
         except Exception as error:  # noqa: BLE001 - whatever another package raises as it is imported
             problem, loaded = f"{type(error).__name__}: {one_line(str(error))}", None
         if loaded is None:

@@ -92,7 +92,7 @@ def _keep(tree: TokenTree, kept: list[int], parents: list[float], depths: list[f
     place = {node: index for index, node in enumerate(kept)}
     device = tree.tokens.device
     index = torch.tensor(kept, device=device)
-    deepest = int(depths[kept[-1]])  # nodes stand level by level
+    deepest = int(max(depths[node] for node in kept))
     return TokenTree(
         tokens=tree.tokens[index],
         parents=torch.tensor([-1, *(place[int(parents[node])] for node in kept[1:])], device=device),

@@ -157,3 +157,12 @@ def test_a_package_that_cannot_be_used_is_left_out_with_a_warning(tmp_path: Path
     assert made.returncode == 0, made.stderr
     assert "drafter type 'recurrent' of package 'recurrent-drafter' is left out: " in made.stderr
     assert reason in made.stderr
+
+
+def test_a_package_may_not_take_the_name_of_one_of_moray_s_drafters(tmp_path: Path) -> None:
+    install(tmp_path)
+    (entries,) = tmp_path.glob("*.dist-info/entry_points.txt")
+    entries.write_text("[moray.drafters]\nmoa = recurrent_drafter.config:RecurrentConfig\n")
+    made = run(tmp_path, "from moray.drafters.configs import MoAConfig; print(MoAConfig.__name__)")
+    assert made.returncode == 0, made.stderr
+    assert "there is a drafter type 'moa' already: rename it" in made.stderr

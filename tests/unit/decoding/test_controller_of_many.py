@@ -467,3 +467,17 @@ def test_telling_a_whole_prompt_is_no_reason_not_to_draft(monkeypatch, tmp_path)
     assert now[0] > 40 + 16, "the prompt was told"
     assert len(taken) == len(asked.asks) - 1
     assert 0 < max(taken) <= 7, "seconds: a tree's path and its root"
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_drafts_of_a_gpu_that_nobody_waits_for_teach_nothing_of_costs(monkeypatch, tmp_path, is_exact):
+    """Their time is that of starting them: believed, it would make drafts look cheap for good."""
+    monkeypatch.setattr(Engine, "has_exact_phases", is_exact)
+    asked, seconds, told = Asked(monkeypatch, tmp_path, num_rows=2, num_tokens=12), [], []
+    monkeypatch.setattr(asked.controller, "record_draft", lambda *given: seconds.append(given[-1]))
+    monkeypatch.setattr(asked.controller, "record_ask", lambda *given: told.append(given[-1]))
+    while asked.engine.is_busy:
+        asked.engine.step()
+    assert len(seconds) > 1
+    assert all((one is not None) == is_exact for one in seconds[1:]), "the first is behind the prompts"
+    assert bool(told) == is_exact

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from moray.trees.grow import grow, root_alone
 from moray.trees.ranking import prune
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape, Shape, SparseShape
-from moray.trees.tree import PrefixMask, fixed_structure, structure_of
+from moray.trees.tree import PrefixMask, TokenTree, fixed_structure, structure_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 7
@@ -310,6 +310,15 @@ def test_trees_of_different_sizes_are_pruned_together(keep):
         assert_same(pruned, alone)
         assert promised == own
         assert pruned.num_nodes == 1 + min(keep, tree.num_nodes - 1)
+
+
+def test_a_pruned_tree_that_does_not_stand_level_by_level_knows_its_depth():
+    """As a drafter replica may send it: parents before children, and no more order than that."""
+    structure = structure_of([-1, 0, 1, 0], [0, 1, 2, 1], torch.device("cpu"))
+    scores = torch.tensor([0.0, -1.0, -2.0, -3.0])
+    tree = TokenTree(ROOT.repeat(4), structure.parents, structure.depths, structure.ancestors, 2, scores=scores)
+    ((pruned, _),) = prune([tree], lambda _: 3)
+    assert pruned.max_depth == int(pruned.depths.max()) == 2
 
 
 def test_chains_and_fixed_trees_have_no_scores_to_prune_by():

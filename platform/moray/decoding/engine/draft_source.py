@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from moray.decoding.sampling.batched_select import picks_of
 from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.synthetic import NO_COST, SyntheticCost
 from moray.drafters.base import Drafter, Memory
+from moray.drafters.common.rows import on_device
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
@@ -165,7 +165,7 @@ class LocalDrafts(DraftSource):
                 alike.setdefault((ask.shape, ask.effort), []).append(ask)
         drafted: dict[int, TokenTree] = {}
         for (shape, effort), asks in alike.items():
-            roots = torch.tensor([ask.root for ask in asks], device=self.drafter.head.weight.device)
+            roots = on_device(self.drafter.head.weight.device, [ask.root for ask in asks])
             states = [self._states[ask.number] for ask in asks]
             if effort is not None:
                 for state in states:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -20,6 +19,7 @@ from moray.decoding.engine.sequence import EngineSequence
 from moray.decoding.engine.stats import EngineStats
 from moray.decoding.planning.controller import NUM_TRIED, DraftPlan, SpeculationController
 from moray.decoding.planning.fitting import depth_notice, fit_shape
+from moray.drafters.common.rows import on_device
 from moray.targets.model import Target
 from moray.trees.ranking import Pruned, prune
 from moray.trees.shapes import AdaptiveShape, AnyShape
@@ -46,9 +46,18 @@ class DraftScheduler:
     """One draft source and the sequences that use it."""
 
     def __init__(
-        self, name: str, source: DraftSource, shape: AnyShape, target: Target, cache: BatchedKVCache, stats: EngineStats
+        self,
+        name: str,
+        source: DraftSource,
+        shape: AnyShape,
+        target: Target,
+        cache: BatchedKVCache,
+        stats: EngineStats,
+        *,
+        is_timed: bool = True,
     ) -> None:
-        """
+        """`is_timed` says whether the time that a draft takes is known: a GPU that nobody waits for only starts it.
+
         Raises:
             ConfigError: the source cannot draft such trees.
         """
@@ -58,13 +67,14 @@ class DraftScheduler:
         self.notices = depth_notice(shape, name, self.shape)
         """Warnings about settings that have no effect here; the engine's builder logs them."""
         self.controller = SpeculationController(self.shape, source.efforts, is_remote=source.is_remote)
+        self._is_timed = is_timed
         self._target = target
         self._cache = cache
         self._stats = stats
         self._prunes = isinstance(self.shape, AdaptiveShape) and self.shape.breadth > 1
         """Whether trees are cut down to the nodes that are worth verifying."""
         self._is_wanted = True
-        """Whether the planner wanted drafts when it was last asked."""
+        """Whether the controller wanted drafts when it was last asked."""
         self._are_too_few = False
         """Whether it did, but not for those alone who had a drafter."""
         self._is_behind = False
@@ -106,7 +116,9 @@ class DraftScheduler:
         self.source.ask(
             [Ask(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, effort, self._prunes) for s in sequences]
         )
-        if len(many) <= len(rows) // 8:  # what it takes to send whole prompts is no measure of what comes
+        if (
+            self._is_timed and len(many) <= len(rows) // 8
+        ):  # what it takes to send whole prompts is no measure of what comes
             self.controller.record_ask(len(rows), num_rows, time.perf_counter() - begin)
         for sequence in sequences:
             sequence.asked = plan
@@ -125,7 +137,7 @@ class DraftScheduler:
         found = self.source.collect([running[row].number for row in rows])
         plans = {row: plan for row in rows if (plan := running[row].asked) is not None}
         deepest = max(plans.values(), key=lambda plan: plan.shape.depth)
-        seconds = None if self._is_behind else time.perf_counter() - begin
+        seconds = time.perf_counter() - begin if self._is_timed and not self._is_behind else None
         self.controller.record_draft(deepest, len(rows), num_rows, seconds)
         self._stats.num_missed += len(rows) - len(found)
         for row in rows:
@@ -195,7 +207,7 @@ class DraftScheduler:
         memory, is_batch = source.observe(Taps(kv, hidden)), len(sequences) > 1
         for index, (row, sequence) in enumerate(sequences.items()):
             begin, count = begins[row], counts[row]
-            tokens = torch.tensor(sequence.tokens[begin : begin + count], device=self._target.device)
+            tokens = on_device(self._target.device, sequence.tokens[begin : begin + count])
             own = {name: tensor[index : index + 1, :count] for name, tensor in memory.items()} if is_batch else memory
             source.extend(sequence.number, tokens, own, min(sequence.num_kept, count))
             sequence.num_kept = 0

@@ -83,7 +83,15 @@ class Engine:
         self._hidden_depths = sorted({depth for source in sources.values() for depth in source.observed.hidden_depths})
         self._rows = runner or TargetRunner(target, config.kv_tokens)
         self.drafting = {
-            name: DraftScheduler(name, source, shapes.get(name, config.tree), target, self._rows.cache, self.stats)
+            name: DraftScheduler(
+                name,
+                source,
+                shapes.get(name, config.tree),
+                target,
+                self._rows.cache,
+                self.stats,
+                is_timed=source.is_remote or self.has_exact_phases,
+            )
             for name, source in sources.items()
         }
         most_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)
@@ -148,7 +156,9 @@ class Engine:
         return number
 
     def cancel(self, number: int) -> None:
-        """Forget a sequence, wherever it is; one that has ended is forgotten already."""
+        """Forget a sequence, wherever it is, and what no step has returned of it yet; one that has ended is forgotten
+        already."""
+        self._updates = [update for update in self._updates if update.number != number]
         waiting = self._scheduler.waiting
         for sequence in waiting:
             if sequence.number == number:
@@ -282,7 +292,7 @@ class Engine:
         if self.has_exact_phases:
             most = max(tree.num_nodes for tree in trees) - 1
             rest = time.perf_counter() - began - propose.seconds - verify.seconds
-            for drafting in {s.drafting for s in running if s.drafting is not None}:
+            for drafting in self.drafting.values():
                 drafting.controller.record_pass(len(running), most, verify.seconds)
                 drafting.controller.record_rest(len(running), rest)
         for sequence in self._scheduler.starting:
@@ -345,14 +355,15 @@ class Engine:
         self, sequence: EngineSequence, result: Accepted, tree: TokenTree | None, logits: Float[Tensor, "nodes vocab"]
     ) -> None:
         """Add what was accepted to the answer."""
+        draft, sequence.draft = sequence.draft, None  # its distributions, if it has some, are large
         emitted = sequence.ending.cut([*result.tokens, result.next_token])
         sequence.tokens += emitted
         sequence.adjustment.emit(emitted)
         if tree is not None:
             num_accepted = min(len(result.path), len(emitted))  # those in the answer
             self.stats.record(tree.num_nodes - 1, num_accepted, len(emitted))
-            if tree.num_nodes > 1 and sequence.drafting is not None and sequence.draft is not None:
-                sequence.drafting.record(sequence.draft, len(result.path))
+            if tree.num_nodes > 1 and sequence.drafting is not None and draft is not None:
+                sequence.drafting.record(draft, len(result.path))
         logprobs = None
         if sequence.request.logprobs is not None:
             logprobs = token_logprobs(logits[[0, *result.path][: len(emitted)]], emitted, sequence.request.logprobs)
@@ -363,7 +374,7 @@ class Engine:
                 num_accepted=min(len(result.tokens), len(emitted)),
                 num_path=len(result.path),
                 num_levels=0 if tree is None else tree.num_levels,
-                effort=0 if tree is None or sequence.draft is None else sequence.draft.effort,
+                effort=0 if draft is None else draft.effort,
                 rejected=result.rejected,
                 finish_reason=sequence.ending.finish_reason,
                 logprobs=logprobs,

@@ -68,7 +68,9 @@ class EngineSequence:
     ) -> None:
         """Keep, of a pass's hidden states by depth, those of some tokens of a row, as far as its drafter reads them."""
         for depth in self.drafting.observed.hidden_depths if self.drafting is not None else ():
-            self.hidden.setdefault(depth, []).append(hidden[depth][row, index])
+            own = hidden[depth][row, index]
+            is_whole = own.numel() == hidden[depth].numel()
+            self.hidden.setdefault(depth, []).append(own if is_whole else own.clone())  # a view would keep all of it
 
     def take_hidden(self, depth: int, count: int) -> Float[Tensor, "count hidden"]:
         """The first `count` of the hidden states kept at a depth, which are not kept any longer."""

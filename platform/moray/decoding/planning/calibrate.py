@@ -33,7 +33,7 @@ def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: 
     """
     rows, efforts = _powers(max_rows), drafter.efforts
     sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
-    length = min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1)
+    length = max(1, min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1))
     runner = TargetRunner(target, max(rows) * (length + shape.num_nodes + 1))
     runner.cache.arrange(length + shape.num_nodes + 1, 0, 0)
     trees = {size: _tree(size, shape.depth, target.device) for size in sizes}

@@ -28,9 +28,10 @@ _MIN_GAIN = 1.02
 _PROVEN_CYCLES = 20
 """Drafted cycles in a row that make a trial of drafting a success."""
 _MAX_FAILED_TRIALS = 5
-"""Each failed trial doubles the pause until the next one, up to so many times."""
+"""Each failed trial doubles the pause until the next one, up to so many times (but see `_PATIENCE_PER_ROW`)."""
 _PATIENCE_PER_ROW = 16
-"""A pause gets longer by at most so many times per sequence, for the more sequences, the more a trial costs."""
+"""Failed trials make a pause at most so many times longer per sequence, for the more sequences, the more a trial
+costs. So one that is alone again does not wait as long as many did."""
 NUM_TRIED = 4
 """Drafts by which a trial finds out whether they are accepted again, where there are as many sequences."""
 PROBE_CYCLES = 32

@@ -25,8 +25,8 @@ from moray.drafters.base import Drafter
 from moray.trees.grow import SelectMany
 from moray.trees.shapes import MAX_DEPTH, ChainShape
 
-Drawn = tuple[SamplingParams, int]
-"""What a drafted token depends on besides its place: the sampling parameters, and the sequence's number."""
+Drawn = tuple[SamplingParams, int, int | None]
+"""What a drafted token depends on besides its place: the sampling parameters, the sequence's number, and N."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Ahead:
             session.settle(self._drafter)
         device, size = self._drafter.head.weight.device, self._drafter.spec.vocab_size
         self._chains = self._chains.to(device)
-        samplers = [Sampler(params, size, device, sequence) for params, sequence in self._drawn]
+        samplers = [Sampler(params, size, device, sequence) for params, sequence, _ in self._drawn]
         return picks_of(samplers, self._positions, ChainShape(type="chain", depth=self._depth + 1), are_certain=True)
 
     def _keep(self, places: list[int]) -> None:

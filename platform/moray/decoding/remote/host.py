@@ -57,8 +57,6 @@ class _DraftJob(NamedTuple):
     drawn: Drawn
     guessed: tuple[int, ...] | None
     """Root and chain, if they have been drafted ahead."""
-    effort: int | None
-    """N to draft with."""
     wants_scores: bool
 
 
@@ -231,14 +229,14 @@ class DraftHost:
         """The draft that an entry asks for, if any, and what has been drafted ahead of it."""
         if entry.root is None:
             return None
-        shape, drawn = request.shapes[entry.shape], (request.params[entry.params], entry.sequence)
+        shape, drawn = request.shapes[entry.shape], (request.params[entry.params], entry.sequence, entry.effort)
         guessed = None
         if isinstance(shape, ChainShape) and session.ahead is not None:
             guess = session.guess
             if guess is not None and guess.is_right(entry.tokens, entry.root, drawn):
                 guessed = guess.chain[: shape.depth + 1]
             self.stats.ahead["unfinished" if guess is None else "wrong" if guessed is None else "right"] += 1
-        return _DraftJob(session, entry.root, shape, drawn, guessed, entry.effort, entry.wants_scores)
+        return _DraftJob(session, entry.root, shape, drawn, guessed, entry.wants_scores)
 
     def _tell(self, session: Session, entry: Entry, memory: dict[str, Tensor], *, is_late: bool) -> None:
         """Let a session learn what an entry tells."""
@@ -259,7 +257,7 @@ class DraftHost:
             if wish.guessed is not None:
                 found[place] = {"tokens": wish.guessed, "max_depth": len(wish.guessed) - 1, "is_chain": True}
             else:
-                groups.setdefault((wish.session.drafter, wish.shape, wish.effort), []).append(place)
+                groups.setdefault((wish.session.drafter, wish.shape, wish.drawn[2]), []).append(place)
         for (name, shape, effort), places in groups.items():
             trees = self._draft(self._drafters[name], shape, effort, [wishes[place] for place in places])
             found |= {
@@ -274,7 +272,7 @@ class DraftHost:
         self, drafter: Drafter, shape: GrowableShape, effort: int | None, wishes: list[_DraftJob]
     ) -> list[TokenTree]:
         device, size = drafter.head.weight.device, drafter.spec.vocab_size
-        samplers = [Sampler(params, size, device, sequence) for params, sequence in (wish.drawn for wish in wishes)]
+        samplers = [Sampler(params, size, device, sequence) for params, sequence, _ in (wish.drawn for wish in wishes)]
         roots = torch.tensor([wish.root for wish in wishes], device=device)
         picks = picks_of(samplers, [wish.session.known for wish in wishes], shape, are_certain=True)
         for wish in wishes:

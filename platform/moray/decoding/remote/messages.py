@@ -220,8 +220,11 @@ def restored(drafted: DraftedTree, device: torch.device, root: int, shape: Growa
             f"a draft of {max(depths)} levels and {drafted.num_empty_levels} empty ones came {where}, which has "
             f"{shape.depth}"
         )
-    if drafted.scores and len(drafted.scores) != len(tokens):
-        raise DataError(f"a draft of {len(tokens)} nodes came {where} with {len(drafted.scores)} scores")
+    if drafted.scores and (len(drafted.scores) != len(tokens) or max(drafted.scores) > 0):
+        raise DataError(
+            f"a draft of {len(tokens)} nodes came {where} with {len(drafted.scores)} scores up to "
+            f"{max(drafted.scores):g}; one for each node is needed, none above 0"
+        )
     if any(
         drafted.scores[node] > drafted.scores[parent] for node, parent in enumerate(parents) if drafted.scores and node
     ):
