@@ -79,7 +79,7 @@ def test_a_shared_runner_that_is_too_small_is_refused(tiny):
 
 @pytest.mark.parametrize("at", [1, 2, 3, 6])
 def test_an_answer_that_an_error_ended_leaves_nothing_to_the_next(tiny, greedy, at):
-    """Wherever in a cycle the drafter fails: what was chosen and not returned yet is not the next answer's beginning."""
+    """Wherever the drafter fails: what was chosen and not returned yet is not the next answer's beginning."""
     target = tiny("llama")
     drafter = Rehearsed(target.target, 0.5)
     decoder = SpeculativeDecoder(target.target, drafter, CHAIN, MAX_POSITIONS)

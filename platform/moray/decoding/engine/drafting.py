@@ -116,9 +116,7 @@ class DraftScheduler:
         self.source.ask(
             [Ask(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, effort, self._prunes) for s in sequences]
         )
-        if (
-            self._is_timed and len(many) <= len(rows) // 8
-        ):  # what it takes to send whole prompts is no measure of what comes
+        if self._is_timed and len(many) <= len(rows) // 8:  # sending whole prompts is no measure of what comes
             self.controller.record_ask(len(rows), num_rows, time.perf_counter() - begin)
         for sequence in sequences:
             sequence.asked = plan
