@@ -14,6 +14,7 @@ from tiny_batches import taps_of
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.engine import Engine
 from moray.decoding.plain import PlainDecoder
+from moray.decoding.remote.ahead import Guess
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel, SocketServer
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftRequest, Entry, pack, unpack_request

@@ -1,5 +1,5 @@
-"""The drafter of docs/developer/add-a-drafter.md, as a package of its own: found, trained, saved, decoded with, served
-and swept."""
+"""The drafter of docs/developer/add-a-drafter.md, as a package of its own: found, trained, saved, decoded with and
+served; a sweep over it passes all checks before its start."""
 
 import os
 import re
@@ -17,6 +17,9 @@ MOST_LINES = 100
 RUN = """
 import asyncio
 import sys
+from pathlib import Path
+
+import yaml
 
 target_folder, cache, questions, output = sys.argv[1:]
 
@@ -30,6 +33,7 @@ from moray.decoding.request import Request
 from moray.distill.tracking.metrics import read_metrics
 from serve.config import ServeConfig
 from serve.target import TargetReplica
+from sweeps.trainings.check import check_sweep
 from sweeps.trainings.configs import SweepConfig
 from moray.trees.shapes import ChainShape, DynamicShape
 
@@ -74,9 +78,12 @@ async def served():
 
 assert asyncio.run(served()) == plain.generation.tokens[:20]
 
-sweep = {"distil": values | {"output": "unused"}, "space": {"drafter.state_size": [16, 32]}}
-sweep |= {"output": "unused", "decoding": {"questions": questions}}
-assert validate(SweepConfig, sweep).distil.drafter.type == "recurrent"
+shared = Path(output).with_suffix(".yaml")
+shared.write_text(yaml.safe_dump({key: value for key, value in values.items() if key != "output"}))
+sweep = {"distil": [str(shared)], "space": {"drafter.state_size": [16, 32]}, "output": "unused"}
+settings = {"questions": questions, "tree": {"type": "adaptive", "depth": 3}}
+rungs = check_sweep(validate(SweepConfig, sweep | {"decoding": settings}))
+assert rungs
 print("done")
 """
 
@@ -126,7 +133,7 @@ def test_the_page_is_short_and_complete():
     assert sum(code.count("\n") for code in files.values()) < MOST_LINES
 
 
-def test_the_page_s_drafter_is_trained_decoded_with_served_and_swept(
+def test_the_page_s_drafter_is_trained_decoded_with_served_and_fit_for_a_sweep(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
     install(tmp_path / "site")
