@@ -23,7 +23,7 @@ _NO_DRAFT = ChainShape(type="chain", depth=1)
 OnTokens = Callable[[list[int], int], None]
 """on_tokens(tokens, accepted): newly emitted tokens, of which the first `accepted` were drafted.
 
-A stop string's own tokens are among them: whoever shows text as it comes holds back what may begin one.
+A stop string's own tokens are among them: code that shows text as it comes must hold back what may begin one.
 """
 
 

@@ -88,8 +88,8 @@ class DraftSource(ABC):
 
     @abstractmethod
     def is_under_way(self, number: int) -> bool:
-        """Whether somebody else is at work at the draft that was asked for, so that `collect` would have to wait. Takes
-        in what has come meanwhile."""
+        """Whether another process is at work on the draft that was asked for, so that `collect` would have to wait.
+        Takes in what has come meanwhile."""
 
     @abstractmethod
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:

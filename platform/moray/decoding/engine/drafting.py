@@ -28,7 +28,7 @@ from moray.trees.tree import TokenTree
 _AT_ONCE = 256
 """Tokens of one sequence that are told at once, where the source has to catch up."""
 _FEW = 16
-"""So many are told together with those of other sequences."""
+"""Up to this many tokens of a sequence are told together with those of other sequences."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DraftScheduler:
         *,
         is_timed: bool = True,
     ) -> None:
-        """`is_timed` says whether the time that a draft takes is known: a GPU that nobody waits for only starts it.
+        """`is_timed` says whether the time that a draft takes is known: a GPU that is not waited for only starts it.
 
         Raises:
             ConfigError: the source cannot draft such trees.
@@ -76,9 +76,9 @@ class DraftScheduler:
         self._is_wanted = True
         """Whether the controller wanted drafts when it was last asked."""
         self._are_too_few = False
-        """Whether it did, but not for those alone who had a drafter."""
+        """Whether it did, but not for only those sequences that had a drafter."""
         self._is_behind = False
-        """Whether the drafts under way are for sequences of which the source had much to be told first."""
+        """Whether the source first had to be told much of the sequences that it drafts for now."""
 
     def expect(self, number: int, num_running: int) -> None:
         """A sequence, one of so many, begins; if drafts are likely to be wanted, the source may prepare."""
@@ -94,7 +94,7 @@ class DraftScheduler:
         self._is_wanted, self._are_too_few = plan is not None, False
         if plan is None:
             return
-        if self.controller.is_trying:  # with those who have a drafter already, if there are any
+        if self.controller.is_trying:  # with sequences that have a drafter already, if there are any
             wanted.sort(key=lambda row: not self.source.can_draft(running[row].number))
             wanted = wanted[: max(0, NUM_TRIED - self._num_under_way(running))]
         for row in wanted:
@@ -144,7 +144,7 @@ class DraftScheduler:
         drafts = {row: Draft(tree, plans[row].effort) for row, tree in trees.items()}
         if self._prunes:
             drafts |= self._pruned(drafts, deepest, num_rows)
-        empty = [row for row, draft in drafts.items() if draft.tree.num_nodes == 1]  # the drafter had no idea
+        empty = [row for row, draft in drafts.items() if draft.tree.num_nodes == 1]  # the drafter found nothing
         if self.controller.is_trying:  # else it is the time that was waited that counts against the late ones
             empty += [row for row in rows if row not in drafts]
         for _ in empty:  # the others are recorded once they are verified
@@ -199,7 +199,7 @@ class DraftScheduler:
         sequences = {row: running[row] for row in counts}
         begins = {row: source.num_known(sequence.number) for row, sequence in sequences.items()}
         kv = None
-        if needs.kv_layers:  # behind a shorter one's tokens stands what nobody reads
+        if needs.kv_layers:  # what follows the tokens of a shorter sequence is never read
             kv = self._cache.flat([*counts], [*begins.values()], max(counts.values()), needs.kv_layers)
         hidden = {depth: _hidden(sequences, counts, depth) for depth in needs.hidden_depths}
         memory, is_batch = source.observe(Taps(kv, hidden)), len(sequences) > 1
@@ -214,7 +214,7 @@ class DraftScheduler:
 def ask_all(
     draftings: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int], num_rows: int
 ) -> None:
-    """Let drafts begin, each with its own drafter: those who draft elsewhere need not wait for the next pass."""
+    """Request drafts, each from its own source: one that drafts elsewhere can begin before the next pass."""
     for drafting in draftings:
         drafting.ask(sequences, [row for row in rows if sequences[row].drafting is drafting], num_rows)
 

@@ -35,7 +35,7 @@ from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target, TargetOutput
 from moray.trees.grow import root_alone
-from moray.trees.shapes import AdaptiveShape, AnyShape
+from moray.trees.shapes import AdaptiveShape
 from moray.trees.tree import TokenTree
 
 
@@ -52,7 +52,6 @@ class Engine:
         eos_ids: Collection[int],
         *,
         drafts: Mapping[str, DraftSource] | None = None,
-        shapes: Mapping[str, AnyShape] | None = None,
         decode: Decode | None = None,
         runner: TargetRunner | None = None,
         accept: AcceptRows | None = None,
@@ -64,7 +63,6 @@ class Engine:
             config: limits.
             eos_ids: tokens that end an answer.
             drafts: sources by name, of which requests choose; the first is the default. None at all: plain decoding.
-            shapes: of the trees of some sources, in place of `config.tree`.
             decode: the tokenizer's, for stop strings.
             runner: one to share with other engines that take turns with this one, in place of one of its own.
             accept: the rule of acceptance, in place of what the sampling parameters ask for.
@@ -79,14 +77,14 @@ class Engine:
         self.stats = EngineStats(wait)
         self._is_timed = is_timed
         self._accept_rows = accept or accept_rows
-        sources, shapes = drafts or {}, shapes or {}
+        sources = drafts or {}
         self._hidden_depths = sorted({depth for source in sources.values() for depth in source.observed.hidden_depths})
         self._rows = runner or TargetRunner(target, config.kv_tokens)
         self.drafting = {
             name: DraftScheduler(
                 name,
                 source,
-                shapes.get(name, config.tree),
+                config.tree,
                 target,
                 self._rows.cache,
                 self.stats,
@@ -247,13 +245,13 @@ class Engine:
             self._scheduler.settle(begun={s.number for s in begun})
 
     def _join(self) -> None:
-        """Let those that have begun into the cycles, as soon as nobody would have to wait for their first drafts."""
-        roster, num_groups = self._scheduler, self.config.num_groups
-        if roster.starting:
-            count = len(roster.decoding)
-            self._ask(range(len(roster.running), count), -(-count // num_groups))
-            most = min(num_groups, len(roster.running))
-            roster.settle(joined={s.number for s in roster.starting if not awaits_first_draft(s, most)})
+        """Let sequences that have begun join the cycles once no other one would have to wait for their first drafts."""
+        scheduler, num_groups = self._scheduler, self.config.num_groups
+        if scheduler.starting:
+            count = len(scheduler.decoding)
+            self._ask(range(len(scheduler.running), count), -(-count // num_groups))
+            most = min(num_groups, len(scheduler.running))
+            scheduler.settle(joined={s.number for s in scheduler.starting if not awaits_first_draft(s, most)})
 
     def _begin(self, sequences: list[EngineSequence], logits: Float[Tensor, "rows vocab"]) -> None:
         """Choose the first tokens of sequences whose prompts have been read."""

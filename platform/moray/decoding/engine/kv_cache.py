@@ -3,7 +3,7 @@
 Where `targets.kv_cache.KVCache` has one length for all of its sequences, here every row has its own, so that a row
 can be handed to another sequence while its neighbours go on. The memory is a fixed number of slots, cut into
 as many rows of as many slots as its sequences need at the moment. How much of a row is a sequence's own is known to
-whoever aims the passes.
+the code that aims the passes.
 """
 
 from collections.abc import Mapping, Sequence

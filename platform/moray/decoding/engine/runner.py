@@ -41,7 +41,7 @@ class TargetRunner:
     ) -> TargetOutput:
         """Read the next tokens of prompts in consecutive rows, whose slots begin at `begins`.
 
-        Fewer tokens are padded: written behind a prompt, where nobody looks before it is written anew.
+        Fewer tokens are padded: written behind a prompt, where nothing is read before it is overwritten.
         """
         ids = self.to_device(tokens)
         new, device = ids.shape[1], ids.device
@@ -64,7 +64,7 @@ class TargetRunner:
         committed slots, of which there are `lengths`.
 
             slots of row 0   a  b  c  d | root x  y  .          its nodes see a to d, and their ancestors
-            slots of row 1   e  f | root z  w  v  .  .          padding sees itself, and nobody sees it
+            slots of row 1   e  f | root z  w  v  .  .          padding sees only itself, and no node sees it
         """
         if len(trees) == 1:
             (tree,), (length,) = trees, lengths
@@ -116,7 +116,7 @@ class TargetRunner:
         if not moved:
             return
         most = 1 + max(len(paths[row]) for row in moved)
-        # Behind a path, slots keep what they hold: nobody looks there before it is written anew.
+        # Behind a path, slots keep what they hold: nothing is read there before it is overwritten.
         nodes = [[0, *paths[row], *range(1 + len(paths[row]), most)] for row in moved]
         self.cache.move([first_row + row for row in moved], [lengths[row] for row in moved], nodes)
 

@@ -1,4 +1,4 @@
-"""What an engine has done so far: counters that only grow, for whoever publishes them."""
+"""What an engine has done so far: counters that only grow, for the metrics."""
 
 import time
 from collections.abc import Callable, Iterator

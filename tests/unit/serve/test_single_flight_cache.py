@@ -28,11 +28,11 @@ class Finder:
 def test_one_finds_out_for_all_until_it_is_old():
     async def run() -> None:
         finder = Finder()
-        lately = SingleFlightCache(finder, 0.3, 10.0)
-        assert await asyncio.gather(*(lately.get() for _ in range(5))) == ["1, for nobody"] * 5
-        assert await lately.get() == "1, for nobody"
+        cache = SingleFlightCache(finder, 0.3, 10.0)
+        assert await asyncio.gather(*(cache.get() for _ in range(5))) == ["1, for nobody"] * 5
+        assert await cache.get() == "1, for nobody"
         await asyncio.sleep(0.4)
-        assert await lately.get() == "2, for nobody"
+        assert await cache.get() == "2, for nobody"
 
     asyncio.run(run())
 
@@ -40,15 +40,15 @@ def test_one_finds_out_for_all_until_it_is_old():
 def test_it_goes_on_when_the_first_to_ask_leaves_and_is_not_done_in_their_name():
     async def run() -> None:
         finder = Finder()
-        lately = SingleFlightCache(finder, 10.0, 10.0)
+        cache = SingleFlightCache(finder, 10.0, 10.0)
 
         async def ask() -> str:
             ASKER.set("the first")
-            return await lately.get()
+            return await cache.get()
 
         first = asyncio.create_task(ask())
         await asyncio.sleep(0.01)
-        second = asyncio.create_task(lately.get())
+        second = asyncio.create_task(cache.get())
         await asyncio.sleep(0.01)
         first.cancel()
         assert await second == "1, for nobody"
@@ -61,10 +61,10 @@ def test_it_goes_on_when_the_first_to_ask_leaves_and_is_not_done_in_their_name()
 def test_what_went_wrong_is_remembered_as_long(error):
     async def run() -> None:
         finder = Finder(error=error)
-        lately = SingleFlightCache(finder, 10.0, 10.0)
+        cache = SingleFlightCache(finder, 10.0, 10.0)
         for _ in range(3):
             with pytest.raises(ConnectionError if isinstance(error, ConnectionError) else TimeoutError):
-                await lately.get()
+                await cache.get()
         assert finder.num_calls == 1
 
     asyncio.run(run())
@@ -72,8 +72,8 @@ def test_what_went_wrong_is_remembered_as_long(error):
 
 def test_nobody_waits_for_ever():
     async def run() -> None:
-        lately = SingleFlightCache(Finder(seconds=60), 10.0, 0.05)
+        cache = SingleFlightCache(Finder(seconds=60), 10.0, 0.05)
         with pytest.raises(TimeoutError):
-            await lately.get()
+            await cache.get()
 
     asyncio.run(run())
