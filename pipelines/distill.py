@@ -1,15 +1,15 @@
-"""Distil a drafter from cached activations, on Ray Train.
+"""Distill a drafter from cached activations, on Ray Train.
 
     python -m pipelines.distill configs/targets/demo.yaml configs/drafters/moa-demo.yaml
 
 Killed at any instant, the same command goes on from its last checkpoint.
 """
 
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.config import run_entry_point
 
 
-def main(config: DistilConfig) -> None:
+def main(config: DistillConfig) -> None:
     """Train or go on, then say where the drafter is."""
     from moray.cluster.session import ray_session
     from moray.cluster.training.claim import is_complete
@@ -18,17 +18,17 @@ def main(config: DistilConfig) -> None:
         print(f"{config.output} is complete for this configuration: nothing to do")
         return
     with ray_session(config.ray):
-        from moray.cluster.training.distil import distil
+        from moray.cluster.training.distill import distill
         from moray.cluster.training.validate import describe_validation
 
-        folder = distil(config)
+        folder = distill(config)
         validated = describe_validation(folder)
     if validated:
         print(validated)
     print(f"drafter: {folder}")
 
 
-CONFIG = DistilConfig
+CONFIG = DistillConfig
 
 if __name__ == "__main__":
     run_entry_point(CONFIG, __doc__ or "", main)

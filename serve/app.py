@@ -47,7 +47,7 @@ def build_app(args: dict[str, Any]) -> Application:
     """
     config = read_args(args)
     check_trees(config)
-    most = config.engine.max_sequences + config.max_waiting
+    most = config.engine.max_num_seqs + config.max_waiting
     pool = None
     if config.pooled:
         drafter = serve.deployment(name="Drafter", max_ongoing_requests=1000, **_COMMON)(DrafterReplica)

@@ -9,6 +9,7 @@ from moray.config import Config, merge, read_override, validate
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.synthetic import NO_COST
 from moray.drafters.configs import UsableConfig
+from moray.renamed import with_current_names
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import MAX_DEPTH, num_expanded_ahead
 
@@ -66,10 +67,10 @@ class ServeConfig(Config):
     def _check(self) -> "ServeConfig":
         if any(not name or name.strip() != name for name in self.drafters):
             raise ValueError("drafters holds a name that is empty or begins or ends with a space; rename it")
-        if self.engine.num_groups > 1 and not self.pooled:
+        if self.engine.num_micro_batches > 1 and not self.pooled:
             raise ValueError(
-                f"engine.num_groups is {self.engine.num_groups}, but there is no pool of drafters with weights "
-                "to work meanwhile: leave it at 1"
+                f"engine.num_micro_batches is {self.engine.num_micro_batches}, but there is no pool of drafters with "
+                "weights to work meanwhile: leave it at 1"
             )
         if self.run_ahead:
             self._check_run_ahead()
@@ -121,7 +122,8 @@ def read_args(args: Mapping[str, Any]) -> ServeConfig:
         ConfigError: naming the key and the value.
     """
     values = {name: value for name, value in args.items() if not isinstance(value, str)}
+    values = with_current_names(ServeConfig, values)
     for name, text in args.items():
         if isinstance(text, str):
-            values = merge(values, read_override(f"{name}={text}"))
+            values = merge(values, with_current_names(ServeConfig, read_override(f"{name}={text}")))
     return validate(ServeConfig, values)

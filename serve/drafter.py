@@ -60,7 +60,7 @@ class DrafterReplica:
             _warn_who_cannot_run_ahead(drafters, config)
         self.host = DraftHost(
             drafters,
-            config.engine.most_positions(head.spec.max_positions),
+            config.engine.max_positions_of(head.spec.max_positions),
             config.num_expanded,
             config.session_idle_seconds,
             run_ahead=config.run_ahead,

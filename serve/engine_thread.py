@@ -51,7 +51,7 @@ class EngineThread:
             on_failure: called in the event loop when a defect has ended the engine, once all streams know.
         """
         self.engine = engine
-        self._most = engine.config.max_sequences + max_waiting
+        self._most = engine.config.max_num_seqs + max_waiting
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[int, _Answer] = {}

@@ -88,9 +88,9 @@ class TargetReplica:
     def _source(self, name: str, drafter: Drafter) -> DraftSource:
         config, engine = self._config, self._config.engine
         if self._places is not None and name in config.pooled:
-            timeout, debts = config.draft_timeout_ms / 1000, 2 * engine.num_groups
+            timeout, debts = config.draft_timeout_ms / 1000, 2 * engine.num_micro_batches
             return RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)
-        most = engine.most_positions(self._target.spec.max_positions)
+        most = engine.max_positions_of(self._target.spec.max_positions)
         return LocalDrafts(drafter, most, engine.tree.num_expanded, engine.synthetic.draft)
 
     def _end(self, error: BaseException) -> None:
@@ -102,7 +102,7 @@ class TargetReplica:
         """What the gateway has to know, and how busy this replica is."""
         engine = self._engine
         return {
-            "capacity": engine.capacity,
+            "max_model_len": engine.max_model_len,
             "vocab_size": self._target.spec.vocab_size,
             "drafters": list(engine.drafting),
             "num_open": 0 if self._thread is None else self._thread.num_open,

@@ -161,7 +161,7 @@ class Served:
 def served(
     target: Path,
     max_waiting: int = 64,
-    max_sequences: int = 8,
+    max_num_seqs: int = 8,
     exporters: Exporters | None = None,
     template: str | None = None,
     **api: Any,
@@ -169,7 +169,7 @@ def served(
     """Serve a target on a free port."""
     config = ServeConfig(
         target=TargetConfig(model=str(target), device="cpu", template=template),
-        engine=EngineConfig(max_sequences=max_sequences, kv_tokens=4096),
+        engine=EngineConfig(max_num_seqs=max_num_seqs, kv_cache_tokens=4096),
         max_waiting=max_waiting,
         api=ApiConfig(**{"model_name": MODEL, **api}),
     )

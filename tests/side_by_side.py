@@ -37,7 +37,7 @@ class MoodyCosts(CostTable):
         seconds = 10 ** self._random.uniform(-1, 1)  # type: ignore[attr-defined]
         return seconds / 6 if num_tokens == 1 else seconds
 
-    def draft_seconds(self, num_rows: int, num_levels: int, effort: int) -> float:
+    def draft_seconds(self, num_rows: int, num_levels: int, num_target_layers: int) -> float:
         return 0.0
 
 

@@ -54,10 +54,10 @@ def test_each_pool_is_scaled_by_its_own_load():
     schema = ServeDeploySchema.model_validate(values)
     pools = {deployment.name: deployment for deployment in schema.applications[0].deployments}
     assert set(pools) == DEPLOYMENTS
-    places = config.engine.max_sequences + config.max_waiting
+    places = config.engine.max_num_seqs + config.max_waiting
     assert pools["Target"].max_queued_requests == places
     assert pools["Target"].max_ongoing_requests == places + 1000, "whom it has no place for it refuses itself"
-    assert pools["Target"].autoscaling_config["target_ongoing_requests"] < config.engine.max_sequences
+    assert pools["Target"].autoscaling_config["target_ongoing_requests"] < config.engine.max_num_seqs
     assert pools["Target"].ray_actor_options.num_gpus == 1
     assert 0 < pools["Drafter"].ray_actor_options.num_gpus < 1
     assert pools["Drafter"].autoscaling_config["max_replicas"] > 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moray.bench.configs import EvaluateConfig
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.config import load_config, read_yaml
 from moray.data.ultrachat import Chat, plan_chunks, read_chunk
 from moray.drafters.configs import DRAFTER_CONFIG, TrainedConfig
@@ -27,19 +27,19 @@ WHERE = {"moa-stories": ["activations=a", "output=runs/stories/moa-stories"]}
 
 @pytest.mark.parametrize("path", DRAFTERS, ids=lambda path: path.stem)
 def test_a_preset_loads_and_writes_a_folder_of_its_own_name(path):
-    config = load_config(DistilConfig, [str(path), "target.model=x", *WHERE.get(path.stem, [])])
+    config = load_config(DistillConfig, [str(path), "target.model=x", *WHERE.get(path.stem, [])])
     assert Path(config.output).name == path.stem.removesuffix("-demo").removesuffix("-smollm2")
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "parallel").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_way_of_sharing_goes_with_a_preset(path):
-    config = load_config(DistilConfig, [str(CONFIGS / "drafters" / "moa.yaml"), str(path), "target.model=x"])
+    config = load_config(DistillConfig, [str(CONFIGS / "drafters" / "moa.yaml"), str(path), "target.model=x"])
     assert config.parallel.model_dump()["stage"] == int(path.stem.removeprefix("zero-"))
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "sources").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_source_goes_with_a_preset(path):
-    config = load_config(DistilConfig, [str(CONFIGS / "drafters" / "moa-demo.yaml"), str(path), "target.model=x"])
+    config = load_config(DistillConfig, [str(CONFIGS / "drafters" / "moa-demo.yaml"), str(path), "target.model=x"])
     assert config.source.type == path.stem.split("-")[0]
 
 

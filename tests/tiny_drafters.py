@@ -81,7 +81,7 @@ UNTRAINED = ("pretrained", "ngram")
 TRAINED = [name for name in VARIANTS if not name.startswith(UNTRAINED)]
 T_STEP = [name for name in VARIANTS if VARIANTS[name].verified_period is not None]
 """Variants whose cross-attention is trained with the T-step mask."""
-SEVERAL_EFFORTS = [name for name in VARIANTS if len(VARIANTS[name].efforts) > 1]
+SEVERAL_EFFORTS = [name for name in VARIANTS if len(VARIANTS[name].layer_counts) > 1]
 
 
 def union_members() -> set[str]:
@@ -128,16 +128,16 @@ def losses_for(drafter: Drafter) -> LossConfig:
 
 
 def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_length: int, steps: int = 35) -> Drafter:
-    """Distil until the drafter knows this sequence nearly by heart; what cannot be trained stays as it is."""
+    """Distill until the drafter knows this sequence nearly by heart; what cannot be trained stays as it is."""
     if drafter.num_parameters == 0:
         return drafter
     batch = batch_of(tiny.target, [sequence] * 3, prompt_length, drafter.needs)
     muon = MuonConfig(type="muon", lr=0.02)
     is_medusa = isinstance(drafter.config, MedusaConfig)  # whose heads are no matrices
     optim = AdamWConfig(type="adamw", lr=3e-3, betas=(0.9, 0.95)) if is_medusa else muon
-    optimiser = Optimiser(drafter, optim, LinearSchedule(type="linear", warmup_steps=5, final=0.1))
+    optimiser = Optimiser(drafter, optim, LinearSchedule(type="linear", warmup_steps=5, min_lr_ratio=0.1))
     span = Span(first=Progress(), total_steps=steps, steps_per_epoch=steps, epochs=1)
-    config = TrainConfig(log_steps=steps, checkpoint_steps=steps)
+    config = TrainConfig(logging_steps=steps, save_steps=steps)
     losses = losses_for(drafter)
     replicas = Replicas(drafter, optimiser, losses, config)
     updates = ([as_lane(batch)] for _ in range(steps))

@@ -10,10 +10,10 @@ BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 STEP_TOKENS = 512
 
 
-def write_distil(folder: Path, target: Path, cache: Path, **train: Any) -> Path:
-    """Write distil.yaml, which lacks an output; `train` replaces settings of the training."""
-    settings = {"epochs": 2, "batch_tokens": STEP_TOKENS, "checkpoint_steps": 100, "log_steps": 2}
-    distil = {
+def write_distill(folder: Path, target: Path, cache: Path, **train: Any) -> Path:
+    """Write distill.yaml, which lacks an output; `train` replaces settings of the training."""
+    settings = {"epochs": 2, "batch_tokens": STEP_TOKENS, "save_steps": 100, "logging_steps": 2}
+    distill = {
         "target": {"model": str(target)},
         "activations": str(cache),
         "drafter": {
@@ -27,8 +27,8 @@ def write_distil(folder: Path, target: Path, cache: Path, **train: Any) -> Path:
         "schedule": {"type": "linear", "warmup_steps": 3},
         "train": settings | train,
     }
-    (folder / "distil.yaml").write_text(yaml.safe_dump(distil))
-    return folder / "distil.yaml"
+    (folder / "distill.yaml").write_text(yaml.safe_dump(distill))
+    return folder / "distill.yaml"
 
 
 def write_questions(folder: Path, *prompts: str) -> Path:

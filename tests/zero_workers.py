@@ -75,7 +75,7 @@ def train_every_drafter(rank: int, port: int, folder: Path, names: list[str], se
             drafter = build(tiny, VARIANTS[name]).train()
             texts = [[tiny.prompt(10 * lane + row, 12 + 5 * lane) for row in range(2)] for lane in range(LANES)]
             lanes = [as_lane(batch_of(tiny.target, text, 4, drafter.needs), i) for i, text in enumerate(texts)]
-            parallel = wrap(drafter, how, TrainConfig(clip=clip))
+            parallel = wrap(drafter, how, TrainConfig(max_grad_norm=clip))
             rows = updates(parallel, lanes, 0, STEPS)
             weights, state = parallel.weights(), parallel.state_dict()
             if rank == 0:
@@ -89,7 +89,7 @@ def resume_everywhere(rank: int, port: int, folder: Path) -> None:
     tiny = load_target(folder / f"target-{rank}", num_hidden_layers=3, hidden_size=32)
     begin(rank, port)  # afterwards transformers would save on one process alone
     ways = [None, zero(2), zero(3)]
-    train = TrainConfig(clip=0.5)
+    train = TrainConfig(max_grad_norm=0.5)
     build_one = lambda: build(tiny, VARIANTS["moa-0"]).train()  # noqa: E731
     texts = [[tiny.prompt(10 * lane + row, 12 + 5 * lane) for row in range(2)] for lane in range(LANES)]
     lanes = [as_lane(batch_of(tiny.target, text, 4, build_one().needs), i) for i, text in enumerate(texts)]

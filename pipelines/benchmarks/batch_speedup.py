@@ -138,7 +138,7 @@ def measure_batch_speedup(
 
 def _comparison(pairs: Sequence[tuple[_Answers, _Answers]], target: Target, params: SamplingParams) -> dict[str, Any]:
     """How many of the drafted answers are the plain ones, over all rounds."""
-    if not (params.is_greedy or params.rule == "coupled"):
+    if not (params.is_greedy or params.acceptance_method == "gumbel_coupled"):
         return {"lossless": None, "equal_share": None}
     equal = [a == b for before, after in pairs for a, b in zip(before.tokens, after.tokens, strict=True)]
     is_exact = str(target.dtype) == "torch.float32"
@@ -180,7 +180,9 @@ def _side(
 ) -> _Decode:
     """Drafted, or plain without a drafter."""
     width = -(-(capacity + shape.num_nodes + 1) // GRAIN) * GRAIN
-    config = EngineConfig(max_sequences=batch, kv_tokens=batch * width, capacity=capacity, tree=shape, gathers=True)
+    config = EngineConfig(
+        max_num_seqs=batch, kv_cache_tokens=batch * width, max_model_len=capacity, tree=shape, batch_admissions=True
+    )
     drafts = {} if drafter is None else {"drafter": LocalDrafts(drafter, capacity, shape.num_expanded)}
     engine = Engine(target, config, eos_ids, drafts=drafts)
     engine.calibrate({} if drafter is None else {"drafter": drafter})

@@ -62,7 +62,7 @@ def _engine(
 ) -> Engine:
     longest = max(map(len, prompts)) + config.max_new_tokens
     slots = size * (longest + config.tree.num_nodes + 64)
-    limits = EngineConfig(max_sequences=size, kv_tokens=slots, tree=config.tree)
+    limits = EngineConfig(max_num_seqs=size, kv_cache_tokens=slots, tree=config.tree)
     local = LocalDrafts(drafter, longest, config.tree.num_expanded)
     engine = Engine(target, limits, eos_ids, drafts={"drafter": local})
     say_once(engine.drafting["drafter"].notices)

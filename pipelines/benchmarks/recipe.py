@@ -56,7 +56,7 @@ class RecipeTrainer:
         self._target: Any = target
         self._drafter = drafter
         self._losses = losses
-        self._clip = train.clip
+        self._clip = train.max_grad_norm
         self._dtype = None if train.precision == "float32" else getattr(torch, train.precision)
         self._optimiser = torch.optim.AdamW(drafter.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
 from moray.bench.recording import record
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.config import merge, read_yaml, validate
 from moray.progress import Progress
 from pipelines.benchmarks.cluster_configs import TrainBenchmarkConfig
@@ -119,9 +119,9 @@ def _table(title: str) -> Table:
     return table
 
 
-def _run_config(config: TrainBenchmarkConfig, path: str) -> DistilConfig:
+def _run_config(config: TrainBenchmarkConfig, path: str) -> DistillConfig:
     values = merge(read_yaml(Path(path)), {"target": config.target.model_dump(mode="json")})
-    return validate(DistilConfig, merge(values, {"train": {"precision": config.precision}}))
+    return validate(DistillConfig, merge(values, {"train": {"precision": config.precision}}))
 
 
 def _whole_machine(config: TrainBenchmarkConfig, path: str) -> dict[str, Any]:

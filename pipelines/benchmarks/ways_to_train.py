@@ -18,7 +18,7 @@ from moray.activations.format.store import CacheStore
 from moray.activations.reading.collate import lane_batch, needed_columns
 from moray.activations.reading.epochs import Window, plan_epoch
 from moray.batch import LaneBatch, TapNeeds, Taps, TrainBatch
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.windows import read_window
 from moray.cluster.training.worker import build_drafter
 from moray.distill.optim import Optimiser
@@ -36,7 +36,7 @@ WAYS = ("cached", "online", "recipe")
 class WaysToTrain:
     """One drafter, and all ways to train it, on the first windows of its cache."""
 
-    def __init__(self, run: DistilConfig, config: TrainBenchmarkConfig, rank: int = 0, workers: int = 1) -> None:
+    def __init__(self, run: DistillConfig, config: TrainBenchmarkConfig, rank: int = 0, workers: int = 1) -> None:
         self._run = run
         self._config = config
         self._store = CacheStore(run.activations)
@@ -122,7 +122,7 @@ class WaysToTrain:
             self._config.recipe
             and drafter.type == "moa"
             and not drafter.target_layers
-            and not self._run.losses.acceptance
+            and not self._run.losses.total_variation
         )
 
     def _drafter(self) -> Drafter:
@@ -168,7 +168,7 @@ class WaysToTrain:
 
     def _update(self, trainer: Replicas, step: int, batch: LaneBatch) -> None:
         total, train = self._config.updates, self._run.train
-        place = UpdatePlace(step, total, total, 0.0, 1, train.seed, is_reported=(step + 1) % train.log_steps == 0)
+        place = UpdatePlace(step, total, total, 0.0, 1, train.seed, is_reported=(step + 1) % train.logging_steps == 0)
         run_update(trainer, [batch], place)
 
     def _train_cached(self) -> None:

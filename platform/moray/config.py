@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moray.errors import ConfigError, MorayError
 from moray.explain import default_of, describe, element_of, explain, nearest_path, one_line, variant_of
+from moray.renamed import with_current_names
 from moray.runs_folder import resolve_runs
 
 
@@ -38,6 +39,11 @@ class Config(BaseModel):
     the type and the default of a field in front and has room for more than that line. Pydantic parses the classes'
     source for it when they are imported, some milliseconds for all keys of a command.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Old names of fields, to the new ones (see `moray.renamed`)."""
+    renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """By field (its new name): old values, to the new ones."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -144,9 +150,9 @@ def load_config(config_class: type[AnyConfig], arguments: Sequence[str]) -> AnyC
     merged: dict[str, Any] = {}
     overrides = [argument for argument in arguments if is_override(argument)]
     for path in (argument for argument in arguments if not is_override(argument)):
-        merged = merge(merged, read_yaml(Path(resolve_runs(path))))
+        merged = merge(merged, with_current_names(config_class, read_yaml(Path(resolve_runs(path)))))
     for override in overrides:
-        merged = merge(merged, read_override(override))
+        merged = merge(merged, with_current_names(config_class, read_override(override)))
     return validate(config_class, merged)
 
 
@@ -161,11 +167,13 @@ def read_override(override: str) -> dict[str, Any]:
     return nested
 
 
-def validate(config_class: type[AnyConfig], values: dict[str, Any]) -> AnyConfig:
+def validate(config_class: type[AnyConfig], values: dict[str, Any], *, notice: bool = True) -> AnyConfig:
     """Check plain values against a configuration class; raise `ConfigError` on the first problem.
 
-    A leading `runs` in a value is the folder that `moray.runs_folder` says.
+    A leading `runs` in a value is the folder that `moray.runs_folder` says. Keys may have the names of an earlier
+    version; `notice` says so on stderr, for values that a user wrote.
     """
+    values = with_current_names(config_class, values, notice=notice)
     try:
         text = json.dumps(_complete(config_class, resolve_runs(values)), default=str)
     except (ValueError, RecursionError):

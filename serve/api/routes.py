@@ -97,7 +97,7 @@ async def _model(gateway: "Gateway") -> dict[str, Any]:
     model = {"id": gateway.config.model_name, "object": "model", "created": 0, "owned_by": "moray"}
     synthetic = gateway.config.engine.synthetic
     made_up = {"synthetic_costs": synthetic.notice} if synthetic.is_on else {}
-    return model | {"max_model_len": description["capacity"], "drafters": description["drafters"]} | made_up
+    return model | {"max_model_len": description["max_model_len"], "drafters": description["drafters"]} | made_up
 
 
 async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | CompletionRequest) -> Response:
@@ -121,7 +121,7 @@ async def _choices(
     gateway: "Gateway", body: ChatRequest | CompletionRequest, description: dict[str, Any]
 ) -> list[Choice]:
     """See `choices_for`; long texts are tokenised in a thread, so that the streams of others go on meanwhile."""
-    limits = description["capacity"], description["vocab_size"]
+    limits = description["max_model_len"], description["vocab_size"]
     if body.num_characters <= _MAX_CHARACTERS_INLINE:
         return choices_for(body, gateway.tokenizer, gateway.config, *limits)
     return await asyncio.to_thread(choices_for, body, gateway.tokenizer, gateway.config, *limits)

@@ -31,7 +31,7 @@ class Pools:
     num_targets: int
     num_drafters: int
     num_sequences: int
-    num_groups: int = 1
+    num_micro_batches: int = 1
     """Of each target's sequences: 2 for alternating half-batches."""
 
 
@@ -64,13 +64,13 @@ def cycle_of(pools: Pools, costs: SyntheticCosts, channel_seconds: float = 0.0) 
         costs: of a pass and of a draft.
         channel_seconds: the way to a drafter and back, which occupies neither side.
     """
-    group = pools.num_sequences / (pools.num_targets * pools.num_groups)
+    group = pools.num_sequences / (pools.num_targets * pools.num_micro_batches)
     verify = costs.verify.seconds(group)
     draft = costs.draft.seconds(group / pools.num_drafters)
     return Cycle(
         alone=verify + draft + channel_seconds,
-        targets=pools.num_groups * verify,
-        drafters=pools.num_targets * pools.num_groups * draft,
+        targets=pools.num_micro_batches * verify,
+        drafters=pools.num_targets * pools.num_micro_batches * draft,
     )
 
 

@@ -125,7 +125,7 @@ def _row(
 
 
 def _pools(config: ScalingBenchmarkConfig, pool: PoolConfig) -> Pools:
-    return Pools(pool.targets, pool.drafters, config.num_streams, config.application.engine.num_groups)
+    return Pools(pool.targets, pool.drafters, config.num_streams, config.application.engine.num_micro_batches)
 
 
 def print_scaling(result: dict[str, Any], console: Console) -> None:

@@ -23,6 +23,8 @@ from sweeps.tuning.claim import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.folders import ENDED
 
 _KEYS = {"drafters", "space", "search", "objective", "ladder"}
+_OF_TRAININGS = {"distill", "distil"}
+"""What only a sweep over trainings has, and its name in earlier versions."""
 _OF_FINALIST = ("name", "choices", "objective", "spread")
 
 
@@ -37,7 +39,7 @@ def is_decoding(folder: str) -> bool:
 
 
 def _is_decoding(config: Any) -> bool:
-    return isinstance(config, dict) and config.keys() >= _KEYS and "distil" not in config
+    return isinstance(config, dict) and config.keys() >= _KEYS and config.keys().isdisjoint(_OF_TRAININGS)
 
 
 def decoding_overview(folder: str) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from moray.bench.reports.wording import count, duration, interval, number, perce
 from moray.errors import DataError
 from moray.explain import nearest_path
 from moray.provenance import RUN_FILE, read_json, read_run_yaml
+from moray.renamed import with_current_names
 from sweeps.reports.results import Trial, read_trials
 from sweeps.reports.views import Searched, common_rung, read_space, searched, tokens_at, worths
+from sweeps.trainings.configs import SweepConfig
 from sweeps.tuning.claim import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.folders import ENDED
 from sweeps.tuning.spaces import Space, size
@@ -66,7 +68,8 @@ def _config(path: Path) -> dict[str, Any]:
     """The sweep's configuration, as it was begun or gone on with last."""
     if (path / RUN_FILE).is_file():
         config = read_run_yaml(path).get("config")
-        if isinstance(config, dict) and {"distil", "space", "objective", "ladder"} <= config.keys():
+        config = with_current_names(SweepConfig, config, notice=False) if isinstance(config, dict) else {}
+        if {"distill", "space", "objective", "ladder"} <= config.keys():
             return config
     raise DataError(
         f"'{path}' holds no sweep: give the output of a `python -m sweeps.tune` or `python -m sweeps.tune_decoding`"

@@ -11,7 +11,7 @@ from moray.activations.planning.shards import listed
 from moray.activations.reading.collate import missing_columns
 from moray.bench.specbench import read_questions
 from moray.cluster.training.claim import check_same_target
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.lanes import num_workers
 from moray.cluster.training.outline import outline_drafter, run_length
 from moray.decoding.planning.fitting import is_too_deep
@@ -90,7 +90,7 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
     return rungs
 
 
-def concurrency(sweep: SweepConfig, config: DistilConfig) -> int:
+def concurrency(sweep: SweepConfig, config: DistillConfig) -> int:
     """How many trials run at a time: as many as there is room for, on this machine no more than it has cores.
 
     Raises:

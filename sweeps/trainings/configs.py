@@ -1,12 +1,14 @@
 """Configuration of sweeps. Torch-free."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
 from moray.bench.configs import EvaluateConfig
 from moray.cluster.configs import RayConfig
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.config import Config, load_config
 from moray.errors import ConfigError
 from moray.targets.spec import TargetConfig
@@ -16,14 +18,14 @@ from sweeps.tuning.spaces import Choices, Space, overrides
 
 _OWN_KEYS = {
     "output": "every trial has a folder of its own below the sweep's output",
-    "activations": "all trials read one cache: name it in distil",
+    "activations": "all trials read one cache: name it in distill",
     "source": "all trials read one cache",
     "train.max_steps": "training_tokens and the ladder decide how long a trial trains",
     "ray": "it belongs to the sweep",
     "target": "all trials train for one target",
     "workers": "they say how much room a trial takes, which is the same for all",
     "validation": "the sweep measures every trial itself",
-    "trackers": "they are the same for all trials: name them in distil",
+    "trackers": "they are the same for all trials: name them in distill",
 }
 
 
@@ -82,7 +84,7 @@ class ConfirmConfig(Config):
 class SweepConfig(Config):
     """Which distillations to compare, how, and for how long."""
 
-    distil: tuple[str, ...] = Field(min_length=1)
+    distill: tuple[str, ...] = Field(min_length=1)
     """Words of pipelines.distill that all trials share: YAML files, then overrides."""
     space: Space = Field(min_length=1)
     """Lists or ranges of values of any key of pipelines.distill, by its dotted name."""
@@ -90,7 +92,7 @@ class SweepConfig(Config):
     """How trials are chosen: every combination (grid), at random, or proposed by Optuna."""
     ladder: LadderConfig = LadderConfig()
     training_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a trial trained to the end, counting every batch as full; null for what distil says."""
+    """Tokens of a trial trained to the end, counting every batch as full; null for what distill says."""
     objective: Objective = "speedup"
     """What is maximised: speed-up over plain decoding, tokens per target pass, or tokens per second."""
     decoding: DecodingConfig
@@ -104,6 +106,8 @@ class SweepConfig(Config):
     resume: bool = False
     """Go on with the sweep in output, the same as --resume."""
     ray: RayConfig = RayConfig()
+
+    renamed: ClassVar[Mapping[str, str]] = {"distil": "distill"}
 
     @field_validator("space")
     @classmethod
@@ -124,16 +128,16 @@ class SweepConfig(Config):
             )
         return self
 
-    def trial(self, choices: Choices, output: str = "") -> DistilConfig:
+    def trial(self, choices: Choices, output: str = "") -> DistillConfig:
         """The distillation that a trial is, in full length.
 
         Raises:
             ConfigError: a key or a value of the space is not one of pipelines.distill.
         """
         folder = output or str(Path(self.output) / "trials" / "any")
-        words = [*self.distil, *overrides(choices), f"output={folder}", "validation=null"]
+        words = [*self.distill, *overrides(choices), f"output={folder}", "validation=null"]
         try:
-            return load_config(DistilConfig, words)
+            return load_config(DistillConfig, words)
         except ConfigError as error:
             where = f"with {', '.join(overrides(choices))}: " if choices else ""
-            raise ConfigError(f"distil and space, {where}{error}") from None
+            raise ConfigError(f"distill and space, {where}{error}") from None

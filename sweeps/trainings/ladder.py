@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from sweeps.tuning.configs import LadderConfig
 
 
@@ -21,11 +21,11 @@ def rungs_of(ladder: LadderConfig, tokens: int) -> list[Rung]:
     return [Rung(number, first * ladder.reduction**number) for number in range(ladder.rungs)]
 
 
-def tokens_per_step(config: DistilConfig) -> int:
+def tokens_per_step(config: DistillConfig) -> int:
     """Tokens of one update, padding included."""
-    return config.train.batch_tokens * config.workers.most * config.train.accumulate
+    return config.train.batch_tokens * config.workers.most * config.train.gradient_accumulation_steps
 
 
-def steps_at(tokens: int, config: DistilConfig) -> int:
+def steps_at(tokens: int, config: DistillConfig) -> int:
     """Updates that take so many tokens, at least one."""
     return max(1, round(tokens / tokens_per_step(config)))

@@ -38,7 +38,7 @@ from sweeps.tuning.folders import trial_folder, trial_folders
 from sweeps.tuning.spaces import lies_in, size
 
 _FINAL_FILE = "final.json"
-_DISTIL_FILE = "distil.yaml"
+_DISTILL_FILE = "distill.yaml"
 """What all trials share, with nothing left open."""
 _SEED = "train.seed"
 
@@ -187,10 +187,10 @@ def _recorded(sweep: SweepConfig) -> SweepConfig:
 def _shipped(sweep: SweepConfig, output: Path) -> SweepConfig:
     """The sweep as its trials get it: they may have another working directory, and files that it names may be edited
     while it runs."""
-    path = output / _DISTIL_FILE
+    path = output / _DISTILL_FILE
     write_text_atomically(path, yaml.safe_dump(sweep.trial({}).model_dump(mode="json"), sort_keys=False))
     return sweep.model_copy(
-        update={"output": str(output), "decoding": _located(sweep.decoding), "distil": (str(path),)}
+        update={"output": str(output), "decoding": _located(sweep.decoding), "distill": (str(path),)}
     )
 
 
@@ -203,7 +203,7 @@ def _fingerprints(sweep: SweepConfig) -> dict[str, str]:
     resolved = base.model_dump(mode="json", exclude={"ray", "workers", "output", "trackers"})
     return {
         **run_fingerprints(base),
-        "lanes": str(base.workers.most * base.train.accumulate),
-        "distil": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:32],
+        "lanes": str(base.workers.most * base.train.gradient_accumulation_steps),
+        "distill": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:32],
         "questions": sha256_of_files([Path(sweep.decoding.questions)]),
     }

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from moray.cluster.training.distil import free_workers
+from moray.cluster.training.distill import free_workers
 from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung
 from sweeps.trainings.trial import run_trial

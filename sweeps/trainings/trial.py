@@ -15,8 +15,8 @@ from ray import tune
 
 from moray.cluster.errors import own_errors
 from moray.cluster.progress_actor import ProgressActor
-from moray.cluster.training.configs import DistilConfig
-from moray.cluster.training.distil import hand_out, train_until
+from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.distill import hand_out, train_until
 from moray.cluster.training.worker import checkpoint_step, open_run_trackers
 from moray.distill.finite import NONFINITE_FILE
 from moray.distill.tracking.metrics import read_metrics
@@ -66,7 +66,7 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], board: Any) 
 
 
 def _climb(
-    sweep: SweepConfig, config: DistilConfig, folder: TrialFolder, rungs: tuple[Rung, Rung], sweep_board: Any
+    sweep: SweepConfig, config: DistillConfig, folder: TrialFolder, rungs: tuple[Rung, Rung], sweep_board: Any
 ) -> dict[str, Any]:
     """Train up to the first of the rungs and measure there; the second is the ladder's last."""
     begin = time.time()
@@ -104,7 +104,7 @@ def _climb(
     return row
 
 
-def _track(config: DistilConfig, folder: TrialFolder, board: Any, row: Mapping[str, Any]) -> None:
+def _track(config: DistillConfig, folder: TrialFolder, board: Any, row: Mapping[str, Any]) -> None:
     """Tell the run's trackers, and its TensorBoard, what was measured."""
     from moray.distill.tracking.sinks import TensorBoard
 
@@ -114,13 +114,13 @@ def _track(config: DistilConfig, folder: TrialFolder, board: Any, row: Mapping[s
         sink.close()
 
 
-def decoding_gpus(sweep: SweepConfig, config: DistilConfig) -> float:
+def decoding_gpus(sweep: SweepConfig, config: DistillConfig) -> float:
     """What a measurement takes of them."""
     given = sweep.decoding.gpus
     return config.workers.resources.get("GPU", 0.0) if given is None else given
 
 
-def measure_on_ray(sweep: SweepConfig, config: DistilConfig, folders: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def measure_on_ray(sweep: SweepConfig, config: DistillConfig, folders: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Figures of the drafters in some folders by the folders' names, from a task that waits for its own resources."""
     decoding = sweep.decoding
     gpus = decoding_gpus(sweep, config)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moray.config import Config
-from moray.distill.runs import check_run
+from moray.distill.runs import check_run, recorded_config
 from moray.errors import ConfigError
 from moray.provenance import RUN_FILE, read_json, write_json_atomically, write_run_yaml
 from moray.runs_folder import as_runs
@@ -44,7 +44,7 @@ def is_done(output: Path, sweep: Config, fingerprints: Callable[[], Mapping[str,
     check_run(output, sweep, fingerprints(), irrelevant=_MAY_DIFFER)
     summary, why = output / SUMMARY_FILE, "a sweep that is not finished: add --resume to go on with it"
     if summary.is_file():
-        others = _others(read_json(summary)["config"], sweep.model_dump(mode="json"))
+        others = _others(recorded_config(type(sweep), read_json(summary)["config"]), sweep.model_dump(mode="json"))
         if not others:
             return not (resume and any(folder.state == "failed" for folder in trial_folders(str(output))))
         why = f"a finished sweep with another {', '.join(others)}: add --resume to try what is new"

@@ -25,8 +25,8 @@ from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedSha
 CPU = torch.device("cpu")
 SIGNIFICANCE = 0.01  # seeds are fixed: a check that passes once passes always
 ROOT_POSITION = 5
-REJECTION = SamplingParams(temperature=1.0, rule="rejection")
-COUPLING = SamplingParams(temperature=1.0, rule="coupled")
+REJECTION = SamplingParams(temperature=1.0, acceptance_method="rejection")
+COUPLING = SamplingParams(temperature=1.0, acceptance_method="gumbel_coupled")
 SHORT_CHAIN = ChainShape(type="chain", depth=2)
 SIBLINGS = FixedShape(type="fixed", branching=(2, 2))
 SHORT_DYNAMIC = DynamicShape(type="dynamic", depth=2, breadth=2, nodes=4)

@@ -68,7 +68,7 @@ def expected(tiny, stock, request):
 
 
 def engine_of(tiny, drafter, shape):
-    config = EngineConfig(max_sequences=2, kv_tokens=512, capacity=CAPACITY, tree=shape)
+    config = EngineConfig(max_num_seqs=2, kv_cache_tokens=512, max_model_len=CAPACITY, tree=shape)
     sources = {"drafter": LocalDrafts(drafter, CAPACITY, shape.num_expanded)}
     return Engine(tiny.target, config, (), drafts=sources, decode=letters)
 

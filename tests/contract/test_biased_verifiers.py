@@ -85,7 +85,10 @@ def test_a_q_that_was_not_sampled_from_fails_the_check(monkeypatch):
 
         return unfiltered
 
-    world, params = TableWorld(vocabulary=4, seed=2), SamplingParams(temperature=0.7, top_k=3, rule="rejection")
+    world, params = (
+        TableWorld(vocabulary=4, seed=2),
+        SamplingParams(temperature=0.7, top_k=3, acceptance_method="rejection"),
+    )
     assert keeps_the_law(SHORT_CHAIN, params, world=world)
     monkeypatch.setattr(Sampler, "selector", selector)
     assert not keeps_the_law(SHORT_CHAIN, params, world=world)

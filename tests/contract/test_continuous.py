@@ -33,7 +33,7 @@ def alone(target: Target, prompts: list[list[int]], params: SamplingParams) -> l
 
 
 def engine_of(target: Target, batch_tokens: int, **limits: int) -> Engine:
-    return Engine(target, EngineConfig(kv_tokens=batch_tokens, **limits), EOS)
+    return Engine(target, EngineConfig(kv_cache_tokens=batch_tokens, **limits), EOS)
 
 
 def request(prompt: list[int], params: SamplingParams = GREEDY, sequence: int = 0) -> Request:
@@ -43,7 +43,7 @@ def request(prompt: list[int], params: SamplingParams = GREEDY, sequence: int = 
 def together(
     target: Target, prompts: list[list[int]], params: SamplingParams, batch_tokens: int
 ) -> list[tuple[list[int], str]]:
-    engine = engine_of(target, batch_tokens, prefill_tokens=100)
+    engine = engine_of(target, batch_tokens, max_num_batched_tokens=100)
     made = answer_together(engine, [request(prompt, params, 7 * number) for number, prompt in enumerate(prompts)])
     return [(generation.tokens, generation.finish_reason) for generation in made]
 

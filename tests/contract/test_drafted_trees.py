@@ -20,8 +20,8 @@ TREE_SHAPES = [
 ALL_PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=1.0, seed=1),
-    SamplingParams(temperature=1.0, seed=1, rule="rejection"),
-    SamplingParams(temperature=1.0, seed=1, rule="rejection", top_k=5),
+    SamplingParams(temperature=1.0, seed=1, acceptance_method="rejection"),
+    SamplingParams(temperature=1.0, seed=1, acceptance_method="rejection", top_k=5),
 ]
 
 
@@ -44,7 +44,12 @@ def test_every_drafted_tree_is_sound(drafter, batch, shape, variant):
         assert torch.equal(tree.ancestors, ancestors)
         assert len(set(zip(parents, tokens, strict=True))) == tree.num_nodes, "siblings differ"
         assert all(0 <= token < drafter.spec.vocab_size for token in tokens)
-        sampled = params.rule == "rejection" and isinstance(shape, ChainShape) and not params.is_greedy and depths[1:]
+        sampled = (
+            params.acceptance_method == "rejection"
+            and isinstance(shape, ChainShape)
+            and not params.is_greedy
+            and depths[1:]
+        )
         assert (tree.draft_probs is not None) == bool(sampled)
         if tree.draft_probs is not None:
             torch.testing.assert_close(tree.draft_probs.sum(dim=-1), torch.ones(tree.num_nodes))

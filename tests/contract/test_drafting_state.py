@@ -119,18 +119,18 @@ def test_what_was_drafted_and_accepted_is_as_if_it_had_been_read(drafter, batch,
 
 
 @pytest.mark.parametrize("name", SEVERAL_EFFORTS)
-def test_a_state_may_change_its_effort_in_every_cycle(tiny, name):
-    """Cycles of a chain along the true text, each with another effort, draft as states that never had another."""
+def test_a_state_may_change_its_n_in_every_cycle(tiny, name):
+    """Cycles of a chain along the true text, each with another N, draft as states that never had another."""
     target = tiny("llama")
     drafter = build(target, VARIANTS[name])
     batch = batch_of(target.target, [target.prompt(0, 24)], 6, drafter.needs)
     text, known = batch.tokens[0], 4
     state = state_at(drafter, batch.tokens, batch.taps, known)
     with torch.no_grad():
-        for effort in [*drafter.efforts, *reversed(drafter.efforts)]:
-            drafter.set_effort(state, effort)
+        for num_target_layers in [*drafter.layer_counts, *reversed(drafter.layer_counts)]:
+            drafter.set_num_target_layers(state, num_target_layers)
             fresh = state_at(drafter, batch.tokens, batch.taps, known)
-            drafter.set_effort(fresh, effort)
+            drafter.set_num_target_layers(fresh, num_target_layers)
             for level in range(3):
                 token = text[known + level : known + level + 1]
                 drafted, wanted = (drafter.step(each, token, None, level) for each in (state, fresh))

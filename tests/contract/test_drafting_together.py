@@ -21,7 +21,7 @@ PARAMS = [
     SamplingParams(temperature=1.0, seed=1),
     SamplingParams(),
     SamplingParams(temperature=0.7, seed=5, top_k=9),
-    SamplingParams(temperature=1.0, seed=2, rule="rejection"),
+    SamplingParams(temperature=1.0, seed=2, acceptance_method="rejection"),
     SamplingParams(),
 ]
 PROMPTS = (9, 4, 14, 6, 11, 3)
@@ -130,14 +130,14 @@ def test_one_sequence_is_many_too(drafter, repeating, any_shape):
 
 
 @pytest.mark.parametrize("name", SEVERAL_EFFORTS)
-def test_each_sequence_has_its_own_effort(tiny, name):
+def test_each_sequence_has_its_own_n(tiny, name):
     target = tiny("llama")
     drafter = build(target, VARIANTS[name])
     batch = batch_of(target.target, [target.prompt(0, 24)], 6, drafter.needs)
     together, alone = begun(drafter, batch), begun(drafter, batch)
     for sequences in (together, alone):
         for number, sequence in enumerate(sequences):
-            drafter.set_effort(sequence.state, drafter.efforts[number % len(drafter.efforts)])
+            drafter.set_num_target_layers(sequence.state, drafter.layer_counts[number % len(drafter.layer_counts)])
     with torch.no_grad():
         for shape in ALL_SHAPES.values():
             for tree, other in zip(draft_together(together, shape), alone, strict=True):

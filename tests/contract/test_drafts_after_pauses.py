@@ -40,7 +40,7 @@ def drafts_by_position(target, drafter, num_tokens, drafts_at, shape=CHAIN):
     source.ask, source.collect = asking, collecting
     # The pass that is being prepared is the cycle that drafts are for.
     drafting.controller.plan = lambda *_: (
-        DraftPlan(shape, drafter.efforts[0]) if drafts_at(engine.stats.num_passes) else None
+        DraftPlan(shape, drafter.layer_counts[0]) if drafts_at(engine.stats.num_passes) else None
     )
     drafter.observe = observing
     try:

@@ -53,7 +53,7 @@ def engine_of(
 ) -> Engine:
     """With memory for `batch` sequences of `capacity` tokens."""
     width = -(-(capacity + shape.num_nodes + 1) // 64) * 64
-    config = EngineConfig(max_sequences=batch, kv_tokens=batch * width, capacity=capacity, tree=shape, **more)
+    config = EngineConfig(max_num_seqs=batch, kv_cache_tokens=batch * width, max_model_len=capacity, tree=shape, **more)
     drafts = {"drafter": LocalDrafts(drafter, capacity, shape.num_expanded)}
     return Engine(tiny.target, config, eos, drafts=drafts, decode=decode)
 
@@ -110,7 +110,7 @@ def test_sparse_trees_and_the_other_rules(tiny, half_right):
     sparse = SparseShape(type="sparse", paths=((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
     prompts = prompts_of(tiny)
     for rule in ("rejection", "typical"):
-        params = SamplingParams(temperature=0.8, seed=2, rule=rule)
+        params = SamplingParams(temperature=0.8, seed=2, acceptance_method=rule)
         for shape in (sparse, CHAIN):
             decoder = SpeculativeDecoder(tiny.target, half_right, shape, CAPACITY)
             expected = [decoder.generate(p, params, 20, EOS, sequence=3 * i) for i, p in enumerate(prompts)]
@@ -222,7 +222,7 @@ def test_an_engine_of_many_chooses_n_depth_and_nodes(tiny, kind):
     """As for one sequence: with costs that change at every look, all of them vary, and texts stay what they are."""
     drafter = build(tiny, VARIANTS["dynamic-moa-0"])
     shape = ADAPTIVE[kind]
-    config = EngineConfig(kv_tokens=4 * CAPACITY, tree=shape)
+    config = EngineConfig(kv_cache_tokens=4 * CAPACITY, tree=shape)
     engine = Engine(tiny.target, config, (), drafts={"d": LocalDrafts(drafter, CAPACITY, shape.num_expanded)})
     engine.calibrate({"d": drafter})
     prompts = [tiny.prompt(row, 10 + row) for row in range(4)]
@@ -231,7 +231,7 @@ def test_an_engine_of_many_chooses_n_depth_and_nodes(tiny, kind):
     plain = PlainDecoder(tiny.target, CAPACITY)
     for prompt, generation in zip(prompts, made, strict=True):
         assert generation.tokens == plain.generate(prompt, SamplingParams(), 30, ()).tokens
-    drafted = [(n, depth) for each in made for n, depth in zip(each.efforts, each.drafted, strict=True) if depth]
+    drafted = [(n, depth) for each in made for n, depth in zip(each.layer_counts, each.drafted, strict=True) if depth]
     assert len({n for n, _ in drafted}) >= 2
     assert len({depth for _, depth in drafted}) >= 3
     per_draft = engine.stats.num_draft_tokens / engine.stats.num_drafts

@@ -108,7 +108,7 @@ def test_spoilt_scores_never_change_the_text_of_an_engine(tiny, tree):
         fault: LocalDrafts(Faulty(tiny.target, spoil), CAPACITY, TREES[tree].num_expanded)
         for fault, spoil in SCORES.items()
     }
-    config = EngineConfig(kv_tokens=len(SCORES) * 256, capacity=CAPACITY, max_sequences=8, tree=TREES[tree])
+    config = EngineConfig(kv_cache_tokens=len(SCORES) * 256, max_model_len=CAPACITY, max_num_seqs=8, tree=TREES[tree])
     engine = Engine(tiny.target, config, (), drafts=drafts)
     asked = [(fault, (GREEDY, COUPLED)[number % 2], tiny.prompt(number % 3)) for number, fault in enumerate(SCORES)]
     requests = [
@@ -252,7 +252,7 @@ def answers_over(tiny, shape, spoil: Callable[[DraftReply], bytes]) -> RemoteDra
     drafter = Rehearsed(tiny.target, 0.3)
     host = DraftHost({DRAFTER: drafter}, CAPACITY, 64)
     source = RemoteDrafts(drafter, DRAFTER, OnePlace(), timeout=0.2, connect=lambda _: FaultyChannel(host, spoil))
-    config = EngineConfig(kv_tokens=3 * 256, capacity=CAPACITY, tree=shape)
+    config = EngineConfig(kv_cache_tokens=3 * 256, max_model_len=CAPACITY, tree=shape)
     engine = Engine(tiny.target, config, (), drafts={DRAFTER: source})
     asked = [(GREEDY, tiny.prompt()), (COUPLED, tiny.prompt(1))]
     made = answer_together(
@@ -347,8 +347,8 @@ def test_a_tree_deeper_than_a_drafter_is_refused_when_the_engine_is_built(tiny):
     message = "tree 'chain-8' is 8 levels deep; drafter 'm' drafts at most 6: give a tree of at most 6 levels, or type"
     for source in (LocalDrafts(drafter, CAPACITY, 64), RemoteDrafts(drafter, "m", OnePlace())):
         with pytest.raises(ConfigError, match=message):
-            Engine(tiny.target, EngineConfig(kv_tokens=512, tree=deep), (), drafts={"m": source})
-    adaptive = EngineConfig(kv_tokens=512, tree=AdaptiveShape(type="adaptive", depth=8))
+            Engine(tiny.target, EngineConfig(kv_cache_tokens=512, tree=deep), (), drafts={"m": source})
+    adaptive = EngineConfig(kv_cache_tokens=512, tree=AdaptiveShape(type="adaptive", depth=8))
     engine = Engine(tiny.target, adaptive, (), drafts={"m": LocalDrafts(drafter, CAPACITY, 64)})
     assert engine.drafting["m"].shape.depth == 6
     assert engine.drafting["m"].notices == [

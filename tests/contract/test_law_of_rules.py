@@ -25,10 +25,10 @@ def test_every_rule_gives_the_target_s_law(rule):
 
 
 @pytest.mark.parametrize("shape", [SHORT_CHAIN, SIBLINGS], ids=["chain", "tree"])
-@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("rule", ["rejection", "gumbel_coupled"])
 def test_filters_hold_under_every_rule(shape, rule):
     world = TableWorld(vocabulary=4, sharpness=0.7, seed=2)
-    params = SamplingParams(temperature=0.9, top_k=3, top_p=0.9, rule=rule)
+    params = SamplingParams(temperature=0.9, top_k=3, top_p=0.9, acceptance_method=rule)
     law = world.law(params, 3)
     assert 8 <= int((law > 0).sum()) < law.numel() - 8, "the filters forbid many texts and leave many"
     assert keeps_the_law(shape, params, world=world)

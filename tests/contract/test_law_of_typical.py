@@ -25,8 +25,8 @@ from moray.decoding.sampling.sampler import Sampler
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 
-TYPICAL = SamplingParams(temperature=1.0, rule="typical")
-NOTHING = SamplingParams(temperature=1.0, rule="typical", typical_epsilon=1.0, typical_delta=1e9)
+TYPICAL = SamplingParams(temperature=1.0, acceptance_method="typical")
+NOTHING = SamplingParams(temperature=1.0, acceptance_method="typical", typical_epsilon=1.0, typical_delta=1e9)
 
 
 def typical_law(world: TableWorld, params: SamplingParams, depth: int, count: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_typical_chains_have_the_law_of_their_definition(update):
     law = typical_law(world, params, SHORT_CHAIN.depth, 3)
     torch.testing.assert_close(float(law.sum()), 1.0)
     assert fits(counts_of(world, SHORT_CHAIN, params), law)
-    sampled = params.model_copy(update={"rule": "coupled"})
+    sampled = params.model_copy(update={"acceptance_method": "gumbel_coupled"})
     assert not fits(counts_of(world, SHORT_CHAIN, sampled), law), "sampling has another law"
 
 

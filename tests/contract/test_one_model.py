@@ -74,12 +74,12 @@ def test_the_last_target_layers_attend_to_the_real_keys_and_values(tiny, layers)
 
 
 @pytest.mark.parametrize("name", SEVERAL_EFFORTS)
-def test_training_sees_what_drafting_sees_with_every_effort(tiny, name):
+def test_training_sees_what_drafting_sees_with_every_n(tiny, name):
     target = tiny("llama")
     drafter = build(target, VARIANTS[name])
     batch = batch_of(target.target, [target.prompt(2, 20)], PROMPT, drafter.needs)
-    for effort in drafter.config.efforts:
-        drafter.fix_effort(effort)
+    for num_target_layers in drafter.config.layer_counts:
+        drafter.fix_num_target_layers(num_target_layers)
         assert is_one_model(drafter, batch, view_of(batch, drafter))
 
 

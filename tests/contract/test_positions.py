@@ -71,7 +71,9 @@ def half_right(tiny: TinyTarget) -> Rehearsed:
 
 def together(tiny: TinyTarget, requests: list[Request], capacity: int, shape) -> list[list[int]]:
     """The engine's answers, in rows side by side, prompts in pieces."""
-    config = EngineConfig(max_sequences=3, kv_tokens=3 * 384, capacity=capacity, prefill_tokens=48, tree=shape)
+    config = EngineConfig(
+        max_num_seqs=3, kv_cache_tokens=3 * 384, max_model_len=capacity, max_num_batched_tokens=48, tree=shape
+    )
     drafts = {"rehearsed": LocalDrafts(half_right(tiny), capacity, shape.num_expanded)}
     engine = Engine(tiny.target, config, (), drafts=drafts)
     return [generation.tokens for generation in answer_together(engine, requests)]

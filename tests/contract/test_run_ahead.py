@@ -143,10 +143,16 @@ class DirectChannel(Channel):
         pass
 
 
-def answered(tiny, drafter, shape, endpoint, connect, num_groups=1) -> tuple[Engine, RemoteDrafts, list[list[int]]]:
+def answered(
+    tiny, drafter, shape, endpoint, connect, num_micro_batches=1
+) -> tuple[Engine, RemoteDrafts, list[list[int]]]:
     """Three sequences at a time: the text that the drafter knows by heart, sampled ones and others."""
-    source = RemoteDrafts(drafter, "d", OnePlace(endpoint), timeout=10, connect=connect, max_debts=1 + num_groups)
-    config = EngineConfig(max_sequences=3, kv_tokens=3 * 192, capacity=CAPACITY, tree=shape, num_groups=num_groups)
+    source = RemoteDrafts(
+        drafter, "d", OnePlace(endpoint), timeout=10, connect=connect, max_debts=1 + num_micro_batches
+    )
+    config = EngineConfig(
+        max_num_seqs=3, kv_cache_tokens=3 * 192, max_model_len=CAPACITY, tree=shape, num_micro_batches=num_micro_batches
+    )
     engine = Engine(tiny.target, config, (), drafts={"d": source})
     return engine, source, [made.tokens for made in answer_together(engine, requests_of(tiny))]
 
@@ -166,12 +172,12 @@ def plain(tiny) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "num_groups"), [("moa-0", 1), ("eagle-0", 2)])
-def test_the_engine_gives_the_plain_text_and_guesses_come_true(tiny, learnt, name, num_groups):
+@pytest.mark.parametrize(("name", "num_micro_batches"), [("moa-0", 1), ("eagle-0", 2)])
+def test_the_engine_gives_the_plain_text_and_guesses_come_true(tiny, learnt, name, num_micro_batches):
     target, drafter = tiny("llama"), learnt("llama", name)
     host = DraftHost({"d": drafter}, CAPACITY, LONG.depth, run_ahead=True)
     nowhere = Endpoint("", 0, "", "")
-    _, source, made = answered(target, drafter, CHAIN, nowhere, lambda _: DirectChannel(host), num_groups)
+    _, source, made = answered(target, drafter, CHAIN, nowhere, lambda _: DirectChannel(host), num_micro_batches)
     assert made == plain(target)
     assert host.stats.ahead["right"] > 0
     assert host.stats.ahead["wrong"] > 0

@@ -100,7 +100,7 @@ def test_sampled_text_depends_on_the_seed(tiny):
 
 @pytest.mark.parametrize(
     "params",
-    [GREEDY, COUPLED, FILTERED, SamplingParams(temperature=0.8, top_p=0.9, rule="rejection")],
+    [GREEDY, COUPLED, FILTERED, SamplingParams(temperature=0.8, top_p=0.9, acceptance_method="rejection")],
     ids=["greedy", "coupled", "filtered", "rejection"],
 )
 def test_the_target_accepts_all_of_its_own_chain(tiny, target_name, params):

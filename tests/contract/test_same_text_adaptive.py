@@ -10,7 +10,7 @@ from moray.decoding.engine import engine as engine_module
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 
-TYPICAL = SamplingParams(temperature=0.8, seed=7, rule="typical")
+TYPICAL = SamplingParams(temperature=0.8, seed=7, acceptance_method="typical")
 
 
 @pytest.mark.usefixtures("moody")
@@ -98,25 +98,25 @@ def test_a_drafter_that_stops_early_costs_no_token(tiny, params):
 
 @pytest.mark.usefixtures("moody")
 @pytest.mark.parametrize("name", SEVERAL_EFFORTS)
-def test_efforts_that_change_from_cycle_to_cycle_give_the_same_text(tiny, learnt, name, adaptive):
+def test_values_of_n_that_change_from_cycle_to_cycle_give_the_same_text(tiny, learnt, name, adaptive):
     target, drafter = tiny("llama"), learnt("llama", name)
     decoder = SpeculativeDecoder(target.target, drafter, adaptive, MAX_POSITIONS)
     for params, count in ((GREEDY, 40), (COUPLED, 30)):
         generation = decoder.generate(target.prompt(4, 20), params, count, ())
         assert generation.tokens == plainly(target, target.prompt(4, 20), params, count)
-        used = {e for e, drafted in zip(generation.efforts, generation.drafted, strict=True) if drafted}
-        assert len(used) >= 2, "the efforts did not vary"
+        used = {e for e, drafted in zip(generation.layer_counts, generation.drafted, strict=True) if drafted}
+        assert len(used) >= 2, "the values of N did not vary"
 
 
 @pytest.mark.parametrize("name", SEVERAL_EFFORTS)
-def test_a_fixed_effort_is_the_only_one(tiny, learnt, name):
+def test_a_fixed_n_is_the_only_one(tiny, learnt, name):
     target = tiny("llama")
     prompt = target.prompt()
-    for effort in VARIANTS[name].efforts:
+    for num_target_layers in VARIANTS[name].layer_counts:
         drafter = build(target, VARIANTS[name])
         drafter.load_state_dict(learnt("llama", name).state_dict())
-        drafter.fix_effort(effort)
+        drafter.fix_num_target_layers(num_target_layers)
         generation = speculate(target, drafter, SHAPES["dynamic"], prompt, GREEDY, 40)
         assert generation.tokens == plainly(target, prompt, GREEDY, 40)
-        assert set(generation.efforts) == {effort}
+        assert set(generation.layer_counts) == {num_target_layers}
         assert max(generation.accepted) > 0

@@ -14,7 +14,7 @@ from moray.decoding.sampling.stop import StopStrings
 DYNAMIC = SHAPES["dynamic"]
 
 
-TYPICAL = SamplingParams(temperature=0.8, seed=7, rule="typical")
+TYPICAL = SamplingParams(temperature=0.8, seed=7, acceptance_method="typical")
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

@@ -302,7 +302,7 @@ def test_a_strange_host_does_no_harm(running):
 
 
 def test_too_many_requests_are_told_to_come_again(serve_target):
-    with serve_target(max_waiting=0, max_sequences=1) as running:
+    with serve_target(max_waiting=0, max_num_seqs=1) as running:
         client = running.client()
         options = {"model": MODEL, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
         with client.completions.create(prompt="x", stream=True, **options) as stream:

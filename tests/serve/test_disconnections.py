@@ -15,7 +15,7 @@ MOST_SECONDS = 1.0
 @pytest.fixture(scope="module")
 def slow(serve_target):
     """A server whose answers take seconds."""
-    with serve_target(max_waiting=64, max_sequences=4) as running:
+    with serve_target(max_waiting=64, max_num_seqs=4) as running:
         step = running.engine.step
 
         def slow_step():

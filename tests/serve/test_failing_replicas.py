@@ -177,8 +177,11 @@ def drafter_of(folder: Path, **settings: object) -> AbstractContextManager[Draft
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"capacity": 100_000}, "engine.capacity is 100000"),
-        ({"kv_tokens": 64, "tree": {"type": "chain", "depth": 64}}, "engine.kv_tokens 64 less a tree of 65 nodes"),
+        ({"max_model_len": 100_000}, "engine.max_model_len is 100000"),
+        (
+            {"kv_cache_tokens": 64, "tree": {"type": "chain", "depth": 64}},
+            "engine.kv_cache_tokens 64 less a tree of 65 nodes",
+        ),
     ],
 )
 def test_limits_that_do_not_fit_each_other_are_refused(chat_target, engine, message):
@@ -186,13 +189,13 @@ def test_limits_that_do_not_fit_each_other_are_refused(chat_target, engine, mess
         "target": {"model": str(chat_target), "device": "cpu"},
         "drafters": {"lookup": {"type": "ngram"}},
         "placement": "in_process",
-        "engine": {"kv_tokens": 512} | engine,
+        "engine": {"kv_cache_tokens": 512} | engine,
     }
     with pytest.raises(ConfigError, match=message):
         TargetReplica(validate(ServeConfig, values))
 
 
 def test_drafters_need_room_for_no_more_than_the_engine_does():
-    assert EngineConfig(kv_tokens=4096).most_positions(131_072) == 4096
-    assert EngineConfig(kv_tokens=4096, capacity=256).most_positions(131_072) == 256
-    assert EngineConfig(kv_tokens=4096).most_positions(512) == 512
+    assert EngineConfig(kv_cache_tokens=4096).max_positions_of(131_072) == 4096
+    assert EngineConfig(kv_cache_tokens=4096, max_model_len=256).max_positions_of(131_072) == 256
+    assert EngineConfig(kv_cache_tokens=4096).max_positions_of(512) == 512

@@ -57,7 +57,7 @@ def config(chat_target):
     """One sequence at a time, and nobody waits."""
     return ServeConfig(
         target=TargetConfig(model=str(chat_target), device="cpu"),
-        engine=EngineConfig(max_sequences=1, kv_tokens=512),
+        engine=EngineConfig(max_num_seqs=1, kv_cache_tokens=512),
         max_waiting=0,
         api=ApiConfig(model_name="tiny"),
     )

@@ -75,7 +75,7 @@ def answered(tmp_path_factory):
     """A sink that was told of an engine again and again while it answered, the updates, and the most of each gauge."""
     tiny = load_target(tmp_path_factory.mktemp("metrics"))
     drafter = build(tiny, VARIANTS["pretrained-0"])
-    config = EngineConfig(max_sequences=4, kv_tokens=2048, tree=ChainShape(type="chain", depth=3))
+    config = EngineConfig(max_num_seqs=4, kv_cache_tokens=2048, tree=ChainShape(type="chain", depth=3))
     sources = {"noisy": LocalDrafts(drafter, tiny.target.spec.max_positions, config.tree.num_expanded)}
     engine = Engine(tiny.target, config, (), drafts=sources)
     sink = Memory()

@@ -147,7 +147,7 @@ def running_server(folder: Path) -> Iterator[ChatServer]:
                 "lookup": {"type": "ngram", "max_ngram": 3},
             },
             "placement": "in_process",
-            "engine": {"max_sequences": 2, "kv_tokens": 2048, "tree": {"type": "chain", "depth": 4}},
+            "engine": {"max_num_seqs": 2, "kv_cache_tokens": 2048, "tree": {"type": "chain", "depth": 4}},
             "max_waiting": 0,
         }
     )

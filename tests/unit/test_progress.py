@@ -62,7 +62,7 @@ def test_lines_come_by_the_clock_whatever_the_work_does(console):
 
 def test_what_was_done_before_does_not_count_for_the_speed(console):
     clock = FakeClock()
-    with Progress("distil", unit="updates", note="starting workers", console=console, clock=clock) as progress:
+    with Progress("distill", unit="updates", note="starting workers", console=console, clock=clock) as progress:
         clock.time += 60.0
         progress.tell()
         progress.update(done=1_000, total=2_000)
@@ -77,10 +77,10 @@ def test_what_was_done_before_does_not_count_for_the_speed(console):
         clock.time += 5.0
         progress.tell()
     lines = printed(console)
-    assert lines[0] == "distil: 1:00 so far; starting workers; nothing new for 1:00"
-    assert lines[1] == "distil: 1,100 of 2,000 updates (55 %), 10 updates/s, 1:30 left; loss 2.000"
-    assert lines[2].startswith("distil: 1,060 of 2,000 updates (53 %), 4 updates/s, 3:55 left")
-    assert lines[3].startswith("distil: 900 of 2,000 updates (45 %), 1:20 so far")
+    assert lines[0] == "distill: 1:00 so far; starting workers; nothing new for 1:00"
+    assert lines[1] == "distill: 1,100 of 2,000 updates (55 %), 10 updates/s, 1:30 left; loss 2.000"
+    assert lines[2].startswith("distill: 1,060 of 2,000 updates (53 %), 4 updates/s, 3:55 left")
+    assert lines[3].startswith("distill: 900 of 2,000 updates (45 %), 1:20 so far")
 
 
 def test_work_that_is_not_counted_is_silent_unless_it_lasts(console):

@@ -18,7 +18,7 @@ class EvaluateConfig(Config):
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
     """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also accepted:
-    {type: pretrained, model: ...}, and {type: trained, folder: ..., effort: 1, name: ...}, which fixes one N of a
+    {type: pretrained, model: ...}, and {type: trained, folder: ..., N: 1, name: ...}, which fixes one N of a
     drafter that is trained for several."""
     trees: tuple[Shape, ...] = Field(default=(AdaptiveShape(type="adaptive", depth=8),), min_length=1)
     """Shapes of the draft trees; every drafter is measured with each of them."""
@@ -53,7 +53,7 @@ class EvaluateConfig(Config):
     def _begin_with_the_first_temperature(cls, value: Any, info: ValidationInfo) -> Any:
         """Beside `temperatures` a `sampling.temperature` of 0 counts as not given; typical acceptance refuses it."""
         match value, info.data:
-            case {"rule": "typical"}, {"temperatures": (first, *_)}:
+            case {"acceptance_method": "typical"}, {"temperatures": (first, *_)}:
                 return value | {"temperature": value.get("temperature") or first}
         return value
 
@@ -83,7 +83,7 @@ class DecodeBenchmarkConfig(Config):
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
     """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also accepted:
-    {type: pretrained, model: ...}, and {type: trained, folder: ..., effort: 1, name: ...}, which fixes one N of a
+    {type: pretrained, model: ...}, and {type: trained, folder: ..., N: 1, name: ...}, which fixes one N of a
     drafter that is trained for several."""
     trees: tuple[Shape, ...] = Field(default=(AdaptiveShape(type="adaptive", depth=8),), min_length=1)
     """Shapes of the draft trees; every drafter is measured with each of them."""

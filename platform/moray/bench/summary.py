@@ -6,7 +6,7 @@ from typing import Any
 from moray.bench.runner import Measurement, Method
 from moray.bench.spread import quartiles, ratio_interval, ratio_of_ratios_interval
 from moray.decoding.params import SamplingParams
-from moray.decoding.stats import PHASES, Generation, acceptance_by_position, depth_shares, effort_shares, tau
+from moray.decoding.stats import PHASES, Generation, acceptance_by_position, depth_shares, layer_count_shares, tau
 
 
 def summarise(measurement: Measurement, samplings: Sequence[SamplingParams], dtype: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _summarise_one(measurement: Measurement, params: SamplingParams, dtype: str,
     drafted = [method for method in measurement.methods if method.tree]
     # Rejection sampling keeps the distribution, not the text; 16 bits round one token and eight differently. A
     # difference then proves nothing.
-    is_exact = (params.is_greedy or params.rule == "coupled") and dtype == "float32"
+    is_exact = (params.is_greedy or params.acceptance_method == "gumbel_coupled") and dtype == "float32"
     temperature = {"temperature": params.temperature}
     rows = [_row(method, plain, generate, is_exact) | temperature for method in drafted]
     if not params.is_lossless:
@@ -149,7 +149,9 @@ def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool)
         "num_tokens": sum(len(g.tokens) for g in generations),
         "acceptance_by_position": acceptance_by_position(generations),
         "depth_shares": depth_shares(generations),
-        "effort_shares": {str(effort): share for effort, share in effort_shares(generations).items()},
+        "layer_count_shares": {
+            str(num_target_layers): share for num_target_layers, share in layer_count_shares(generations).items()
+        },
     }
 
 

@@ -107,7 +107,7 @@ class Validator:
             answer = decoder.generate(prompt, SamplingParams(), config.max_new_tokens, self._eos_ids)
             generations.append(answer)
             batch = _batch(session, prompt, answer.tokens, drafter)
-            view = draw_view(batch, period, 0.0, torch.Generator().manual_seed(number), drafter.config.efforts)
+            view = draw_view(batch, period, 0.0, torch.Generator().manual_seed(number), drafter.config.layer_counts)
             drawn.append(distillation_loss(drafter(batch, view), batch, loss_positions(batch), drafter, losses))
             if period is None:
                 stepped.append(drawn[-1])

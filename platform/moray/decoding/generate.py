@@ -83,10 +83,10 @@ class SpeculativeDecoder:
         self._name = "" if drafter is None else type(drafter).__name__.lower()
         drafts = {self._name: LocalDrafts(drafter, self.capacity, shape.num_expanded)} if drafter is not None else {}
         config = EngineConfig(
-            max_sequences=1,
-            kv_tokens=max(64, self.capacity + nodes + 1),
-            capacity=self.capacity,
-            prefill_tokens=_PREFILL_TOKENS,
+            max_num_seqs=1,
+            kv_cache_tokens=max(64, self.capacity + nodes + 1),
+            max_model_len=self.capacity,
+            max_num_batched_tokens=_PREFILL_TOKENS,
             tree=shape,
         )
         accept = None if rule is None else by_rule(rule)

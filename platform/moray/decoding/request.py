@@ -17,7 +17,8 @@ class Request(Config):
 
     prompt: tuple[int, ...] = Field(min_length=1)
     params: SamplingParams = SamplingParams()
-    """`rule` is "coupled": of the rules for sampling, it makes the text a function of the seed."""
+    """`acceptance_method` is "gumbel_coupled": of the methods for sampling, it makes the text a function of the
+    seed."""
     max_new_tokens: int = Field(ge=1)
     """Those already `generated` among them."""
     stop: tuple[str, ...] = ()
@@ -63,8 +64,8 @@ class RequestOutput:
     """Draft tokens that the target accepted; more than `num_accepted` where the answer ended among them."""
     num_levels: int = 0
     """Levels drafted for this cycle (see `TokenTree.num_levels`)."""
-    effort: int = 0
-    """N of this cycle's draft (see `Drafter.efforts`); without a draft it says nothing."""
+    num_target_layers: int = 0
+    """N of this cycle's draft (see `Drafter.layer_counts`); without a draft it says nothing."""
     rejected: list[int] = field(default_factory=list)
     """Drafted tokens of this cycle that were not accepted."""
     finish_reason: str | None = None

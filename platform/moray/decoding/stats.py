@@ -2,10 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import AliasChoices, Field
 
 from moray.decoding.request import RequestOutput
 
 PHASES = ("propose", "verify", "accept", "commit", "observe")
+
+
+_LayerCounts = Annotated[list[int], Field(validation_alias=AliasChoices("layer_counts", "efforts"))]
+"""Answers recorded before version 0.2 call them efforts."""
 
 
 @dataclass
@@ -21,8 +28,8 @@ class Generation:
     """Tokens emitted by each cycle, the target's own one included; fewer where the answer ended."""
     drafted: list[int] = field(default_factory=list)
     """Levels drafted in each cycle. Of an adaptive tree the deepest may hold nothing that was worth verifying."""
-    efforts: list[int] = field(default_factory=list)
-    """The effort of each cycle's draft (see `Drafter.efforts`); of a cycle without a draft it says nothing."""
+    layer_counts: _LayerCounts = field(default_factory=list)
+    """The N of each cycle's draft (see `Drafter.layer_counts`); of a cycle without a draft it says nothing."""
     seconds: float = 0.0
     """Decoding time; prefill is not in it."""
     prefill_seconds: float = 0.0
@@ -40,7 +47,7 @@ class Generation:
             self.accepted.append(update.num_path)
             self.emitted.append(len(update.tokens))
             self.drafted.append(update.num_levels)
-            self.efforts.append(update.effort)
+            self.layer_counts.append(update.num_target_layers)
         self.tokens += update.tokens
         self.finish_reason = update.finish_reason or self.finish_reason
 
@@ -63,15 +70,15 @@ def depth_shares(generations: Sequence[Generation]) -> list[float]:
     return [drafted.count(levels) / len(drafted) for levels in range(max(drafted, default=-1) + 1)]
 
 
-def effort_shares(generations: Sequence[Generation]) -> dict[int, float]:
-    """Of the cycles that drafted something, the share of each effort."""
+def layer_count_shares(generations: Sequence[Generation]) -> dict[int, float]:
+    """Of the cycles that drafted something, the share of each N."""
     used = [
-        effort
+        num_target_layers
         for generation in generations
-        for effort, drafted in zip(generation.efforts, generation.drafted, strict=False)  # answers of old have none
+        for num_target_layers, drafted in zip(generation.layer_counts, generation.drafted, strict=False)
         if drafted
     ]
-    return {effort: used.count(effort) / len(used) for effort in sorted(set(used))}
+    return {num_target_layers: used.count(num_target_layers) / len(used) for num_target_layers in sorted(set(used))}
 
 
 def tau(generations: Sequence[Generation]) -> float:

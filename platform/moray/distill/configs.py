@@ -1,6 +1,7 @@
 """Configuration of losses, optimisers, schedules and the training run. Torch-free."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,13 +16,16 @@ class LossConfig(Config):
     the hidden size."""
     kl: float = Field(default=0.1, ge=0)
     """Weight of KL(target || drafter) over the vocabulary; 0 leaves it out."""
-    acceptance: float = Field(default=0.0, ge=0)
-    """Weight of 1 - sum min(p, q), the chance that a drafted token is rejected; 0 leaves it out."""
+    total_variation: float = Field(default=0.0, ge=0)
+    """Weight of the total variation distance, 1 - sum min(p, q); 0 leaves it out. It is the chance that a drafted
+    token is rejected."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"acceptance": "total_variation"}
 
     @model_validator(mode="after")
     def _check(self) -> "LossConfig":
-        if not self.feature + self.kl + self.acceptance:
-            raise ValueError("feature, kl and acceptance are all 0: there is nothing to learn from")
+        if not self.feature + self.kl + self.total_variation:
+            raise ValueError("feature, kl and total_variation are all 0: there is nothing to learn from")
         return self
 
 
@@ -75,20 +79,22 @@ class SpikeSchedule(Config):
 
 
 class LinearSchedule(Config):
-    """Linear warm-up to the base rate, linear decay to `final` times it at the last step."""
+    """Linear warm-up to the base rate, linear decay to `min_lr_ratio` times it at the last step."""
 
     type: Literal["linear"]
     warmup_steps: int = Field(default=20, ge=1)
     """Updates over which the rate climbs to the base rate."""
-    final: float = Field(default=0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate of the last update, as a multiple of the base rate; 0 decays to nothing."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"final": "min_lr_ratio"}
 
     def factor(self, step: int, steps_per_epoch: int, total_steps: int) -> float:
         """What the base learning rate is multiplied with at `step` (0-based)."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        return 1.0 + (self.final - 1.0) * done
+        return 1.0 + (self.min_lr_ratio - 1.0) * done
 
 
 Schedule = Annotated[SpikeSchedule | LinearSchedule, Field(discriminator="type")]
@@ -124,21 +130,28 @@ class TrainConfig(Config):
     """Most optimiser updates, which may end the run early; null for all epochs."""
     batch_tokens: int = Field(default=16384, ge=16)
     """Most tokens, padding included, that one worker computes at once."""
-    accumulate: int = Field(default=1, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Batches of every worker in one update. Their number times that of the workers is the run's number of lanes, which
     it keeps when it goes on with fewer workers."""
     seed: int = 0
     """Seed of the initial weights, the order of batches and the masks."""
-    clip: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient; what is longer is scaled down to it."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the forward pass, by autocast; float16 with a loss scale; weights stay float32."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more work. Only the inputs of each
     block of layers are kept; the gradients are the same."""
-    checkpoint_steps: int = Field(default=500, ge=1)
+    save_steps: int = Field(default=500, ge=1)
     """Optimiser updates from one checkpoint to the next; the last update is saved in any case."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints that are kept, the latest ones."""
-    log_steps: int = Field(default=10, ge=1)
+    logging_steps: int = Field(default=10, ge=1)
     """Optimiser updates from one report of figures to the next."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "accumulate": "gradient_accumulation_steps",
+        "clip": "max_grad_norm",
+        "checkpoint_steps": "save_steps",
+        "log_steps": "logging_steps",
+    }

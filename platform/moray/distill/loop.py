@@ -31,10 +31,10 @@ class Progress:
 
 
 Report = Callable[[Progress, dict[str, float]], None]
-"""report(progress, metrics), called every `log_steps` and after the last update."""
+"""report(progress, metrics), called every `logging_steps` and after the last update."""
 
 Save = Callable[[Progress], None]
-"""save(progress), called every `checkpoint_steps` and after the last update."""
+"""save(progress), called every `save_steps` and after the last update."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def train(
         return Progress(step, span.first.tokens + everywhere, span.first.seconds + time.perf_counter() - begin)
 
     for lanes in updates:
-        is_reported = (step + 1) % config.log_steps == 0 or step + 1 == span.last_step
+        is_reported = (step + 1) % config.logging_steps == 0 or step + 1 == span.last_step
         place = UpdatePlace(
             step,
             span.steps_per_epoch,
@@ -102,7 +102,7 @@ def train(
         step += 1
         watch.follow(step, result, parallel.learning_rate)
         tokens += result.num_tokens
-        is_saved = step % config.checkpoint_steps == 0 or step == span.last_step
+        is_saved = step % config.save_steps == 0 or step == span.last_step
         if not is_reported and not is_saved:
             continue
         watch.check()

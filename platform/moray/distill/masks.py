@@ -13,10 +13,10 @@ def draw_view(
     period_range: tuple[int, int] | None,
     staircase_probability: float,
     generator: torch.Generator,
-    efforts: tuple[int, ...] = (),
+    layer_counts: tuple[int, ...] = (),
 ) -> DraftView:
     """Draw, per sequence, a period P uniform over low..high-1, a phase, and whether it is a staircase; of several
-    efforts one, as evenly as a batch allows.
+    values of N one, as evenly as a batch allows.
 
     Without a range every position is predicted from the one before it.
 
@@ -32,21 +32,23 @@ def draw_view(
     if period_range is None:
         seed = int(torch.randint(1 << 62, (), generator=generator))
         before = torch.arange(seq, device=device).sub(1).clamp(min=0).expand(size, seq)
-        return DraftView(before, None, seed, _draw_efforts(efforts, size, generator))
+        return DraftView(before, None, seed, _draw_layer_counts(layer_counts, size, generator))
     period = torch.randint(period_range[0], period_range[1], (size,), generator=generator)
     phase = (torch.rand(size, generator=generator) * period).long()
     staircase = torch.rand(size, generator=generator) < staircase_probability  # still on the CPU: `any` waits for none
     seed = int(torch.randint(1 << 62, (), generator=generator))
     start = verified_start(batch.response_mask, period.to(device), phase.to(device))
-    drawn = _draw_efforts(efforts, size, generator)
+    drawn = _draw_layer_counts(layer_counts, size, generator)
     return DraftView(start, staircase.to(device) if staircase.any() else None, seed, drawn)
 
 
-def _draw_efforts(efforts: tuple[int, ...], size: int, generator: torch.Generator) -> tuple[int, ...] | None:
-    if len(efforts) < 2:
+def _draw_layer_counts(layer_counts: tuple[int, ...], size: int, generator: torch.Generator) -> tuple[int, ...] | None:
+    if len(layer_counts) < 2:
         return None
-    first = torch.randint(len(efforts), (), generator=generator)  # who of them has a sequence more, if one has
-    return tuple(efforts[i] for i in ((torch.randperm(size, generator=generator) + first) % len(efforts)).tolist())
+    first = torch.randint(len(layer_counts), (), generator=generator)  # who of them has a sequence more, if one has
+    return tuple(
+        layer_counts[i] for i in ((torch.randperm(size, generator=generator) + first) % len(layer_counts)).tolist()
+    )
 
 
 def verified_start(

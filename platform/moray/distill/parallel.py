@@ -86,7 +86,7 @@ class Replicas(Parallel):
     def __init__(self, drafter: Drafter, optimiser: Optimiser, losses: LossConfig, train: TrainConfig) -> None:
         self.drafter = drafter
         self._optimiser = optimiser
-        self._clip = train.clip
+        self._clip = train.max_grad_norm
         self._model: Any = Objective(drafter, losses, train)
         self._is_shared = num_workers() > 1
         if self._is_shared:

@@ -2,18 +2,20 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
-from moray.config import Config, flatten
-from moray.errors import MismatchError
+from moray.config import Config, flatten, validate
+from moray.errors import ConfigError, MismatchError
 from moray.provenance import RUN_FILE, read_run_yaml, write_run_yaml
+from moray.renamed import with_current_names
 from moray.runs_folder import as_runs
 
 _IRRELEVANT = (
     "ray",
     "output",
-    "train.log_steps",
+    "train.logging_steps",
     "train.keep_checkpoints",
-    "train.checkpoint_steps",
+    "train.save_steps",
     "train.activation_checkpointing",
     "parallel",
     "source.capture",
@@ -53,7 +55,7 @@ def check_run(
     if not (folder / RUN_FILE).is_file():
         return
     record = read_run_yaml(folder)
-    present = flatten({**record["config"], "fingerprint": record["fingerprints"]})
+    present = flatten({**recorded_config(type(config), record["config"]), "fingerprint": record["fingerprints"]})
     wanted = flatten({**config.model_dump(mode="json"), "fingerprint": dict(fingerprints)})
     for key in sorted(present.keys() | wanted.keys()):
         is_relevant = not any(key == name or key.startswith(f"{name}.") for name in irrelevant)
@@ -62,6 +64,17 @@ def check_run(
                 f"'{folder}' holds a run with {key} = {present.get(key)}, now it is {wanted.get(key)}; "
                 f"give another output or remove {in_the_way}"
             )
+
+
+def recorded_config(config_class: type[Config], values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that a run recorded, maybe by an earlier version: with the names and keys of today.
+
+    What is no configuration of this class is returned under today's names and otherwise as it is.
+    """
+    try:
+        return validate(config_class, values, notice=False).model_dump(mode="json")
+    except ConfigError:
+        return with_current_names(config_class, values, notice=False)
 
 
 def begin_run(folder: Path, config: Config, seed: int | None, fingerprints: Mapping[str, str]) -> None:

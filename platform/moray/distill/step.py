@@ -53,7 +53,7 @@ class UpdateResult:
         correct, counted = values[4 : 4 + MAX_STEPS_AHEAD], values[4 + MAX_STEPS_AHEAD : -2]
         accuracy = [c / n for c, n in zip(correct, counted, strict=True) if n]
         metrics = {
-            "loss": (weights.feature * feature + weights.kl * kl + weights.acceptance * rejection) / count,
+            "loss": (weights.feature * feature + weights.kl * kl + weights.total_variation * rejection) / count,
             "feature_loss": feature / count,
             "kl": kl / count,
             "acceptance": 1.0 - rejection / count,
@@ -129,7 +129,9 @@ def num_rounds(num_lanes: int) -> int:
 def _view(parallel: Parallel, batch: LaneBatch, place: UpdatePlace) -> DraftView:
     generator = torch.Generator().manual_seed(mix_seed(place.seed, place.step, batch.lane))
     config = parallel.drafter.config
-    return draw_view(batch.text, config.verified_period, place.staircase_probability, generator, efforts=config.efforts)
+    return draw_view(
+        batch.text, config.verified_period, place.staircase_probability, generator, layer_counts=config.layer_counts
+    )
 
 
 def _num_positions(batch: LaneBatch, view: DraftView) -> int:

@@ -33,7 +33,7 @@ class TokenLosses:
     """Sums over positions and predictions."""
 
     weighted: Float[Tensor, ""]
-    """`losses.kl` * kl + `losses.acceptance` * rejection: the only one with a gradient."""
+    """`losses.kl` * kl + `losses.total_variation` * rejection: the only one with a gradient."""
     kl: Float[Tensor, ""]
     rejection: Float[Tensor, ""]
     counts: Int[Tensor, "2 ahead"]
@@ -118,7 +118,7 @@ class _Sums(torch.autograd.Function):
             for index, prediction in enumerate(job.predictions):
                 _add_chunk(job, chunk, target, prediction, sums, counts, gradients[index] if gradients else None)
         kl, rejection = sums.unbind()
-        weighted = job.weights.kl * kl + job.weights.acceptance * rejection
+        weighted = job.weights.kl * kl + job.weights.total_variation * rejection
         ctx.mark_non_differentiable(kl, rejection, counts)
         ctx.shapes = [p.hidden.shape for p in job.predictions]
         ctx.save_for_backward(job.rows, job.columns, *(tensor for g in gradients for tensor in (g.hidden, *g.trained)))
@@ -184,7 +184,7 @@ def _add_chunk(
         index = (ahead - 1).clamp(0, MAX_STEPS_AHEAD - 1)
         counts.scatter_add_(1, index.expand(2, -1), torch.stack([is_right & is_counted, is_counted]).long())
     probs = draft_log.exp_()
-    if job.with_figures or job.weights.acceptance:
+    if job.with_figures or job.weights.total_variation:
         overlap = torch.minimum(target.probs, probs).sum(dim=-1)
         sums[1] += (share * (1.0 - overlap)).sum()
     if gradients is not None:
@@ -198,10 +198,10 @@ def _slope(probs: Float[Tensor, "rows draft"], target: _Target, weights: LossCon
     Of KL(p || q): q - p. Of 1 - sum min(p, q), with s = 1 where q < p and else 0: -q (s - sum q s).
     """
     slope = (probs - target.known).mul_(weights.kl)
-    if weights.acceptance:
+    if weights.total_variation:
         below = probs * (probs < target.probs)
         below.addcmul_(probs, below.sum(dim=-1, keepdim=True), value=-1.0)
-        slope.sub_(below, alpha=weights.acceptance)
+        slope.sub_(below, alpha=weights.total_variation)
     return slope
 
 

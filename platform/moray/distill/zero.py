@@ -143,7 +143,7 @@ def _engine_config(train: TrainConfig, config: DeepSpeedConfig) -> dict[str, Any
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # which batch is the last is said in every update
-        "gradient_clipping": train.clip,
+        "gradient_clipping": train.max_grad_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,

@@ -39,9 +39,9 @@ class DraftView:
     """Sequences whose self-attention must not look behind `start`; None: no sequence."""
     seed: int = 0
     """Seed of what a drafter draws itself in this step, such as noise on features."""
-    efforts: tuple[int, ...] | None = None
-    """Of each sequence, which of the drafter's efforts trains; None: its first for all. Known to the host, for
-    sequences of one effort go through the same layers together."""
+    layer_counts: tuple[int, ...] | None = None
+    """Of each sequence, which of the drafter's values of N trains; None: its first for all. Known to the host, for
+    sequences of one N go through the same layers together."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self.head = head  # frozen, and no nn.Module: never trained, moved or saved with the drafter
         self.spec = head.spec
         self.vocabulary = DraftVocabulary(head, config.num_draft_tokens)
-        self.efforts = config.efforts
-        """What decoding may choose from in every cycle, cheapest first (see `fix_effort`)."""
+        self.layer_counts = config.layer_counts
+        """What decoding may choose from in every cycle, cheapest first (see `fix_num_target_layers`)."""
         self._has_warned = False
         self.recomputes = False
         """Training keeps the inputs of each block of layers alone, and computes the rest again in the backward pass."""
@@ -142,21 +142,21 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def new_state(self, capacity: int, max_expanded: int) -> State:
         """An empty drafting state for one sequence: preallocated for `capacity` tokens and one tree."""
 
-    def set_effort(self, state: State, effort: int) -> None:
-        """Draft with this one of `efforts` from the next `propose` on. What a state holds serves them all."""
+    def set_num_target_layers(self, state: State, num_target_layers: int) -> None:
+        """Draft with this one of `layer_counts` from the next `propose` on. What a state holds serves them all."""
 
-    def fix_effort(self, effort: int) -> None:
-        """Draft with this one of `efforts` alone, in states yet to be made.
+    def fix_num_target_layers(self, num_target_layers: int) -> None:
+        """Draft with this one of `layer_counts` alone, in states yet to be made.
 
         Raises:
             ConfigError: the drafter was not trained for it.
         """
-        if effort not in self.config.efforts:
-            known = ", ".join(map(str, self.config.efforts))
+        if num_target_layers not in self.config.layer_counts:
+            known = ", ".join(map(str, self.config.layer_counts))
             raise ConfigError(
-                f"effort is {effort}, but this drafter drafts with {known} target layers: give one of those"
+                f"N is {num_target_layers}, but this drafter drafts with {known} target layers: give one of those"
             )
-        self.efforts = (effort,)
+        self.layer_counts = (num_target_layers,)
 
     @abstractmethod
     def reset(self, state: State) -> None:

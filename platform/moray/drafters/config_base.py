@@ -54,7 +54,7 @@ class DrafterConfigBase(Config):
         return 0
 
     @property
-    def efforts(self) -> tuple[int, ...]:
+    def layer_counts(self) -> tuple[int, ...]:
         """How many of them in a draft step, cheapest first: what is chosen from in every cycle. Most know one way."""
         return (self.num_target_layers,)
 

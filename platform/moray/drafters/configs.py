@@ -4,6 +4,7 @@ Torch-free. A variant costs its class here, one module, one YAML; drafters of ot
 `drafters.installed`.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union, get_args
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -85,7 +86,7 @@ class DynamicMoAConfig(MoABase):
         return self.target_layers[-1]
 
     @property
-    def efforts(self) -> tuple[int, ...]:
+    def layer_counts(self) -> tuple[int, ...]:
         return self.target_layers
 
 
@@ -210,10 +211,12 @@ class TrainedConfig(Config):
     type: Literal["trained"]
     folder: str
     """Folder of the trained drafter."""
-    effort: int | None = Field(default=None, ge=0)
+    num_target_layers: int | None = Field(default=None, ge=0)
     """Target layers that it runs in a draft step, one of those it knows; null lets decoding choose."""
     name: str | None = Field(default=None, min_length=1)
     """Name in tables; null for that of the folder. Needed to measure one drafter in two ways."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"effort": "num_target_layers"}
 
 
 if TYPE_CHECKING:

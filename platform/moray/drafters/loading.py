@@ -22,7 +22,7 @@ def load_drafters(
     """Drafters for one target, in the order given, by the names of their folders or types.
 
     Raises:
-        ConfigError: two have the same name, or one has not learnt the effort asked for.
+        ConfigError: two have the same name, or one has not learnt the N asked for.
         MismatchError: a drafter belongs to another target, tokenizer or template.
     """
     with Progress("load drafters"):
@@ -54,8 +54,8 @@ def build_drafters(
         else:
             head = head_of(0)
             drafter = _from_config(entry, head, tokenizer)
-        if isinstance(entry, TrainedConfig) and entry.effort is not None:
-            drafter.fix_effort(entry.effort)
+        if isinstance(entry, TrainedConfig) and entry.num_target_layers is not None:
+            drafter.fix_num_target_layers(entry.num_target_layers)
         drafter.cast(head.weight.dtype)
         problem = describe_nonfinite(drafter.named_parameters())
         if problem:  # float16 ends at 65504

@@ -296,8 +296,8 @@ def _run_yaml(target: Path, chats: Path, output: Path) -> str:
 def test_a_drafter_without_its_columns_is_told_the_command_that_adds_them_and_then_trains(
     few_columns: Path, tiny_target: Path, chats_file: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.training.configs import DistilConfig
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.configs import DistillConfig
+    from moray.cluster.training.distill import distill
     from pipelines import cache_activations as pipeline
 
     output = shutil.copytree(few_columns, tmp_path / "a cache")
@@ -312,13 +312,13 @@ def test_a_drafter_without_its_columns_is_told_the_command_that_adds_them_and_th
         "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
         "train": {"epochs": 1, "max_steps": 2, "batch_tokens": 512},
     }
-    config = validate(DistilConfig, values)
+    config = validate(DistillConfig, values)
     with pytest.raises(DataError, match=r"the cache has no column 'kv\.") as caught:
-        distil(config)
+        distill(config)
     command = str(caught.value).partition(", run python -m pipelines.cache_activations ")[2]
     _, settings = load_command(pipeline.COMMANDS, shlex.split(command))
     assert settings.cache.kv_layers == (0, 1, 2), command
     assert settings.cache.max_length == SETTINGS["max_length"]
     pipeline.main(settings)
-    assert (distil(config) / "drafter.safetensors").is_file()
+    assert (distill(config) / "drafter.safetensors").is_file()
     assert read_run_yaml(output)["config"]["cache"]["kv_layers"] == [0, 1, 2]

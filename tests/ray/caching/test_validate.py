@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.validate import describe_validation, is_validated
 from moray.config import validate
 from moray.distill.tracking.metrics import read_metrics, read_validation
@@ -33,7 +33,7 @@ def _values(target: Path, cache: Path, output: Path, chats: Path, **validation: 
         },
         "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
         "schedule": {"type": "linear", "warmup_steps": 3},
-        "train": {"epochs": 2, "max_steps": 24, "batch_tokens": 512, "checkpoint_steps": 10, "log_steps": 2},
+        "train": {"epochs": 2, "max_steps": 24, "batch_tokens": 512, "save_steps": 10, "logging_steps": 2},
         "validation": {"chats": str(chats), "max_chats": 2, "max_new_tokens": 8, "depth": 3} | validation,
     }
 
@@ -41,19 +41,19 @@ def _values(target: Path, cache: Path, output: Path, chats: Path, **validation: 
 @pytest.fixture(scope="module")
 def validated(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> DistilConfig:
-    from moray.cluster.training.distil import distil
+) -> DistillConfig:
+    from moray.cluster.training.distill import distill
 
     folder = tmp_path_factory.mktemp("run")
     values = _values(tiny_target, tiny_cache, folder / "drafter", chats_file)
     store = {"type": "mlflow", "uri": str(folder / "store")}
-    config = validate(DistilConfig, values | {"trackers": [store]})
-    distil(config)
+    config = validate(DistillConfig, values | {"trackers": [store]})
+    distill(config)
     return config
 
 
 @pytest.mark.slow
-def test_every_checkpoint_has_a_row_and_the_last_one_too(validated: DistilConfig) -> None:
+def test_every_checkpoint_has_a_row_and_the_last_one_too(validated: DistillConfig) -> None:
     folder = Path(validated.output)
     rows = read_validation(folder)
     assert [row["step"] for row in rows] == [10, 20, 24]
@@ -67,7 +67,7 @@ def test_every_checkpoint_has_a_row_and_the_last_one_too(validated: DistilConfig
 
 
 @pytest.mark.slow
-def test_tensorboard_and_mlflow_show_the_same(validated: DistilConfig) -> None:
+def test_tensorboard_and_mlflow_show_the_same(validated: DistillConfig) -> None:
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -86,10 +86,10 @@ def test_tensorboard_and_mlflow_show_the_same(validated: DistilConfig) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_before_its_last_validation_makes_up_for_it(
-    validated: DistilConfig, tmp_path: Path
+    validated: DistillConfig, tmp_path: Path
 ) -> None:
     """The training is over, the drafter not yet in place, and Ray knows of nothing that is pending."""
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     shutil.copytree(validated.output, tmp_path / "drafter")
     path = tmp_path / "drafter" / "validation.jsonl"
@@ -100,24 +100,24 @@ def test_a_run_that_was_killed_before_its_last_validation_makes_up_for_it(
     run = yaml.safe_load((tmp_path / "drafter" / "run.yaml").read_text())
     run["config"]["output"] = config.output
     (tmp_path / "drafter" / "run.yaml").write_text(yaml.safe_dump(run))
-    distil(config)
+    distill(config)
     assert path.read_text() == wanted, "the same checkpoint gives the same figures"
 
 
 def test_chats_that_are_not_there_and_a_machine_too_small_are_refused_before_anything_starts(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
-    def config(chats: Path = chats_file, **validation: Any) -> DistilConfig:
-        return validate(DistilConfig, _values(tiny_target, tiny_cache, tmp_path / "run", chats, **validation))
+    def config(chats: Path = chats_file, **validation: Any) -> DistillConfig:
+        return validate(DistillConfig, _values(tiny_target, tiny_cache, tmp_path / "run", chats, **validation))
 
     with pytest.raises((ConfigError, DataError), match=r"nowhere\.jsonl"):
-        distil(config(tmp_path / "nowhere.jsonl"))
+        distill(config(tmp_path / "nowhere.jsonl"))
     with pytest.raises(ConfigError, match=r"validation.cpus=3.5 beside the workers' 1 CPUs .*every_checkpoints=null"):
-        distil(config(cpus=3.5))
+        distill(config(cpus=3.5))
     with pytest.raises(ConfigError, match=r"validation.gpus=1 beside the workers' 0 GPUs"):
-        distil(config(gpus=1.0))
+        distill(config(gpus=1.0))
     assert not (tmp_path / "run").exists()
 
 
@@ -126,11 +126,11 @@ def test_only_the_last_checkpoint_once_the_workers_have_gone(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path: Path
 ) -> None:
     """All CPUs of the machine: beside the worker there would be no room."""
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     values = _values(tiny_target, tiny_cache, tmp_path / "run", chats_file, every_checkpoints=None, cpus=4.0)
     values["train"] |= {"max_steps": 4}
-    distil(validate(DistilConfig, values))
+    distill(validate(DistillConfig, values))
     assert [row["step"] for row in read_validation(tmp_path / "run")] == [4]
 
 
@@ -141,7 +141,7 @@ def test_after_a_kill_every_checkpoint_is_validated(
 ) -> None:
     """Killed while a validation runs or waits: Ray Train takes up what was pending when the run goes on."""
     values = _values(tiny_target, tiny_cache, tmp_path / "run", chats_file, max_chats=16, max_new_tokens=64)
-    values["train"] |= {"max_steps": 60, "epochs": 8, "batch_tokens": 256, "checkpoint_steps": 20}
+    values["train"] |= {"max_steps": 60, "epochs": 8, "batch_tokens": 256, "save_steps": 20}
     path = tmp_path / "distill.yaml"
     path.write_text(yaml.safe_dump(values))
     first = start_pipeline("distill", str(path))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from ray_cluster import REPOSITORY, RayCluster, free_port
-from tiny_sweeps import write_distil, write_questions
+from tiny_sweeps import write_distill, write_questions
 
 from moray.provenance import read_json
 
@@ -54,12 +54,12 @@ def target(cluster: RayCluster, tiny_target: Path) -> str:
 def drafter(cluster: RayCluster, target: str, tiny_cache: Path) -> str:
     """A drafter distilled by a job."""
     (cluster.runs / "cache").symlink_to(tiny_cache)
-    distil = write_distil(cluster.runs, Path("runs/target"), Path("runs/cache"), max_steps=12)
-    assert "runs/cache" in distil.read_text()
-    distilled = cluster.submit("python", "-m", "pipelines.distill", "runs/distil.yaml", "output=runs/moa")
+    distill = write_distill(cluster.runs, Path("runs/target"), Path("runs/cache"), max_steps=12)
+    assert "runs/cache" in distill.read_text()
+    distilled = cluster.submit("python", "-m", "pipelines.distill", "runs/distill.yaml", "output=runs/moa")
     assert distilled.returncode == 0, distilled.stdout + distilled.stderr
     assert f"drafter: {cluster.runs}/moa" in distilled.stdout
-    moved = r"^distil \w+: 12 of 12 updates, after [\d:]+; loss [\d.]+ acc [\d.]+ tau [\d.]+$"
+    moved = r"^distill \w+: 12 of 12 updates, after [\d:]+; loss [\d.]+ acc [\d.]+ tau [\d.]+$"
     assert re.search(moved, distilled.stdout, re.MULTILINE), distilled.stdout
     return "runs/moa"
 
@@ -161,7 +161,7 @@ def test_sweeps_are_jobs(cluster, drafter):
     write_questions(cluster.runs, "one two three", "four five")
     tree = {"type": "chain", "depth": 3}
     sweep = {
-        "distil": ["runs/distil.yaml"],
+        "distill": ["runs/distill.yaml"],
         "space": {"optim.lr": [0.01]},  # what a sweep decides is tested elsewhere
         "ladder": {"rungs": 1, "reduction": 2},
         "training_tokens": 6 * 512,

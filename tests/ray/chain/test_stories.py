@@ -16,7 +16,7 @@ NUM_HELD_OUT = 40
 
 
 def test_the_chain_on_a_real_pretrained_model_is_lossless(shared_data: Path, tmp_path: Path, ray_session: None) -> None:
-    """stories3M-hf with its own stories: cache, distil, evaluate on stories that were not trained on."""
+    """stories3M-hf with its own stories: cache, distill, evaluate on stories that were not trained on."""
     model = shared_data / "models/stories3M-hf"
     lines = (shared_data / "chats/stories3M_selfgen.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
     (tmp_path / "train.jsonl").write_text("\n".join(lines[NUM_HELD_OUT:]), encoding="utf-8")

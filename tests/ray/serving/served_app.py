@@ -71,7 +71,7 @@ class ServedApp:
         self._args = {
             "target": {"model": str(folder), "device": "cpu"},
             "drafters": {"same": {"type": "pretrained", "model": str(folder)}, "lookup": {"type": "ngram"}},
-            "engine": {"max_sequences": 16, "kv_tokens": 4096, "tree": {"type": "chain", "depth": 3}},
+            "engine": {"max_num_seqs": 16, "kv_cache_tokens": 4096, "tree": {"type": "chain", "depth": 3}},
             "api": {"model_name": MODEL},
             "draft_timeout_ms": 1000,
             "threads": 1,

@@ -173,7 +173,7 @@ def test_what_is_sent_is_bounded_and_what_is_answered_is_not(app):
 @pytest.mark.timeout(300)
 def test_a_killed_gateway_leaves_nothing_running(app):
     """Its clients are gone, and so is what they were being answered, long before the answers would have ended."""
-    slow = {"max_sequences": 16, "kv_tokens": 4096, "synthetic": {"verify": {"ms": 500}}}
+    slow = {"max_num_seqs": 16, "kv_cache_tokens": 4096, "synthetic": {"verify": {"ms": 500}}}
     app.deploy({}, engine=slow)
     app.wait_until_idle(30)
     asked = [Question("one two three", 0.0, number, 200) for number in range(AT_ONCE)]

@@ -23,7 +23,12 @@ def load(tiny_target, tmp_path_factory):
         "application": {
             "target": {"model": str(tiny_target), "device": "cpu"},
             "drafters": {"same": {"type": "pretrained", "model": str(tiny_target)}},
-            "engine": {"max_sequences": 8, "kv_tokens": 4096, "tree": {"type": "chain", "depth": 3}, "num_groups": 2},
+            "engine": {
+                "max_num_seqs": 8,
+                "kv_cache_tokens": 4096,
+                "tree": {"type": "chain", "depth": 3},
+                "num_micro_batches": 2,
+            },
             "draft_timeout_ms": 5000,
             "threads": 1,
         },
@@ -61,7 +66,7 @@ def test_applications_are_asked_in_turn(ray_session, load):
         SideBySideConfig,
         load
         | {
-            "applications": {"pool": {}, "inside": {"placement": "in_process", "engine": {"num_groups": 1}}},
+            "applications": {"pool": {}, "inside": {"placement": "in_process", "engine": {"num_micro_batches": 1}}},
             "ways": {
                 "pool": {"application": "pool", "cores": {"Drafter": [0]}},
                 "inside": {"application": "inside"},

@@ -41,7 +41,7 @@ def url(ray_session, tiny_target, other_target):
                 "same": {"type": "pretrained", "model": str(tiny_target)},
                 "other": {"type": "pretrained", "model": str(other_target)},
             },
-            "engine": {"max_sequences": 2, "kv_tokens": 2048, "tree": {"type": "chain", "depth": 3}},
+            "engine": {"max_num_seqs": 2, "kv_cache_tokens": 2048, "tree": {"type": "chain", "depth": 3}},
             "api": {"model_name": "tiny"},
             "draft_timeout_ms": 2000,
             "max_waiting": 1,

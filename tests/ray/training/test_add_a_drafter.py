@@ -26,8 +26,8 @@ target_folder, cache, questions, output = sys.argv[1:]
 from moray import Target, generate, load_drafter
 from moray.cluster.configs import RayConfig
 from moray.cluster.session import ray_session
-from moray.cluster.training.configs import DistilConfig
-from moray.cluster.training.distil import distil
+from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.distill import distill
 from moray.config import validate
 from moray.decoding.request import Request
 from moray.distill.tracking.metrics import read_metrics
@@ -42,14 +42,14 @@ values = {
     "activations": cache,
     "output": output,
     "drafter": {"type": "recurrent", "state_size": 32},
-    "losses": {"feature": 0.0, "kl": 1.0, "acceptance": 0.5},
+    "losses": {"feature": 0.0, "kl": 1.0, "total_variation": 0.5},
     "optim": {"type": "adamw", "lr": 3e-3},
     "schedule": {"type": "linear", "warmup_steps": 2},
-    "train": {"max_steps": 40, "batch_tokens": 1024, "checkpoint_steps": 20, "log_steps": 1},
+    "train": {"max_steps": 40, "batch_tokens": 1024, "save_steps": 20, "logging_steps": 1},
     "workers": {"num_workers": 1},
 }
 with ray_session(RayConfig(num_cpus=3)):
-    folder = distil(validate(DistilConfig, values))
+    folder = distill(validate(DistillConfig, values))
 losses = [row["loss"] for row in read_metrics(folder)]
 assert sum(losses[-3:]) < 0.95 * sum(losses[:3]), losses
 
@@ -67,7 +67,7 @@ settings = {
     "target": {"model": target_folder, "device": "cpu"},
     "drafters": {"recurrent": str(folder)},
     "placement": "in_process",
-    "engine": {"tree": {"type": "chain", "depth": 3}, "kv_tokens": 1024, "max_sequences": 2},
+    "engine": {"tree": {"type": "chain", "depth": 3}, "kv_cache_tokens": 1024, "max_num_seqs": 2},
 }
 
 async def served():
@@ -80,7 +80,7 @@ assert asyncio.run(served()) == plain.generation.tokens[:20]
 
 shared = Path(output).with_suffix(".yaml")
 shared.write_text(yaml.safe_dump({key: value for key, value in values.items() if key != "output"}))
-sweep = {"distil": [str(shared)], "space": {"drafter.state_size": [16, 32]}, "output": "unused"}
+sweep = {"distill": [str(shared)], "space": {"drafter.state_size": [16, 32]}, "output": "unused"}
 settings = {"questions": questions, "tree": {"type": "adaptive", "depth": 3}}
 rungs = check_sweep(validate(SweepConfig, sweep | {"decoding": settings}))
 assert rungs

@@ -9,7 +9,7 @@ import pytest
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
 from moray.cluster.training.claim import claim, is_complete
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.config import validate
 from moray.distill.tracking.metrics import read_metrics
 from moray.drafters.checkpoint import load_drafter, read_contract
@@ -23,7 +23,7 @@ BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def _config(target: Path, cache: Path, output: Path, **train: Any) -> DistilConfig:
+def _config(target: Path, cache: Path, output: Path, **train: Any) -> DistillConfig:
     values = {
         "target": {"model": str(target)},
         "activations": str(cache),
@@ -37,22 +37,22 @@ def _config(target: Path, cache: Path, output: Path, **train: Any) -> DistilConf
         },
         "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
         "schedule": {"type": "linear", "warmup_steps": 3},
-        "train": {"epochs": 2, "max_steps": 24, "batch_tokens": 512, "checkpoint_steps": 10, "log_steps": 2} | train,
+        "train": {"epochs": 2, "max_steps": 24, "batch_tokens": 512, "save_steps": 10, "logging_steps": 2} | train,
     }
-    return validate(DistilConfig, values)
+    return validate(DistillConfig, values)
 
 
 @pytest.fixture(scope="module")
-def distilled(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> DistilConfig:
-    from moray.cluster.training.distil import distil
+def distilled(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> DistillConfig:
+    from moray.cluster.training.distill import distill
 
     config = _config(tiny_target, tiny_cache, tmp_path_factory.mktemp("run") / "drafter")
     assert not is_complete(config)
-    assert distil(config) == Path(config.output)
+    assert distill(config) == Path(config.output)
     return config
 
 
-def test_loss_falls_and_every_report_is_written(distilled: DistilConfig) -> None:
+def test_loss_falls_and_every_report_is_written(distilled: DistillConfig) -> None:
     rows = read_metrics(Path(distilled.output))
     assert [row["step"] for row in rows] == list(range(2, 25, 2))
     first, last = rows[0], rows[-1]
@@ -70,14 +70,14 @@ def _shown_losses(folder: Path) -> dict[int, float]:
     return {event.step: event.value for event in events.Scalars("train/loss")}
 
 
-def test_tensorboard_shows_the_same_losses(distilled: DistilConfig) -> None:
+def test_tensorboard_shows_the_same_losses(distilled: DistillConfig) -> None:
     shown = _shown_losses(Path(distilled.output))
     rows = read_metrics(Path(distilled.output))
     assert list(shown) == [row["step"] for row in rows]
     assert list(shown.values()) == pytest.approx([row["loss"] for row in rows], rel=1e-5)
 
 
-def test_the_drafter_loads_and_has_learnt(distilled: DistilConfig, tiny_target: Path) -> None:
+def test_the_drafter_loads_and_has_learnt(distilled: DistillConfig, tiny_target: Path) -> None:
     import torch
 
     folder = Path(distilled.output)
@@ -94,7 +94,7 @@ def test_the_drafter_loads_and_has_learnt(distilled: DistilConfig, tiny_target: 
     assert len(moved) > 0.8 * len(trained)
 
 
-def test_checkpoints_are_kept_as_told(distilled: DistilConfig) -> None:
+def test_checkpoints_are_kept_as_told(distilled: DistillConfig) -> None:
     kept = sorted(Path(distilled.output).glob("ray/train/checkpoint_2*"))
     assert len(kept) == distilled.train.keep_checkpoints == 2
     assert {path.name for path in kept[-1].iterdir()} >= {
@@ -105,7 +105,7 @@ def test_checkpoints_are_kept_as_told(distilled: DistilConfig) -> None:
 
 
 def test_the_same_command_finds_it_complete_and_another_configuration_is_refused(
-    distilled: DistilConfig, tiny_target: Path, tiny_cache: Path
+    distilled: DistillConfig, tiny_target: Path, tiny_cache: Path
 ) -> None:
     assert is_complete(distilled)
     other = _config(tiny_target, tiny_cache, Path(distilled.output), batch_tokens=256)
@@ -114,10 +114,10 @@ def test_the_same_command_finds_it_complete_and_another_configuration_is_refused
 
 
 def test_a_run_may_go_on_with_what_changes_no_weight(
-    distilled: DistilConfig, tiny_target: Path, tiny_cache: Path
+    distilled: DistillConfig, tiny_target: Path, tiny_cache: Path
 ) -> None:
     output = Path(distilled.output)
-    changes = {"checkpoint_steps": 7, "log_steps": 3, "keep_checkpoints": 5, "activation_checkpointing": True}
+    changes = {"save_steps": 7, "logging_steps": 3, "keep_checkpoints": 5, "activation_checkpointing": True}
     assert is_complete(_config(tiny_target, tiny_cache, output, **changes))
 
 
@@ -142,20 +142,20 @@ def test_only_what_may_answer_again_is_left_to_ray_to_retry(
 
 
 def test_a_cache_of_another_target_is_refused(other_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     cached = read_manifest(CacheStore(str(tiny_cache))).plan["target"]["fingerprint"]
     config = _config(other_target, tiny_cache, tmp_path / "run")
     with pytest.raises(MismatchError, match=rf"fingerprint {cached}; target.model '{other_target}' has [0-9a-f]+: "):
-        distil(config)
+        distill(config)
     assert not (tmp_path / "run").exists()
 
 
 def test_no_cache_is_a_one_line_error(tiny_target: Path, tmp_path: Path) -> None:
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     with pytest.raises(DataError, match=r"activation cache '.*nothing' is not there: run pipelines.cache_activations"):
-        distil(_config(tiny_target, tmp_path / "nothing", tmp_path / "run"))
+        distill(_config(tiny_target, tmp_path / "nothing", tmp_path / "run"))
 
 
 @pytest.mark.soak
@@ -165,7 +165,7 @@ def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
     """A shard that is damaged after the manifest was read: only a data task of a worker can notice."""
     import shutil
 
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     damaged = tmp_path / "cache"
     shutil.copytree(tiny_cache, damaged)
@@ -174,7 +174,7 @@ def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
     config = _config(tiny_target, damaged, tmp_path / "run")
     assert config.workers.max_failures == 3
     with pytest.raises(DataError, match=r"^shard '.*/shards/\d{5}-\d{5}.parquet' cannot be read: ") as caught:
-        distil(config)
+        distill(config)
     assert type(caught.value) is DataError
     assert not (tmp_path / "run" / "drafter.json").exists()
     assert not (tmp_path / "run" / "run.yaml").exists(), "nothing was trained: another configuration may begin here"
@@ -184,21 +184,21 @@ def test_an_error_in_a_worker_is_our_own_one_line_error_and_is_not_tried_again(
 def test_workers_that_the_machine_has_no_room_for_are_refused(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     many = config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": 9})})
     with pytest.raises(
         ConfigError, match=r"num_workers=9 with .*per_worker=1.0 needs 9.5 CPUs, 0.5 to read with included; .* has 4"
     ):
-        distil(many)
+        distill(many)
     gpus = config.model_copy(update={"workers": config.workers.model_copy(update={"use_gpu": True})})
     with pytest.raises(ConfigError, match=r"workers.use_gpu=True needs 1 GPUs; this machine has 0"):
-        distil(gpus)
+        distill(gpus)
     values = config.model_dump(mode="json")
     values["source"] = {"type": "stream", "chats": {"path": "none.jsonl"}, "capture": {"num_targets": 4}}
     with pytest.raises(ConfigError, match=r"needs 5.5 CPUs, .*source.capture.num_targets=4 beside them included"):
-        distil(validate(DistilConfig, values))
+        distill(validate(DistillConfig, values))
 
 
 def test_a_cluster_that_is_too_small_is_said_to_be(
@@ -223,11 +223,11 @@ def test_a_range_of_workers_is_cut_to_the_machine_and_to_the_run_s_lanes(
 ) -> None:
     from moray.cluster.training.lanes import num_workers, run_lanes
 
-    def asked(given: Any, accumulate: int = 1) -> DistilConfig:
-        config = _config(tiny_target, tiny_cache, tmp_path / "run", accumulate=accumulate)
+    def asked(given: Any, accumulate: int = 1) -> DistillConfig:
+        config = _config(tiny_target, tiny_cache, tmp_path / "run", gradient_accumulation_steps=accumulate)
         return config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": given})})
 
-    assert run_lanes(asked((1, 8), accumulate=3)) == 24
+    assert run_lanes(asked((1, 8), gradient_accumulation_steps=3)) == 24
     assert num_workers(asked((1, 8))) == (1, 3), "4 CPUs, of which a part is for reading"
     assert num_workers(asked((3, 8))) == 3
     claim(asked(2))
@@ -250,7 +250,7 @@ def test_a_column_that_the_drafter_reads_and_the_cache_lacks_is_named(
 
 
 def test_a_run_is_not_taken_up_for_another_target(
-    distilled: DistilConfig, other_target: Path, tiny_target: Path, tmp_path: Path
+    distilled: DistillConfig, other_target: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
     """The same paths with other weights behind them."""
     import shutil
@@ -272,13 +272,13 @@ def test_a_run_is_not_taken_up_for_another_target(
 
 @pytest.mark.slow
 def test_a_list_of_checkpoints_that_a_kill_cut_short_costs_nothing(
-    distilled: DistilConfig, tiny_target: Path, tiny_cache: Path, tmp_path: Path
+    distilled: DistillConfig, tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
     """Ray writes its list in place: what an interrupted write leaves must not keep a run from going on."""
     import json
     import shutil
 
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     shutil.copytree(distilled.output, config.output)
@@ -289,7 +289,7 @@ def test_a_list_of_checkpoints_that_a_kill_cut_short_costs_nothing(
     torn = checkpoints[24] / "drafter.safetensors"  # killed while this one was copied
     torn.write_bytes(torn.read_bytes()[:-100])
     (tmp_path / "run" / "drafter.json").unlink()
-    distil(config)
+    distill(config)
     steps = [row["step"] for row in read_metrics(tmp_path / "run")]
     assert steps == list(range(2, 25, 2))
     weights = [(Path(folder) / "drafter.safetensors").read_bytes() for folder in (distilled.output, config.output)]
@@ -298,13 +298,13 @@ def test_a_list_of_checkpoints_that_a_kill_cut_short_costs_nothing(
 
 @pytest.mark.slow
 def test_a_checkpoint_that_ray_has_not_listed_counts(
-    distilled: DistilConfig, tiny_target: Path, tiny_cache: Path, tmp_path: Path
+    distilled: DistillConfig, tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
     """Whole on disk when the workers died, and the controller had not come to note it."""
     import json
     import shutil
 
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     shutil.copytree(distilled.output, config.output)
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_ray_has_not_listed_counts(
     listed["current_report_index"] -= 1
     snapshot.write_text(json.dumps(listed))
     (tmp_path / "run" / "drafter.json").unlink()
-    distil(config)
+    distill(config)
     assert read_metrics(tmp_path / "run") == read_metrics(Path(distilled.output)), "no update was made again"
     assert [r["metrics"]["step"] for r in json.loads(snapshot.read_text())["checkpoint_results"]] == [20, 24]
     weights = [(Path(folder) / "drafter.safetensors").read_bytes() for folder in (distilled.output, config.output)]
@@ -332,14 +332,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_chats(
     import json
     import shutil
 
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     poisoned = tmp_path / "cache"
     shutil.copytree(tiny_cache, poisoned)
     uid = _poison(poisoned)
-    config = _config(tiny_target, poisoned, tmp_path / "run", accumulate=2, checkpoint_steps=1, max_steps=None)
+    config = _config(
+        tiny_target, poisoned, tmp_path / "run", gradient_accumulation_steps=2, save_steps=1, max_steps=None
+    )
     with pytest.raises(DataError, match=r"^update \d+: the loss of lane [01] is nan; its chats are .*nonfinite\.json"):
-        distil(config)
+        distill(config)
     record = json.loads((tmp_path / "run" / "nonfinite.json").read_text())
     (lane,) = record["lanes"]
     assert uid in lane["uids"]

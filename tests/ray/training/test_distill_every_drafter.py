@@ -9,7 +9,7 @@ import torch
 
 from moray.activations.format.store import CacheStore
 from moray.activations.reading.token_counts import token_counts
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
@@ -38,23 +38,23 @@ SIZE, STEPS = 100, 12
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_one_cache_trains_it(kind: str, tiny_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     config = validate(
-        DistilConfig,
+        DistillConfig,
         {
             "target": {"model": str(tiny_target)},
             "activations": str(tiny_cache),
             "output": str(tmp_path / kind),
             "drafter": {"type": kind, "draft_vocab_size": SIZE, **DRAFTERS[kind]},
-            "losses": {"feature": float(kind == "eagle"), "kl": 1.0, "acceptance": 0.5},
+            "losses": {"feature": float(kind == "eagle"), "kl": 1.0, "total_variation": 0.5},
             "optim": {"type": "adamw", "lr": 3e-3},
             "schedule": {"type": "linear", "warmup_steps": 2},
-            "train": {"max_steps": STEPS, "batch_tokens": 512, "checkpoint_steps": 6, "log_steps": 1},
+            "train": {"max_steps": STEPS, "batch_tokens": 512, "save_steps": 6, "logging_steps": 1},
             "workers": {"num_workers": 2, "cpus_per_worker": 0.5},
         },
     )
-    folder = distil(config)
+    folder = distill(config)
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert sum(row["loss"] for row in rows[-3:]) < 0.95 * sum(row["loss"] for row in rows[:3])

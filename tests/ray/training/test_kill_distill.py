@@ -39,8 +39,8 @@ def arguments(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.Temp
             "epochs": 20,
             "max_steps": MAX_STEPS,
             "batch_tokens": 256,
-            "checkpoint_steps": CHECKPOINT_STEPS,
-            "log_steps": 5,
+            "save_steps": CHECKPOINT_STEPS,
+            "logging_steps": 5,
         },
         "workers": {"num_workers": 2},
     }
@@ -59,7 +59,7 @@ def unbroken(
     assert run.finish() == 0, run.output
     lines = [line for line in run.output.splitlines() if line.strip()]
     assert lines[-1] == f"drafter: {output}"
-    own = ("start Ray: ", "distil moa: ")  # on a slow machine Ray takes long enough to be reported
+    own = ("start Ray: ", "distill moa: ")  # on a slow machine Ray takes long enough to be reported
     assert all(line.startswith(own) for line in lines[:-1]), f"more than progress and result:\n{run.output}"
     assert f"{MAX_STEPS} of {MAX_STEPS} updates" in lines[-2]
     assert _starts(output) == [0]
@@ -156,7 +156,7 @@ def test_accumulation_on_one_worker_trains_as_two_workers_do(
 ) -> None:
     """Two lanes from the first start on; killed half-way it goes on with two workers."""
     output = tmp_path / "drafter"
-    more = [*arguments, f"output={output}", "train.accumulate=2"]
+    more = [*arguments, f"output={output}", "train.gradient_accumulation_steps=2"]
     start_pipeline("distill", *more, "workers.num_workers=1").kill_when(_half_way(output))
     again = start_pipeline("distill", *more, "workers.num_workers=2")
     assert again.finish() == 0, again.output

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
-from tiny_sweeps import write_distil, write_questions
+from tiny_sweeps import write_distill, write_questions
 
 from moray.config import validate
 from moray.errors import MismatchError
@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def config(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep on two rungs; its space and its output are missing."""
     folder = tmp_path_factory.mktemp("config")
-    distil = write_distil(folder, tiny_target, tiny_cache, epochs=8, checkpoint_steps=10, log_steps=5)
+    distill = write_distill(folder, tiny_target, tiny_cache, epochs=8, save_steps=10, logging_steps=5)
     questions = write_questions(folder, "one", "two six")
     decoding = {"tree": {"type": "chain", "depth": 3}, "questions": str(questions)}
     sweep = {
-        "distil": [str(distil)],
+        "distill": [str(distill)],
         "ladder": {"rungs": 2, "reduction": 2},
         "training_tokens": 40 * 512,
         "objective": "tau",

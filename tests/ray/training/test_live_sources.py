@@ -18,7 +18,7 @@ from moray.activations.format.store import CacheStore
 from moray.activations.reading.epochs import by_row_groups, plan_epoch, whole_shards
 from moray.batch import TapNeeds
 from moray.cluster.caching.configs import CaptureConfig
-from moray.cluster.training.configs import DistilConfig, LiveSource
+from moray.cluster.training.configs import DistillConfig, LiveSource
 from moray.config import validate
 from moray.data.ultrachat import ChatsConfig
 from moray.errors import ConfigError, DataError
@@ -132,7 +132,7 @@ def test_a_hybrid_source_writes_what_is_missing_and_reads_what_is_there(
     assert completed.shards == cached.shards
 
 
-def _config(target: Path, chats: Path, folder: Path, source: dict[str, Any] | None = None) -> DistilConfig:
+def _config(target: Path, chats: Path, folder: Path, source: dict[str, Any] | None = None) -> DistillConfig:
     block = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
     values: dict[str, Any] = {
         "target": {"model": str(target)},
@@ -147,20 +147,20 @@ def _config(target: Path, chats: Path, folder: Path, source: dict[str, Any] | No
         },
         "optim": {"type": "muon", "lr": 0.02, "vector_lr": 0.003},
         "schedule": {"type": "linear", "warmup_steps": 3},
-        "train": {"epochs": 2, "batch_tokens": 1024, "checkpoint_steps": 100, "log_steps": 2},
+        "train": {"epochs": 2, "batch_tokens": 1024, "save_steps": 100, "logging_steps": 2},
     }
     if source is not None:
         values["source"] = {"chats": {"path": str(chats)}, "cache": CACHE_SETTINGS, **source}
-    return validate(DistilConfig, values)
+    return validate(DistillConfig, values)
 
 
 @pytest.mark.soak
 def test_a_hybrid_run_trains_and_leaves_a_complete_cache(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
     from moray.distill.tracking.metrics import read_metrics
 
     config = _config(tiny_target, chats_file, tmp_path, {"type": "hybrid"})
-    folder = distil(config)
+    folder = distill(config)
     manifest = read_manifest(CacheStore(config.activations))
     assert manifest.num_tokens == sum(json.loads(path.read_text())["tokens"] for path in _markers(config))
     rows = read_metrics(folder)
@@ -168,14 +168,14 @@ def test_a_hybrid_run_trains_and_leaves_a_complete_cache(tiny_target: Path, chat
     assert load_file(folder / "drafter.safetensors")
 
 
-def _markers(config: DistilConfig) -> list[Path]:
+def _markers(config: DistillConfig) -> list[Path]:
     return sorted((Path(config.activations) / "shards").glob("*.json"))
 
 
 @pytest.mark.soak
 def test_streaming_trains_the_drafter_that_a_cache_does(tiny_target: Path, chats_file: Path, tmp_path: Path) -> None:
     from moray.cluster.caching.capture import cache_activations, lay_out_cache
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     streaming = _config(tiny_target, chats_file, tmp_path / "stream", {"type": "stream"})
     reading = _config(tiny_target, chats_file, tmp_path / "disk")
@@ -184,7 +184,7 @@ def test_streaming_trains_the_drafter_that_a_cache_does(tiny_target: Path, chats
     cached = cache_activations(reading.activations, reading.target, chats, settings, CaptureConfig())
     lay_out_cache(streaming.activations, streaming.target, chats, settings, CaptureConfig(), is_kept=False)
     _give_rms(streaming.activations, cached.hidden_rms)
-    some, others = (load_file(distil(config) / "drafter.safetensors") for config in (streaming, reading))
+    some, others = (load_file(distill(config) / "drafter.safetensors") for config in (streaming, reading))
     assert not _markers(streaming)
     for name, tensor in others.items():
         torch.testing.assert_close(some[name], tensor, rtol=0.0, atol=1e-6, msg=name)
@@ -201,4 +201,4 @@ def test_every_worker_needs_a_target_of_its_own(tiny_target: Path, chats_file: P
     config = _config(tiny_target, chats_file, tmp_path, {"type": "stream"})
     values = config.model_dump(mode="json") | {"workers": {"num_workers": 2}}
     with pytest.raises(ConfigError, match=r"num_targets is 1, but every one of 2 workers needs a target of its own"):
-        validate(DistilConfig, values)
+        validate(DistillConfig, values)

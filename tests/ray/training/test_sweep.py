@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from safetensors.torch import load_file
-from tiny_sweeps import BLOCK, STEP_TOKENS, write_distil, write_questions
+from tiny_sweeps import BLOCK, STEP_TOKENS, write_distill, write_questions
 
 from moray.cluster.configs import RayConfig
 from moray.config import validate
@@ -31,12 +31,12 @@ MakeSweep = Callable[..., SweepConfig]
 def make_sweep(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeSweep:
     """A sweep of few updates over the tiny target; what is given replaces its own keys."""
     folder = tmp_path_factory.mktemp("sweep")
-    distil = write_distil(folder, tiny_target, tiny_cache)
+    distill = write_distill(folder, tiny_target, tiny_cache)
     questions = write_questions(folder, "one two three", "four five", "six", "seven eight nine ten")
 
     def make(**values: Any) -> SweepConfig:
         defaults = {
-            "distil": [str(distil)],
+            "distill": [str(distill)],
             "space": {"drafter.target_layers": [0, 1]},
             "ladder": {"rungs": 2, "reduction": 2, "stop": False},
             "training_tokens": LAST_STEP * STEP_TOKENS,
@@ -87,14 +87,14 @@ def test_a_sweep_of_two_trials_writes_its_answer(climbed: Swept) -> None:
 
 @pytest.mark.soak
 def test_a_trial_that_climbs_in_parts_ends_where_an_unbroken_run_ends(climbed: Swept, tmp_path: Path) -> None:
-    from moray.cluster.training.distil import distil
+    from moray.cluster.training.distill import distill
 
     sweep, summary = climbed
     trial = summary["trials"][0]
     assert [row["step"] for row in read_json(Path(trial["folder"]) / "rungs.json")] == [LAST_STEP // 2, LAST_STEP]
     config = sweep.trial(trial["choices"], str(tmp_path / "unbroken"))
     config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": LAST_STEP})})
-    whole = load_file(distil(config) / "drafter.safetensors")
+    whole = load_file(distill(config) / "drafter.safetensors")
     parts = load_file(Path(trial["folder"]) / "drafter.safetensors")
     assert whole.keys() == parts.keys()
     assert all(bool((whole[name] == parts[name]).all()) for name in whole)
@@ -178,7 +178,7 @@ def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(
         ladder={"rungs": 1, "reduction": 2},
     )
     trackers = json.dumps([{"type": "mlflow", "uri": str(store)}])
-    sweep = sweep.model_copy(update={"distil": (*sweep.distil, f"trackers={trackers}")})
+    sweep = sweep.model_copy(update={"distill": (*sweep.distill, f"trackers={trackers}")})
     first = run(sweep)
     assert len(first["trials"]) == 1
     assert all(0.01 <= trial["choices"]["optim.lr"] <= 0.05 for trial in first["trials"])
@@ -233,7 +233,7 @@ def test_a_missing_column_is_refused_before_anything_starts(
     make_sweep: MakeSweep, narrow_cache: Path, tmp_path: Path
 ) -> None:
     sweep = make_sweep(output=str(tmp_path / "sweep"))
-    narrow = sweep.model_copy(update={"distil": (*sweep.distil, f"activations={narrow_cache}")})
+    narrow = sweep.model_copy(update={"distill": (*sweep.distill, f"activations={narrow_cache}")})
     with pytest.raises(DataError, match=r"no column hidden\.-2"):
         run(narrow)
     assert not (tmp_path / "sweep").exists()

@@ -113,7 +113,8 @@ def test_a_line_holds_all_that_figures_are_made_of(folder, target, tmp_path):
         ("plain", ""), ("generate", ""), ("rehearsed", "chain-3")
     ]  # fmt: skip
     assert set(line["answers"][2]["generation"]) >= {
-        "tokens", "finish_reason", "accepted", "emitted", "drafted", "efforts", "seconds", "prefill_seconds", "phases"
+        "tokens", "finish_reason", "accepted", "emitted", "drafted", "layer_counts", "seconds",
+        "prefill_seconds", "phases",
     }  # fmt: skip
     again, _, _ = ask_all(target, config_of(folder, tmp_path))
     for method, known in zip(runner.measurement.methods, again.measurement.methods, strict=True):

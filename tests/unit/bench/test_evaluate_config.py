@@ -16,14 +16,14 @@ VALUES = {
 
 
 def test_typical_acceptance_takes_its_temperatures_from_temperatures():
-    typical = {"rule": "typical", "typical_delta": 0.2}
+    typical = {"acceptance_method": "typical", "typical_delta": 0.2}
     config = validate(EvaluateConfig, VALUES | {"sampling": typical, "temperatures": [0.7, 1]})
     assert [params.temperature for params in config.samplings] == [0.7, 1.0]
-    assert {(params.rule, params.typical_delta) for params in config.samplings} == {("typical", 0.2)}
+    assert {(params.acceptance_method, params.typical_delta) for params in config.samplings} == {("typical", 0.2)}
     assert validate(EvaluateConfig, config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize("temperatures", [[], [0], [0, 1], [1, 0]])
 def test_typical_acceptance_at_temperature_0_is_refused(temperatures):
     with pytest.raises(ConfigError, match="typical acceptance needs one of 1e-05 or more"):
-        validate(EvaluateConfig, VALUES | {"sampling": {"rule": "typical"}, "temperatures": temperatures})
+        validate(EvaluateConfig, VALUES | {"sampling": {"acceptance_method": "typical"}, "temperatures": temperatures})

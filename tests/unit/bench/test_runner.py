@@ -141,7 +141,9 @@ def test_a_broken_verifier_is_reported_as_not_lossless(folder, monkeypatch):
 
 def test_what_tokens_cannot_prove_is_not_claimed(folder):
     """Rejection sampling keeps the distribution, 16 bits the text up to near ties: neither is a defect."""
-    measurement, config = measure(folder, sampling={"temperature": 1.0, "rule": "rejection"}, max_new_tokens=24)
+    measurement, config = measure(
+        folder, sampling={"temperature": 1.0, "acceptance_method": "rejection"}, max_new_tokens=24
+    )
     assert not all(measurement.methods[2].lossless)
     assert report_of(measurement, config)["rows"][0]["lossless"] is None
     measurement, config = measure(folder)
@@ -155,7 +157,7 @@ def test_what_tokens_cannot_prove_is_not_claimed(folder):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_typical_acceptance_is_never_called_lossless(folder, settings, dtype):
     """Not even where it happens to give plain decoding's text."""
-    measurement, config = measure(folder, sampling={"temperature": 1.0, "rule": "typical"} | settings)
+    measurement, config = measure(folder, sampling={"temperature": 1.0, "acceptance_method": "typical"} | settings)
     assert all(measurement.methods[2].lossless) == bool(settings)
     figures = report_of(measurement, config, dtype)
     assert figures["rows"][0]["lossless"] is None

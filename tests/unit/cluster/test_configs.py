@@ -3,7 +3,7 @@
 import pytest
 from tiny_drafters import DRAFTERS
 
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.config import validate
 from moray.errors import ConfigError
 
@@ -14,23 +14,23 @@ GIVEN = {"target": {"model": "m"}, "activations": "a", "output": "o", "optim": {
 def test_a_feature_loss_without_features_is_refused(kind):
     drafter = DRAFTERS[kind][0].model_dump(mode="json")
     with pytest.raises(ConfigError, match=rf"losses\.feature is 1\.0, but .* '{kind}' predicts no features: give loss"):
-        validate(DistilConfig, GIVEN | {"drafter": drafter})
-    assert validate(DistilConfig, GIVEN | {"drafter": drafter, "losses": {"feature": 0.0}}).losses.kl == 0.1
+        validate(DistillConfig, GIVEN | {"drafter": drafter})
+    assert validate(DistillConfig, GIVEN | {"drafter": drafter, "losses": {"feature": 0.0}}).losses.kl == 0.1
 
 
 @pytest.mark.parametrize("kind", ["moa", "eagle"])
 def test_drafters_of_features_take_it(kind):
-    assert validate(DistilConfig, GIVEN | {"drafter": DRAFTERS[kind][0].model_dump(mode="json")}).losses.feature == 1.0
+    assert validate(DistillConfig, GIVEN | {"drafter": DRAFTERS[kind][0].model_dump(mode="json")}).losses.feature == 1.0
 
 
 def test_what_needs_no_training_cannot_be_distilled():
     with pytest.raises(
         ConfigError, match=r"'drafter\.type' is \"ngram\": accepted are moa, dynamic-moa, eagle, glide, "
     ):
-        validate(DistilConfig, GIVEN | {"drafter": {"type": "ngram"}})
+        validate(DistillConfig, GIVEN | {"drafter": {"type": "ngram"}})
 
 
 def test_losses_of_nothing_are_refused():
     losses = {"feature": 0.0, "kl": 0.0}
     with pytest.raises(ConfigError, match="nothing to learn from"):
-        validate(DistilConfig, GIVEN | {"drafter": DRAFTERS["moa"][0].model_dump(mode="json"), "losses": losses})
+        validate(DistillConfig, GIVEN | {"drafter": DRAFTERS["moa"][0].model_dump(mode="json"), "losses": losses})

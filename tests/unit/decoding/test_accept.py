@@ -22,7 +22,7 @@ ROOT_POSITION = 11
 
 
 def typical(**changes) -> SamplingParams:
-    return SamplingParams(**{"temperature": 1.0, "rule": "typical"} | changes)
+    return SamplingParams(**{"temperature": 1.0, "acceptance_method": "typical"} | changes)
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
@@ -208,17 +208,19 @@ def test_a_chain_proposes_the_likeliest_and_a_tree_the_best():
 def test_typical_is_the_only_lossy_rule():
     assert not typical().is_lossless
     assert SamplingParams().is_lossless
-    assert all(SamplingParams(temperature=1.0, rule=rule).is_lossless for rule in ("coupled", "rejection"))
+    assert all(
+        SamplingParams(temperature=1.0, acceptance_method=rule).is_lossless for rule in ("gumbel_coupled", "rejection")
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rule": "typical"}, "rule is 'typical' and temperature 0; .* needs one of 1e-05 or more"),
-        ({"rule": "typical", "temperature": 1.0, "typical_epsilon": 1.5}, "'typical_epsilon' is 1.5"),
-        ({"rule": "typical", "temperature": 1.0, "typical_epsilon": -0.1}, "'typical_epsilon' is -0.1"),
-        ({"rule": "typical", "temperature": 1.0, "typical_delta": -1}, "'typical_delta' is -1"),
-        ({"rule": "medusa"}, "'rule' is \"medusa\": accepted are .*typical"),
+        ({"acceptance_method": "typical"}, "acceptance_method is 'typical' and temperature 0; .* needs one of 1e-05 or more"),
+        ({"acceptance_method": "typical", "temperature": 1.0, "typical_epsilon": 1.5}, "'typical_epsilon' is 1.5"),
+        ({"acceptance_method": "typical", "temperature": 1.0, "typical_epsilon": -0.1}, "'typical_epsilon' is -0.1"),
+        ({"acceptance_method": "typical", "temperature": 1.0, "typical_delta": -1}, "'typical_delta' is -1"),
+        ({"acceptance_method": "medusa"}, "'acceptance_method' is \"medusa\": accepted are .*typical"),
     ],
 )
 def test_impossible_settings_are_refused_on_one_line(values, message):

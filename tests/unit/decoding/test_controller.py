@@ -46,9 +46,9 @@ def end_cycle(
     if plan is None:
         own.pause(1)
         return
-    seconds = None if true is None else factor * true.draft_seconds(depth, plan.effort)
+    seconds = None if true is None else factor * true.draft_seconds(depth, plan.num_target_layers)
     own.record_draft(plan, 1, 1, seconds)
-    own.record(depth, min(depth, accepted), plan.effort)
+    own.record(depth, min(depth, accepted), plan.num_target_layers)
 
 
 def live(own: SpeculationController, accept: list[int], cycles: int) -> list[int]:
@@ -417,25 +417,29 @@ def test_many_nodes_kept_make_depth_dear():
     assert depths[0] > depths[1]
 
 
-# --- Efforts ---
+# --- Values of N ---
 
 
-def efforts_at(*per_level: float) -> Costs:
+def layer_counts_at(*per_level: float) -> Costs:
     """Costs of N = 0, 1, ... by what a level takes, of a pass of 1."""
-    drafts = {effort: [(1, seconds), (8, 8 * seconds)] for effort, seconds in enumerate(per_level)}
+    drafts = {
+        num_target_layers: [(1, seconds), (8, 8 * seconds)] for num_target_layers, seconds in enumerate(per_level)
+    }
     return Costs([(1, 1.0), (64, 1.3)], drafts)
 
 
-def share_of(effort: int, own: SpeculationController, refusals: list[float], cycles: int = 300, seed: int = 0) -> float:
+def share_of(
+    num_target_layers: int, own: SpeculationController, refusals: list[float], cycles: int = 300, seed: int = 0
+) -> float:
     """Of all cycles, those that draft with this N, if so many of each one's levels are refused."""
     generator = random.Random(seed)
     used = 0
     for _ in range(cycles):
         plan = own.plan(1, 1)
         depth, accepted = depth_of(plan), 0
-        while plan and accepted < depth and generator.random() > refusals[plan.effort]:
+        while plan and accepted < depth and generator.random() > refusals[plan.num_target_layers]:
             accepted += 1
-        used += plan is not None and plan.effort == effort
+        used += plan is not None and plan.num_target_layers == num_target_layers
         end_cycle(own, plan, accepted)
     return used / cycles
 
@@ -444,27 +448,27 @@ CHAINS = [CHAIN, AdaptiveShape(type="adaptive", depth=5)]
 
 
 @pytest.mark.parametrize("shape", CHAINS, ids=lambda shape: shape.name)
-def test_the_effort_of_most_tokens_per_second_is_found(shape):
+def test_the_n_of_most_tokens_per_second_is_found(shape):
     equal = [0.2, 0.19, 0.18]
-    assert share_of(0, controller(shape, efforts_at(0.05, 0.15, 0.3)), equal) > 0.9, "dearer for nothing"
+    assert share_of(0, controller(shape, layer_counts_at(0.05, 0.15, 0.3)), equal) > 0.9, "dearer for nothing"
     better = [0.35, 0.2, 0.05]
-    assert share_of(2, controller(shape, efforts_at(0.05, 0.06, 0.07)), better) > 0.75, "better for little"
-    assert share_of(1, controller(shape, efforts_at(0.05, 0.06, 0.4)), [0.4, 0.1, 0.09]) > 0.75, "the one between"
+    assert share_of(2, controller(shape, layer_counts_at(0.05, 0.06, 0.07)), better) > 0.75, "better for little"
+    assert share_of(1, controller(shape, layer_counts_at(0.05, 0.06, 0.4)), [0.4, 0.1, 0.09]) > 0.75, "the one between"
 
 
 @pytest.mark.parametrize("shape", CHAINS, ids=lambda shape: shape.name)
-def test_an_effort_that_has_become_better_is_found_again(shape):
-    own = controller(shape, efforts_at(0.05, 0.07))
+def test_an_n_that_has_become_better_is_found_again(shape):
+    own = controller(shape, layer_counts_at(0.05, 0.07))
     assert share_of(0, own, [0.1, 0.4]) > 0.8
     share_of(1, own, [0.5, 0.1], cycles=150, seed=1)
     assert share_of(1, own, [0.5, 0.1], cycles=100, seed=2) > 0.5
 
 
-def test_of_several_efforts_none_is_drafted_with_where_all_are_a_loss():
-    assert controller(CHAIN, efforts_at(3.0, 4.0)).plan(1, 1) is None
+def test_of_several_values_of_n_none_is_drafted_with_where_all_are_a_loss():
+    assert controller(CHAIN, layer_counts_at(3.0, 4.0)).plan(1, 1) is None
 
 
-def test_a_large_batch_drafts_with_the_cheaper_effort():
+def test_a_large_batch_drafts_with_the_cheaper_n():
     """N = 1 is accepted more often; of many sequences its drafts take longer than what they save."""
     own = SpeculationController(CHAIN, [0, 1])
     verify = [(1, 1.0), (9, 1.3)]
@@ -477,29 +481,32 @@ def test_a_large_batch_drafts_with_the_cheaper_effort():
         own.record(8, 3, 0)
         own.record(8, 7, 1)
     plans = [own.plan(rows, rows) for rows in (1, 32)]
-    assert [plan.effort for plan in plans if plan] == [1, 0]
+    assert [plan.num_target_layers for plan in plans if plan] == [1, 0]
 
 
 def test_the_same_past_gives_the_same_choice():
     def choices() -> list[tuple[int, int]]:
-        own, made = controller(CHAIN, efforts_at(0.05, 0.08, 0.1)), []
+        own, made = controller(CHAIN, layer_counts_at(0.05, 0.08, 0.1)), []
         for cycle in range(100):
             plan = own.plan(1, 1)
             true = Costs([(1, 1.0 + 0.01 * (cycle % 7))], {n: [(1, 0.06), (8, 0.48)] for n in range(3)})
             end_cycle(own, plan, cycle * 7 % 5, true)
-            made.append((plan.effort if plan else -1, depth_of(plan)))
+            made.append((plan.num_target_layers if plan else -1, depth_of(plan)))
         return made
 
     assert choices() == choices()
-    assert len({effort for effort, _ in choices()}) >= 2
+    assert len({num_target_layers for num_target_layers, _ in choices()}) >= 2
 
 
-def test_an_effort_that_takes_longer_than_was_measured_is_corrected_alone():
+def test_an_n_that_takes_longer_than_was_measured_is_corrected_alone():
     """N = 1 really takes thrice as long; N = 0 is believed to take what it takes."""
-    own, depth = controller(AdaptiveShape(type="adaptive", depth=5), efforts_at(0.1, 0.1)), 5
+    own, depth = controller(AdaptiveShape(type="adaptive", depth=5), layer_counts_at(0.1, 0.1)), 5
     for cycle in range(120):
         plan = DraftPlan(ChainShape(type="chain", depth=depth), cycle % 2)  # both in turn
         own.record_pass(1, depth, 1.02)
-        own.record_draft(plan, 1, 1, (0.5, 1.5)[plan.effort])
-    taken = [own._seconds(1, 1, depth, depth, effort) - own._seconds(1, 0, depth, 0, effort) for effort in (0, 1)]
+        own.record_draft(plan, 1, 1, (0.5, 1.5)[plan.num_target_layers])
+    taken = [
+        own._seconds(1, 1, depth, depth, num_target_layers) - own._seconds(1, 0, depth, 0, num_target_layers)
+        for num_target_layers in (0, 1)
+    ]
     assert taken == pytest.approx([0.5, 1.5], rel=0.3)

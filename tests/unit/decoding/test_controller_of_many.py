@@ -240,12 +240,12 @@ class Asked:
         tmp_path,
         variant: str = "moa-0",
         num_rows: int = 1,
-        num_groups: int = 1,
+        num_micro_batches: int = 1,
         num_tokens: int = 60,
     ) -> None:
         tiny = load_target(tmp_path)
         self.source = LocalDrafts(build(tiny, VARIANTS[variant]), 320, 64)
-        config = EngineConfig(kv_tokens=8192, tree=SHAPE, num_groups=num_groups)
+        config = EngineConfig(kv_cache_tokens=8192, tree=SHAPE, num_micro_batches=num_micro_batches)
         self.engine = Engine(tiny.target, config, (), drafts={"d": self.source})
         self.controller = self.engine.drafting["d"].controller
         self.controller.set_costs(CostTable({1: costs_of(verify=[(1, 1.0), (8, 1.0)], draft=[(1, 1e-9), (6, 1e-9)])}))
@@ -370,13 +370,13 @@ def test_what_does_not_pay_for_a_few_is_not_believed_for_ever(monkeypatch, tmp_p
     assert 4 < asked.run(190) < 190
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_an_engine_gives_up_and_tries_again(monkeypatch, tmp_path, num_groups):
-    asked = Asked(monkeypatch, tmp_path, num_rows=8, num_groups=num_groups, num_tokens=200)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_an_engine_gives_up_and_tries_again(monkeypatch, tmp_path, num_micro_batches):
+    asked = Asked(monkeypatch, tmp_path, num_rows=8, num_micro_batches=num_micro_batches, num_tokens=200)
     asked.controller.set_costs(CostTable({8: costs_of(verify=[(1, 1.0), (8, 1.5)], draft=[(1, 0.3), (6, 0.3)])}))
     without_ideas(monkeypatch, asked)
     by_step: dict[int, list[tuple[int, int]]] = {}
-    for step in range(190 * num_groups):
+    for step in range(190 * num_micro_batches):
         asked.asks.clear()
         asked.engine.step()
         if asked.asks:
@@ -389,7 +389,7 @@ def test_an_engine_gives_up_and_tries_again(monkeypatch, tmp_path, num_groups):
 
 
 def test_one_half_that_does_without_drafts_does_not_give_up_for_the_other(monkeypatch, tmp_path):
-    asked = Asked(monkeypatch, tmp_path, num_rows=8, num_groups=2)
+    asked = Asked(monkeypatch, tmp_path, num_rows=8, num_micro_batches=2)
     plan = asked.controller.plan
     turns: list[int] = []
     forgotten: list[bool] = []

@@ -100,7 +100,9 @@ def pool_of(tiny):
 
 
 def engine_of(tiny, source, shape=CHAIN, **limits) -> Engine:
-    config = EngineConfig(**{"max_sequences": 3, "kv_tokens": 3 * 384, "capacity": CAPACITY, "tree": shape} | limits)
+    config = EngineConfig(
+        **{"max_num_seqs": 3, "kv_cache_tokens": 3 * 384, "max_model_len": CAPACITY, "tree": shape} | limits
+    )
     return Engine(tiny.target, config, (), drafts={"d": source})
 
 
@@ -131,17 +133,17 @@ def _unchecked():
 
 
 @pytest.mark.parametrize(
-    ("variant", "shape", "num_groups"),
+    ("variant", "shape", "num_micro_batches"),
     [
         pytest.param(variant, shape, 1 + (i + j) % 2, id=f"{variant}-{name}-{1 + (i + j) % 2}")
         for i, variant in enumerate(["moa-0", "moa-2", "eagle-0", "independent-0", "medusa-0", "ngram-0"])
         for j, (name, shape) in enumerate(SHAPES.items())
     ],
 )
-def test_text_and_drafts_are_those_of_a_drafter_in_process(tiny, pool_of, variant, shape, num_groups):
+def test_text_and_drafts_are_those_of_a_drafter_in_process(tiny, pool_of, variant, shape, num_micro_batches):
     pool, requests = pool_of(variant), requests_of(tiny)
-    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10, max_debts=2 * num_groups)
-    remote = engine_of(tiny, source, shape, num_groups=num_groups)
+    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10, max_debts=2 * num_micro_batches)
+    remote = engine_of(tiny, source, shape, num_micro_batches=num_micro_batches)
     made = answer_together(remote, requests)
     local = answer_together(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), shape), requests)
     assert [g.tokens for g in made] == alone(tiny, requests)
@@ -152,7 +154,7 @@ def test_text_and_drafts_are_those_of_a_drafter_in_process(tiny, pool_of, varian
 def test_rejection_works_though_distributions_do_not_cross(tiny, pool_of):
     """A chain's tokens are then the likeliest ones, tested as point masses; the law itself is not tested here."""
     pool = pool_of()
-    requests = requests_of(tiny, (SamplingParams(temperature=0.8, seed=1, rule="rejection"),))
+    requests = requests_of(tiny, (SamplingParams(temperature=0.8, seed=1, acceptance_method="rejection"),))
     made = answer_together(engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10)), requests)
     trees = answer_together(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), SHAPES["fixed"]), requests)
     assert [g.tokens for g in made] != [g.tokens for g in trees], "by rejection the text depends on what was drafted"

@@ -202,7 +202,7 @@ def test_a_rejection_chain_hands_on_the_very_distribution_it_drew_from():
     logits = torch.randn(1, 11, generator=torch.Generator().manual_seed(2)) * 2
     counts, q = torch.zeros(11, dtype=torch.float64), torch.zeros(11)
     for seed in range(2000):
-        one = sampler(temperature=0.8, top_k=5, seed=seed, rule="rejection")
+        one = sampler(temperature=0.8, top_k=5, seed=seed, acceptance_method="rejection")
         tokens, scores, probs = one.selector(3, 1, is_chain=True)(logits, 0, 1)
         assert probs is not None
         assert torch.equal(probs, one.log_probs(logits).exp())
@@ -217,7 +217,7 @@ def test_a_rejection_chain_hands_on_the_very_distribution_it_drew_from():
 
 def test_greedy_and_rejection_trees_take_the_best():
     logits = torch.randn(2, 11, generator=torch.Generator().manual_seed(3))
-    for params in ({}, {"temperature": 1.0, "rule": "rejection"}):
+    for params in ({}, {"temperature": 1.0, "acceptance_method": "rejection"}):
         tokens, scores, probs = sampler(**params).selector(0, 2, is_chain=False)(logits, 1, 3)
         assert torch.equal(tokens, logits.topk(3).indices)
         torch.testing.assert_close(scores, logits.log_softmax(-1).topk(3).values)

@@ -41,13 +41,13 @@ def tiny(tmp_path_factory) -> TinyTarget:
 class Run:
     """An engine, its texts, and who got tokens in which step."""
 
-    def __init__(self, tiny, num_groups: int) -> None:
+    def __init__(self, tiny, num_micro_batches: int) -> None:
         self.source = Elsewhere(build(tiny, VARIANTS["moa-0"]))
         config = EngineConfig(
-            max_sequences=4,
-            kv_tokens=4 * 384,
-            capacity=CAPACITY,
-            num_groups=num_groups,
+            max_num_seqs=4,
+            kv_cache_tokens=4 * 384,
+            max_model_len=CAPACITY,
+            num_micro_batches=num_micro_batches,
             tree=ChainShape(type="chain", depth=3),
         )
         self.engine = Engine(tiny.target, config, (), drafts={"d": self.source})
@@ -80,9 +80,9 @@ class Run:
         assert self.texts == [decoder.generate(p, GREEDY, NEW_TOKENS, ()).tokens for p in self.prompts]
 
 
-def running(tiny, num_groups: int, count: int) -> Run:
+def running(tiny, num_micro_batches: int, count: int) -> Run:
     """An engine with so many in its cycles."""
-    run = Run(tiny, num_groups)
+    run = Run(tiny, num_micro_batches)
     numbers = {run.submit() for _ in range(count)}
     while not all(run.drafted[number] for number in numbers):
         run.step()
@@ -98,12 +98,12 @@ def begin(run: Run) -> int:
     return new
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_it_joins_when_its_draft_is_there(tiny, num_groups):
-    run = running(tiny, num_groups, 3)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_it_joins_when_its_draft_is_there(tiny, num_micro_batches):
+    run = running(tiny, num_micro_batches, 3)
     new = begin(run)
     run.source.slow.clear()
-    for _ in range(num_groups):
+    for _ in range(num_micro_batches):
         run.step()
     assert run.drafted[new] == 1
     run.finish()
@@ -122,14 +122,14 @@ def test_it_is_passed_over_until_then(tiny):
     run.finish()
 
 
-@pytest.mark.parametrize(("num_groups", "num_others", "most"), [(1, 3, 1), (2, 3, 2), (2, 1, 1)])
-def test_it_is_passed_over_once_by_each_group_and_no_longer(tiny, num_groups, num_others, most):
-    run = running(tiny, num_groups, num_others)
+@pytest.mark.parametrize(("num_micro_batches", "num_others", "most"), [(1, 3, 1), (2, 3, 2), (2, 1, 1)])
+def test_it_is_passed_over_once_by_each_group_and_no_longer(tiny, num_micro_batches, num_others, most):
+    run = running(tiny, num_micro_batches, num_others)
     new = begin(run)
     for _ in range(most):
         assert run.step()
         assert not run.source.waited_for
-    for _ in range(num_groups):
+    for _ in range(num_micro_batches):
         run.step()
     assert run.source.waited_for == [new], "its draft stands behind nobody's any longer"
     assert len(run.texts[new]) == 2, "what comes too late is done without"
@@ -137,9 +137,9 @@ def test_it_is_passed_over_once_by_each_group_and_no_longer(tiny, num_groups, nu
     run.finish()
 
 
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_who_runs_alone_waits_for_nobody(tiny, num_groups):
-    run = Run(tiny, num_groups)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_who_runs_alone_waits_for_nobody(tiny, num_micro_batches):
+    run = Run(tiny, num_micro_batches)
     run.source.slow = {run.submit()}
     while not run.source.waited_for:
         run.step()

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from moray.decoding.engine.stats import EngineStats
-from moray.decoding.stats import Generation, acceptance_by_position, depth_shares, effort_shares, tau
+from moray.decoding.stats import Generation, acceptance_by_position, depth_shares, layer_count_shares, tau
 
 
 def generation(accepted: list[int], drafted: int | list[int] = 3, emitted: list[int] | None = None) -> Generation:
@@ -33,11 +33,11 @@ def test_levels_never_reached_are_left_out():
     assert acceptance_by_position([]) == []
 
 
-def test_efforts_are_shared_out_over_the_cycles_that_drafted():
+def test_values_of_n_are_shared_out_over_the_cycles_that_drafted():
     answers = [generation([1, 0, 0], drafted=[2, 0, 1]), generation([2], drafted=2), generation([1])]
-    answers[0].efforts, answers[1].efforts = [0, 0, 2], [2]
-    assert effort_shares(answers) == {0: 1 / 3, 2: 2 / 3}, "the last was recorded before there were efforts"
-    assert effort_shares([generation([1])]) == {}
+    answers[0].layer_counts, answers[1].layer_counts = [0, 0, 2], [2]
+    assert layer_count_shares(answers) == {0: 1 / 3, 2: 2 / 3}, "the last was recorded before there were values of N"
+    assert layer_count_shares([generation([1])]) == {}
 
 
 def test_depths_are_shared_out_over_all_cycles():

@@ -50,7 +50,9 @@ def tiny(tmp_path_factory) -> TinyTarget:
 def answers(tiny, costs: SyntheticCosts) -> tuple[list[list[int]], Engine]:
     """Greedy and sampled ones."""
     source = LocalDrafts(build(tiny, VARIANTS["moa-0"]), CAPACITY, CHAIN.num_expanded, costs.draft)
-    config = EngineConfig(max_sequences=3, kv_tokens=3 * CAPACITY, capacity=CAPACITY, tree=CHAIN, synthetic=costs)
+    config = EngineConfig(
+        max_num_seqs=3, kv_cache_tokens=3 * CAPACITY, max_model_len=CAPACITY, tree=CHAIN, synthetic=costs
+    )
     engine = Engine(tiny.target, config, (), drafts={"d": source})
     requests = [
         Request(

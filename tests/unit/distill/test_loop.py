@@ -61,7 +61,7 @@ def _repeatable(metrics: dict[str, float]) -> dict[str, float]:
     "optim", [AdamWConfig(type="adamw", lr=1e-2), MuonConfig(type="muon")], ids=lambda optim: optim.type
 )
 def test_five_steps_a_checkpoint_and_five_more_are_ten(tiny, batches, optim, tmp_path):
-    config = TrainConfig(log_steps=1, checkpoint_steps=5)
+    config = TrainConfig(logging_steps=1, save_steps=5)
     whole = build(tiny, VARIANTS["moa-1"])
     reports, saves = run(whole, Optimiser(whole, optim, SCHEDULE), batches, 0, config)
     assert saves == [5, 10]
@@ -90,7 +90,7 @@ def test_a_run_depends_on_its_seed_and_on_nothing_around_it(tiny, batches):
         drafter = build(tiny, VARIANTS["moa-0"])
         torch.manual_seed(noise)
         optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
-        reports, _ = run(drafter, optimiser, batches[:3], 0, TrainConfig(log_steps=1, seed=seed))
+        reports, _ = run(drafter, optimiser, batches[:3], 0, TrainConfig(logging_steps=1, seed=seed))
         losses.append([metrics["loss"] for _, metrics in reports])
     assert losses[0] == losses[1] != losses[2]
 
@@ -99,14 +99,14 @@ def test_every_step_draws_its_own_view(tiny, batches):
     """The same batch three times, no learning: the loss differs because the verified positions do."""
     drafter = build(tiny, VARIANTS["moa-0"])
     optimiser = Optimiser(drafter, AdamWConfig(type="adamw", lr=1e-12), SCHEDULE)
-    reports, _ = run(drafter, optimiser, [batches[0]] * 3, 0, TrainConfig(log_steps=1))
+    reports, _ = run(drafter, optimiser, [batches[0]] * 3, 0, TrainConfig(logging_steps=1))
     assert len({round(metrics["loss"], 5) for _, metrics in reports}) == 3
 
 
 def test_reports_and_saves_come_at_their_steps_and_at_the_end(tiny, batches):
     drafter = build(tiny, VARIANTS["moa-0"])
     optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
-    reports, saves = run(drafter, optimiser, batches[:7], 0, TrainConfig(log_steps=3, checkpoint_steps=4), total=7)
+    reports, saves = run(drafter, optimiser, batches[:7], 0, TrainConfig(logging_steps=3, save_steps=4), total=7)
     assert [step for step, _ in reports] == [3, 6, 7]
     assert saves == [4, 7]
     assert not drafter.training
@@ -121,7 +121,7 @@ def test_tokens_and_seconds_add_up_over_resumptions(tiny, batches):
     optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
     seen: list[Progress] = []
     span = Span(first=Progress(2, tokens=1000, seconds=50.0), total_steps=5, steps_per_epoch=3, epochs=4)
-    config = TrainConfig(log_steps=1, checkpoint_steps=3)
+    config = TrainConfig(logging_steps=1, save_steps=3)
     replicas = Replicas(drafter, optimiser, LossConfig(), config)
     updates = ([as_lane(batch)] for batch in batches[:3])
     train(replicas, updates, span, LossConfig(), config, lambda p, _: seen.append(p), seen.append)
@@ -146,7 +146,7 @@ def test_training_stops_before_anything_of_a_loss_that_is_not_finite_is_reported
             ([as_lane(batch, uid=f"u{step}")] for step, batch in enumerate(given)),
             Span(first=Progress(), total_steps=STEPS, steps_per_epoch=3, epochs=4),
             LossConfig(),
-            TrainConfig(log_steps=1, checkpoint_steps=1),
+            TrainConfig(logging_steps=1, save_steps=1),
             lambda progress, _: seen.append(progress.step),
             lambda progress: seen.append(progress.step),
         )

@@ -26,14 +26,14 @@ def setting(request, tiny):
     drafter = build(tiny, VARIANTS[request.param])
     batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 31)], 5, drafter.needs)
     start = verified_start(batch.response_mask, torch.tensor([14, 5]), torch.tensor([0, 3]))
-    view = DraftView(start, torch.zeros(2, dtype=torch.bool), efforts=drafter.efforts[::2])
+    view = DraftView(start, torch.zeros(2, dtype=torch.bool), layer_counts=drafter.layer_counts[::2])
     drafted = start != torch.arange(start.shape[1])
     return drafter, batch, view, loss_positions(batch) & drafted, drafter(batch, view)
 
 
 def test_the_loss_is_that_of_every_position(setting):
     drafter, batch, view, positions, output = setting
-    weights = LossConfig(feature=0.7, kl=0.3, acceptance=0.2)
+    weights = LossConfig(feature=0.7, kl=0.3, total_variation=0.2)
     sums = distillation_loss(output, batch, loss_positions(batch), drafter, weights)
     feature, kl, rejection, count = 0.0, 0.0, 0.0, 0
     correct, counted = [0] * MAX_STEPS_AHEAD, [0] * MAX_STEPS_AHEAD
@@ -110,7 +110,7 @@ def test_a_batch_that_is_repeated_counts_twice_and_steps_the_same(tiny):
     for copies in (1, 2):
         drafter = build(tiny, VARIANTS["moa-0"])
         batch = batch_of(tiny.target, [tiny.prompt(0, 20)] * copies, 5, drafter.needs)
-        result = gradients_of(drafter, [batch], LossConfig(), TrainConfig(clip=1e9), seed=1)
+        result = gradients_of(drafter, [batch], LossConfig(), TrainConfig(max_grad_norm=1e9), seed=1)
         metrics = result.metrics(LossConfig())
         assert metrics["loss"] == pytest.approx(metrics["feature_loss"] + 0.1 * metrics["kl"], rel=1e-5)
         gradients.append((metrics["positions"], float(result.grad_norm)))

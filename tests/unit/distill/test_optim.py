@@ -11,7 +11,7 @@ from moray.distill.optim import Optimiser
 from moray.errors import DataError
 
 CONFIGS = [AdamWConfig(type="adamw", lr=1e-2, weight_decay=0.1), MuonConfig(type="muon", weight_decay=0.1)]
-LINEAR = LinearSchedule(type="linear", warmup_steps=4, final=0.1)
+LINEAR = LinearSchedule(type="linear", warmup_steps=4, min_lr_ratio=0.1)
 
 
 def module() -> nn.Module:

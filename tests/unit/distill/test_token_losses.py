@@ -20,8 +20,8 @@ from moray.drafters.base import DraftOutput, DraftView, Prediction
 
 WEIGHTS = {
     "kl": LossConfig(feature=0.0, kl=0.7),
-    "acceptance": LossConfig(feature=0.0, kl=0.0, acceptance=0.9),
-    "all": LossConfig(feature=0.5, kl=0.3, acceptance=0.2),
+    "acceptance": LossConfig(feature=0.0, kl=0.0, total_variation=0.9),
+    "all": LossConfig(feature=0.5, kl=0.3, total_variation=0.2),
 }
 
 
@@ -45,7 +45,7 @@ def plain_loss(output, batch, positions, drafter, weights) -> torch.Tensor:
         draft = prediction.score(prediction.hidden[made]).log_softmax(-1)
         kl = F.kl_div(draft, target.log_softmax(-1), reduction="sum", log_target=True)
         refused = (1.0 - torch.minimum(target.exp(), draft.exp()).sum(dim=-1)).sum()
-        total = total + prediction.weight * (weights.kl * kl + weights.acceptance * refused)
+        total = total + prediction.weight * (weights.kl * kl + weights.total_variation * refused)
     return total
 
 
@@ -85,7 +85,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, reques
     start = verified_start(batch.response_mask, torch.tensor([5, 4]), torch.tensor([0, 3]))
     if is_unrolled:  # every step counts from the one before it
         start = torch.arange(-1, start.shape[1] - 1).clamp(min=0).expand_as(start)
-    output = drafter(batch, DraftView(start, None, efforts=drafter.efforts[:2]))
+    output = drafter(batch, DraftView(start, None, layer_counts=drafter.layer_counts[:2]))
     weights, positions = WEIGHTS[terms], loss_positions(batch)
     if terms == "all":  # down to every weight, as precisely as single precision has it
         losses = [f(output, batch, positions, drafter, weights) for f in (plain_loss, total_loss)]
@@ -109,7 +109,10 @@ def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, reques
 def test_without_gradients_the_values_are_the_same(tiny):
     drafter = build(tiny, VARIANTS["medusa-0"])
     batch = batch_of(tiny.target, [tiny.prompt(0, 24)], 5, drafter.needs)
-    view, weights = DraftView(torch.zeros_like(batch.tokens), None), LossConfig(feature=0.0, kl=1.0, acceptance=1.0)
+    view, weights = (
+        DraftView(torch.zeros_like(batch.tokens), None),
+        LossConfig(feature=0.0, kl=1.0, total_variation=1.0),
+    )
     with_gradients = total_loss(drafter(batch, view), batch, loss_positions(batch), drafter, weights)
     with torch.no_grad():
         without = total_loss(drafter(batch, view), batch, loss_positions(batch), drafter, weights)
@@ -130,7 +133,7 @@ def many_tokens(tmp_path_factory) -> TinyTarget:
 def test_memory_does_not_grow_with_positions_times_vocabulary(monkeypatch, many_tokens, name):
     monkeypatch.setattr(token_losses, "_MAX_CHUNK", CHUNK)
     drafter = build(many_tokens, VARIANTS[name].model_copy(update={"draft_vocab_size": None}))
-    weights = LossConfig(feature=0.0, kl=1.0, acceptance=1.0)
+    weights = LossConfig(feature=0.0, kl=1.0, total_variation=1.0)
 
     def use(positions: int):
         generator = torch.Generator().manual_seed(0)
@@ -175,4 +178,4 @@ def test_without_figures_loss_and_gradients_are_the_same_bits(tiny, weights):
     assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
     assert full.count_by_step.sum() > 0
     assert bare.count_by_step.sum() == bare.correct_by_step.sum() == 0
-    assert (bare.rejection == full.rejection) if weights.acceptance else (bare.rejection == 0)
+    assert (bare.rejection == full.rejection) if weights.total_variation else (bare.rejection == 0)

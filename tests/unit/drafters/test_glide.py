@@ -148,7 +148,7 @@ def test_training_goes_on_after_decoding_has_filled_the_target_s_tables(tiny, dr
         state = drafter.new_state(32, 16)
         drafter.extend(state, batch.tokens[0, :5], {"last_layer": batch.taps.kv[:, :5, 0]})
         drafter.step(state, batch.tokens[0, 5:6], None, 0)
-    losses, config = LossConfig(feature=0.0, kl=1.0), TrainConfig(clip=1e9)
+    losses, config = LossConfig(feature=0.0, kl=1.0), TrainConfig(max_grad_norm=1e9)
     result = gradients_of(drafter, [batch], losses, config)
     assert float(result.grad_norm) > 0
     assert float(drafter.cross_query.weight.grad.abs().max()) > 0

@@ -65,14 +65,14 @@ def test_two_of_one_name_are_refused(entries, folder, target, tokenizer, tmp_pat
         load_drafters(tuple(named), target, tokenizer)
 
 
-def test_one_folder_is_measured_with_every_effort_and_without(folder, target, tokenizer, tmp_path):
+def test_one_folder_is_measured_with_every_n_and_without(folder, target, tokenizer, tmp_path):
     where = str(tmp_path / "several")
     save_drafter(
         Path(where), build(TinyTarget("chat", folder, target), DRAFTERS["dynamic-moa"][0]), tokenizer.fingerprint
     )
-    entries = (where, *(TrainedConfig(type="trained", folder=where, effort=n, name=f"N{n}") for n in (0, 2)))
+    entries = (where, *(TrainedConfig(type="trained", folder=where, num_target_layers=n, name=f"N{n}") for n in (0, 2)))
     drafters = load_drafters(entries, target, tokenizer)
-    assert {name: drafter.efforts for name, drafter in drafters.items()} == {
+    assert {name: drafter.layer_counts for name, drafter in drafters.items()} == {
         "several": (0, 1, 2),
         "N0": (0,),
         "N2": (2,),
@@ -81,8 +81,8 @@ def test_one_folder_is_measured_with_every_effort_and_without(folder, target, to
     assert [folder_of(entry) for entry in entries] == [Path(where)] * 3
     (unnamed,) = load_drafters((TrainedConfig(type="trained", folder=where),), target, tokenizer)
     assert unnamed == "several"
-    with pytest.raises(ConfigError, match="effort is 5, but this drafter drafts with 0, 1, 2"):
-        load_drafters((TrainedConfig(type="trained", folder=where, effort=5),), target, tokenizer)
+    with pytest.raises(ConfigError, match="N is 5, but this drafter drafts with 0, 1, 2"):
+        load_drafters((TrainedConfig(type="trained", folder=where, num_target_layers=5),), target, tokenizer)
 
 
 def test_the_sizes_of_a_drafter_to_be_trained_are_refused_by_name():

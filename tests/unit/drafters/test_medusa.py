@@ -125,7 +125,7 @@ def test_the_loss_of_head_k_counts_decay_to_the_k_th_and_all_together_one(tiny):
     batch, reference = batch_for(tiny, drafter), MedusaReference(drafter)
     positions = loss_positions(batch)
     output = drafter(batch, view_of(batch))
-    sums = distillation_loss(output, batch, positions, drafter, LossConfig(feature=0.0, kl=0.7, acceptance=0.3))
+    sums = distillation_loss(output, batch, positions, drafter, LossConfig(feature=0.0, kl=0.7, total_variation=0.3))
     shares = [decay**head for head in range(1, HEADS + 1)]
     kl = rejection = 0.0
     correct, counted = [0] * 8, [0] * 8

@@ -247,5 +247,5 @@ def test_an_adaptive_tree_does_not_take_silence_for_a_refusal(periodic):
     decoder = SpeculativeDecoder(periodic.target, made(periodic), shape, MAX_POSITIONS)
     decoder.generate([3], GREEDY, PERIOD, ())
     (drafting,) = decoder._engine.drafting.values()
-    untried = Acceptance(3, decoder.drafter.efforts).rates(0)
+    untried = Acceptance(3, decoder.drafter.layer_counts).rates(0)
     assert drafting.controller._acceptance.rates(0) == untried

@@ -61,7 +61,7 @@ def assert_scores_paths(drafter: Pretrained, stock, state, text: list[int], tole
                 torch.testing.assert_close(drafted[node - begin], wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("params", [GREEDY, COUPLED, SamplingParams(temperature=0.8, rule="rejection")])
+@pytest.mark.parametrize("params", [GREEDY, COUPLED, SamplingParams(temperature=0.8, acceptance_method="rejection")])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_target_as_its_own_drafter_drafts_as_if_rehearsed(tiny, shape, params):
     itself = made(tiny, tiny.folder)
@@ -72,7 +72,7 @@ def test_the_target_as_its_own_drafter_drafts_as_if_rehearsed(tiny, shape, param
         assert generation.accepted == rehearsed.accepted
         if shape is SHAPES["chain"]:
             assert generation.accepted == [4] * 4
-        elif shape is SHAPES["fixed"] and params.rule != "rejection":
+        elif shape is SHAPES["fixed"] and params.acceptance_method != "rejection":
             assert generation.accepted == [3] * 5
 
 

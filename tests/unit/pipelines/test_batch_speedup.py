@@ -103,7 +103,7 @@ def test_other_text_is_found(tiny, monkeypatch):
 
 @pytest.mark.parametrize("rule", ["rejection", "typical"])
 def test_where_texts_may_differ_nothing_is_claimed(tiny, rule):
-    figures = measure(tiny, 2, params=SamplingParams(temperature=0.8, rule=rule), rounds=1)
+    figures = measure(tiny, 2, params=SamplingParams(temperature=0.8, acceptance_method=rule), rounds=1)
     assert (figures["lossless"], figures["equal_share"]) == (None, None)
     assert figures["speedup_vs_plain"] > 0
 

@@ -27,7 +27,7 @@ def test_its_loss_is_that_of_our_objective_and_an_update_changes_every_weight(ti
     sums = distillation_loss(drafter(batch, view), batch, loss_positions(batch), drafter, losses)
     wanted = float(sums.total / sums.count)
     trainer = RecipeTrainer(
-        stock_model(TargetConfig(model=str(tiny.folder))), drafter, losses, TrainConfig(clip=1.0), 1e-3
+        stock_model(TargetConfig(model=str(tiny.folder))), drafter, losses, TrainConfig(max_grad_norm=1.0), 1e-3
     )
     before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
     chat = Chat(batch.tokens[0], batch.response_mask[0])
@@ -39,4 +39,4 @@ def test_its_loss_is_that_of_our_objective_and_an_update_changes_every_weight(ti
 def test_target_layers_are_refused(tiny):
     drafter = build(tiny, VARIANTS["moa-1"])
     with pytest.raises(ConfigError, match="is written down for target_layers=0"):
-        RecipeTrainer(tiny.target.model, drafter, LossConfig(), TrainConfig(clip=1.0))
+        RecipeTrainer(tiny.target.model, drafter, LossConfig(), TrainConfig(max_grad_norm=1.0))

@@ -92,7 +92,7 @@ def test_a_tree_too_deep_is_refused_at_deploy_and_at_start(tmp_path, caplog):
     settings = {
         "target": {"model": str(folder), "device": "cpu"},
         "drafters": {"heads": str(medusa)},
-        "engine": {"tree": {"type": "chain", "depth": 8}, "kv_tokens": 1024, "max_sequences": 1},
+        "engine": {"tree": {"type": "chain", "depth": 8}, "kv_cache_tokens": 1024, "max_num_seqs": 1},
     }
     message = "tree 'chain-8' is 8 levels deep; drafter 'heads' drafts at most 5: give a tree of at most 5 levels"
     with pytest.raises(ConfigError, match=message):

@@ -23,11 +23,11 @@ CHANNEL = 0.004
 def simulated_cycle(pools: Pools, costs: SyntheticCosts) -> float:
     """Seconds of a group's cycle once all is settled: every station does one thing after another, first come first
     served, and a group is drafted for by all drafters together."""
-    rows = pools.num_sequences / (pools.num_targets * pools.num_groups)
+    rows = pools.num_sequences / (pools.num_targets * pools.num_micro_batches)
     draft, verify = costs.draft.seconds(rows / pools.num_drafters), costs.verify.seconds(rows)
     drafters, targets = [0.0] * pools.num_drafters, [0.0] * pools.num_targets
     # (time, number, group, what comes next); everybody begins at once
-    groups = [(target, half) for target in range(pools.num_targets) for half in range(pools.num_groups)]
+    groups = [(target, half) for target in range(pools.num_targets) for half in range(pools.num_micro_batches)]
     events = [(0.0, number, group, "draft") for number, group in enumerate(groups)]
     count, ends = len(events), []
     while len(ends) < 600:
@@ -46,17 +46,17 @@ def simulated_cycle(pools: Pools, costs: SyntheticCosts) -> float:
 
 
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
-@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize(("num_targets", "num_drafters"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
-def test_a_cycle_takes_what_a_simulation_takes(num_targets, num_drafters, num_groups, costs):
-    pools = Pools(num_targets, num_drafters, num_sequences=24, num_groups=num_groups)
+def test_a_cycle_takes_what_a_simulation_takes(num_targets, num_drafters, num_micro_batches, costs):
+    pools = Pools(num_targets, num_drafters, num_sequences=24, num_micro_batches=num_micro_batches)
     assert simulated_cycle(pools, costs) == pytest.approx(cycle_of(pools, costs, CHANNEL).seconds, rel=1e-3)
 
 
 def test_one_pair_is_the_formula_of_speculative_decoding():
     """S = tau / (v + gamma c + o) with one group; tau / max(v, gamma c + rtt) with two, if halves cost half."""
     halves = SyntheticCosts(verify=SyntheticCost(ms_per_sequence=5), draft=SyntheticCost(ms_per_sequence=3))
-    one, two = Pools(1, 1, 8, num_groups=1), Pools(1, 1, 8, num_groups=2)
+    one, two = Pools(1, 1, 8, num_micro_batches=1), Pools(1, 1, 8, num_micro_batches=2)
     assert tokens_per_second(one, halves, 4.0, CHANNEL) == pytest.approx(4 * 8 / (0.040 + 0.024 + CHANNEL))
     assert tokens_per_second(two, halves, 4.0, CHANNEL) == pytest.approx(4 * 8 / 0.040)
     assert tokens_per_second(one, SyntheticCosts(), 4.0) == float("inf")

@@ -14,7 +14,7 @@ def test_words_are_overrides():
             "drafters.moa": "runs/demo/moa",
             "drafters.lookup": "{type: ngram}",
             "engine.tree": "{type: chain, depth: 5}",
-            "engine.max_sequences": "4",
+            "engine.max_num_seqs": "4",
             "draft_timeout_ms": "2.5e1",
             "threads": "1",
             "placement": "in_process",
@@ -24,15 +24,15 @@ def test_words_are_overrides():
     assert list(config.drafters) == ["moa", "lookup"]
     assert config.drafters["moa"] == "runs/demo/moa"
     assert config.engine.tree == ChainShape(type="chain", depth=5)
-    assert (config.engine.max_sequences, config.threads, config.draft_timeout_ms) == (4, 1, 25.0)
+    assert (config.engine.max_num_seqs, config.threads, config.draft_timeout_ms) == (4, 1, 25.0)
     assert config.placement == "in_process"
 
 
 def test_a_file_s_values_are_taken_as_they_are():
-    values = {"target": {"model": "1"}, "drafters": {"moa": "2"}, "engine": {"max_sequences": 4}}
+    values = {"target": {"model": "1"}, "drafters": {"moa": "2"}, "engine": {"max_num_seqs": 4}}
     config = read_args(values)
-    assert (config.target.model, config.drafters["moa"], config.engine.max_sequences) == ("1", "2", 4)
-    assert read_args(values | {"engine.max_sequences": "5"}).engine.max_sequences == 5
+    assert (config.target.model, config.drafters["moa"], config.engine.max_num_seqs) == ("1", "2", 4)
+    assert read_args(values | {"engine.max_num_seqs": "5"}).engine.max_num_seqs == 5
     assert read_args(config.model_dump(mode="json")) == config
 
 
@@ -76,7 +76,7 @@ def test_prompt_lookup_is_not_for_a_pool():
     assert read_args(args).pooled == {}
     assert read_args(args | {"drafters.moa": "y"}).pooled == {"moa": "y"}
     assert read_args(args | {"drafters.moa": "y", "placement": "in_process"}).pooled == {}
-    for setting in ({"run_ahead": "true"}, {"engine.num_groups": "2"}):
+    for setting in ({"run_ahead": "true"}, {"engine.num_micro_batches": "2"}):
         with pytest.raises(ConfigError, match=r"run_ahead is true|there is no pool"):
             read_args(args | setting)
         read_args(args | {"drafters.moa": "y"} | setting)

@@ -56,7 +56,7 @@ def test_the_scaling_preset_scales_each_pool_alone_and_both():
     for costs in config.regimes.values():
         args = config.args_with({"engine": {"synthetic": costs.model_dump()}})
         assert read_args(args).engine.synthetic == costs
-        assert read_args(args).engine.num_groups == config.application.engine.num_groups
+        assert read_args(args).engine.num_micro_batches == config.application.engine.num_micro_batches
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_every_thread_is_put_on_its_cores_and_set_free_again():
 def test_a_model_says_that_its_speed_is_made_up():
     def shown(engine: dict[str, Any]) -> dict[str, Any]:
         async def describe() -> dict[str, Any]:
-            return {"capacity": 64, "drafters": ["moa"]}
+            return {"max_model_len": 64, "drafters": ["moa"]}
 
         config = validate(ServeConfig, APPLICATION | {"engine": engine})
         gateway: Any = SimpleNamespace(config=config, describe=describe)

@@ -31,7 +31,7 @@ def finished(tmp_path: Path) -> Path:
 def trained(tmp_path: Path) -> Path:
     output = tmp_path / "trained"
     config = {
-        "distil": ["a.yaml"], "space": GRID, "objective": "speedup", "search": {"type": "grid"},
+        "distill": ["a.yaml"], "space": GRID, "objective": "speedup", "search": {"type": "grid"},
         "ladder": {"rungs": 3, "reduction": 3, "stop": True},
     }  # fmt: skip
     output.mkdir()

@@ -25,7 +25,7 @@ RANGE = {"type": "loguniform", "low": 1e-4, "high": 1.0}
 def write_run(output: Path, space: dict[str, Any] = GRID, search: dict[str, Any] | None = None) -> None:
     """The beginning of a sweep: its run.yaml."""
     config = {
-        "distil": ["a.yaml"], "space": space, "objective": "speedup", "search": search or {"type": "grid"},
+        "distill": ["a.yaml"], "space": space, "objective": "speedup", "search": search or {"type": "grid"},
         "ladder": {"rungs": 3, "reduction": 3, "stop": True},
     }  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from moray.errors import ConfigError
 from sweeps.trainings.configs import SweepConfig
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-PRESETS = [path for path in sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml")) if "distil" in read_yaml(path)]
+PRESETS = [path for path in sorted((REPOSITORY / "configs" / "sweeps").glob("*.yaml")) if "distill" in read_yaml(path)]
 PRESET = "configs/sweeps/target-layer-and-mask-width.yaml"
 
 
@@ -32,7 +32,7 @@ def test_a_trial_is_its_choices_laid_over_what_all_share():
     trial = sweep.trial({"drafter.mask_width": [7, 9], "optim.lr": 0.125}, "runs/t")
     assert (trial.drafter.mask_width, trial.optim.lr, trial.output) == ((7, 9), 0.125, "runs/t")
     assert trial.validation is None
-    assert trial.train.max_steps == 680, "from the words of distil"
+    assert trial.train.max_steps == 680, "from the words of distill"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_trial_is_its_choices_laid_over_what_all_share():
 )
 def test_a_misspelt_key_is_refused_with_the_nearest(key, value, nearest):
     sweep = load_config(SweepConfig, [PRESET])
-    with pytest.raises(ConfigError, match=f"distil and space, with {key}=.*; did you mean '{nearest}'"):
+    with pytest.raises(ConfigError, match=f"distill and space, with {key}=.*; did you mean '{nearest}'"):
         sweep.trial({key: value})
 
 
@@ -86,7 +86,7 @@ def test_a_batch_may_have_an_adaptive_tree():
         (["workers.use_gpu=true", "workers.gpus_per_worker=0.5"], 8),
         (["workers.use_gpu=true", "workers.gpus_per_worker=0.25"], 9),  # CPUs run out first
         (["workers.use_gpu=true", "workers.num_workers=2"], 2),
-        (["workers.use_gpu=true", "train.accumulate=1", "workers.num_workers=3"], 1),
+        (["workers.use_gpu=true", "train.gradient_accumulation_steps=1", "workers.num_workers=3"], 1),
     ],
 )
 def test_as_many_trials_run_at_a_time_as_there_is_room_for(monkeypatch, words, most):
@@ -98,7 +98,7 @@ def test_as_many_trials_run_at_a_time_as_there_is_room_for(monkeypatch, words, m
     monkeypatch.setenv("RAY_ADDRESS", "a cluster")
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 10.0, "GPU": 4.0})
     sweep = load_config(SweepConfig, [PRESET])
-    sweep = sweep.model_copy(update={"distil": (*sweep.distil, *words)})
+    sweep = sweep.model_copy(update={"distill": (*sweep.distill, *words)})
     assert concurrency(sweep, sweep.trial({})) == most
     limited = sweep.model_copy(update={"max_concurrent": 1})
     assert concurrency(limited, limited.trial({})) == 1

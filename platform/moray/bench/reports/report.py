@@ -73,7 +73,7 @@ def render_html(report: Report) -> str:
         plots=draw_plots(report),
         result_columns=RESULT_COLUMNS,
         cost_columns=COST_COLUMNS,
-        efforts=[row for row in {row.drafter: row for row in report.rows}.values() if _has_effort(row)],
+        trainings=[row for row in {row.drafter: row for row in report.rows}.values() if _has_training(row)],
         categories=list(dict.fromkeys(row.category for row in report.categories)),
         category_lines=_category_lines(report),
         phases=tuple(Phases.model_fields),
@@ -94,7 +94,7 @@ def _category_lines(report: Report) -> list[tuple[RowKey, dict[str, str]]]:
     return lines
 
 
-def _has_effort(row: Row) -> bool:
+def _has_training(row: Row) -> bool:
     return (row.trainable_parameters, row.training_tokens, row.training_seconds) != (None, None, None)
 
 

@@ -1,19 +1,20 @@
 """The schema of report.json: which figures a run of an evaluation leaves behind, and under which names.
 
-Other programs read the file, so keys are only ever added. A figure that was not measured, or is not a
-number (NaN, infinity), is null. This module refuses to know how a figure was measured or will be shown; it
-needs neither torch nor ray.
+Other programs read the file, so keys are added and hardly ever renamed; a report with an old name is still read. A
+figure that was not measured, or is not a number (NaN, infinity), is null. This module refuses to know how a figure was
+measured or will be shown; it needs neither torch nor ray.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from moray.config import Config
 from moray.errors import DataError
+from moray.renamed import with_current_names
 
 Measure = float | None
 Count = Annotated[int, Field(ge=0)]
@@ -52,7 +53,7 @@ class Row(Config):
     verify_cost: Measure = None  # v: one verify pass / one plain target step
     acceptance_by_position: tuple[Measure, ...] = ()  # [k]: P(depth k + 1 accepted | depth k accepted)
     depth_shares: tuple[Measure, ...] = ()  # [k]: of cycles that drafted k levels; [0] drafted nothing
-    effort_shares: dict[str, Measure] = Field(default_factory=dict)  # of cycles with a draft, by the drafter's effort
+    layer_count_shares: dict[str, Measure] = Field(default_factory=dict)  # of cycles with a draft, by the drafter's N
     phases_ms: Phases | None = None
     tau_spread: tuple[Measure, Measure] | None = None  # 95 % interval of tau, by bootstrap over prompts
     speedup_spread: tuple[Measure, Measure] | None = None  # the same of speedup_vs_plain
@@ -61,6 +62,8 @@ class Row(Config):
     trainable_parameters: Count | None = None  # of the drafter
     training_tokens: Count | None = None  # that it was trained on, repetitions counted
     training_seconds: Measure = None
+
+    renamed: ClassVar[Mapping[str, str]] = {"effort_shares": "layer_count_shares"}
 
     @property
     def key(self) -> RowKey:
@@ -176,7 +179,7 @@ def read_report(values: dict[str, Any] | Report) -> Report:
     if isinstance(values, Report):
         return values
     try:
-        report = Report.model_validate_json(json.dumps(_plain(values)))
+        report = Report.model_validate_json(json.dumps(with_current_names(Report, _plain(values), notice=False)))
     except ValidationError as error:
         raise DataError(_explain(error)) from None
     means = [_mean_over(key, list(rows.values())) for key, rows in report.category_groups.items()]

@@ -100,7 +100,10 @@ def answer_chats(
     context = min(config.max_length, target.spec.max_positions)
     room = context - config.max_new_tokens
     limits = EngineConfig(
-        max_sequences=_MOST_SEQUENCES, kv_tokens=config.batch_tokens, prefill_tokens=_PREFILL_TOKENS, gathers=True
+        max_num_seqs=_MOST_SEQUENCES,
+        kv_cache_tokens=config.batch_tokens,
+        max_num_batched_tokens=_PREFILL_TOKENS,
+        batch_admissions=True,
     )
     engine = Engine(target, limits, eos_ids)
     asked: dict[int, Dialogue] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.store import CacheStore
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.distill.runs import begin_run, check_run
 from moray.errors import MismatchError
 from moray.provenance import RUN_FILE
@@ -14,7 +14,7 @@ from moray.targets.spec import TargetConfig, TargetSpec, read_spec
 from moray.text import ChatTokenizer, fingerprint_parts
 
 
-def is_complete(config: DistilConfig) -> bool:
+def is_complete(config: DistillConfig) -> bool:
     """Whether the drafter of this configuration is there already; refuses what cannot begin or go on.
 
     Raises:
@@ -26,17 +26,17 @@ def is_complete(config: DistilConfig) -> bool:
     return (folder / "drafter.json").is_file()
 
 
-def claim(config: DistilConfig) -> None:
+def claim(config: DistillConfig) -> None:
     """Note that `config.output` belongs to this run. Call it when nothing speaks against it any more."""
     begin_run(Path(config.output).absolute(), config, config.train.seed, run_fingerprints(config))
 
 
-def disclaim(config: DistilConfig) -> None:
+def disclaim(config: DistillConfig) -> None:
     """Take `claim` back."""
     (Path(config.output).absolute() / RUN_FILE).unlink(missing_ok=True)
 
 
-def run_fingerprints(config: DistilConfig) -> dict[str, str]:
+def run_fingerprints(config: DistillConfig) -> dict[str, str]:
     """Of what a distillation reads: target, text and, where they are cached already, activations.
 
     Raises:

@@ -22,7 +22,7 @@ class WorkersConfig(Config):
     num_workers: int | tuple[int, int] = 1
     """Number of workers, or the fewest and the most as [1, 4]: as many train as there is room for. Ray Train takes what
     is free, and more when more gets free. The number may change when a run goes on: the run's lanes are shared out anew
-    (see train.accumulate)."""
+    (see train.gradient_accumulation_steps)."""
     use_gpu: bool = False
     """Train on GPUs; false trains on the CPU."""
     gpus_per_worker: float = Field(default=1.0, gt=0, le=1)
@@ -93,7 +93,7 @@ class LiveSource(Config):
 Source = Annotated[DiskSource | LiveSource, Field(discriminator="type")]
 
 
-class DistilConfig(Config):
+class DistillConfig(Config):
     """One distillation run."""
 
     target: TargetConfig
@@ -121,11 +121,11 @@ class DistilConfig(Config):
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
-    def _check(self) -> "DistilConfig":
+    def _check(self) -> "DistillConfig":
         if self.losses.feature and not self.drafter.predicts_features:
             raise ValueError(
                 f"losses.feature is {self.losses.feature}, but a drafter of type '{self.drafter.type}' predicts no "
-                "features: give losses.feature=0, and losses.kl or losses.acceptance"
+                "features: give losses.feature=0, and losses.kl or losses.total_variation"
             )
         if self.source.type != "disk" and self.source.capture.num_targets < self.workers.most:
             raise ValueError(

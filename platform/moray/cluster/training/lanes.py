@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.config import validate
 from moray.errors import ConfigError
 from moray.provenance import RUN_FILE, read_run_yaml
@@ -15,17 +15,19 @@ _READING_CPUS = 0.5
 """Of one task that reads a window: the least that must be free beside the workers, or they wait for ever."""
 
 
-def run_lanes(config: DistilConfig) -> int:
-    """The run's number of lanes: workers (the most, where it is a range) times train.accumulate, at its first start.
+def run_lanes(config: DistillConfig) -> int:
+    """The run's number of lanes: workers (the most, where it is a range) times train.gradient_accumulation_steps, at
+    its first start.
 
     `run.yaml` remembers it: later starts may have fewer workers, which take several lanes each.
     """
     folder = Path(config.output).absolute()
-    first = validate(DistilConfig, read_run_yaml(folder)["config"]) if (folder / RUN_FILE).is_file() else config
-    return first.workers.most * first.train.accumulate
+    is_begun = (folder / RUN_FILE).is_file()
+    first = validate(DistillConfig, read_run_yaml(folder)["config"], notice=False) if is_begun else config
+    return first.workers.most * first.train.gradient_accumulation_steps
 
 
-def num_workers(config: DistilConfig) -> int | tuple[int, int]:
+def num_workers(config: DistillConfig) -> int | tuple[int, int]:
     """What Ray Train is asked for: `workers.num_workers`, a range cut to what can be of use.
 
     Raises:
@@ -45,12 +47,12 @@ def num_workers(config: DistilConfig) -> int | tuple[int, int]:
     return (workers.fewest, most) if workers.fewest < most else workers.fewest
 
 
-def _is_fixed(config: DistilConfig) -> bool:
+def _is_fixed(config: DistillConfig) -> bool:
     """Whether this machine is all there is: a cluster may grow."""
     return not (config.ray.address or os.environ.get("RAY_ADDRESS"))
 
 
-def _room(config: DistilConfig) -> int:
+def _room(config: DistillConfig) -> int:
     """Most workers for which there is room, the targets that work beside them included."""
     workers = config.workers
     if not _is_fixed(config):
@@ -64,7 +66,7 @@ def _room(config: DistilConfig) -> int:
     return next(fitting, workers.fewest)
 
 
-def _needs(config: DistilConfig, count: int) -> dict[str, float]:
+def _needs(config: DistillConfig, count: int) -> dict[str, float]:
     """What so many workers take, with what they wait for: targets, or tasks that read."""
     workers = config.workers
     needs = {"CPU": count * workers.cpus_per_worker + _READING_CPUS, "GPU": count * workers.resources.get("GPU", 0.0)}
@@ -76,7 +78,7 @@ def _needs(config: DistilConfig, count: int) -> dict[str, float]:
     return needs
 
 
-def _check_room(config: DistilConfig) -> None:
+def _check_room(config: DistillConfig) -> None:
     """Refuse workers for which this machine has no room: Ray would wait for them for ever. A cluster may grow."""
     workers, present = config.workers, ray.cluster_resources()
     needs = _needs(config, workers.fewest)

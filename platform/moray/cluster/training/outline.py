@@ -4,13 +4,13 @@ import torch
 
 from moray.activations.format.manifest import Manifest
 from moray.activations.reading.collate import needed_columns
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.worker import plan_lanes
 from moray.drafters.base import Drafter
 from moray.targets.head import TargetHead
 
 
-def outline_drafter(config: DistilConfig) -> Drafter:
+def outline_drafter(config: DistillConfig) -> Drafter:
     """The drafter without its weights, on torch's meta device: a matter of milliseconds, whatever its size.
 
     Raises:
@@ -21,13 +21,13 @@ def outline_drafter(config: DistilConfig) -> Drafter:
         return config.drafter.build(head)
 
 
-def run_length(config: DistilConfig, manifest: Manifest, drafter: Drafter) -> int:
+def run_length(config: DistillConfig, manifest: Manifest, drafter: Drafter) -> int:
     """Updates of a distillation from a complete cache.
 
     Raises:
         DataError: the cache lacks a column that the drafter reads.
     """
     needed_columns(drafter.needs, manifest.columns)
-    plans = plan_lanes(config, manifest, drafter.needs, config.workers.most * config.train.accumulate)
+    plans = plan_lanes(config, manifest, drafter.needs, config.workers.most * config.train.gradient_accumulation_steps)
     total = sum(lanes[0].num_steps for lanes in plans)
     return min(total, config.train.max_steps or total)

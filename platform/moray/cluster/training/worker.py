@@ -19,7 +19,7 @@ from moray.activations.reading.epochs import EpochPlan, by_row_groups, plan_epoc
 from moray.activations.reading.token_counts import token_counts
 from moray.batch import LaneBatch, TapNeeds
 from moray.cluster.errors import own_errors
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.live import LiveTargets, open_source
 from moray.cluster.training.stream import Reader, stream_updates
 from moray.cluster.training.validate import is_validated
@@ -74,7 +74,7 @@ def checkpoint_step(checkpoint: ray.train.Checkpoint) -> int:
         return int(read_json(Path(folder) / "training.json")["step"])
 
 
-def open_run_trackers(config: DistilConfig, output: Path, board: Any) -> list[Sink]:
+def open_run_trackers(config: DistillConfig, output: Path, board: Any) -> list[Sink]:
     """The trackers that the configuration names, each with the run's settings."""
     settings = config.model_dump(mode="json", exclude={"ray", "trackers"})
     return open_trackers(config.trackers, output, settings, board.warn.remote)
@@ -97,7 +97,7 @@ class _Worker:
 
 
 def _train(settings: dict[str, Any]) -> None:
-    config = DistilConfig.model_validate_json(settings["config"])
+    config = DistillConfig.model_validate_json(settings["config"])
     torch.set_num_threads(config.workers.threads_per_worker)
     context = ray.train.get_context()
     worker = _Worker(
@@ -148,7 +148,7 @@ def _train(settings: dict[str, Any]) -> None:
 
 
 def _resume(
-    config: DistilConfig, drafter: Drafter, worker: _Worker, checkpoint: ray.train.Checkpoint | None
+    config: DistillConfig, drafter: Drafter, worker: _Worker, checkpoint: ray.train.Checkpoint | None
 ) -> tuple[Parallel, Progress]:
     """Wrap the drafter for training, at a checkpoint or at the beginning."""
     if checkpoint is None:
@@ -166,7 +166,7 @@ def _is_listed(checkpoint: ray.train.Checkpoint) -> bool:
     return listed is not None and Path(listed.path).name == Path(checkpoint.path).name
 
 
-def _wrap(config: DistilConfig, drafter: Drafter, worker: _Worker) -> Parallel:
+def _wrap(config: DistillConfig, drafter: Drafter, worker: _Worker) -> Parallel:
     optimiser = Optimiser(drafter, config.optim, config.schedule)
     if config.parallel.type == "deepspeed":
         from moray.distill.zero import Zero  # takes seconds, and is asked for by few
@@ -190,7 +190,7 @@ def _save(parallel: Parallel, progress: Progress, manifest: Manifest, worker: _W
         )
 
 
-def build_drafter(config: DistilConfig, manifest: Manifest, device_type: str = "cpu") -> Drafter:
+def build_drafter(config: DistillConfig, manifest: Manifest, device_type: str = "cpu") -> Drafter:
     """A freshly initialised drafter: the same on every worker, for the same seed.
 
     Raises:
@@ -212,17 +212,17 @@ def build_drafter(config: DistilConfig, manifest: Manifest, device_type: str = "
     return drafter
 
 
-def _targets(config: DistilConfig, worker: _Worker) -> LiveTargets | None:
+def _targets(config: DistillConfig, worker: _Worker) -> LiveTargets | None:
     """This worker's share of the targets that make activations on the way."""
     if config.source.type == "disk":
         return None
     return LiveTargets(config.target, config.source, config.source.capture.num_targets // worker.num_workers)
 
 
-def plan_lanes(config: DistilConfig, manifest: Manifest, needs: TapNeeds, num_lanes: int) -> list[list[EpochPlan]]:
+def plan_lanes(config: DistillConfig, manifest: Manifest, needs: TapNeeds, num_lanes: int) -> list[list[EpochPlan]]:
     """Every epoch's plan of every lane."""
     batch_tokens = config.train.batch_tokens
-    window_bytes = (config.workers.window_mib << 20) // config.train.accumulate
+    window_bytes = (config.workers.window_mib << 20) // config.train.gradient_accumulation_steps
     window_tokens = max(batch_tokens, window_bytes // bytes_per_token(needs, manifest.columns))
     plans = []
     for epoch in range(config.train.epochs):
@@ -234,13 +234,14 @@ def plan_lanes(config: DistilConfig, manifest: Manifest, needs: TapNeeds, num_la
 
 
 def _span(
-    plans: list[list[EpochPlan]], config: DistilConfig, first: Progress, num_lanes: int, stop_step: int | None
+    plans: list[list[EpochPlan]], config: DistillConfig, first: Progress, num_lanes: int, stop_step: int | None
 ) -> Span:
     total = sum(lanes[0].num_steps for lanes in plans)
     if total == 0:
         raise DataError(
             f"the cache holds too few chats for {config.train.batch_tokens} tokens in each of {num_lanes} lanes; give "
-            "another output, and a lower train.batch_tokens, workers.num_workers or train.accumulate, or more chats"
+            "another output, and a lower train.batch_tokens, workers.num_workers or "
+            "train.gradient_accumulation_steps, or more chats"
         )
     per_epoch = -(-total // len(plans))
     return Span(first, min(total, config.train.max_steps or total), per_epoch, len(plans), num_lanes, stop_step)

@@ -1,5 +1,8 @@
 """How many sequences an engine takes, and how it drafts. Torch-free."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import Field
 
 from moray.config import Config
@@ -10,20 +13,20 @@ from moray.trees.shapes import AdaptiveShape, Shape
 class EngineConfig(Config):
     """Limits of one engine."""
 
-    max_sequences: int = Field(default=32, ge=1, le=1024)
+    max_num_seqs: int = Field(default=32, ge=1, le=1024)
     """Most sequences that run at the same time."""
-    kv_tokens: int = Field(default=16_384, ge=64)
+    kv_cache_tokens: int = Field(default=16_384, ge=64)
     """Tokens whose keys and values are held, over all sequences; allocated at the start. A sequence is admitted once
     all that it may come to fits."""
-    capacity: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and answer together; null for the target's context, or all of kv_tokens."""
-    prefill_tokens: int = Field(default=512, ge=16)
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Most tokens of prompt and answer together; null for the target's context, or all of kv_cache_tokens."""
+    max_num_batched_tokens: int = Field(default=512, ge=16)
     """Most tokens of prompts that are read between two cycles. More of them sooner end a prompt, and delay the
     others."""
-    gathers: bool = False
+    batch_admissions: bool = False
     """Let new sequences wait until there is one for every sixteen that run: for throughput. Reading few prompts costs
     as much as a cycle of all; use it where the time to the first token does not matter."""
-    num_groups: int = Field(default=1, ge=1, le=2)
+    num_micro_batches: int = Field(default=1, ge=1, le=2)
     """Groups of sequences; with 2 one is verified while the pool drafts for the other. For a drafter pool that takes
     about as long as the target."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
@@ -31,6 +34,15 @@ class EngineConfig(Config):
     synthetic: SyntheticCosts = SyntheticCosts()
     """For scaling experiments only: sleeps, as an accelerator would be waited for. None by default."""
 
-    def most_positions(self, max_positions: int) -> int:
+    renamed: ClassVar[Mapping[str, str]] = {
+        "max_sequences": "max_num_seqs",
+        "kv_tokens": "kv_cache_tokens",
+        "capacity": "max_model_len",
+        "prefill_tokens": "max_num_batched_tokens",
+        "gathers": "batch_admissions",
+        "num_groups": "num_micro_batches",
+    }
+
+    def max_positions_of(self, max_positions: int) -> int:
         """Most tokens that a sequence can come to, of a target with such a context: what drafters need room for."""
-        return min(max_positions, self.capacity or max_positions, self.kv_tokens)
+        return min(max_positions, self.max_model_len or max_positions, self.kv_cache_tokens)

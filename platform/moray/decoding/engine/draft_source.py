@@ -33,8 +33,8 @@ class Ask:
     shape: GrowableShape
     sampler: Sampler
     """Of the sequence: drafted is what the target is likely to draw with the same noise."""
-    effort: int | None = None
-    """N to draft with (see `Drafter.set_effort`); None where there is no choice."""
+    num_target_layers: int | None = None
+    """N to draft with (see `Drafter.set_num_target_layers`); None where there is no choice."""
     wants_scores: bool = False
     """Whether the tree is pruned by its scores."""
 
@@ -53,8 +53,8 @@ class DraftSource(ABC):
         """Most levels that can be drafted; None for any number."""
 
     @property
-    def efforts(self) -> tuple[int, ...]:
-        """The N that drafts may be asked for with (see `Drafter.efforts`)."""
+    def layer_counts(self) -> tuple[int, ...]:
+        """The N that drafts may be asked for with (see `Drafter.layer_counts`)."""
         return (0,)
 
     @property
@@ -128,8 +128,8 @@ class LocalDrafts(DraftSource):
         return self.drafter.max_depth
 
     @property
-    def efforts(self) -> tuple[int, ...]:
-        return self.drafter.efforts
+    def layer_counts(self) -> tuple[int, ...]:
+        return self.drafter.layer_counts
 
     def observe(self, taps: Taps) -> Memory:
         return self.drafter.observe(taps)
@@ -162,14 +162,14 @@ class LocalDrafts(DraftSource):
         for number in numbers:
             if number in self._asks:
                 ask = self._asks.pop(number)
-                alike.setdefault((ask.shape, ask.effort), []).append(ask)
+                alike.setdefault((ask.shape, ask.num_target_layers), []).append(ask)
         drafted: dict[int, TokenTree] = {}
-        for (shape, effort), asks in alike.items():
+        for (shape, num_target_layers), asks in alike.items():
             roots = on_device(self.drafter.head.weight.device, [ask.root for ask in asks])
             states = [self._states[ask.number] for ask in asks]
-            if effort is not None:
+            if num_target_layers is not None:
                 for state in states:
-                    self.drafter.set_effort(state, effort)
+                    self.drafter.set_num_target_layers(state, num_target_layers)
             picks = picks_of([ask.sampler for ask in asks], [ask.position for ask in asks], shape)
             with self._cost.spent(len(asks)):
                 trees = self.drafter.propose_many(states, roots, shape, picks)

@@ -36,7 +36,7 @@ class Draft:
     """A sequence's draft of one cycle."""
 
     tree: TokenTree
-    effort: int
+    num_target_layers: int
     """N that it was drafted with."""
     promised: float | None = None
     """Sum of the probabilities of its nodes, if they decided how many were kept."""
@@ -66,7 +66,7 @@ class DraftScheduler:
         self.shape = fit_shape(shape, name, source.max_depth, target.spec.vocab_size)
         self.notices = depth_notice(shape, name, self.shape)
         """Warnings about settings that have no effect here; the engine's builder logs them."""
-        self.controller = SpeculationController(self.shape, source.efforts, is_remote=source.is_remote)
+        self.controller = SpeculationController(self.shape, source.layer_counts, is_remote=source.is_remote)
         self._is_timed = is_timed
         self._target = target
         self._cache = cache
@@ -112,9 +112,12 @@ class DraftScheduler:
         begin = time.perf_counter()
         self._tell_few(running, {row: count for row, count in unknown.items() if 0 < count <= _FEW})
         sequences = [running[row] for row in rows]
-        effort = plan.effort if len(self.source.efforts) > 1 else None
+        num_target_layers = plan.num_target_layers if len(self.source.layer_counts) > 1 else None
         self.source.ask(
-            [Ask(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, effort, self._prunes) for s in sequences]
+            [
+                Ask(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, num_target_layers, self._prunes)
+                for s in sequences
+            ]
         )
         if self._is_timed and len(many) <= len(rows) // 8:  # sending whole prompts is no measure of what comes
             self.controller.record_ask(len(rows), num_rows, time.perf_counter() - begin)
@@ -141,7 +144,7 @@ class DraftScheduler:
         for row in rows:
             running[row].asked = None
         trees = {row: found[running[row].number] for row in rows if running[row].number in found}
-        drafts = {row: Draft(tree, plans[row].effort) for row, tree in trees.items()}
+        drafts = {row: Draft(tree, plans[row].num_target_layers) for row, tree in trees.items()}
         if self._prunes:
             drafts |= self._pruned(drafts, deepest, num_rows)
         empty = [row for row, draft in drafts.items() if draft.tree.num_nodes == 1]  # the drafter found nothing
@@ -162,7 +165,7 @@ class DraftScheduler:
 
         pruned: list[Pruned] = prune([draft.tree for draft in grown.values()], choose)
         return {
-            row: Draft(tree, draft.effort, promised)
+            row: Draft(tree, draft.num_target_layers, promised)
             for (row, draft), (tree, promised) in zip(grown.items(), pruned, strict=True)
         }
 
@@ -172,7 +175,7 @@ class DraftScheduler:
         self.controller.record(
             tree.max_depth,
             num_accepted,
-            draft.effort,
+            draft.num_target_layers,
             num_nodes=tree.num_nodes - 1 if is_pruned else 0,
             promised=draft.promised or 0.0,
         )

@@ -79,7 +79,7 @@ class Engine:
         self._accept_rows = accept or accept_rows
         sources = drafts or {}
         self._hidden_depths = sorted({depth for source in sources.values() for depth in source.observed.hidden_depths})
-        self._rows = runner or TargetRunner(target, config.kv_tokens)
+        self._rows = runner or TargetRunner(target, config.kv_cache_tokens)
         self.drafting = {
             name: DraftScheduler(
                 name,
@@ -96,12 +96,13 @@ class Engine:
         self._eos_ids = frozenset(eos_ids)
         self._decode = decode
         longest = min(target.spec.max_positions, self._rows.cache.num_slots - most_nodes)
-        if longest < max(1, config.capacity or 1):
+        if longest < max(1, config.max_model_len or 1):
             raise ConfigError(
-                f"engine.capacity is {config.capacity}, but the target's context is {target.spec.max_positions}, and "
-                f"engine.kv_tokens {config.kv_tokens} less a tree of {most_nodes} nodes: give less of it, or more"
+                f"engine.max_model_len is {config.max_model_len}, but the target's context is "
+                f"{target.spec.max_positions}, and engine.kv_cache_tokens {config.kv_cache_tokens} less a tree of "
+                f"{most_nodes} nodes: give a lower engine.max_model_len or more engine.kv_cache_tokens"
             )
-        self.capacity = config.capacity or longest
+        self.max_model_len = config.max_model_len or longest
         """Most tokens of prompt and answer together."""
         self._scheduler = Scheduler(self._rows.cache, config, most_nodes)
         self._num_submitted = 0
@@ -118,7 +119,7 @@ class Engine:
         for name, drafting in self.drafting.items():
             shape, controller = drafting.shape, drafting.controller
             if isinstance(shape, AdaptiveShape) and controller.needs_costs:
-                controller.set_costs(calibrate(self.target, drafters[name], shape, self.config.max_sequences))
+                controller.set_costs(calibrate(self.target, drafters[name], shape, self.config.max_num_seqs))
 
     def submit(self, request: Request, ending: StopChecker | None = None) -> int:
         """Put a request in line; returns its number. `ending` says what ends the answer in place of the request.
@@ -127,10 +128,10 @@ class Engine:
             DataError: naming what of the request cannot be served.
         """
         spec, num_prompt = self.target.spec, len(request.prompt)
-        if num_prompt + request.max_new_tokens > self.capacity:
+        if num_prompt + request.max_new_tokens > self.max_model_len:
             raise DataError(
                 f"the prompt has {num_prompt} tokens and max_new_tokens is {request.max_new_tokens}; both together "
-                f"may be {self.capacity}"
+                f"may be {self.max_model_len}"
             )
         known = (*request.prompt, *request.generated, *request.logit_bias)
         strange = [token for token in known if not 0 <= token < spec.vocab_size]
@@ -226,7 +227,7 @@ class Engine:
         """Read the next chunk of every prompt in line; choose the first token where that was its last."""
         first, reading = len(self._scheduler.decoding), self._scheduler.reading
         left = [len(sequence.tokens) - sequence.num_read for sequence in reading]
-        new = min(max(1, self.config.prefill_tokens // len(reading)), max(left))
+        new = min(max(1, self.config.max_num_batched_tokens // len(reading)), max(left))
         counts = [min(new, rest) for rest in left]
         tokens = [s.tokens[s.num_read : s.num_read + new] for s in reading]
         output = self._rows.read(first, tokens, [s.num_read for s in reading], self._hidden_depths)
@@ -246,11 +247,11 @@ class Engine:
 
     def _join(self) -> None:
         """Let sequences that have begun join the cycles once no other one would have to wait for their first drafts."""
-        scheduler, num_groups = self._scheduler, self.config.num_groups
+        scheduler, num_micro_batches = self._scheduler, self.config.num_micro_batches
         if scheduler.starting:
             count = len(scheduler.decoding)
-            self._ask(range(len(scheduler.running), count), -(-count // num_groups))
-            most = min(num_groups, len(scheduler.running))
+            self._ask(range(len(scheduler.running), count), -(-count // num_micro_batches))
+            most = min(num_micro_batches, len(scheduler.running))
             scheduler.settle(joined={s.number for s in scheduler.starting if not awaits_first_draft(s, most)})
 
     def _begin(self, sequences: list[EngineSequence], logits: Float[Tensor, "rows vocab"]) -> None:
@@ -300,7 +301,7 @@ class Engine:
     def _next_group(self) -> range:
         """Rows whose turn it is: all of them, or the first half and the second in turn."""
         count = len(self._scheduler.running)
-        if self.config.num_groups == 1 or count == 1:
+        if self.config.num_micro_batches == 1 or count == 1:
             return range(count)
         half = (count + 1) // 2
         self._is_second = not self._is_second
@@ -372,7 +373,7 @@ class Engine:
                 num_accepted=min(len(result.tokens), len(emitted)),
                 num_path=len(result.path),
                 num_levels=0 if tree is None else tree.num_levels,
-                effort=0 if draft is None else draft.effort,
+                num_target_layers=0 if draft is None else draft.num_target_layers,
                 rejected=result.rejected,
                 finish_reason=sequence.ending.finish_reason,
                 logprobs=logprobs,

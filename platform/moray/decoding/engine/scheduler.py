@@ -55,7 +55,7 @@ class Scheduler:
     def admit(self) -> list[EngineSequence]:
         """Let those in line begin to read as long as there are slots for them; returns who that is."""
         width, count = self._fitting()
-        if self._config.gathers and count < min(len(self.running) // _GATHER_SHARE, len(self.waiting)):
+        if self._config.batch_admissions and count < min(len(self.running) // _GATHER_SHARE, len(self.waiting)):
             return []
         chosen = [self.waiting.popleft() for _ in range(count)]
         if chosen and (width > self._cache.width or self.num_held + len(chosen) > self._cache.num_rows):
@@ -66,7 +66,7 @@ class Scheduler:
     def _fitting(self) -> tuple[int, int]:
         """How wide rows have to be for those who may begin, and how many they are."""
         width, count = max(map(self._width, self.held), default=0), 0
-        for sequence in islice(self.waiting, self._config.max_sequences - self.num_held):
+        for sequence in islice(self.waiting, self._config.max_num_seqs - self.num_held):
             wider = max(width, self._width(sequence))
             if (self.num_held + count + 1) * wider > self._cache.num_slots:
                 break

@@ -1,11 +1,11 @@
-"""How often drafts of each effort are accepted, level by level: what the next draft may expect.
+"""How often drafts of each N are accepted, level by level: what the next draft may expect.
 
-    P(refused at level k | effort e) = refusals(e) * lately(k)
+    P(refused at level k | N) = refusals(N) * lately(k)
 
-refusals(e): of the levels that e's drafts reached, the share refused; over some 200 cycles, for it compares efforts.
-lately(k): how many refusals there were at level k of those to be expected; over some 30 cycles, whatever drafted them,
-so that all efforts follow the text together. With the benefit of the doubt, efforts are compared so that one not tried
-for long is tried again: discounted UCB (arXiv 0805.3415), here on refusals.
+refusals(N): of the levels that drafts of N reached, the share refused; over some 200 cycles, because it compares values
+of N. lately(k): how many refusals there were at level k of those to be expected; over some 30 cycles, whatever drafted
+them, so that all values of N follow the text together. With the benefit of the doubt, values of N are compared so that
+one not tried for long is tried again: discounted UCB (arXiv 0805.3415), here on refusals.
 
 This module refuses to know what drafts cost.
 """
@@ -17,45 +17,46 @@ FORGET = 0.97
 PRIOR_WEIGHT = 2.0
 """What is believed of a level before it was tried, and of a level not tried for long: so that it is tried again."""
 _PRIOR_REFUSALS = 0.3
-_FORGET_EFFORT = 0.995
-"""As `FORGET`, of what compares efforts: their differences are smaller than the noise of 30 cycles, and last longer."""
-_EFFORT_WEIGHT = 20.0
-"""Levels that all efforts together count for, against an effort's own: some four drafts of it."""
+_FORGET_LAYER_COUNT = 0.995
+"""As `FORGET`, of what compares values of N: their differences are smaller than the noise of 30 cycles, and last
+longer."""
+_PRIOR_LEVELS = 20.0
+"""Levels that all values of N together count for, against those of one N: some four drafts of it."""
 _DOUBT = 0.5
-"""Of an effort that little is known of, refusals are believed to be so much smaller."""
+"""Refusals of an N of which little is known are taken to be smaller by this share."""
 
 
-class _Effort:
-    """What became of the drafts of one effort."""
+class _LayerCount:
+    """What became of the drafts of one N."""
 
     def __init__(self) -> None:
         self.reached = self.refused = 0.0
 
     def forget(self) -> None:
-        self.reached *= _FORGET_EFFORT
-        self.refused *= _FORGET_EFFORT
+        self.reached *= _FORGET_LAYER_COUNT
+        self.refused *= _FORGET_LAYER_COUNT
 
 
 class Acceptance:
     """Running rates of one decoder."""
 
-    def __init__(self, num_levels: int, efforts: Sequence[int]) -> None:
-        self._efforts = {effort: _Effort() for effort in efforts}
+    def __init__(self, num_levels: int, layer_counts: Sequence[int]) -> None:
+        self._layer_counts = {num_target_layers: _LayerCount() for num_target_layers in layer_counts}
         self._expected = [0.0] * num_levels
         self._refused = [0.0] * num_levels
 
-    def rates(self, effort: int, *, in_doubt: bool = False) -> list[float]:
+    def rates(self, num_target_layers: int, *, in_doubt: bool = False) -> list[float]:
         """P(level k is accepted | level k - 1 was); a level without evidence is believed to be like the one before.
 
-        `in_doubt` gives an effort the benefit of the doubt: the less is known of it the more.
+        `in_doubt` gives a value of N the benefit of the doubt: the less is known of it the more.
         """
-        refusals = self._refusals(effort) * (1.0 - (self._doubt(effort) if in_doubt else 0.0))
+        refusals = self._refusals(num_target_layers) * (1.0 - (self._doubt(num_target_layers) if in_doubt else 0.0))
         return [max(0.0, 1.0 - refusals * ratio) for ratio in self._lately()]
 
-    def record(self, effort: int, num_levels: int, num_accepted: int) -> None:
+    def record(self, num_target_layers: int, num_levels: int, num_accepted: int) -> None:
         """What became of a cycle: levels verified, and how many of them were accepted."""
-        expected, own = self._refusals(effort), self._efforts[effort]
-        for each in self._efforts.values():
+        expected, own = self._refusals(num_target_layers), self._layer_counts[num_target_layers]
+        for each in self._layer_counts.values():
             each.forget()
         for level in range(len(self._expected)):
             self._expected[level] *= FORGET
@@ -66,19 +67,23 @@ class Acceptance:
                 own.reached += 1.0
                 own.refused += level == num_accepted
 
-    def _refusals(self, effort: int) -> float:
-        """Of its levels reached, the share refused; believed to be as with all efforts where little is known."""
-        if len(self._efforts) == 1:  # nothing to compare: how it fares is said by what happened lately
+    def _refusals(self, num_target_layers: int) -> float:
+        """Of its levels reached, the share refused; believed to be as with all values of N where little is known."""
+        if len(self._layer_counts) == 1:  # nothing to compare: how it fares is said by what happened lately
             return _PRIOR_REFUSALS
-        of_all = (sum(each.refused for each in self._efforts.values()) + PRIOR_WEIGHT * _PRIOR_REFUSALS) / (
-            sum(each.reached for each in self._efforts.values()) + PRIOR_WEIGHT
+        of_all = (sum(each.refused for each in self._layer_counts.values()) + PRIOR_WEIGHT * _PRIOR_REFUSALS) / (
+            sum(each.reached for each in self._layer_counts.values()) + PRIOR_WEIGHT
         )
-        own = self._efforts[effort]
-        return (own.refused + _EFFORT_WEIGHT * of_all) / (own.reached + _EFFORT_WEIGHT)
+        own = self._layer_counts[num_target_layers]
+        return (own.refused + _PRIOR_LEVELS * of_all) / (own.reached + _PRIOR_LEVELS)
 
-    def _doubt(self, effort: int) -> float:
+    def _doubt(self, num_target_layers: int) -> float:
         """How much smaller its refusals may really be: of counts of n, the standard error is 1 / sqrt(n)."""
-        return 0.0 if len(self._efforts) == 1 else _DOUBT / (1.0 + self._efforts[effort].refused) ** 0.5
+        return (
+            0.0
+            if len(self._layer_counts) == 1
+            else _DOUBT / (1.0 + self._layer_counts[num_target_layers].refused) ** 0.5
+        )
 
     def _lately(self) -> list[float]:
         ratios, belief = [], 1.0

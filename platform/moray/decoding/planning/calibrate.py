@@ -31,7 +31,7 @@ def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: 
     Drafts are timed in this process, wherever they are made later. The fastest of a few runs counts, sizes taking
     turns, for what else the machine does only ever adds.
     """
-    rows, efforts = _powers(max_rows), drafter.efforts
+    rows, layer_counts = _powers(max_rows), drafter.layer_counts
     sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
     length = max(1, min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1))
     runner = TargetRunner(target, max(rows) * (length + shape.num_nodes + 1))
@@ -44,14 +44,17 @@ def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: 
         partial(_verify, target, runner, [length] * count, [trees[size]] * count) for count in rows for size in sizes
     ]
     runs += [
-        partial(_draft, local, sampler, shape.at(depth), effort, count, length)
+        partial(_draft, local, sampler, shape.at(depth), num_target_layers, count, length)
         for count in rows
-        for effort in efforts
+        for num_target_layers in layer_counts
         for depth in levels
     ]
     seconds = iter(_fastest(runs, target.device))
     verify = [ascending(sizes, list(islice(seconds, len(sizes)))) for _ in rows]
-    draft = [{effort: ascending(levels, list(islice(seconds, len(levels)))) for effort in efforts} for _ in rows]
+    draft = [
+        {num_target_layers: ascending(levels, list(islice(seconds, len(levels)))) for num_target_layers in layer_counts}
+        for _ in rows
+    ]
     own = zip(rows, verify, draft, strict=True)
     return CostTable({count: Costs(passes, drafts) for count, passes, drafts in own})
 
@@ -81,9 +84,11 @@ def _taps(drafter: Drafter, needs: TapNeeds, length: int) -> Taps:
     return Taps(kv, {depth: like.new_zeros(1, length, spec.hidden_size) for depth in needs.hidden_depths})
 
 
-def _draft(local: LocalDrafts, sampler: Sampler, shape: GrowableShape, effort: int, num_rows: int, length: int) -> None:
+def _draft(
+    local: LocalDrafts, sampler: Sampler, shape: GrowableShape, num_target_layers: int, num_rows: int, length: int
+) -> None:
     numbers = range(num_rows)
-    local.ask([Ask(number, 0, length, shape, sampler, effort) for number in numbers])
+    local.ask([Ask(number, 0, length, shape, sampler, num_target_layers) for number in numbers])
     local.collect(list(numbers))
 
 

@@ -47,39 +47,39 @@ class DraftPlan:
     """What to draft for each sequence of a cycle."""
 
     shape: GrowableShape
-    effort: int = 0
-    """N (see `Drafter.efforts`)."""
+    num_target_layers: int = 0
+    """N (see `Drafter.layer_counts`)."""
 
 
 class SpeculationController:
     """Chooses the drafts of one drafter, cycle by cycle."""
 
-    def __init__(self, shape: AnyShape, efforts: Sequence[int] = (0,), *, is_remote: bool = False) -> None:
+    def __init__(self, shape: AnyShape, layer_counts: Sequence[int] = (0,), *, is_remote: bool = False) -> None:
         """
         Args:
             shape: what may be drafted. One that is not adaptive is always drafted, with the first N; until costs are
                 known, an adaptive one is drafted at its full depth.
-            efforts: the drafter's N to choose from, cheapest first.
+            layer_counts: the drafter's N to choose from, cheapest first.
             is_remote: drafts are made in other processes. Then the time of a draft is the time waited for it.
         """
-        self._shape, self._efforts, self._is_remote = shape, tuple(efforts), is_remote
+        self._shape, self._layer_counts, self._is_remote = shape, tuple(layer_counts), is_remote
         depth = shape.depth
         self._plans: dict[tuple[int, int], DraftPlan] = {}
         if isinstance(shape, AdaptiveShape):
             shapes = {levels: shape.at(levels) for levels in range(1, depth + 1)}
-            self._plans = {(n, levels): DraftPlan(at, n) for n in efforts for levels, at in shapes.items()}
+            self._plans = {(n, levels): DraftPlan(at, n) for n in layer_counts for levels, at in shapes.items()}
         else:
-            self._fixed = DraftPlan(shape, self._efforts[0])
+            self._fixed = DraftPlan(shape, self._layer_counts[0])
         self._costs: CostTable | None = None
-        self._acceptance = Acceptance(depth, self._efforts)
+        self._acceptance = Acceptance(depth, self._layer_counts)
         self._reach = depth
         """Levels that may be drafted: after a pause few, and twice as many each time that all of them were drafted."""
 
         self._verify, self._draft = Correction(), Correction()
-        self._draft_of = {effort: Correction() for effort in efforts}
+        self._draft_of = {num_target_layers: Correction() for num_target_layers in layer_counts}
         self._root_scale, self._tree_scale = CostScale(), CostScale()
         """Of passes over roots alone, and over trees."""
-        self._draft_scale = {effort: CostScale() for effort in efforts}
+        self._draft_scale = {num_target_layers: CostScale() for num_target_layers in layer_counts}
         self._rest = 0.0
         """Seconds per sequence of everything else that a cycle does."""
         self._asks: dict[int, float] = {}
@@ -125,51 +125,57 @@ class SpeculationController:
         if not self._plans:
             return self._fixed
         if self._costs is None:
-            return self._plans[self._efforts[0], self._shape.depth]
+            return self._plans[self._layer_counts[0], self._shape.depth]
         best = self._best_plan(num_rows, num_drafted)
         if best is None and self._num_idle >= self._probe_at:
             self._probe_at = 2 * max(self._probe_at, PROBE_CYCLES)
-            return self._plans[self._efforts[0], 1]
+            return self._plans[self._layer_counts[0], 1]
         return best
 
     def _best_plan(self, num_rows: int, num_drafted: int) -> DraftPlan | None:
-        effort = self._efforts[0]
-        least = _MIN_GAIN * num_rows / self._seconds(num_rows, 0, 0, 0, effort)
-        if len(self._efforts) > 1:
-            hopes = {n: max(self._promises(num_rows, num_drafted, n, in_doubt=True).values()) for n in self._efforts}
-            effort = max(hopes, key=lambda n: hopes[n])  # of equals the first, which is the cheapest
-            if hopes[effort] <= least:
+        num_target_layers = self._layer_counts[0]
+        least = _MIN_GAIN * num_rows / self._seconds(num_rows, 0, 0, 0, num_target_layers)
+        if len(self._layer_counts) > 1:
+            hopes = {
+                n: max(self._promises(num_rows, num_drafted, n, in_doubt=True).values()) for n in self._layer_counts
+            }
+            num_target_layers = max(hopes, key=lambda n: hopes[n])  # of equals the first, which is the cheapest
+            if hopes[num_target_layers] <= least:
                 return None
-        promises = self._promises(num_rows, num_drafted, effort)
+        promises = self._promises(num_rows, num_drafted, num_target_layers)
         depth = max(promises, key=lambda levels: promises[levels])
-        if len(self._efforts) == 1 and promises[depth] <= least:
+        if len(self._layer_counts) == 1 and promises[depth] <= least:
             return None
-        return self._plans[effort, depth]
+        return self._plans[num_target_layers, depth]
 
-    def _promises(self, num_rows: int, num_drafted: int, effort: int, *, in_doubt: bool = False) -> dict[int, float]:
+    def _promises(
+        self, num_rows: int, num_drafted: int, num_target_layers: int, *, in_doubt: bool = False
+    ) -> dict[int, float]:
         """Tokens per second of every draft, by depth."""
         promises, expected, survival = {}, float(num_rows), 1.0
         filled = (self._num_filled + PRIOR_WEIGHT) / (self._num_answered + PRIOR_WEIGHT)
         any_filled = 1.0 - (1.0 - filled) ** num_drafted
-        rates = self._acceptance.rates(effort, in_doubt=in_doubt)
+        rates = self._acceptance.rates(num_target_layers, in_doubt=in_doubt)
         for depth, rate in enumerate(rates[: self._reach], start=1):
             survival *= rate
             expected += num_drafted * filled * survival
-            seconds = self._seconds(num_rows, num_drafted, self._expected_nodes(effort, depth), depth, effort)
+            seconds = self._seconds(
+                num_rows, num_drafted, self._expected_nodes(num_target_layers, depth), depth, num_target_layers
+            )
             if any_filled < 1.0:
-                plain = self._seconds(num_rows, num_drafted, 0, depth, effort)
+                plain = self._seconds(num_rows, num_drafted, 0, depth, num_target_layers)
                 seconds = any_filled * seconds + (1.0 - any_filled) * plain
             promises[depth] = expected / seconds
         return promises
 
-    def _expected_nodes(self, effort: int, depth: int) -> int:
+    def _expected_nodes(self, num_target_layers: int, depth: int) -> int:
         """Nodes that a draft of so many levels will have verified.
 
         As many per level as pruning kept recently, for acceptance was measured with those; one at first, as in a chain.
         To count all that a shape allows would price trees that are never verified.
         """
         per_level = (self._nodes + PRIOR_WEIGHT) / (self._levels + PRIOR_WEIGHT)
-        return min(self._plans[effort, depth].shape.num_nodes, math.ceil(depth * per_level))
+        return min(self._plans[num_target_layers, depth].shape.num_nodes, math.ceil(depth * per_level))
 
     def nodes_worth_verifying(self, plan: DraftPlan, log_probs: Sequence[Sequence[float]], num_rows: int) -> int:
         """How many of each drafted tree's best nodes to verify.
@@ -187,7 +193,7 @@ class SpeculationController:
         best, best_rate, total = 1, 0.0, 0.0
         for count in range(1, max(map(len, log_probs)) + 1):
             total += sum(math.exp(own[count - 1]) for own in log_probs if count <= len(own))
-            seconds = self._seconds(num_rows, len(log_probs), count, plan.shape.depth, plan.effort)
+            seconds = self._seconds(num_rows, len(log_probs), count, plan.shape.depth, plan.num_target_layers)
             rate = (num_rows + trust * total) / seconds
             if rate > best_rate:
                 best, best_rate = count, rate
@@ -195,11 +201,16 @@ class SpeculationController:
 
     # --- Costs ---
 
-    def _seconds(self, num_rows: int, num_drafted: int, num_nodes: int, num_levels: int, effort: int) -> float:
+    def _seconds(
+        self, num_rows: int, num_drafted: int, num_nodes: int, num_levels: int, num_target_layers: int
+    ) -> float:
         """A cycle that drafts so many levels and verifies so many nodes below each root."""
         seconds = self._verify_seconds(num_rows, num_nodes) * self._verify.factor + self._rest * num_rows
         if num_levels:
-            seconds += self._draft_seconds(num_drafted, num_levels, effort) * self._draft_of[effort].factor
+            seconds += (
+                self._draft_seconds(num_drafted, num_levels, num_target_layers)
+                * self._draft_of[num_target_layers].factor
+            )
             seconds += self._ask_seconds(num_drafted)
         return seconds
 
@@ -209,11 +220,11 @@ class SpeculationController:
         scale = self._tree_scale if num_nodes else self._root_scale
         return self._costs.verify_seconds(num_rows, num_nodes + 1) * scale.factor
 
-    def _draft_seconds(self, num_drafted: int, num_levels: int, effort: int) -> float:
+    def _draft_seconds(self, num_drafted: int, num_levels: int, num_target_layers: int) -> float:
         """As measured, scaled and corrected by drafts with any N."""
         assert self._costs is not None
-        measured = self._costs.draft_seconds(num_drafted, num_levels, effort)
-        return measured * self._draft_scale[effort].factor * self._draft.factor
+        measured = self._costs.draft_seconds(num_drafted, num_levels, num_target_layers)
+        return measured * self._draft_scale[num_target_layers].factor * self._draft.factor
 
     def _ask_seconds(self, num_asked: int) -> float:
         """As for the most similar number of sequences that was asked for recently."""
@@ -253,17 +264,20 @@ class SpeculationController:
         self._num_drafted += 1
         if self._num_drafted == _PROVEN_CYCLES:
             self._probe_at = PROBE_CYCLES
-        levels, effort = plan.shape.depth, plan.effort
+        levels, num_target_layers = plan.shape.depth, plan.num_target_layers
         if levels >= self._reach:
             self._reach = min(2 * self._reach, self._shape.depth)
         if self._costs is None or seconds is None:
             return
-        measured, own = self._costs.draft_seconds(num_drafted, levels, effort), self._draft_of[effort]
-        if not self._is_remote and self._draft_scale[effort].lower(measured, seconds):
+        measured, own = (
+            self._costs.draft_seconds(num_drafted, levels, num_target_layers),
+            self._draft_of[num_target_layers],
+        )
+        if not self._is_remote and self._draft_scale[num_target_layers].lower(measured, seconds):
             self._probe_at = 1
         else:
-            self._draft.record(measured * self._draft_scale[effort].factor, seconds)
-            own.record(self._draft_seconds(num_drafted, levels, effort), seconds)
+            self._draft.record(measured * self._draft_scale[num_target_layers].factor, seconds)
+            own.record(self._draft_seconds(num_drafted, levels, num_target_layers), seconds)
         for other in self._draft_of.values():
             if other is not own:
                 other.decay()
@@ -275,19 +289,26 @@ class SpeculationController:
     # --- Acceptance ---
 
     def record(
-        self, num_levels: int, num_accepted: int, effort: int | None = None, num_nodes: int = 0, promised: float = 0.0
+        self,
+        num_levels: int,
+        num_accepted: int,
+        num_target_layers: int | None = None,
+        num_nodes: int = 0,
+        promised: float = 0.0,
     ) -> None:
         """What became of one sequence's draft.
 
         Args:
             num_levels: levels drafted.
             num_accepted: how many of them were accepted.
-            effort: N; None for the first.
+            N: N; None for the first.
             num_nodes: nodes that were verified, if its scores decided how many.
             promised: sum of their probabilities.
         """
         self._record_filled(1.0)
-        self._acceptance.record(self._efforts[0] if effort is None else effort, num_levels, num_accepted)
+        self._acceptance.record(
+            self._layer_counts[0] if num_target_layers is None else num_target_layers, num_levels, num_accepted
+        )
         self._promised = self._promised * FORGET + promised
         self._kept = self._kept * FORGET + (num_accepted if num_nodes else 0)
         self._levels = self._levels * FORGET + (num_levels if num_nodes else 0)
@@ -326,7 +347,7 @@ class SpeculationController:
             for own in self._draft_of.values():
                 own.decay()
             self._asks = {size: FORGET * seconds for size, seconds in self._asks.items()}
-            self._acceptance.record(self._efforts[0], 0, 0)
+            self._acceptance.record(self._layer_counts[0], 0, 0)
             self._num_answered, self._num_filled = self._num_answered * FORGET, self._num_filled * FORGET
             self._promised, self._kept = self._promised * FORGET, self._kept * FORGET
             self._levels, self._nodes = self._levels * FORGET, self._nodes * FORGET

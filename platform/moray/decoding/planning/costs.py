@@ -18,15 +18,15 @@ class Costs:
     verify: Points
     """By tokens of each sequence in a target pass, the root included."""
     draft: Mapping[int, Points]
-    """By N (see `Drafter.efforts`): by levels drafted."""
+    """By N (see `Drafter.layer_counts`): by levels drafted."""
 
     def verify_seconds(self, num_tokens: int) -> float:
         """One target pass."""
         return _interpolate(self.verify, num_tokens)
 
-    def draft_seconds(self, num_levels: int, effort: int) -> float:
+    def draft_seconds(self, num_levels: int, num_target_layers: int) -> float:
         """One draft; none at all is free."""
-        return _interpolate(self.draft[effort], num_levels) if num_levels else 0.0
+        return _interpolate(self.draft[num_target_layers], num_levels) if num_levels else 0.0
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class CostTable:
         """One target pass over so many tokens of each of some sequences."""
         return self._at(num_rows, lambda costs: costs.verify_seconds(num_tokens))
 
-    def draft_seconds(self, num_rows: int, num_levels: int, effort: int) -> float:
+    def draft_seconds(self, num_rows: int, num_levels: int, num_target_layers: int) -> float:
         """Drafts of so many levels for some sequences, with this N; none at all are free."""
-        return self._at(num_rows, lambda costs: costs.draft_seconds(num_levels, effort))
+        return self._at(num_rows, lambda costs: costs.draft_seconds(num_levels, num_target_layers))
 
     def _at(self, num_rows: int, seconds_of: Callable[[Costs], float]) -> float:
         rows = self._rows

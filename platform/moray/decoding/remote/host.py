@@ -229,7 +229,10 @@ class DraftHost:
         """The draft that an entry asks for, if any, and what has been drafted ahead of it."""
         if entry.root is None:
             return None
-        shape, drawn = request.shapes[entry.shape], (request.params[entry.params], entry.sequence, entry.effort)
+        shape, drawn = (
+            request.shapes[entry.shape],
+            (request.params[entry.params], entry.sequence, entry.num_target_layers),
+        )
         guessed = None
         if isinstance(shape, ChainShape) and session.ahead is not None:
             guess = session.guess
@@ -258,8 +261,8 @@ class DraftHost:
                 found[place] = {"tokens": wish.guessed, "max_depth": len(wish.guessed) - 1, "is_chain": True}
             else:
                 groups.setdefault((wish.session.drafter, wish.shape, wish.drawn[2]), []).append(place)
-        for (name, shape, effort), places in groups.items():
-            trees = self._draft(self._drafters[name], shape, effort, [wishes[place] for place in places])
+        for (name, shape, num_target_layers), places in groups.items():
+            trees = self._draft(self._drafters[name], shape, num_target_layers, [wishes[place] for place in places])
             found |= {
                 place: described(tree, with_scores=wishes[place].wants_scores)
                 for place, tree in zip(places, trees, strict=True)
@@ -269,7 +272,7 @@ class DraftHost:
         return found
 
     def _draft(
-        self, drafter: Drafter, shape: GrowableShape, effort: int | None, wishes: list[_DraftJob]
+        self, drafter: Drafter, shape: GrowableShape, num_target_layers: int | None, wishes: list[_DraftJob]
     ) -> list[TokenTree]:
         device, size = drafter.head.weight.device, drafter.spec.vocab_size
         samplers = [Sampler(params, size, device, sequence) for params, sequence, _ in (wish.drawn for wish in wishes)]
@@ -277,8 +280,8 @@ class DraftHost:
         picks = picks_of(samplers, [wish.session.known for wish in wishes], shape, are_certain=True)
         for wish in wishes:
             wish.session.num_expanded = shape.num_expanded
-            if effort is not None:
-                drafter.set_effort(wish.session.state, effort)
+            if num_target_layers is not None:
+                drafter.set_num_target_layers(wish.session.state, num_target_layers)
         with self._cost.spent(len(wishes)):
             return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
 

@@ -51,8 +51,8 @@ class Entry(Config):
     params: int = Field(default=0, ge=0)
     """Index into the request's sampling parameters."""
     sequence: int = 0
-    effort: int | None = None
-    """N to draft with (see `Drafter.set_effort`); None where there is no choice."""
+    num_target_layers: int | None = None
+    """N to draft with (see `Drafter.set_num_target_layers`); None where there is no choice."""
     wants_scores: bool = False
     """Whether the target prunes the tree."""
 
@@ -172,9 +172,11 @@ def check_request(
             raise DataError(
                 f"a request names shape {entry.shape} and parameters {entry.params}, which it does not hold"
             )
-        if entry.effort is not None and entry.effort not in drafter.efforts:
-            known = ", ".join(map(str, drafter.efforts))
-            raise DataError(f"drafter '{entry.drafter}' is asked to draft with N = {entry.effort}; it has {known}")
+        if entry.num_target_layers is not None and entry.num_target_layers not in drafter.layer_counts:
+            known = ", ".join(map(str, drafter.layer_counts))
+            raise DataError(
+                f"drafter '{entry.drafter}' is asked to draft with N = {entry.num_target_layers}; it has {known}"
+            )
         shape = request.shapes[entry.shape]
         fit_shape(shape, entry.drafter, drafter.max_depth, size)
         if shape.num_expanded > max_expanded:

@@ -119,8 +119,8 @@ class RemoteDrafts(DraftSource):
         return self._drafter.max_depth
 
     @property
-    def efforts(self) -> tuple[int, ...]:
-        return self._drafter.efforts
+    def layer_counts(self) -> tuple[int, ...]:
+        return self._drafter.layer_counts
 
     @property
     def is_remote(self) -> bool:
@@ -227,7 +227,7 @@ class RemoteDrafts(DraftSource):
                     shape=shapes.setdefault(ask.shape, len(shapes)),
                     params=params.setdefault(ask.sampler.params, len(params)),
                     sequence=ask.sampler.sequence,
-                    effort=ask.effort,
+                    num_target_layers=ask.num_target_layers,
                     wants_scores=ask.wants_scores,
                 )
             )

@@ -73,7 +73,7 @@ def accept(tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampl
     if is_by_choice(sampler.params):
         return accept_by_choice(tree, choose(tree, logits, sampler, root_position))
     log_p = sampler.log_probs(logits)
-    if sampler.params.rule == "typical":
+    if sampler.params.acceptance_method == "typical":
         return accept_typical(tree, log_p, sampler, root_position)
     return accept_by_rejection(tree, log_p.exp(), sampler, root_position)
 
@@ -112,7 +112,7 @@ def accept_rows(
 
 def is_by_choice(params: SamplingParams) -> bool:
     """Whether the target's token at each node is fixed, so that acceptance is a walk."""
-    return params.is_greedy or params.rule == "coupled"
+    return params.is_greedy or params.acceptance_method == "gumbel_coupled"
 
 
 def choose(

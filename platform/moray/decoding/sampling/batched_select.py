@@ -27,7 +27,9 @@ def picks_of(
     """
     is_chain = isinstance(shape, ChainShape)
     selects = [
-        sampler.selector(position, shape.depth, is_chain and not (are_certain and sampler.params.rule == "rejection"))
+        sampler.selector(
+            position, shape.depth, is_chain and not (are_certain and sampler.params.acceptance_method == "rejection")
+        )
         for sampler, position in zip(samplers, root_positions, strict=True)
     ]
     return partial(_pick, samplers, selects)

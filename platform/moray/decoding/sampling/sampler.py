@@ -105,7 +105,7 @@ class Sampler:
         Greedy, typical and coupled: the k best by (perturbed) log-probability. Rejection on a chain: one
         token sampled from the drafter's own filtered distribution, which is handed on for the test.
         """
-        coupled = not self.params.is_greedy and self.params.rule == "coupled"
+        coupled = not self.params.is_greedy and self.params.acceptance_method == "gumbel_coupled"
         noise = self.noise(root_position + 1, depth) if coupled else None
         return partial(self._select, root_position, is_chain, noise)
 
@@ -119,7 +119,7 @@ class Sampler:
         children: int,
     ) -> tuple[Int[Tensor, "new children"], Float[Tensor, "new children"], Float[Tensor, "new vocab"] | None]:
         params = self.params
-        if children == 1 and is_chain and (params.is_greedy or params.rule == "typical"):
+        if children == 1 and is_chain and (params.is_greedy or params.acceptance_method == "typical"):
             best = logits.argmax(dim=-1, keepdim=True)
             return best, best.float(), None  # a chain never reads the scores
         log_q = self.log_probs(logits)
@@ -127,7 +127,7 @@ class Sampler:
             perturbed = F.log_softmax(log_q + noise[level].float(), dim=-1)
             scores, tokens = perturbed.topk(children, dim=-1)
             return tokens, scores, None
-        if is_chain and params.rule == "rejection":
+        if is_chain and params.acceptance_method == "rejection":
             uniform = self.uniform(STREAM_DRAFT, root_position + 1 + level, self._vocab_size)
             tokens = (log_q + gumbel(uniform)).argmax(dim=-1, keepdim=True)
             return tokens, log_q.gather(1, tokens), log_q.exp()

@@ -5,7 +5,7 @@ change while decoding is left to future work there).
     one N     x + shift[N] --CA over memory--> to_depth[N] --> hidden[-1-N], in units of its rms --last N layers-->
 
 Training draws N per sequence. What a drafting state holds depends on no N, so each cycle may have another one at no
-cost. Of its own an N has E + E * E numbers: `shift` tells cross-attention which depth to predict, and `to_depth`, which
+cost. Each N has E + E * E numbers: `shift` tells cross-attention which depth to predict, and `to_depth`, which
 begins as the identity, takes its output to that depth's directions. With a factor per direction in place of the map tau
 is a little lower (platform/RESULTS.md).
 """
@@ -25,49 +25,51 @@ from moray.targets.head import TargetHead
 
 
 class DynamicMoA(MoA):
-    """One drafter whose effort is N; `shift`, `to_depth` and `feature_scale` go by its place in `config.efforts`."""
+    """One drafter whose N is N; `shift`, `to_depth` and `feature_scale` go by its place in `config.layer_counts`."""
 
     def __init__(self, config: DynamicMoAConfig, head: TargetHead) -> None:
         super().__init__(config, head)
-        num, width = len(config.efforts), self.spec.hidden_size
+        num, width = len(config.layer_counts), self.spec.hidden_size
         # Of three dimensions, so that Muon leaves both to AdamW: a step of it would be as large as the identity.
         self.shift = nn.Parameter(torch.zeros(num, 1, width))
         self.to_depth = nn.Parameter(torch.eye(width).repeat(num, 1, 1))
         self.register_buffer("feature_scale", torch.ones(num))
 
     def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
-        for place, effort in enumerate(self.config.efforts):
-            self.feature_scale[place] = hidden_rms[-1 - effort] if effort else 1.0
+        for place, num_target_layers in enumerate(self.config.layer_counts):
+            self.feature_scale[place] = hidden_rms[-1 - num_target_layers] if num_target_layers else 1.0
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         assert batch.taps.kv is not None
         device = batch.tokens.device
-        efforts = view.efforts or (self.efforts[0],) * batch.tokens.shape[0]
-        places = on_device(device, [self.config.efforts.index(effort) for effort in efforts])
+        layer_counts = view.layer_counts or (self.layer_counts[0],) * batch.tokens.shape[0]
+        places = on_device(
+            device, [self.config.layer_counts.index(num_target_layers) for num_target_layers in layer_counts]
+        )
         feature = last = self._predict(batch, view, self.shift[places])
-        for place, effort in enumerate(self.config.efforts):
-            rows = on_device(device, [row for row, drawn in enumerate(efforts) if drawn == effort])
+        for place, num_target_layers in enumerate(self.config.layer_counts):
+            rows = on_device(device, [row for row, drawn in enumerate(layer_counts) if drawn == num_target_layers])
             if not rows.shape[0]:
                 continue
             own = self._at_depth(feature.index_select(0, rows), place)
             feature = feature.index_copy(0, rows, own.to(feature.dtype))
-            if effort:
-                kv = batch.taps.kv[:, :, -effort:].index_select(0, rows)
+            if num_target_layers:
+                kv = batch.taps.kv[:, :, -num_target_layers:].index_select(0, rows)
                 own = self._last_layers_in_one_pass(own, kv, view.start.index_select(0, rows))
             last = last.index_copy(0, rows, own.to(last.dtype))
-        features = {-1: Feature(last, 1.0, on_device(device, [0.5 if drawn else 1.0 for drawn in efforts]))}
-        for place, effort in enumerate(self.config.efforts):
-            if effort and effort in efforts:
-                weight = on_device(device, [0.5 * (drawn == effort) for drawn in efforts])
-                features[-1 - effort] = Feature(feature, self.feature_scale[place], weight)
+        features = {-1: Feature(last, 1.0, on_device(device, [0.5 if drawn else 1.0 for drawn in layer_counts]))}
+        for place, num_target_layers in enumerate(self.config.layer_counts):
+            if num_target_layers and num_target_layers in layer_counts:
+                weight = on_device(device, [0.5 * (drawn == num_target_layers) for drawn in layer_counts])
+                features[-1 - num_target_layers] = Feature(feature, self.feature_scale[place], weight)
         return self._output(last, view, features)
 
     def _at_depth(self, predicted: Float[Tensor, "rows seq hidden"], place: int) -> Float[Tensor, "rows seq hidden"]:
-        """What cross-attention gave, as the hidden state that an effort predicts."""
+        """What cross-attention gave, as the hidden state that this N predicts."""
         return predicted @ self.to_depth[place] * self.feature_scale[place]
 
-    def set_effort(self, state: MoAState, effort: int) -> None:
-        state.effort = effort
+    def set_num_target_layers(self, state: MoAState, num_target_layers: int) -> None:
+        state.num_target_layers = num_target_layers
 
     def score(
         self,
@@ -78,19 +80,21 @@ class DynamicMoA(MoA):
     ) -> Float[Tensor, "sequences new vocab"]:
         groups: dict[int, list[int]] = {}
         for place, state in enumerate(states):
-            groups.setdefault(state.effort, []).append(place)
+            groups.setdefault(state.num_target_layers, []).append(place)
         if len(groups) == 1:
             return super().score(states, tokens, ancestors, depth)
         found: dict[int, Tensor] = {}
-        for places in groups.values():  # sequences of one effort go through the same layers
+        for places in groups.values():  # sequences of one N go through the same layers
             index = on_device(tokens.device, places)
             sees = ancestors if ancestors is None or ancestors.shape[0] == 1 else ancestors[index]
             logits = super().score([states[place] for place in places], tokens[index], sees, depth)
             found |= zip(places, logits, strict=True)
         return torch.stack([found[place] for place in range(len(states))])
 
-    def _query(self, x: Float[Tensor, "1 rows hidden"], effort: int) -> Float[Tensor, "1 rows hidden"]:
-        return x + self.shift[self.config.efforts.index(effort)]
+    def _query(self, x: Float[Tensor, "1 rows hidden"], num_target_layers: int) -> Float[Tensor, "1 rows hidden"]:
+        return x + self.shift[self.config.layer_counts.index(num_target_layers)]
 
-    def _feature(self, predicted: Float[Tensor, "1 rows hidden"], effort: int) -> Float[Tensor, "1 rows hidden"]:
-        return self._at_depth(predicted, self.config.efforts.index(effort))
+    def _feature(
+        self, predicted: Float[Tensor, "1 rows hidden"], num_target_layers: int
+    ) -> Float[Tensor, "1 rows hidden"]:
+        return self._at_depth(predicted, self.config.layer_counts.index(num_target_layers))

@@ -49,7 +49,7 @@ class MoAState:
     own: Tensor  # [2, 1, kv_heads, slots, head_dim]
     memory: Tensor
     tail: KVCache | None
-    effort: int
+    num_target_layers: int
     """N: how many of those layers the next draft runs."""
 
 
@@ -99,7 +99,7 @@ class MoA(TogetherDrafter[MoAState]):
 
     @property
     def needs(self) -> TapNeeds:
-        below = tuple(-1 - effort for effort in self.config.efforts if effort)
+        below = tuple(-1 - num_target_layers for num_target_layers in self.config.layer_counts if num_target_layers)
         return TapNeeds(self._kv_layers, (-1, *below))
 
     @property
@@ -120,7 +120,7 @@ class MoA(TogetherDrafter[MoAState]):
     @property
     def _most_layers(self) -> int:
         """The target's last layers whose keys and values a state holds: as many as its drafts may run."""
-        return max(self.efforts)
+        return max(self.layer_counts)
 
     def observe(self, taps: Taps) -> Memory:
         assert taps.kv is not None
@@ -207,7 +207,7 @@ class MoA(TogetherDrafter[MoAState]):
         memory = slots.new_cache(self.config.cross_attention.num_kv_heads, self.spec.head_dim)
         layers = self._most_layers
         tail = self.head.new_cache(slots.num_slots, num_layers=layers) if layers else None
-        return MoAState(slots, own, memory, tail, self.efforts[0])
+        return MoAState(slots, own, memory, tail, self.layer_counts[0])
 
     def reset(self, state: MoAState) -> None:
         state.slots.reset()
@@ -240,20 +240,23 @@ class MoA(TogetherDrafter[MoAState]):
         ancestors: Bool[Tensor, "#sequences new expanded"] | None,
         depth: int,
     ) -> Float[Tensor, "sequences new vocab"]:
-        rows, effort = Rows([state.slots for state in states], tokens, ancestors, depth), states[0].effort
+        rows, num_target_layers = (
+            Rows([state.slots for state in states], tokens, ancestors, depth),
+            states[0].num_target_layers,
+        )
         x = self.sa.draft(
             self._embed(rows.tokens), rows.rotary(self.rotary), rows.reach([state.own for state in states])
         )
         memories = [state.memory[..., : state.slots.num_verified, :] for state in states]
-        predicted = self.ca.draft(self._query(x, effort), rows.node_rotary(self.rotary), memories)
-        hidden = self._feature(predicted, effort)
-        if effort:
+        predicted = self.ca.draft(self._query(x, num_target_layers), rows.node_rotary(self.rotary), memories)
+        hidden = self._feature(predicted, num_target_layers)
+        if num_target_layers:
             tails = [state.tail for state in states if state.tail is not None]
-            hidden = self._run_last_layers(hidden, rows, tails, effort)
+            hidden = self._run_last_layers(hidden, rows, tails, num_target_layers)
         return self.vocabulary.expand(self.vocabulary.logits(hidden[0])).view(*tokens.shape, -1)
 
     def _run_last_layers(
-        self, feature: Float[Tensor, "1 nodes hidden"], rows: Rows, tails: list[KVCache], effort: int
+        self, feature: Float[Tensor, "1 nodes hidden"], rows: Rows, tails: list[KVCache], num_target_layers: int
     ) -> Float[Tensor, "1 nodes hidden"]:
         """Target Layer Inference (section 3.3) for the nodes of several sequences: each a row of one batch."""
         for tail, part in zip(tails, rows.parts, strict=True):
@@ -262,15 +265,19 @@ class MoA(TogetherDrafter[MoAState]):
         batch = feature.to(self.head.weight.dtype).view(*positions.shape, -1)
         cache = tails[0] if len(tails) == 1 else KVCaches(tails)
         mask = masks[0] if isinstance(cache, KVCache) else cache.mask(masks, batch)
-        return self.head.run_last_layers(batch, positions, mask, cache, num_layers=effort).flatten(0, 1)[None]
+        return self.head.run_last_layers(batch, positions, mask, cache, num_layers=num_target_layers).flatten(0, 1)[
+            None
+        ]
 
-    def _query(self, x: Float[Tensor, "1 rows hidden"], effort: int) -> Float[Tensor, "1 rows hidden"]:
+    def _query(self, x: Float[Tensor, "1 rows hidden"], num_target_layers: int) -> Float[Tensor, "1 rows hidden"]:
         """What cross-attention's queries are made of, out of what self-attention gave."""
         return x
 
-    def _feature(self, predicted: Float[Tensor, "1 rows hidden"], effort: int) -> Float[Tensor, "1 rows hidden"]:
+    def _feature(
+        self, predicted: Float[Tensor, "1 rows hidden"], num_target_layers: int
+    ) -> Float[Tensor, "1 rows hidden"]:
         """The hidden state that the target's last layers, or lm_head, read, out of what cross-attention gave."""
-        return predicted * self.feature_scale if effort else predicted
+        return predicted * self.feature_scale if num_target_layers else predicted
 
 
 def _joined(parts: list[Float[Tensor, "_ hidden"]]) -> Float[Tensor, "tokens hidden"]:

@@ -1,6 +1,6 @@
 """Trains the embedded demo target from nothing, in a minute or two on two CPU cores.
 
-A laptop without a network has no target to distil a drafter from. This module makes one: a small Llama,
+A laptop without a network has no target to distill a drafter from. This module makes one: a small Llama,
 trained on the chats of `moray.targets.demo.chats` as `moray.targets.demo.data` encodes them, and saved as an
 ordinary Hugging Face folder that the rest of Moray treats like any other. It refuses to know drafters, taps
 and caches.

@@ -30,7 +30,7 @@ def row(**changes: Any) -> dict[str, Any]:
         "num_prompts": 20, "num_tokens": 1280, "speedup_in_cycles": 1.9,
         "draft_steps": 4.0, "draft_cost": 0.2, "verify_cost": 1.2,
         "acceptance_by_position": [0.9, 0.8, 0.75, 0.7],
-        "depth_shares": [0.5, 0.25, 0.0, 0.25], "effort_shares": {"0": 0.25, "2": 0.75},
+        "depth_shares": [0.5, 0.25, 0.0, 0.25], "layer_count_shares": {"0": 0.25, "2": 0.75},
         "phases_ms": {"propose": 1.0, "verify": 2.0, "accept": 0.1, "commit": 0.1, "observe": 0.2, "other": 0.1},
         "tau_spread": [3.25, 3.75], "speedup_spread": [1.5, 1.9], "speedup_median": 1.7,
         "speedup_quartiles": [1.62, 1.78], "trainable_parameters": 235_000, "training_tokens": 1_234_567,

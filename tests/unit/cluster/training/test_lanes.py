@@ -36,7 +36,7 @@ def test_every_worker_has_its_lanes():
 @pytest.mark.parametrize("name", ["moa-0", "eagle-0", "medusa-0"])
 def test_lanes_add_up_to_the_mean_over_all_positions(tiny, name):
     """Each lane alone, weighed by its positions, gives together what all of them give at once."""
-    train = TrainConfig(clip=1e9)
+    train = TrainConfig(max_grad_norm=1e9)
     drafter = build(tiny, VARIANTS[name])
     losses = losses_for(drafter)
     batches = lane_batches(tiny, drafter)

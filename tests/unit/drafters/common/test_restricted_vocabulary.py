@@ -66,7 +66,7 @@ def test_text_does_not_depend_on_it(tiny, name):
     for shape in (SHAPES["chain"], SHAPES["dynamic"]):
         assert is_lossless(tiny, drafter, shape, GREEDY, [tiny.prompt(), tiny.prompt(1, 5)], 20)
         assert is_lossless(tiny, drafter, shape, COUPLED, [tiny.prompt()], 12)
-    rejection = SamplingParams(temperature=0.8, seed=7, rule="rejection")
+    rejection = SamplingParams(temperature=0.8, seed=7, acceptance_method="rejection")
     assert len(speculate(tiny, drafter, SHAPES["chain"], tiny.prompt(), rejection, 12).tokens) == 12
 
 

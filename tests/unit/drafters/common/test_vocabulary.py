@@ -159,7 +159,7 @@ def test_the_text_does_not_depend_on_the_draft_vocabulary(tiny, shape, size):
     drafter = build(tiny, eagle_with(size))
     for params in (SamplingParams(), SamplingParams(temperature=0.8, seed=7)):
         assert is_lossless(tiny, drafter, shape, params, [tiny.prompt(), tiny.prompt(2, 20)], 12)
-    rejection = SamplingParams(temperature=0.8, seed=7, rule="rejection")
+    rejection = SamplingParams(temperature=0.8, seed=7, acceptance_method="rejection")
     assert len(speculate(tiny, drafter, shape, tiny.prompt(), rejection, 12).tokens) == 12
 
 
@@ -214,7 +214,7 @@ def test_losses_compare_with_the_target_on_the_draft_vocabulary(tiny):
     drafted = (hidden + 0.3 * noise).requires_grad_()
     output.predictions[0].hidden.data.copy_(drafted.data)
     positions = loss_positions(batch)
-    weights = LossConfig(feature=0.0, kl=0.4, acceptance=0.6)
+    weights = LossConfig(feature=0.0, kl=0.4, total_variation=0.6)
     sums = distillation_loss(output, batch, positions, drafter, weights)
     lm_head, kl, rejection, hits, missed = drafter.head.weight.double(), 0.0, 0.0, 0, 0
     for row, i in positions.nonzero().tolist():

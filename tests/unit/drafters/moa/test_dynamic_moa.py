@@ -37,10 +37,10 @@ def batch(tiny, drafter):
     return batch_of(tiny.target, texts, 6, drafter.needs)
 
 
-def view_of(batch, efforts: tuple[int, ...] | None) -> DraftView:
+def view_of(batch, layer_counts: tuple[int, ...] | None) -> DraftView:
     size = batch.tokens.shape[0]
     start = verified_start(batch.response_mask, torch.full((size,), 5), torch.full((size,), 1))
-    return DraftView(start, None, efforts=efforts)
+    return DraftView(start, None, layer_counts=layer_counts)
 
 
 def test_it_reads_every_depth_that_it_predicts(drafter):
@@ -53,17 +53,17 @@ def test_of_its_own_an_n_has_a_shift_and_a_map(tiny, drafter):
     assert drafter.num_parameters - alone.num_parameters == len(EFFORTS) * width * (width + 1)
 
 
-@pytest.mark.parametrize("effort", EFFORTS)
-def test_an_n_without_shift_and_map_is_moa_of_that_n(tiny, drafter, batch, effort):
+@pytest.mark.parametrize("num_target_layers", EFFORTS)
+def test_an_n_without_shift_and_map_is_moa_of_that_n(tiny, drafter, batch, num_target_layers):
     with torch.no_grad():
         drafter.shift.zero_()
         drafter.to_depth.copy_(torch.eye(drafter.spec.hidden_size))
-    alone = build(tiny, VARIANTS[f"moa-{effort}"].model_copy(update={"layer_stride": 1}))
+    alone = build(tiny, VARIANTS[f"moa-{num_target_layers}"].model_copy(update={"layer_stride": 1}))
     own = {name: tensor for name, tensor in drafter.state_dict().items() if name not in ("shift", "to_depth")}
-    alone.load_state_dict(own | {"feature_scale": drafter.feature_scale[effort]})
+    alone.load_state_dict(own | {"feature_scale": drafter.feature_scale[num_target_layers]})
     weights, positions = LossConfig(feature=0.7, kl=0.3), loss_positions(batch)
     with torch.no_grad():
-        ours, theirs = (each(batch, view_of(batch, (effort,) * 3)) for each in (drafter, alone))
+        ours, theirs = (each(batch, view_of(batch, (num_target_layers,) * 3)) for each in (drafter, alone))
         losses = [distillation_loss(output, batch, positions, drafter, weights) for output in (ours, theirs)]
     torch.testing.assert_close(ours.predictions[0].hidden, theirs.predictions[0].hidden)
     torch.testing.assert_close(losses[0].feature, losses[1].feature)
@@ -71,18 +71,18 @@ def test_an_n_without_shift_and_map_is_moa_of_that_n(tiny, drafter, batch, effor
 
 
 def test_sequences_of_one_batch_do_not_mix(drafter, batch):
-    """Each sequence as in a batch of its own effort, whatever its neighbours' are; so are loss and gradient."""
+    """Each sequence as in a batch of its own N, whatever its neighbours' are; so are loss and gradient."""
     weights = LossConfig(feature=1.0, kl=0.5)
 
-    def run(efforts: tuple[int, ...], rows: list[int]):
-        output = drafter(batch, view_of(batch, efforts))
+    def run(layer_counts: tuple[int, ...], rows: list[int]):
+        output = drafter(batch, view_of(batch, layer_counts))
         positions = loss_positions(batch)
         positions[[row for row in range(3) if row not in rows]] = False
         loss = distillation_loss(output, batch, positions, drafter, weights).total
         return output.predictions[0].hidden, loss, torch.autograd.grad(loss, list(drafter.parameters()))
 
     mixed, total, gradients = run((2, 0, 1), [0, 1, 2])
-    apart = [run((effort,) * 3, [row]) for row, effort in enumerate((2, 0, 1))]
+    apart = [run((num_target_layers,) * 3, [row]) for row, num_target_layers in enumerate((2, 0, 1))]
     for row, (hidden, _, _) in enumerate(apart):
         torch.testing.assert_close(mixed[row], hidden[row])
     torch.testing.assert_close(total, sum(loss for _, loss, _ in apart))
@@ -90,33 +90,37 @@ def test_sequences_of_one_batch_do_not_mix(drafter, batch):
         torch.testing.assert_close(together, sum(alone), rtol=1e-3, atol=1e-4)
 
 
-def test_without_a_draw_the_first_effort_trains(drafter, batch):
+def test_without_a_draw_the_first_n_trains(drafter, batch):
     with torch.no_grad():
-        drawn, free = (drafter(batch, view_of(batch, efforts)).predictions[0].hidden for efforts in ((0, 0, 0), None))
+        drawn, free = (
+            drafter(batch, view_of(batch, layer_counts)).predictions[0].hidden for layer_counts in ((0, 0, 0), None)
+        )
         assert torch.equal(drawn, free)
-        drafter.fix_effort(2)
-        fixed, deep = (drafter(batch, view_of(batch, efforts)).predictions[0].hidden for efforts in (None, (2, 2, 2)))
+        drafter.fix_num_target_layers(2)
+        fixed, deep = (
+            drafter(batch, view_of(batch, layer_counts)).predictions[0].hidden for layer_counts in (None, (2, 2, 2))
+        )
     assert torch.equal(fixed, deep)
 
 
-def test_a_fixed_effort_keeps_no_more_of_the_target_than_it_runs(drafter, batch):
+def test_a_fixed_n_keeps_no_more_of_the_target_than_it_runs(drafter, batch):
     taps, widths, layers = batch.taps, [], []
-    for effort in EFFORTS:
-        drafter.fix_effort(effort)
+    for num_target_layers in EFFORTS:
+        drafter.fix_num_target_layers(num_target_layers)
         tail = drafter.observe(taps).get("tail")
         widths.append(0 if tail is None else tail.shape[2])
         state = drafter.new_state(8, 4)
         layers.append(0 if state.tail is None else state.tail.data.shape[0])
     assert layers == [0, 1, 2]
-    assert widths == [effort * drafter.spec.kv_width for effort in EFFORTS]
+    assert widths == [num_target_layers * drafter.spec.kv_width for num_target_layers in EFFORTS]
     assert len(drafter.step_weights()) > 0
 
 
-def test_an_effort_that_was_not_trained_is_refused(tiny, drafter):
-    with pytest.raises(ConfigError, match=r"effort is 3, but this drafter drafts with 0, 1, 2 target layers"):
-        drafter.fix_effort(3)
-    with pytest.raises(ConfigError, match=r"effort is 0, but this drafter drafts with 1 target"):
-        build(tiny, VARIANTS["moa-1"]).fix_effort(0)
+def test_an_n_that_was_not_trained_is_refused(tiny, drafter):
+    with pytest.raises(ConfigError, match=r"N is 3, but this drafter drafts with 0, 1, 2 target layers"):
+        drafter.fix_num_target_layers(3)
+    with pytest.raises(ConfigError, match=r"N is 0, but this drafter drafts with 1 target"):
+        build(tiny, VARIANTS["moa-1"]).fix_num_target_layers(0)
 
 
 @pytest.mark.parametrize("layers", [[1, 0], [0, 0, 1], [1], [-1, 0]])
@@ -130,12 +134,12 @@ def test_draws_are_as_even_as_a_batch_allows(drafter, batch):
     generator = torch.Generator().manual_seed(0)
     seen = [0, 0, 0]
     for _ in range(60):
-        drawn = draw_view(batch, (3, 6), 0.0, generator, EFFORTS).efforts
+        drawn = draw_view(batch, (3, 6), 0.0, generator, EFFORTS).layer_counts
         assert drawn is not None
         assert sorted(drawn) == [0, 1, 2]
         seen[drawn[0]] += 1
-    assert min(seen) > 8, "any sequence may have any effort"
+    assert min(seen) > 8, "any sequence may have any N"
     plain, more = (draw_view(batch, (3, 6), 0.5, torch.Generator().manual_seed(1), e) for e in ((1,), EFFORTS))
-    assert plain.efforts is None
-    assert torch.equal(plain.start, more.start), "drafters of one effort draw what they always drew"
+    assert plain.layer_counts is None
+    assert torch.equal(plain.start, more.start), "drafters of one N draw what they always drew"
     assert plain.seed == more.seed

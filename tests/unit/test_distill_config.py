@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.config import validate
 from moray.errors import ConfigError
 
@@ -18,8 +18,8 @@ BASE: dict[str, Any] = {
 }
 
 
-def build(**more: Any) -> DistilConfig:
-    return validate(DistilConfig, BASE | more)
+def build(**more: Any) -> DistillConfig:
+    return validate(DistillConfig, BASE | more)
 
 
 def test_a_number_of_workers_or_a_range_of_them() -> None:

@@ -21,7 +21,7 @@ from moray.cluster.caching.capture import lay_out_cache
 from moray.cluster.errors import own_errors
 from moray.cluster.progress_actor import ProgressActor, follow
 from moray.cluster.training.claim import claim, disclaim, is_complete
-from moray.cluster.training.configs import DistilConfig
+from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.lanes import num_workers, run_lanes
 from moray.cluster.training.live import open_source
 from moray.cluster.training.validate import check_validation, validate_last, validation_of
@@ -31,7 +31,7 @@ from moray.distill.tracking.trackers import check_trackers
 from moray.errors import DataError
 
 
-def distil(config: DistilConfig) -> Path:
+def distill(config: DistillConfig) -> Path:
     """Train a drafter, or go on with one; returns the folder that holds it. Needs a Ray session.
 
     Ray keeps the run below `config.output`, so that the same command after a kill finds its last
@@ -51,7 +51,7 @@ def distil(config: DistilConfig) -> Path:
     _count_tokens(config)
     output = Path(config.output).absolute()
     board: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    with follow(board, f"distil {config.drafter.type}"):
+    with follow(board, f"distill {config.drafter.type}"):
         checkpoint = _train(config, board, asked)
     _close_cache(config)
     validate_last(config, checkpoint, output)
@@ -60,14 +60,14 @@ def distil(config: DistilConfig) -> Path:
     return output
 
 
-def train_until(config: DistilConfig, stop_step: int, board: Any) -> ray.train.Checkpoint:
+def train_until(config: DistillConfig, stop_step: int, board: Any) -> ray.train.Checkpoint:
     """Train a drafter up to a step of its run, from wherever the run is, and give its checkpoint there.
 
     Several calls with growing steps are one run: schedules follow `config.train`, whatever the parts. Needs a Ray
-    session and a complete cache. Unlike `distil` it neither shows progress nor validates.
+    session and a complete cache. Unlike `distill` it neither shows progress nor validates.
 
     Raises:
-        As `distil`.
+        As `distill`.
     """
     is_complete(config)  # raises what speaks against it
     output = Path(config.output).absolute()
@@ -90,7 +90,7 @@ def hand_out(checkpoint: ray.train.Checkpoint, output: Path) -> None:
 
 
 def _train(
-    config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None = None
+    config: DistillConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None = None
 ) -> ray.train.Checkpoint:
     """Run workers until they are done; the run's newest checkpoint."""
     output = Path(config.output).absolute()
@@ -106,7 +106,7 @@ def _train(
     return checkpoint
 
 
-def _fit(config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None) -> ray.train.Result:
+def _fit(config: DistillConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None) -> ray.train.Result:
     """Run Ray Train to its end. Ray replaces workers; if its controller dies, begin again where the run was."""
     for failures_left in range(config.workers.max_failures, -1, -1):
         try:
@@ -119,7 +119,7 @@ def _fit(config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_st
     raise AssertionError("unreachable")
 
 
-def _trainer(config: DistilConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None) -> TorchTrainer:
+def _trainer(config: DistillConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None) -> TorchTrainer:
     output = Path(config.output).absolute()
     _mend_snapshot(output)
     settings = {
@@ -168,7 +168,7 @@ def free_workers() -> None:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
 
 
-def _send_validation(config: DistilConfig, output: Path, board: Any) -> None:
+def _send_validation(config: DistillConfig, output: Path, board: Any) -> None:
     """Tell the trackers of what was validated after the last report of training."""
     if config.validation is not None and config.trackers:
         trackers = open_run_trackers(config, output, board)
@@ -177,7 +177,7 @@ def _send_validation(config: DistilConfig, output: Path, board: Any) -> None:
             tracker.close()
 
 
-def _lay_out(config: DistilConfig) -> None:
+def _lay_out(config: DistillConfig) -> None:
     """Tokenise and plan what targets will make on the way."""
     source = config.source
     if source.type != "disk":
@@ -185,7 +185,7 @@ def _lay_out(config: DistilConfig) -> None:
         lay_out_cache(config.activations, config.target, source.chats, source.cache, source.capture, is_kept)
 
 
-def _close_cache(config: DistilConfig) -> None:
+def _close_cache(config: DistillConfig) -> None:
     """Make a cache of the shards that were written on the way; training may have ended before all were."""
     if config.source.type != "hybrid":
         return
@@ -202,7 +202,7 @@ def _close_cache(config: DistilConfig) -> None:
         )
 
 
-def _count_tokens(config: DistilConfig) -> None:
+def _count_tokens(config: DistillConfig) -> None:
     """Count once, before every worker asks for it."""
     if config.drafter.num_draft_tokens is not None:
         store = CacheStore(config.activations)
