@@ -12,7 +12,7 @@ from moray.config import run_entry_point
 def main(config: DistillConfig) -> None:
     """Train or go on, then say where the drafter is."""
     from moray.cluster.session import ray_session
-    from moray.cluster.training.claim import is_complete
+    from moray.cluster.training.resume import is_complete
 
     if is_complete(config):
         print(f"{config.output} is complete for this configuration: nothing to do")

@@ -27,7 +27,7 @@ def main(config: TuneDecodingConfig) -> None:
     from moray.provenance import read_json
     from sweeps.decoding.console import print_decoding
     from sweeps.reports.lossless import lossless_rows
-    from sweeps.tuning.claim import SUMMARY_FILE
+    from sweeps.tuning.resume import SUMMARY_FILE
 
     console = Console()
     with ray_session(config.ray):

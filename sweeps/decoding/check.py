@@ -11,7 +11,7 @@ from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
 from moray.activations.reading.token_counts import token_counts
 from moray.bench.specbench import read_questions
-from moray.cluster.training.claim import check_same_target
+from moray.cluster.training.resume import check_same_target
 from moray.drafters.checkpoint import read_contract
 from moray.drafters.loading import fingerprints_of
 from moray.errors import ConfigError, DataError

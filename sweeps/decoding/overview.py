@@ -19,7 +19,7 @@ from moray.provenance import RUN_FILE, read_json, read_run_yaml
 from sweeps.decoding.results import PLAN_FILE, ranked, read_shapes
 from sweeps.reports.overview import LEGEND, how_far, named, sure_cell
 from sweeps.reports.results import Trial
-from sweeps.tuning.claim import SUMMARY_FILE, is_worked_on, seconds_run
+from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.folders import ENDED
 
 _KEYS = {"drafters", "space", "search", "objective", "ladder"}

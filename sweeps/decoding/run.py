@@ -30,7 +30,7 @@ from sweeps.decoding.results import (
 from sweeps.decoding.trial import measure_together, run_shape
 from sweeps.reports.results import Trial, first_message
 from sweeps.tuning.board import SweepBoard, follow_sweep
-from sweeps.tuning.claim import alone, claim_sweep, is_done, running_clock, seconds_run
+from sweeps.tuning.resume import alone, claim_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.configs import OptunaSearch, RandomSearch
 from sweeps.tuning.distinct import DistinctSearcher
 from sweeps.tuning.folders import TrialFolder, trial_folders

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from moray.cluster.training.claim import run_fingerprints
+from moray.cluster.training.resume import run_fingerprints
 from moray.errors import DataError
 from moray.progress import Progress
 from moray.provenance import (
@@ -32,7 +32,7 @@ from sweeps.trainings.measure import folder_key
 from sweeps.trainings.search import search, train_all
 from sweeps.trainings.trial import measure_on_ray
 from sweeps.tuning.board import SweepBoard, follow_sweep
-from sweeps.tuning.claim import SUMMARY_FILE, alone, claim_sweep, is_done, running_clock, seconds_run
+from sweeps.tuning.resume import SUMMARY_FILE, alone, claim_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.configs import GridSearch
 from sweeps.tuning.folders import trial_folder, trial_folders
 from sweeps.tuning.spaces import lies_in, size

@@ -13,7 +13,7 @@ import pytest
 import torch
 from replica_killer import ReplicaKiller
 
-from moray.activations.capture.tries import MAX_TRIES
+from moray.activations.capture.attempts import MAX_TRIES
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.schema import CacheConfig

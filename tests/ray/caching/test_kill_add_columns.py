@@ -10,7 +10,7 @@ import pytest
 import yaml
 from replica_killer import ReplicaKiller
 
-from moray.activations.capture.tries import MAX_TRIES
+from moray.activations.capture.attempts import MAX_TRIES
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from replica_killer import ReplicaKiller
 
-from moray.activations.capture.tries import MAX_TRIES
+from moray.activations.capture.attempts import MAX_TRIES
 from moray.cluster.caching.regenerate_config import AnswerSampling, RegenerateConfig
 from moray.data.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
 from moray.errors import ConfigError, DataError, MismatchError

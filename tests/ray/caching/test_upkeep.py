@@ -14,7 +14,7 @@ import pytest
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.schema import bytes_per_token
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import survey
+from moray.activations.format.scan import survey
 from moray.activations.maintenance.compact import join, plan_compaction
 from moray.activations.maintenance.configs import VerifyConfig
 from moray.activations.maintenance.figures import cache_statistics, statistics_lines

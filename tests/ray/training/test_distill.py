@@ -8,7 +8,7 @@ import pytest
 
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
-from moray.cluster.training.claim import claim, is_complete
+from moray.cluster.training.resume import claim, is_complete
 from moray.cluster.training.configs import DistillConfig
 from moray.config import validate
 from moray.distill.tracking.metrics import read_metrics
@@ -205,7 +205,7 @@ def test_a_cluster_that_is_too_small_is_said_to_be(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """It may grow; until then nothing happens, and nobody should have to guess why."""
-    from moray.cluster.training.lanes import num_workers
+    from moray.cluster.training.data_shards import num_workers
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     many = config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": 4})})
@@ -221,7 +221,7 @@ def test_a_cluster_that_is_too_small_is_said_to_be(
 def test_a_range_of_workers_is_cut_to_the_machine_and_to_the_run_s_lanes(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.training.lanes import num_workers, run_lanes
+    from moray.cluster.training.data_shards import num_workers, run_lanes
 
     def asked(given: Any, accumulate: int = 1) -> DistillConfig:
         config = _config(tiny_target, tiny_cache, tmp_path / "run", gradient_accumulation_steps=accumulate)

@@ -11,7 +11,7 @@ from replica_killer import ReplicaKiller
 from safetensors.torch import load_file
 from tiny_caches import CACHE_SETTINGS
 
-from moray.activations.capture.tries import MAX_TRIES
+from moray.activations.capture.attempts import MAX_TRIES
 from moray.activations.format.manifest import read_layout, read_manifest
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moray.activations.capture.extract import TapEncoder, token_arrays
-from moray.activations.capture.tries import MAX_TRIES, Tries
+from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.activations.format.channels import CHANNELS_FILE, channels_fingerprint, read_channels
 from moray.activations.format.row_groups import checked_row_groups
 from moray.activations.format.schema import METADATA_KEY, CacheConfig, shard_schema

@@ -11,7 +11,7 @@ from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from moray.activations.capture.record import record_taps
-from moray.activations.capture.tries import MAX_TRIES, Tries
+from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.activations.format.channels import (
     Channels,
     ChannelStatistics,

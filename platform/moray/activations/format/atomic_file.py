@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
-from moray.activations.format.room import told_if_full
+from moray.activations.format.disk_space import told_if_full
 
 
 class AtomicFile:

@@ -7,7 +7,7 @@ from typing import Any
 from moray.activations.format.schema import FORMAT
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import survey
+from moray.activations.format.scan import survey
 from moray.errors import DamagedError, DataError
 
 LAYOUT_FILE = "layout.json"

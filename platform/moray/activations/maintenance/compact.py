@@ -1,7 +1,7 @@
 """Few large shards out of many small ones: which are joined, and how. Torch-free but for the plan.
 
 Row groups are copied as they are, one in memory at a time. A joined shard is committed like any other and notes
-which planned shards it is made of; from then on it counts in their place (`moray.activations.format.survey`), so that
+which planned shards it is made of; from then on it counts in their place (`moray.activations.format.scan`), so that
 a job may be killed at any instant. Readers of the old manifest find the old shards until the new one is there.
 """
 

@@ -13,7 +13,7 @@ from moray.activations.format.channels import CHANNELS_FILE, channels_fingerprin
 from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.schema import METADATA_KEY
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import Survey, find_parts, survey
+from moray.activations.format.scan import Survey, find_parts, survey
 from moray.activations.planning.growth import unfinished_growth
 from moray.errors import DamagedError, DataError, UnreachableError
 

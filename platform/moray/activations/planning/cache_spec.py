@@ -6,7 +6,7 @@ from typing import Any
 
 from moray.activations.format.schema import FORMAT, CacheConfig, shard_token_bytes
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import find_parts
+from moray.activations.format.scan import find_parts
 from moray.activations.planning.measure import measure_room
 from moray.activations.planning.plan import check_fits, forecast
 from moray.activations.planning.sample import project, sample_chats

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from moray.activations.format.room import Room, size_text
+from moray.activations.format.disk_space import Room, size_text
 from moray.activations.format.row_groups import damaged
 from moray.activations.format.schema import (
     METADATA_KEY,

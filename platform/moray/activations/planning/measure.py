@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pyarrow.fs as pafs
 
-from moray.activations.format.room import Room, free_bytes
+from moray.activations.format.disk_space import Room, free_bytes
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.errors import DataError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moray.activations.format.room import Room, size_text
+from moray.activations.format.disk_space import Room, size_text
 from moray.activations.format.schema import CacheConfig, bytes_per_token
 from moray.activations.planning.shards import ShardPlan, tap_columns
 from moray.errors import ConfigError

@@ -7,10 +7,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moray.activations.format.room import Room, size_text
+from moray.activations.format.disk_space import Room, size_text
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import survey
+from moray.activations.format.scan import survey
 from moray.activations.planning.cache_spec import CacheSpec
 from moray.activations.planning.growth import columns_to_add, plan_growth
 from moray.activations.planning.measure import measure_room

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from moray.activations.capture.tries import TRIES
+from moray.activations.capture.attempts import TRIES
 from moray.activations.format.store import CacheStore
 from moray.errors import DataError, MismatchError
 from moray.runs_folder import as_runs

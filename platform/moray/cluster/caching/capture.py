@@ -17,7 +17,7 @@ from moray.activations.format.channels import CHANNELS_FILE, read_channels
 from moray.activations.format.manifest import LAYOUT_FILE, Manifest, read_manifest, write_layout, write_manifest
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import find_parts, remove_damaged, survey
+from moray.activations.format.scan import find_parts, remove_damaged, survey
 from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, CacheSpec
 from moray.activations.planning.growth import columns_to_add, end_growth, finish_replaced, grown_plan
 from moray.activations.planning.measure import measure_room
@@ -25,8 +25,8 @@ from moray.activations.planning.plan import check_fits, count_work, forecast
 from moray.activations.planning.shards import ShardPlan
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.extend import add_columns
-from moray.cluster.caching.full import Goal, told_if_cache_full
-from moray.cluster.caching.rehearsal import REHEARSAL_FILE, rehearsal
+from moray.cluster.caching.disk_full import Goal, told_if_cache_full
+from moray.cluster.caching.calibration import REHEARSAL_FILE, rehearsal
 from moray.cluster.caching.tokenise import tokenise
 from moray.cluster.errors import own_errors
 from moray.data.ultrachat import ChatsConfig

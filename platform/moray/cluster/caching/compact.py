@@ -8,7 +8,7 @@ import ray.data
 from moray.activations.format.manifest import read_manifest, write_manifest
 from moray.activations.format.schema import bytes_per_token
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import survey
+from moray.activations.format.scan import survey
 from moray.activations.maintenance.compact import join, plan_compaction, remove_superseded
 from moray.activations.planning.growth import refuse_while_growing
 from moray.cluster.errors import own_errors

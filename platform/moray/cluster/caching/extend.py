@@ -8,14 +8,14 @@ import ray.data
 from moray.activations.capture.extend import ShardExtender
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import survey
+from moray.activations.format.scan import survey
 from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, CacheSpec
 from moray.activations.planning.growth import Growth, begin_growth, check_growth_fits, is_begun, plan_growth
 from moray.activations.planning.measure import measure_room
 from moray.activations.planning.plan import count_work, forecast
 from moray.cluster.caching.configs import CaptureConfig
-from moray.cluster.caching.full import Goal
-from moray.cluster.caching.rehearsal import REHEARSAL_FILE, rehearsal
+from moray.cluster.caching.disk_full import Goal
+from moray.cluster.caching.calibration import REHEARSAL_FILE, rehearsal
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 

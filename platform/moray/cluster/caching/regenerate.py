@@ -13,7 +13,7 @@ from typing import Any
 
 import ray.data
 
-from moray.activations.capture.tries import MAX_TRIES, Tries
+from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.cluster.caching.answer_store import AGAIN, AnswerStore
 from moray.cluster.caching.dialogues import KEPT_BAD_ROWS, answer_chats
 from moray.cluster.caching.regenerate_config import RegenerateConfig

@@ -15,14 +15,14 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from moray.activations.format.manifest import LAYOUT_FILE, read_layout, write_manifest
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import survey
+from moray.activations.format.scan import survey
 from moray.activations.reading.token_counts import token_counts
 from moray.cluster.caching.capture import lay_out_cache
 from moray.cluster.errors import own_errors
 from moray.cluster.progress_actor import ProgressActor, follow
-from moray.cluster.training.claim import claim, disclaim, is_complete
+from moray.cluster.training.resume import claim, disclaim, is_complete
 from moray.cluster.training.configs import DistillConfig
-from moray.cluster.training.lanes import num_workers, run_lanes
+from moray.cluster.training.data_shards import num_workers, run_lanes
 from moray.cluster.training.live import open_source
 from moray.cluster.training.validate import check_validation, validate_last, validation_of
 from moray.cluster.training.worker import RUN_NAME, checkpoint_step, newest_checkpoint, open_run_trackers, work

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from moray.activations.capture.extract import ShardWriter
-from moray.activations.capture.tries import MAX_TRIES, TRIES_FOLDER, Tries
+from moray.activations.capture.attempts import MAX_TRIES, TRIES_FOLDER, Tries
 from moray.activations.format.manifest import Manifest, read_layout, read_manifest
 from moray.activations.format.schema import CacheConfig, hidden_column, kv_column, shard_token_bytes
 from moray.activations.format.store import CacheStore

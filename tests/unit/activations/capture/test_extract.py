@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from moray.activations.capture.calibration import rehearsal_batches, rehearse
 from moray.activations.capture.extract import ShardWriter, find_channels, token_arrays
 from moray.activations.capture.record import record_taps
-from moray.activations.capture.tries import MAX_TRIES, Tries
+from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.activations.format.channels import channels_fingerprint, read_channels, write_channels
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token

@@ -14,7 +14,7 @@ import pytest
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
-from moray.activations.format.survey import survey
+from moray.activations.format.scan import survey
 from moray.errors import ConfigError, DataError
 
 

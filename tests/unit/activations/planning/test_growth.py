@@ -15,9 +15,9 @@ from tiny_targets import save_target
 from moray.activations.capture.calibration import rehearse
 from moray.activations.capture.extend import ShardExtender
 from moray.activations.capture.extract import ShardWriter, token_arrays
-from moray.activations.capture.tries import MAX_TRIES, Tries
+from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.activations.format.channels import read_known_channels, write_channels
-from moray.activations.format.room import Room
+from moray.activations.format.disk_space import Room
 from moray.activations.format.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token, shard_token_bytes
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.growth import (

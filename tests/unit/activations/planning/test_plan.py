@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from tiny_targets import save_chat_target
 
-from moray.activations.format.room import Room, free_bytes, is_full, size_text, told_if_full
+from moray.activations.format.disk_space import Room, free_bytes, is_full, size_text, told_if_full
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.measure import measure_room

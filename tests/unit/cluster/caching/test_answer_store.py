@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moray.activations.capture.tries import Tries
+from moray.activations.capture.attempts import Tries
 from moray.cluster.caching.answer_store import AnswerStore
 from moray.errors import DataError, MismatchError
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from moray.activations.format.room import size_text
+from moray.activations.format.disk_space import size_text
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.measure import written_bytes
 from moray.cluster.errors import let_go

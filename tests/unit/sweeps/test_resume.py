@@ -7,7 +7,7 @@ import pytest
 from moray.config import Config
 from moray.errors import ConfigError, MismatchError
 from moray.provenance import write_json_atomically
-from sweeps.tuning.claim import SUMMARY_FILE, alone, claim_sweep, is_done, is_worked_on, running_clock, seconds_run
+from sweeps.tuning.resume import SUMMARY_FILE, alone, claim_sweep, is_done, is_worked_on, running_clock, seconds_run
 from sweeps.tuning.folders import trial_folder
 
 

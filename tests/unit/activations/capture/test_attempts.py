@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moray.activations.capture.tries import MAX_TRIES, Tries
+from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.activations.format.store import CacheStore
 
 
