@@ -1,4 +1,4 @@
-"""Training batches of one lane, as tensors, through the real stream."""
+"""Training batches of one data shard, as tensors, through the real stream."""
 
 from collections.abc import Iterator
 
@@ -11,5 +11,5 @@ def stream_batches(uri: str, manifest: Manifest, plan: EpochPlan, needs: TapNeed
     """The batches of a plan, one after the other. Needs a Ray session."""
     from moray.cluster.training.stream import Reader, stream_updates
 
-    for (lane,) in stream_updates(Reader(uri, manifest, needs), {0: plan}):
-        yield lane.whole("cpu")
+    for (data_shard,) in stream_updates(Reader(uri, manifest, needs), {0: plan}):
+        yield data_shard.whole("cpu")

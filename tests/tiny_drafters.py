@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from one_step import as_lane
+from one_step import as_data_shard
 from tiny_batches import batch_of, taps_of
 from tiny_targets import TinyTarget
 from transformers import AutoModelForCausalLM
@@ -140,6 +140,6 @@ def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_leng
     config = TrainConfig(logging_steps=steps, save_steps=steps)
     losses = losses_for(drafter)
     replicas = Replicas(drafter, optimiser, losses, config)
-    updates = ([as_lane(batch)] for _ in range(steps))
+    updates = ([as_data_shard(batch)] for _ in range(steps))
     train(replicas, updates, span, losses, config, lambda *_: None, lambda _: None)
     return drafter

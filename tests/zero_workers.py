@@ -1,4 +1,4 @@
-"""What two processes of a DeepSpeed test do: train every drafter with DDP and with ZeRO on the same lanes."""
+"""What two processes of a DeepSpeed test do: train every drafter with DDP and with ZeRO on the same data shards."""
 
 import socket
 from pathlib import Path
@@ -7,19 +7,19 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.multiprocessing
-from one_step import as_lane
+from one_step import as_data_shard
 from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build, losses_for
 from tiny_targets import load_target
 
-from moray.batch import LaneBatch
+from moray.batch import DataShardBatch
 from moray.distill.configs import AdamWConfig, DeepSpeedConfig, LinearSchedule, TrainConfig
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Parallel, Replicas
-from moray.distill.step import UpdatePlace, lanes_of, num_rounds, run_update
+from moray.distill.step import UpdatePlace, data_shards_of, num_rounds, run_update
 from moray.drafters.base import Drafter
 
-LANES, STEPS = 3, 4
+DATA_SHARDS, STEPS = 3, 4
 ADAMW = AdamWConfig(type="adamw", lr=1e-3, weight_decay=0.1)
 SCHEDULE = LinearSchedule(type="linear", warmup_steps=2)
 Trained = dict[str, Any]
@@ -54,13 +54,15 @@ def wrap(drafter: Drafter, how: DeepSpeedConfig | None, train: TrainConfig) -> P
     return Zero(drafter, optimiser, losses_for(drafter), train, how)
 
 
-def updates(parallel: Parallel, lanes: list[LaneBatch], first: int, last: int) -> list[list[float]]:
+def updates(parallel: Parallel, data_shards: list[DataShardBatch], first: int, last: int) -> list[list[float]]:
     """Train; loss and gradient norm of every update."""
     rank, workers = torch.distributed.get_rank(), torch.distributed.get_world_size()
     rows = []
     for step in range(first, last):
-        place = UpdatePlace(step, 10, 10, 0.5, num_rounds(LANES), 0)
-        result = run_update(parallel, [lanes[lane] for lane in lanes_of(rank, workers, LANES)], place)
+        place = UpdatePlace(step, 10, 10, 0.5, num_rounds(DATA_SHARDS), 0)
+        result = run_update(
+            parallel, [data_shards[data_shard] for data_shard in data_shards_of(rank, workers, DATA_SHARDS)], place
+        )
         metrics = result.metrics(losses_for(parallel.drafter))
         rows.append([metrics["loss"], metrics["grad_norm"]])
     return rows
@@ -73,10 +75,15 @@ def train_every_drafter(rank: int, port: int, folder: Path, names: list[str], se
     for name in names:
         for number, (how, clip) in enumerate(settings):
             drafter = build(tiny, VARIANTS[name]).train()
-            texts = [[tiny.prompt(10 * lane + row, 12 + 5 * lane) for row in range(2)] for lane in range(LANES)]
-            lanes = [as_lane(batch_of(tiny.target, text, 4, drafter.needs), i) for i, text in enumerate(texts)]
+            texts = [
+                [tiny.prompt(10 * data_shard + row, 12 + 5 * data_shard) for row in range(2)]
+                for data_shard in range(DATA_SHARDS)
+            ]
+            data_shards = [
+                as_data_shard(batch_of(tiny.target, text, 4, drafter.needs), i) for i, text in enumerate(texts)
+            ]
             parallel = wrap(drafter, how, TrainConfig(max_grad_norm=clip))
-            rows = updates(parallel, lanes, 0, STEPS)
+            rows = updates(parallel, data_shards, 0, STEPS)
             weights, state = parallel.weights(), parallel.state_dict()
             if rank == 0:
                 whole = {key: value.clone() for key, value in weights.items()}
@@ -91,11 +98,14 @@ def resume_everywhere(rank: int, port: int, folder: Path) -> None:
     ways = [None, zero(2), zero(3)]
     train = TrainConfig(max_grad_norm=0.5)
     build_one = lambda: build(tiny, VARIANTS["moa-0"]).train()  # noqa: E731
-    texts = [[tiny.prompt(10 * lane + row, 12 + 5 * lane) for row in range(2)] for lane in range(LANES)]
-    lanes = [as_lane(batch_of(tiny.target, text, 4, build_one().needs), i) for i, text in enumerate(texts)]
+    texts = [
+        [tiny.prompt(10 * data_shard + row, 12 + 5 * data_shard) for row in range(2)]
+        for data_shard in range(DATA_SHARDS)
+    ]
+    data_shards = [as_data_shard(batch_of(tiny.target, text, 4, build_one().needs), i) for i, text in enumerate(texts)]
     for i, how in enumerate(ways):
         first = wrap(build_one(), how, train)
-        updates(first, lanes, 0, 2)
+        updates(first, data_shards, 0, 2)
         kept = [{k: v.clone() for k, v in some.items()} for some in (first.weights(), first.state_dict())]
         torch.distributed.broadcast_object_list(kept, src=0)
         for j, other in enumerate(ways):
@@ -103,7 +113,7 @@ def resume_everywhere(rank: int, port: int, folder: Path) -> None:
             drafter.load_state_dict(kept[0])
             second = wrap(drafter, other, train)
             second.load_state_dict({key: value.clone() for key, value in kept[1].items()})
-            rows = updates(second, lanes, 2, 4)
+            rows = updates(second, data_shards, 2, 4)
             weights = second.weights()
             if rank == 0:
                 torch.save(

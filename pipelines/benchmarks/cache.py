@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moray.activations.capture.calibration import rehearsal_batches, rehearse
+from moray.activations.capture.calibration import calibrate, calibration_batches
 from moray.activations.capture.extract import ShardWriter, token_arrays
 from moray.activations.format.channels import quantised_columns, write_channels
 from moray.activations.format.decode import TapDecoder
@@ -135,11 +135,11 @@ def _capture(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]
         plans += plan_shards(part, lengths_of[part], cache, bytes_per_token(columns))
     batches = [
         token_arrays(store.read_table(f"tokens/{plan.part}.parquet").take(plan.batches[0]))
-        for plan in rehearsal_batches(plans)
+        for plan in calibration_batches(plans)
     ]
-    rehearsal = rehearse(target, cache, batches)  # and the warm-up
+    calibration = calibrate(target, cache, batches)  # and the warm-up
     if quantised_columns(columns):
-        write_channels(store, rehearsal.channels)
+        write_channels(store, calibration.channels)
     writer = ShardWriter(target, store, cache)
     begin = time.perf_counter()
     infos = [writer.write(plan) for plan in plans]

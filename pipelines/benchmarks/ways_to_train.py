@@ -15,9 +15,9 @@ from moray.activations.format.decode import TapDecoder
 from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.schema import bytes_per_token
 from moray.activations.format.store import CacheStore
-from moray.activations.reading.collate import lane_batch, needed_columns
+from moray.activations.reading.collate import data_shard_batch, needed_columns
 from moray.activations.reading.epochs import Window, plan_epoch
-from moray.batch import LaneBatch, TapNeeds, Taps, TrainBatch
+from moray.batch import DataShardBatch, TapNeeds, Taps, TrainBatch
 from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.windows import read_window
 from moray.cluster.training.worker import build_drafter
@@ -166,27 +166,27 @@ class WaysToTrain:
             for rows in batches:
                 yield pa.concat_tables([table.slice(row, 1) for row in rows])
 
-    def _update(self, trainer: Replicas, step: int, batch: LaneBatch) -> None:
+    def _update(self, trainer: Replicas, step: int, batch: DataShardBatch) -> None:
         total, train = self._config.updates, self._run.train
         place = UpdatePlace(step, total, total, 0.0, 1, train.seed, is_reported=(step + 1) % train.logging_steps == 0)
         run_update(trainer, [batch], place)
 
     def _train_cached(self) -> None:
         for step, rows in enumerate(self._read(self._needs)):
-            self._update(self._cached, step, lane_batch(rows, self._needs, self._decoder))
+            self._update(self._cached, step, data_shard_batch(rows, self._needs, self._decoder))
 
     def _train_online(self) -> None:
         for step, text in enumerate(self._texts()):
             batch = text.text.to(self._device)
-            online = LaneBatch(0, text.text, text.uids, lambda batch=batch: self._taps(batch))
+            online = DataShardBatch(0, text.text, text.uids, lambda batch=batch: self._taps(batch))
             self._update(self._online, step, online)
 
     def _run_target_alone(self) -> None:
         for text in self._texts():
             self._taps(text.text.to(self._device))
 
-    def _texts(self) -> Iterator[LaneBatch]:
-        return (lane_batch(rows, TapNeeds(), self._decoder) for rows in self._read(TapNeeds()))
+    def _texts(self) -> Iterator[DataShardBatch]:
+        return (data_shard_batch(rows, TapNeeds(), self._decoder) for rows in self._read(TapNeeds()))
 
     def _taps(self, batch: TrainBatch) -> Taps:
         """The target's taps of padded chats: padding stands behind the tokens, where causality hides it."""
@@ -208,7 +208,7 @@ class WaysToTrain:
     def _flops_per_token(self) -> float:
         """Multiplications and additions of one cached update, forwards and back, by torch's own count."""
         rows = next(self._read(self._needs))
-        batch = lane_batch(rows, self._needs, self._decoder)
+        batch = data_shard_batch(rows, self._needs, self._decoder)
         num_tokens = batch.text.num_tokens
         with _CountFlops() as counter:
             self._update(self._cached, 0, batch)

@@ -62,14 +62,15 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class LaneBatch:
-    """What one lane gives to one update (see `activations.reading.epochs`): its text at once, its taps when asked for.
+class DataShardBatch:
+    """What one data shard gives to one update (see `activations.reading.epochs`): its text at once, its taps when asked
+    for.
 
     Text is small, and decides how much every position counts before anything is computed; taps are large, and
     stay encoded until their turn comes.
     """
 
-    lane: int
+    data_shard: int
     text: TrainBatch
     """Without taps, on the CPU."""
     uids: tuple[str, ...]

@@ -19,8 +19,8 @@ from moray.provenance import RUN_FILE, read_json, read_run_yaml
 from sweeps.decoding.results import PLAN_FILE, ranked, read_shapes
 from sweeps.reports.overview import LEGEND, how_far, named, sure_cell
 from sweeps.reports.results import Trial
-from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.folders import ENDED
+from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 
 _KEYS = {"drafters", "space", "search", "objective", "ladder"}
 _OF_TRAININGS = {"distill", "distil"}

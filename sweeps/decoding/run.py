@@ -30,10 +30,10 @@ from sweeps.decoding.results import (
 from sweeps.decoding.trial import measure_together, run_shape
 from sweeps.reports.results import Trial, first_message
 from sweeps.tuning.board import SweepBoard, follow_sweep
-from sweeps.tuning.resume import alone, claim_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.configs import OptunaSearch, RandomSearch
 from sweeps.tuning.distinct import DistinctSearcher
 from sweeps.tuning.folders import TrialFolder, trial_folders
+from sweeps.tuning.resume import alone, begin_or_resume_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.spaces import Choices, from_text, lies_in
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
@@ -55,7 +55,7 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
     concurrent = concurrency(sweep)
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with alone(output):
-        claim_sweep(output, _recorded(sweep), fingerprints(sweep))
+        begin_or_resume_sweep(output, _recorded(sweep), fingerprints(sweep))
         with running_clock(output):
             planned = {name: num_planned(sweep, one, name) for name, one in listings.items()}
             write_json_atomically(output / PLAN_FILE, {"trials": planned, "questions": sizes})

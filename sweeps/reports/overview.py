@@ -20,8 +20,8 @@ from moray.renamed import with_current_names
 from sweeps.reports.results import Trial, read_trials
 from sweeps.reports.views import Searched, common_rung, read_space, searched, tokens_at, worths
 from sweeps.trainings.configs import SweepConfig
-from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.folders import ENDED
+from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.spaces import Space, size
 
 LEGEND = "sure: how often the winner stays ahead of the next when prompts and seeds are drawn again; ?: may be chance"

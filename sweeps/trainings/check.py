@@ -10,10 +10,10 @@ from moray.activations.planning.growth import command_to_add
 from moray.activations.planning.shards import listed
 from moray.activations.reading.collate import missing_columns
 from moray.bench.specbench import read_questions
-from moray.cluster.training.resume import check_same_target
 from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.data_shards import num_workers
 from moray.cluster.training.outline import outline_drafter, run_length
+from moray.cluster.training.resume import check_same_target
 from moray.decoding.planning.fitting import is_too_deep
 from moray.distill.tracking.trackers import check_trackers
 from moray.errors import ConfigError, DataError

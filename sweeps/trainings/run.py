@@ -1,7 +1,5 @@
 """A sweep from beginning to end: check, search, make sure of the winner, report. Needs a Ray session."""
 
-import hashlib
-import json
 import shutil
 import statistics
 from pathlib import Path
@@ -10,8 +8,11 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.resume import run_fingerprints
-from moray.errors import DataError
+from moray.config import read_yaml
+from moray.distill.runs import first_difference, recorded_config
+from moray.errors import DataError, MismatchError
 from moray.progress import Progress
 from moray.provenance import (
     RUN_FILE,
@@ -32,14 +33,16 @@ from sweeps.trainings.measure import folder_key
 from sweeps.trainings.search import search, train_all
 from sweeps.trainings.trial import measure_on_ray
 from sweeps.tuning.board import SweepBoard, follow_sweep
-from sweeps.tuning.resume import SUMMARY_FILE, alone, claim_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.configs import GridSearch
 from sweeps.tuning.folders import trial_folder, trial_folders
+from sweeps.tuning.resume import SUMMARY_FILE, alone, begin_or_resume_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.spaces import lies_in, size
 
 _FINAL_FILE = "final.json"
-_DISTILL_FILE = "distill.yaml"
-"""What all trials share, with nothing left open."""
+_DISTILL_FILE, _OLD_DISTILL_FILE = "distill.yaml", "distil.yaml"
+"""What all trials share, with nothing left open; and the file's name before version 0.2."""
+_NOT_SHARED = ("ray", "workers", "output", "trackers")
+"""Keys of the trainings that may differ when a sweep goes on."""
 _SEED = "train.seed"
 
 
@@ -56,7 +59,8 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
     board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     total = (size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials) or 0
     with alone(output):
-        claim_sweep(output, _recorded(sweep), _fingerprints(sweep))
+        begin_or_resume_sweep(output, _recorded(sweep), _fingerprints(sweep))
+        _check_trainings(sweep, output)
         with running_clock(output):
             shipped = _shipped(sweep, output)
             console.print(
@@ -84,6 +88,7 @@ def is_complete(sweep: SweepConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: it holds an unfinished one, and `resume` is not given.
     """
+    _check_trainings(sweep, Path(sweep.output))
     return is_done(Path(sweep.output), _recorded(sweep), lambda: _fingerprints(sweep), sweep.resume)
 
 
@@ -184,6 +189,19 @@ def _recorded(sweep: SweepConfig) -> SweepConfig:
     return sweep.model_copy(update={"resume": False, "output": output, "decoding": _located(sweep.decoding)})
 
 
+def _check_trainings(sweep: SweepConfig, output: Path) -> None:
+    """Refuse to go on with other trainings: files that `distill` names may have been edited since."""
+    path = next((output / name for name in (_DISTILL_FILE, _OLD_DISTILL_FILE) if (output / name).is_file()), None)
+    if path is None:
+        return
+    before, now = recorded_config(DistillConfig, read_yaml(path)), sweep.trial({}).model_dump(mode="json")
+    if (found := first_difference(before, now, _NOT_SHARED)) is not None:
+        key, was, wanted = found
+        raise MismatchError(
+            f"'{output}' holds a sweep over trainings with {key} = {was}, now it is {wanted}; give another output"
+        )
+
+
 def _shipped(sweep: SweepConfig, output: Path) -> SweepConfig:
     """The sweep as its trials get it: they may have another working directory, and files that it names may be edited
     while it runs."""
@@ -200,10 +218,8 @@ def _located(decoding: DecodingConfig) -> DecodingConfig:
 
 def _fingerprints(sweep: SweepConfig) -> dict[str, str]:
     base = sweep.trial({})
-    resolved = base.model_dump(mode="json", exclude={"ray", "workers", "output", "trackers"})
     return {
         **run_fingerprints(base),
-        "lanes": str(base.workers.most * base.train.gradient_accumulation_steps),
-        "distill": hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()[:32],
+        "data_shards": str(base.workers.most * base.train.gradient_accumulation_steps),
         "questions": sha256_of_files([Path(sweep.decoding.questions)]),
     }

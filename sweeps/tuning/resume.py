@@ -17,8 +17,9 @@ from sweeps.tuning.folders import trial_folders
 
 SUMMARY_FILE, _CLOCK_FILE, _LOCK_FILE = "summary.json", "clock.json", ".lock"
 
-_HOW = ("ray", "output", "resume", "max_concurrent", "max_failures")
-"""Keys of a sweep that decide how, and not what, it does."""
+_HOW = ("ray", "output", "resume", "max_concurrent", "max_failures", "fingerprint.distil")
+"""Keys of a sweep that decide how, and not what, it does. Before version 0.2 `fingerprint.distil` was a hash of what
+`sweeps.trainings.run` now compares key by key."""
 _MAY_DIFFER = (*_HOW, "space", "search", "confirm")
 """Keys, and groups of keys, that may differ when a sweep goes on: other trials stand beside those it has."""
 
@@ -60,7 +61,7 @@ def _others(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [key for key in now if key not in _HOW and as_runs(before.get(key)) != as_runs(now[key])]
 
 
-def claim_sweep(output: Path, sweep: Config, fingerprints: Mapping[str, str]) -> None:
+def begin_or_resume_sweep(output: Path, sweep: Config, fingerprints: Mapping[str, str]) -> None:
     """Note whose folder it is; call it `alone` there, after `is_done`, when nothing speaks against the sweep.
 
     Raises:

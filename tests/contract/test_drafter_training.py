@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drafting import PROMPT, state_at, view_of
-from one_step import as_lane, gradients_of
+from one_step import as_data_shard, gradients_of
 from tiny_batches import batch_of
 from tiny_drafters import UNTRAINED, VARIANTS, build, losses_for
 
@@ -53,7 +53,7 @@ def test_every_loss_is_lowered_by_training_on_it(tiny, trained, trained_batch, t
     optimiser = Optimiser(trained, AdamWConfig(type="adamw", lr=3e-3), LinearSchedule(type="linear", warmup_steps=1))
     replicas = Replicas(trained, optimiser, losses, TrainConfig())
     place = UpdatePlace(0, 25, 50, staircase_probability=0.0, num_rounds=1, seed=0)  # always the same draws
-    values = [run_update(replicas, [as_lane(trained_batch)], place).metrics(losses)["loss"] for _ in range(25)]
+    values = [run_update(replicas, [as_data_shard(trained_batch)], place).metrics(losses)["loss"] for _ in range(25)]
     assert values[-1] < 0.9 * values[0]
 
 

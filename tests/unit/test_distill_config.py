@@ -1,4 +1,4 @@
-"""What a distillation may be configured to: workers, lanes, and ways of sharing them."""
+"""What a distillation may be configured to: workers, data shards, and ways of sharing them."""
 
 from typing import Any
 

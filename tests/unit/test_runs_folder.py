@@ -92,20 +92,20 @@ def test_what_was_begun_with_the_variable_goes_on_without_it_and_the_reverse(mon
     folder.mkdir(parents=True)
     begin_run(folder, before, None, {})
     stores = CacheStore(str(tmp_path / "cache")), AnswerStore(str(tmp_path / "answers"))
-    stores[0].claim(before.model_dump(mode="json"))
+    stores[0].begin_or_resume(before.model_dump(mode="json"))
     stores[1].begin(before.model_dump(mode="json"), "")
     now = settings(not first)
     assert now != before
     check_run(folder, now, {}, irrelevant=())
-    stores[0].claim(now.model_dump(mode="json"))
+    stores[0].begin_or_resume(now.model_dump(mode="json"))
     more = {"target": {"fingerprint": "f"}, "cache": {}, "columns": {"h": {}}}
-    CacheStore(str(tmp_path / "grown")).claim({**before.model_dump(mode="json"), **more, "columns": {}})
+    CacheStore(str(tmp_path / "grown")).begin_or_resume({**before.model_dump(mode="json"), **more, "columns": {}})
     assert columns_to_add(CacheStore(str(tmp_path / "grown")), now.model_dump(mode="json") | more) == ["h"]
     stores[1].begin(now.model_dump(mode="json"), "")
     other = now.model_copy(update={"by_name": {"x": "elsewhere/d"}})
     for again in (
         lambda: check_run(folder, other, {}, irrelevant=()),
-        lambda: stores[0].claim(other.model_dump(mode="json")),
+        lambda: stores[0].begin_or_resume(other.model_dump(mode="json")),
         lambda: stores[1].begin(other.model_dump(mode="json"), ""),
     ):
         with pytest.raises(MismatchError, match="elsewhere/d"):

@@ -131,8 +131,8 @@ class TrainConfig(Config):
     batch_tokens: int = Field(default=16384, ge=16)
     """Most tokens, padding included, that one worker computes at once."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    """Batches of every worker in one update. Their number times that of the workers is the run's number of lanes, which
-    it keeps when it goes on with fewer workers."""
+    """Batches of every worker in one update. Their number times that of the workers is the run's number of data shards,
+    which it keeps when it goes on with fewer workers."""
     seed: int = 0
     """Seed of the initial weights, the order of batches and the masks."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -11,7 +11,7 @@ import torch.distributed
 from torch import Tensor
 
 from moray.distill.parallel import num_workers
-from moray.distill.step import LaneResult, UpdateResult
+from moray.distill.step import DataShardResult, UpdateResult
 from moray.errors import DataError
 from moray.provenance import write_json_atomically
 
@@ -73,33 +73,35 @@ class FiniteWatch:
 
 
 def _record(pending: _Pending) -> dict[str, Any]:
-    mine = [_describe(lane) for lane in pending.result.lanes]
+    mine = [_describe(data_shard) for data_shard in pending.result.data_shards]
     gathered: list[Any] = [mine]
     if num_workers() > 1:
         gathered = [None] * num_workers()
         torch.distributed.all_gather_object(gathered, mine)
-    lanes = sorted((lane for worker in gathered for lane in worker), key=lambda lane: lane["lane"])
-    guilty = [lane for lane in lanes if not math.isfinite(lane["loss"])]
+    data_shards = sorted(
+        (data_shard for worker in gathered for data_shard in worker), key=lambda data_shard: data_shard["data_shard"]
+    )
+    guilty = [data_shard for data_shard in data_shards if not math.isfinite(data_shard["loss"])]
     return {
         "update": pending.update,
         "grad_norm": float(pending.result.grad_norm),
         "learning_rate": pending.learning_rate,
-        "lanes": guilty or lanes,  # a gradient that overflowed by itself may be any lane's
+        "data_shards": guilty or data_shards,  # a gradient that overflowed by itself may be any data shard's
     }
 
 
-def _describe(lane: LaneResult) -> dict[str, Any]:
-    return {"lane": lane.lane, "loss": float(lane.loss), "uids": list(lane.uids)}
+def _describe(data_shard: DataShardResult) -> dict[str, Any]:
+    return {"data_shard": data_shard.data_shard, "loss": float(data_shard.loss), "uids": list(data_shard.uids)}
 
 
 def _message(record: dict[str, Any]) -> str:
-    lanes = record["lanes"]
-    uids = [uid for lane in lanes for uid in lane["uids"]]
+    data_shards = record["data_shards"]
+    uids = [uid for data_shard in data_shards for uid in data_shard["uids"]]
     chats = ", ".join(uids[:_NAMED]) + (f" and {len(uids) - _NAMED} more" if len(uids) > _NAMED else "")
-    if math.isfinite(lanes[0]["loss"]):
+    if math.isfinite(data_shards[0]["loss"]):
         what = f"the gradient is {record['grad_norm']} though every loss is finite"
     else:
-        what = f"the loss of lane {lanes[0]['lane']} is {lanes[0]['loss']}"
+        what = f"the loss of data shard {data_shards[0]['data_shard']} is {data_shards[0]['loss']}"
     return (
         f"update {record['update']}: {what}; its chats are {chats} (all of them in {NONFINITE_FILE}): give another "
         "output and a lower optim.lr, or cache the activations again"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed
 
-from moray.batch import LaneBatch
+from moray.batch import DataShardBatch
 from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.finite import FiniteWatch
 from moray.distill.masks import staircase_probability
@@ -25,7 +25,7 @@ class Progress:
     step: int = 0
     """Finished updates."""
     tokens: int = 0
-    """Tokens of all lanes' batches so far, padding not counted."""
+    """Tokens of all data shards' batches so far, padding not counted."""
     seconds: float = 0.0
     """Time spent in the loop."""
 
@@ -45,7 +45,7 @@ class Span:
     total_steps: int
     steps_per_epoch: int
     epochs: int
-    num_lanes: int = 1
+    num_data_shards: int = 1
     """Of all workers: see `activations.reading.epochs`."""
     stop_step: int | None = None
     """Where this part of the run ends, and another may go on; None for `total_steps`, which schedules follow."""
@@ -58,16 +58,17 @@ class Span:
 
 def train(
     parallel: Parallel,
-    updates: Iterable[list[LaneBatch]],
+    updates: Iterable[list[DataShardBatch]],
     span: Span,
     losses: LossConfig,
     config: TrainConfig,
     report: Report,
     save: Save,
 ) -> None:
-    """Train from `span.first` to the end of `updates`, each of which holds one batch of every lane of this worker.
+    """Train from `span.first` to the end of `updates`, each of which holds one batch of every data shard of this
+    worker.
 
-    Draws depend on seed, step and lane alone: a resumed run, with as many workers or fewer, repeats what an
+    Draws depend on seed, step and data shard alone: a resumed run, with as many workers or fewer, repeats what an
     unbroken one would have done. But for reports and checkpoints, all that the host waits for in the loop is which
     positions count (`losses`, and MoA's tokens that are no padding).
 
@@ -86,18 +87,18 @@ def train(
         everywhere = int(sum_over_workers(torch.tensor(tokens, dtype=torch.float64, device=device)))
         return Progress(step, span.first.tokens + everywhere, span.first.seconds + time.perf_counter() - begin)
 
-    for lanes in updates:
+    for data_shards in updates:
         is_reported = (step + 1) % config.logging_steps == 0 or step + 1 == span.last_step
         place = UpdatePlace(
             step,
             span.steps_per_epoch,
             span.total_steps,
             staircase_probability(step // span.steps_per_epoch, span.epochs),
-            num_rounds(span.num_lanes),
+            num_rounds(span.num_data_shards),
             config.seed,
             is_reported,
         )
-        result = run_update(parallel, lanes, place)
+        result = run_update(parallel, data_shards, place)
         watch.check()  # the update before this one
         step += 1
         watch.follow(step, result, parallel.learning_rate)

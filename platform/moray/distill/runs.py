@@ -32,6 +32,9 @@ _IRRELEVANT = (
 """Keys, and groups of keys, that may differ between a run and its resumption: no weight depends on them, but for the
 order in which floating-point numbers are added up."""
 
+_RENAMED_FINGERPRINTS = {"lanes": "data_shards"}
+"""Names of fingerprints before version 0.2, to those of today."""
+
 
 def check_run(
     folder: Path,
@@ -55,15 +58,32 @@ def check_run(
     if not (folder / RUN_FILE).is_file():
         return
     record = read_run_yaml(folder)
-    present = flatten({**recorded_config(type(config), record["config"]), "fingerprint": record["fingerprints"]})
-    wanted = flatten({**config.model_dump(mode="json"), "fingerprint": dict(fingerprints)})
-    for key in sorted(present.keys() | wanted.keys()):
+    recorded = {_RENAMED_FINGERPRINTS.get(name, name): value for name, value in record["fingerprints"].items()}
+    present = {**recorded_config(type(config), record["config"]), "fingerprint": recorded}
+    wanted = {**config.model_dump(mode="json"), "fingerprint": dict(fingerprints)}
+    if (found := first_difference(present, wanted, irrelevant)) is not None:
+        key, before, now = found
+        raise MismatchError(
+            f"'{folder}' holds a run with {key} = {before}, now it is {now}; give another output or remove {in_the_way}"
+        )
+
+
+def first_difference(
+    present: Mapping[str, Any], wanted: Mapping[str, Any], irrelevant: Collection[str]
+) -> tuple[str, Any, Any] | None:
+    """The first dotted key, in alphabetical order, that two nested settings differ in, with both values.
+
+    Args:
+        present: as recorded.
+        wanted: as asked for now.
+        irrelevant: keys, and groups of keys, that may differ.
+    """
+    before, now = flatten(present), flatten(wanted)
+    for key in sorted(before.keys() | now.keys()):
         is_relevant = not any(key == name or key.startswith(f"{name}.") for name in irrelevant)
-        if is_relevant and as_runs(present.get(key)) != as_runs(wanted.get(key)):
-            raise MismatchError(
-                f"'{folder}' holds a run with {key} = {present.get(key)}, now it is {wanted.get(key)}; "
-                f"give another output or remove {in_the_way}"
-            )
+        if is_relevant and as_runs(before.get(key)) != as_runs(now.get(key)):
+            return key, before.get(key), now.get(key)
+    return None
 
 
 def recorded_config(config_class: type[Config], values: dict[str, Any]) -> dict[str, Any]:

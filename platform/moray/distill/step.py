@@ -1,4 +1,5 @@
-"""One update: every lane's batch in turn, its gradients weighed by the positions of all lanes of all workers."""
+"""One update: every data shard's batch in turn, its gradients weighed by the positions of all data shards of all
+workers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moray.batch import LaneBatch
+from moray.batch import DataShardBatch
 from moray.distill.configs import LossConfig
 from moray.distill.losses import LossSums, simulated_tau
 from moray.distill.masks import draw_view, loss_positions
@@ -16,10 +17,10 @@ from moray.drafters.base import DraftView
 
 
 @dataclass(frozen=True)
-class LaneResult:
-    """What one lane gave to an update."""
+class DataShardResult:
+    """What one data shard gave to an update."""
 
-    lane: int
+    data_shard: int
     uids: tuple[str, ...]
     loss: Tensor
     """Summed over its positions."""
@@ -27,12 +28,12 @@ class LaneResult:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Sums of one update over this worker's lanes, still on the device: `metrics` waits for them.
+    """Sums of one update over this worker's data shards, still on the device: `metrics` waits for them.
 
     Those that only people read are there if the update was to be reported.
     """
 
-    lanes: tuple[LaneResult, ...]
+    data_shards: tuple[DataShardResult, ...]
     sums: Tensor  # [4 + 2 * MAX_STEPS_AHEAD]: see `_pack`
     num_tokens: int
     num_padded: int
@@ -82,59 +83,59 @@ class UpdatePlace:
     """Whether the figures that only people read are wanted: accuracies, and acceptance unless it is trained."""
 
 
-def run_update(parallel: Parallel, lanes: list[LaneBatch], place: UpdatePlace) -> UpdateResult:
-    """Go through this worker's lanes one after the other, then update.
+def run_update(parallel: Parallel, data_shards: list[DataShardBatch], place: UpdatePlace) -> UpdateResult:
+    """Go through this worker's data shards one after the other, then update.
 
-    Every draw in lane l comes from a generator seeded by (seed, step, l), whoever computes it.
+    Every draw in data shard l comes from a generator seeded by (seed, step, l), whoever computes it.
 
     Args:
         parallel: the drafter, and how it is trained.
-        lanes: one batch of each; emptied on the way, so that a lane's taps are freed after its turn.
+        data_shards: one batch of each; emptied on the way, so that a data shard's taps are freed after its turn.
         place: where in the run this is.
     """
     device = next(parallel.drafter.parameters()).device
-    views = [_view(parallel, batch, place) for batch in lanes]
-    counts = [_num_positions(batch, view) for batch, view in zip(lanes, views, strict=True)]
+    views = [_view(parallel, batch, place) for batch in data_shards]
+    counts = [_num_positions(batch, view) for batch, view in zip(data_shards, views, strict=True)]
     positions = sum_over_workers(torch.tensor(float(sum(counts)), device=device))
     factor = 1.0 / positions.clamp(min=1.0)
-    num_tokens = sum(batch.text.num_tokens for batch in lanes)
-    num_padded = sum(batch.num_padded for batch in lanes)
-    results: list[LaneResult] = []
+    num_tokens = sum(batch.text.num_tokens for batch in data_shards)
+    num_padded = sum(batch.num_padded for batch in data_shards)
+    results: list[DataShardResult] = []
     packed = torch.zeros(4 + 2 * MAX_STEPS_AHEAD, device=device)
-    num_idle = place.num_rounds - len(lanes) if parallel.has_equal_rounds else 0
+    num_idle = place.num_rounds - len(data_shards) if parallel.has_equal_rounds else 0
     for number, view in enumerate(views):
-        batch = lanes.pop(0)
+        batch = data_shards.pop(0)
         whole, seen = batch.whole(device), _move(view, device)
         is_last = number + 1 == len(views)
         for _ in range(num_idle if is_last else 0):  # keeps up with the others, and counts nothing
             parallel.accumulate(whole, seen, 0.0, is_last=False, with_figures=False)
         sums = parallel.accumulate(whole, seen, factor, is_last, place.is_reported)
         packed += _pack(sums)
-        results.append(LaneResult(batch.lane, batch.uids, sums.total.detach()))
-        del batch, whole  # before the next lane's taps are decoded
+        results.append(DataShardResult(batch.data_shard, batch.uids, sums.total.detach()))
+        del batch, whole  # before the next data shard's taps are decoded
     norm, may_go_on = parallel.update(place.step, place.steps_per_epoch, place.total_steps)
     return UpdateResult(tuple(results), packed, num_tokens, num_padded, norm, may_go_on, place.is_reported)
 
 
-def lanes_of(rank: int, workers: int, num_lanes: int) -> Sequence[int]:
-    """The lanes that a worker goes through: w, w + W, w + 2W, ..."""
-    return range(rank, num_lanes, workers)
+def data_shards_of(rank: int, workers: int, num_data_shards: int) -> Sequence[int]:
+    """The data shards that a worker goes through: w, w + W, w + 2W, ..."""
+    return range(rank, num_data_shards, workers)
 
 
-def num_rounds(num_lanes: int) -> int:
-    """Most lanes that a worker has."""
-    return -(-num_lanes // num_workers())
+def num_rounds(num_data_shards: int) -> int:
+    """Most data shards that a worker has."""
+    return -(-num_data_shards // num_workers())
 
 
-def _view(parallel: Parallel, batch: LaneBatch, place: UpdatePlace) -> DraftView:
-    generator = torch.Generator().manual_seed(mix_seed(place.seed, place.step, batch.lane))
+def _view(parallel: Parallel, batch: DataShardBatch, place: UpdatePlace) -> DraftView:
+    generator = torch.Generator().manual_seed(mix_seed(place.seed, place.step, batch.data_shard))
     config = parallel.drafter.config
     return draw_view(
         batch.text, config.verified_period, place.staircase_probability, generator, layer_counts=config.layer_counts
     )
 
 
-def _num_positions(batch: LaneBatch, view: DraftView) -> int:
+def _num_positions(batch: DataShardBatch, view: DraftView) -> int:
     """Positions that the losses will count: known from text alone, so before anything is computed."""
     column = torch.arange(view.start.shape[1])
     return int((loss_positions(batch.text) & (view.start != column)).sum())

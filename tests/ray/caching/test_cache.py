@@ -13,7 +13,7 @@ import pytest
 import torch
 from replica_killer import ReplicaKiller
 
-from moray.activations.capture.attempts import MAX_TRIES
+from moray.activations.capture.attempts import MAX_ATTEMPTS
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.schema import CacheConfig
@@ -232,17 +232,19 @@ def test_a_shard_over_which_replicas_die_is_named_and_the_same_command_goes_on(
 ) -> None:
     chats = write_chats(tmp_path / "many.jsonl", 400)
     output = tmp_path / "cache"
-    tries = output / "shards" / "00001-00000.tries"
+    attempts = output / "shards" / "00001-00000.attempts"
     settings = {"chats_per_part": 200, "batch_tokens": 384, "shard_mib": 64}
     with (
-        ReplicaKiller(tries, MAX_TRIES, lambda: ray_processes("_ShardActor"), kill) as killer,
-        pytest.raises(DataError, match=rf"{MAX_TRIES} target replicas died over shard '00001-00000' of .*num_targets"),
+        ReplicaKiller(attempts, MAX_ATTEMPTS, lambda: ray_processes("_ShardActor"), kill) as killer,
+        pytest.raises(
+            DataError, match=rf"{MAX_ATTEMPTS} target replicas died over shard '00001-00000' of .*num_targets"
+        ),
     ):
         _cache(output, tiny_target, chats, **settings)
-    assert len(killer.killed) == MAX_TRIES
+    assert len(killer.killed) == MAX_ATTEMPTS
     assert not (output / "manifest.json").exists()
     assert len(_cache(output, tiny_target, chats, **settings).shards) == 2
-    assert not list(output.rglob("*.tries"))
+    assert not list(output.rglob("*.attempts"))
 
 
 def _kill_shard_actor(output: Path, ray_processes: Callable[[str], dict[int, str]], killed: list[int]) -> None:
@@ -291,34 +293,39 @@ def _expected(store: CacheStore, manifest: Manifest, windows: list[Window]) -> I
 def _stream(uri: str, manifest: Manifest, plan: EpochPlan, needs: TapNeeds) -> Iterator[TrainBatch]:
     from moray.cluster.training.stream import Reader, stream_updates
 
-    for (lane,) in stream_updates(Reader(uri, manifest, needs), {0: plan}):
-        yield lane.whole("cpu")
+    for (data_shard,) in stream_updates(Reader(uri, manifest, needs), {0: plan}):
+        yield data_shard.whole("cpu")
 
 
 def test_lanes_come_together_and_one_by_one_alike(tiny_cache: Path) -> None:
-    """One worker with three lanes sees what three workers with one lane see, also from the middle on."""
+    """One worker with three data shards sees what three workers with one data shard see, also from the middle on."""
     from moray.cluster.training.stream import Reader, stream_updates
 
     manifest = read_manifest(CacheStore(str(tiny_cache)))
-    plans = plan_epoch(manifest.lengths, 384, seed=3, epoch=0, num_lanes=3, window_tokens=1500)
+    plans = plan_epoch(manifest.lengths, 384, seed=3, epoch=0, num_data_shards=3, window_tokens=1500)
     assert all(len(plan.windows) >= 3 for plan in plans)
     alone = [list(_stream(str(tiny_cache), manifest, plan, NEEDS)) for plan in plans]
     reader = Reader(str(tiny_cache), manifest, NEEDS)
     for done in (0, 4):
-        together = list(stream_updates(reader, {lane: plan.after(done) for lane, plan in enumerate(plans)}))
+        together = list(stream_updates(reader, {data_shard: plan.after(done) for data_shard, plan in enumerate(plans)}))
         assert len(together) == plans[0].num_steps - done
-        for step, lanes in enumerate(together, start=done):
-            assert [batch.lane for batch in lanes] == [0, 1, 2]
-            assert all(_same(batch.whole("cpu"), alone[batch.lane][step]) for batch in lanes)
-            assert all(len(batch.uids) == batch.text.tokens.shape[0] for batch in lanes)
-    uids = [uid for lanes in stream_updates(reader, dict(enumerate(plans))) for batch in lanes for uid in batch.uids]
+        for step, data_shards in enumerate(together, start=done):
+            assert [batch.data_shard for batch in data_shards] == [0, 1, 2]
+            assert all(_same(batch.whole("cpu"), alone[batch.data_shard][step]) for batch in data_shards)
+            assert all(len(batch.uids) == batch.text.tokens.shape[0] for batch in data_shards)
+    uids = [
+        uid
+        for data_shards in stream_updates(reader, dict(enumerate(plans)))
+        for batch in data_shards
+        for uid in batch.uids
+    ]
     assert len(uids) == len(set(uids)) == 60
 
 
 def test_stream_yields_exactly_the_plan_and_resumes_in_its_middle(tiny_cache: Path) -> None:
     store = CacheStore(str(tiny_cache))
     manifest = read_manifest(store)
-    plan = plan_epoch(manifest.lengths, batch_tokens=384, seed=3, epoch=1, num_lanes=1)[0]
+    plan = plan_epoch(manifest.lengths, batch_tokens=384, seed=3, epoch=1, num_data_shards=1)[0]
     assert plan.num_steps >= 20
     assert len(plan.windows) >= 2
     whole = list(_stream(str(tiny_cache), manifest, plan, NEEDS))

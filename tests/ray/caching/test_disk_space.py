@@ -47,7 +47,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     """What is in the cache; the forecast, which tells the time it was made at, aside."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     found.pop("forecast.json", None)
-    found.pop("rehearsal.json", None)
+    found.pop("calibration.json", None)
     return found
 
 
@@ -70,7 +70,7 @@ def test_a_quantised_cache_is_close_to_the_unquantised_one(
     assert sum(plan["bytes"].values()) == pytest.approx(written, rel=0.05)
 
     needs = TapNeeds(kv_layers=(0, 1, 2), hidden_depths=(-1, -2))
-    epoch = plan_epoch(manifest.lengths, batch_tokens=384, seed=3, epoch=0, num_lanes=1)[0].before(4)
+    epoch = plan_epoch(manifest.lengths, batch_tokens=384, seed=3, epoch=0, num_data_shards=1)[0].before(4)
     store = CacheStore(str(tiny_cache))
     exact = read_manifest(store)
     rows = {}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from replica_killer import ReplicaKiller
 
-from moray.activations.capture.attempts import MAX_TRIES
+from moray.activations.capture.attempts import MAX_ATTEMPTS
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
@@ -102,7 +102,7 @@ def test_killed_while_adding_columns_it_goes_on_and_repeats_nothing(
     final = _shards(output)
     assert final.keys() == old.keys()
     assert {name: final[name] for name in kept} == kept
-    assert not [path for suffix in ("tmp", "next", "tries") for path in output.rglob(f"*.{suffix}")]
+    assert not [path for suffix in ("tmp", "next", "attempts") for path in output.rglob(f"*.{suffix}")]
     assert not (output / "adding.json").exists()
     assert _rows(output, list(old_rows[0])) == old_rows
     by_chat = [{row["uid"]: row for row in _rows(folder)} for folder in (output, whole)]
@@ -133,13 +133,15 @@ def test_a_shard_over_which_replicas_die_is_named_and_the_same_command_goes_on(
         return cache_activations(str(output), target, ChatsConfig(path=str(chats)), config, CaptureConfig())
 
     cache(-1)
-    tries = output / "shards" / "00001-00000.tries"
+    attempts = output / "shards" / "00001-00000.attempts"
     with (
-        ReplicaKiller(tries, MAX_TRIES, lambda: ray_processes("_ExtendActor"), kill) as killer,
-        pytest.raises(DataError, match=rf"{MAX_TRIES} target replicas died over shard '00001-00000' of .*num_targets"),
+        ReplicaKiller(attempts, MAX_ATTEMPTS, lambda: ray_processes("_ExtendActor"), kill) as killer,
+        pytest.raises(
+            DataError, match=rf"{MAX_ATTEMPTS} target replicas died over shard '00001-00000' of .*num_targets"
+        ),
     ):
         cache(-1, -2)
-    assert len(killer.killed) == MAX_TRIES
+    assert len(killer.killed) == MAX_ATTEMPTS
     assert list(read_manifest(CacheStore(str(output))).columns) == ["hidden.-1"]
     assert list(cache(-1, -2).columns) == ["hidden.-1", "hidden.-2"]
-    assert not list(output.rglob("*.tries"))
+    assert not list(output.rglob("*.attempts"))

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from replica_killer import ReplicaKiller
 
-from moray.activations.capture.attempts import MAX_TRIES
+from moray.activations.capture.attempts import MAX_ATTEMPTS
 from moray.cluster.caching.regenerate_config import AnswerSampling, RegenerateConfig
 from moray.data.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
 from moray.errors import ConfigError, DataError, MismatchError
@@ -158,12 +158,12 @@ def test_a_dead_replica_is_replaced_and_its_part_redone(
 ) -> None:
     chats = write_chats(tmp_path / "many.jsonl", 20)
     output = tmp_path / "answered"
-    with ReplicaKiller(output / "part-00001.tries", 1, lambda: ray_processes("_Answerer"), kill) as killer:
+    with ReplicaKiller(output / "part-00001.attempts", 1, lambda: ray_processes("_Answerer"), kill) as killer:
         total = _regenerate(tiny_target, chats, output, **LONG_ANSWERS)
     assert len(killer.killed) == 1
     assert (total["rows"], total["chats"]) == (20, 20)
     assert [row["uid"].split("#")[1] for row in _rows(output)] == [str(number + 1) for number in range(20)]
-    assert not list(output.glob("*.tries"))
+    assert not list(output.glob("*.attempts"))
 
 
 @pytest.mark.soak
@@ -182,13 +182,13 @@ def test_a_part_over_which_replicas_die_ends_the_run_and_is_named(
     for name in ("part-00001.yaml", "part-00001.jsonl", "summary.yaml"):
         (output / name).unlink()
     finished = (output / "part-00000.jsonl").stat().st_mtime_ns
-    message = rf"{MAX_TRIES} target replicas died over part-00001 \(.*, 10 rows from row 11 on\)"
+    message = rf"{MAX_ATTEMPTS} target replicas died over part-00001 \(.*, 10 rows from row 11 on\)"
     with (
-        ReplicaKiller(output / "part-00001.tries", MAX_TRIES, lambda: ray_processes("_Answerer"), kill) as killer,
+        ReplicaKiller(output / "part-00001.attempts", MAX_ATTEMPTS, lambda: ray_processes("_Answerer"), kill) as killer,
         pytest.raises(DataError, match=message),
     ):
         _regenerate(tiny_target, chats, output, **LONG_ANSWERS)
-    assert len(killer.killed) == MAX_TRIES
+    assert len(killer.killed) == MAX_ATTEMPTS
     assert not (output / "part-00001.yaml").exists()
     assert _regenerate(tiny_target, chats, output, **LONG_ANSWERS)["chats"] == 20
     assert (output / "part-00000.jsonl").stat().st_mtime_ns == finished

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from moray.activations.format.manifest import read_manifest
+from moray.activations.format.scan import scan
 from moray.activations.format.schema import bytes_per_token
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import survey
 from moray.activations.maintenance.compact import join, plan_compaction
 from moray.activations.maintenance.configs import VerifyConfig
 from moray.activations.maintenance.figures import cache_statistics, statistics_lines
@@ -203,9 +203,9 @@ def test_compaction_keeps_every_row_goes_on_after_a_kill_and_is_redone_alone(
     # As a kill after the first joined shard leaves it: committed, the old ones and the old manifest still there.
     first = join(store, groups[0], "none")
     time = (cache / "shards" / f"{first.name}.parquet").stat().st_mtime_ns
-    counting = survey(store).counting.values()
+    counting = scan(store).counting.values()
     assert Counter(name for info in counting for name in info.planned) == Counter(list(old.shards))
-    assert set(survey(store).superseded) == {info.name for info in groups[0]}
+    assert set(scan(store).superseded) == {info.name for info in groups[0]}
     plan = plan_epoch(old.lengths, 384, 0, 0, 1)[0].before(3)
     assert len(list(stream_batches(str(cache), old, plan, TapNeeds((0,), (-1,))))) == 3
     _verify(cache)

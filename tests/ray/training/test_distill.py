@@ -8,8 +8,8 @@ import pytest
 
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
-from moray.cluster.training.resume import claim, is_complete
 from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.resume import begin_or_resume, is_complete
 from moray.config import validate
 from moray.distill.tracking.metrics import read_metrics
 from moray.drafters.checkpoint import load_drafter, read_contract
@@ -221,19 +221,21 @@ def test_a_cluster_that_is_too_small_is_said_to_be(
 def test_a_range_of_workers_is_cut_to_the_machine_and_to_the_run_s_lanes(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.training.data_shards import num_workers, run_lanes
+    from moray.cluster.training.data_shards import num_workers, run_data_shards
 
     def asked(given: Any, accumulate: int = 1) -> DistillConfig:
         config = _config(tiny_target, tiny_cache, tmp_path / "run", gradient_accumulation_steps=accumulate)
         return config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": given})})
 
-    assert run_lanes(asked((1, 8), gradient_accumulation_steps=3)) == 24
+    assert run_data_shards(asked((1, 8), gradient_accumulation_steps=3)) == 24
     assert num_workers(asked((1, 8))) == (1, 3), "4 CPUs, of which a part is for reading"
     assert num_workers(asked((3, 8))) == 3
-    claim(asked(2))
-    assert run_lanes(asked(1)) == 2
+    begin_or_resume(asked(2))
+    assert run_data_shards(asked(1)) == 2
     assert num_workers(asked((1, 3))) == (1, 2)
-    with pytest.raises(ConfigError, match=r"num_workers is 3, but the run in '.*' began with 2 lanes, .* or less, or"):
+    with pytest.raises(
+        ConfigError, match=r"num_workers is 3, but the run in '.*' began with 2 data shards, .* or less, or"
+    ):
         num_workers(asked(3))
 
 
@@ -259,7 +261,7 @@ def test_a_run_is_not_taken_up_for_another_target(
     shutil.copytree(tiny_target, tmp_path / "target")
     shutil.copytree(distilled.activations, tmp_path / "cache")
     assert not is_complete(config)
-    claim(config)
+    begin_or_resume(config)
     shutil.copytree(other_target, tmp_path / "target", dirs_exist_ok=True)
     plan = CacheStore(config.activations).read_json("plan.json")
     before, after = plan["target"]["fingerprint"], read_spec(config.target.model).fingerprint
@@ -328,7 +330,7 @@ def test_a_checkpoint_that_ray_has_not_listed_counts(
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_chats(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    """One chat of the cache is poisoned; two lanes, of which one meets it."""
+    """One chat of the cache is poisoned; two data shards, of which one meets it."""
     import json
     import shutil
 
@@ -340,12 +342,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_chats(
     config = _config(
         tiny_target, poisoned, tmp_path / "run", gradient_accumulation_steps=2, save_steps=1, max_steps=None
     )
-    with pytest.raises(DataError, match=r"^update \d+: the loss of lane [01] is nan; its chats are .*nonfinite\.json"):
+    with pytest.raises(
+        DataError, match=r"^update \d+: the loss of data shard [01] is nan; its chats are .*nonfinite\.json"
+    ):
         distill(config)
     record = json.loads((tmp_path / "run" / "nonfinite.json").read_text())
-    (lane,) = record["lanes"]
-    assert uid in lane["uids"]
-    assert lane["loss"] == record["grad_norm"] == "NaN"
+    (data_shard,) = record["data_shards"]
+    assert uid in data_shard["uids"]
+    assert data_shard["loss"] == record["grad_norm"] == "NaN"
     assert record["learning_rate"] > 0
     steps = [json.loads(path.read_text())["step"] for path in tmp_path.glob("run/ray/train/checkpoint_*/training.json")]
     assert max(steps, default=0) < record["update"]

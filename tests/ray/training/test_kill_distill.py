@@ -140,7 +140,8 @@ def test_after_kills_of_the_driver_a_worker_and_the_controller_the_weights_are_t
 def test_a_run_goes_on_with_fewer_workers_to_the_same_weights(
     arguments: list[str], unbroken: Path, start_pipeline: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Both lanes on one worker: the same updates at the same rates on the same chats, but for the order of sums."""
+    """Both data shards on one worker: the same updates at the same rates on the same chats, but for the order of
+    sums."""
     output = tmp_path / "drafter"
     first = start_pipeline("distill", *arguments, f"output={output}", "workers.num_workers=[1, 2]")
     first.kill_when(_half_way(output))
@@ -154,7 +155,7 @@ def test_a_run_goes_on_with_fewer_workers_to_the_same_weights(
 def test_accumulation_on_one_worker_trains_as_two_workers_do(
     arguments: list[str], unbroken: Path, start_pipeline: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Two lanes from the first start on; killed half-way it goes on with two workers."""
+    """Two data shards from the first start on; killed half-way it goes on with two workers."""
     output = tmp_path / "drafter"
     more = [*arguments, f"output={output}", "train.gradient_accumulation_steps=2"]
     start_pipeline("distill", *more, "workers.num_workers=1").kill_when(_half_way(output))

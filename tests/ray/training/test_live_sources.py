@@ -11,7 +11,7 @@ from replica_killer import ReplicaKiller
 from safetensors.torch import load_file
 from tiny_caches import CACHE_SETTINGS
 
-from moray.activations.capture.attempts import MAX_TRIES
+from moray.activations.capture.attempts import MAX_ATTEMPTS
 from moray.activations.format.manifest import read_layout, read_manifest
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
@@ -45,16 +45,16 @@ def _updates(
         plans = [by_row_groups(plan, manifest.lengths) for plan in plans]
     reader = Reader(str(uri), manifest, NEEDS, targets=targets)
     return [
-        [(lane.lane, lane.uids, lane.whole("cpu")) for lane in lanes]
-        for lanes in stream_updates(reader, dict(enumerate(plans)))
+        [(data_shard.data_shard, data_shard.uids, data_shard.whole("cpu")) for data_shard in data_shards]
+        for data_shards in stream_updates(reader, dict(enumerate(plans)))
     ]
 
 
 def _assert_equal(some: list[Any], others: list[Any]) -> None:
     assert len(some) == len(others) > 5
     for one, other in zip(some, others, strict=True):
-        for (lane, uids, batch), (other_lane, other_uids, other_batch) in zip(one, other, strict=True):
-            assert (lane, uids) == (other_lane, other_uids)
+        for (data_shard, uids, batch), (other_data_shard, other_uids, other_batch) in zip(one, other, strict=True):
+            assert (data_shard, uids) == (other_data_shard, other_uids)
             assert torch.equal(batch.tokens, other_batch.tokens)
             assert torch.equal(batch.response_mask, other_batch.response_mask)
             assert torch.equal(batch.taps.kv, other_batch.taps.kv)
@@ -98,14 +98,17 @@ def test_a_window_over_which_replicas_die_ends_the_stream_with_a_reason(
     live = tmp_path / "live"
     lay_out_cache(str(live), target, source.chats, source.cache, CaptureConfig(), is_kept=False)
     layout = read_layout(CacheStore(str(live)))
-    tries, message = live / "tries" / "*.tries", rf"^{MAX_TRIES} target replicas died over row group \d+ of shard '000"
+    attempts, message = (
+        live / "attempts" / "*.attempts",
+        rf"^{MAX_ATTEMPTS} target replicas died over row group \d+ of shard '000",
+    )
     with (
-        ReplicaKiller(tries, MAX_TRIES, lambda: ray_processes("LiveWindows"), kill) as killer,
+        ReplicaKiller(attempts, MAX_ATTEMPTS, lambda: ray_processes("LiveWindows"), kill) as killer,
         pytest.raises(DataError, match=message),
         own_errors(),
     ):
         _updates(live, layout, LiveTargets(target, source, 1), window_tokens=1 << 20)
-    assert len(killer.killed) == MAX_TRIES
+    assert len(killer.killed) == MAX_ATTEMPTS
 
 
 @pytest.mark.soak

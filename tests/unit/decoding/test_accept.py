@@ -216,7 +216,10 @@ def test_typical_is_the_only_lossy_rule():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"acceptance_method": "typical"}, "acceptance_method is 'typical' and temperature 0; .* needs one of 1e-05 or more"),
+        (
+            {"acceptance_method": "typical"},
+            "acceptance_method is 'typical' and temperature 0; .* needs one of 1e-05 or more",
+        ),
         ({"acceptance_method": "typical", "temperature": 1.0, "typical_epsilon": 1.5}, "'typical_epsilon' is 1.5"),
         ({"acceptance_method": "typical", "temperature": 1.0, "typical_epsilon": -0.1}, "'typical_epsilon' is -0.1"),
         ({"acceptance_method": "typical", "temperature": 1.0, "typical_delta": -1}, "'typical_delta' is -1"),

@@ -120,13 +120,13 @@ def test_what_was_given_up_is_tried_again_a_little_and_more_and_more_rarely():
     own.set_costs(CostTable(COSTS))
     depths = tries_of(own, 6000, 8, 0)
     first = depths.index(0)
-    tries = [cycle for cycle, depth in enumerate(depths) if depth and cycle > first]
-    assert all(depths[cycle] == 1 for cycle in tries), "a deep draft that is refused is dear"
-    pauses = [after - before for before, after in pairwise([first, *tries])]
-    assert len(tries) >= 4
+    attempts = [cycle for cycle, depth in enumerate(depths) if depth and cycle > first]
+    assert all(depths[cycle] == 1 for cycle in attempts), "a deep draft that is refused is dear"
+    pauses = [after - before for before, after in pairwise([first, *attempts])]
+    assert len(attempts) >= 4
     assert pauses[:5] == sorted(pauses[:5])
     assert min(pauses[5:]) > 3 * pauses[0]
-    assert len(tries) < 0.01 * len(depths)
+    assert len(attempts) < 0.01 * len(depths)
 
 
 def test_many_are_tried_more_rarely_than_few():

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from one_step import as_lane
+from one_step import as_data_shard
 from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
@@ -42,7 +42,7 @@ def run(drafter, optimiser, batches, first_step: int, config: TrainConfig, total
     span = Span(first=Progress(first_step, tokens=100), total_steps=total, steps_per_epoch=3, epochs=4)
     train(
         Replicas(drafter, optimiser, LossConfig(), config),
-        ([as_lane(batch)] for batch in batches),
+        ([as_data_shard(batch)] for batch in batches),
         span,
         LossConfig(),
         config,
@@ -123,7 +123,7 @@ def test_tokens_and_seconds_add_up_over_resumptions(tiny, batches):
     span = Span(first=Progress(2, tokens=1000, seconds=50.0), total_steps=5, steps_per_epoch=3, epochs=4)
     config = TrainConfig(logging_steps=1, save_steps=3)
     replicas = Replicas(drafter, optimiser, LossConfig(), config)
-    updates = ([as_lane(batch)] for batch in batches[:3])
+    updates = ([as_data_shard(batch)] for batch in batches[:3])
     train(replicas, updates, span, LossConfig(), config, lambda p, _: seen.append(p), seen.append)
     each = 24 + 15  # padding does not count
     assert [(p.step, p.tokens) for p in seen] == [(3, 1000 + each)] * 2 + [(4, 1000 + 2 * each)] + [
@@ -143,7 +143,7 @@ def test_training_stops_before_anything_of_a_loss_that_is_not_finite_is_reported
     with pytest.raises(NonFiniteError) as caught:
         train(
             Replicas(drafter, optimiser, LossConfig(), TrainConfig()),
-            ([as_lane(batch, uid=f"u{step}")] for step, batch in enumerate(given)),
+            ([as_data_shard(batch, uid=f"u{step}")] for step, batch in enumerate(given)),
             Span(first=Progress(), total_steps=STEPS, steps_per_epoch=3, epochs=4),
             LossConfig(),
             TrainConfig(logging_steps=1, save_steps=1),
@@ -151,12 +151,14 @@ def test_training_stops_before_anything_of_a_loss_that_is_not_finite_is_reported
             lambda progress: seen.append(progress.step),
         )
     assert max(seen, default=0) == bad_step
-    message = rf"^update {bad_step + 1}: the loss of lane 0 is (inf|nan); its chats are u{bad_step}-0-0 \(all of them "
+    message = (
+        rf"^update {bad_step + 1}: the loss of data shard 0 is (inf|nan); its chats are u{bad_step}-0-0 \(all of them "
+    )
     assert re.search(message, str(caught.value))
     record = caught.value.record
     assert record["update"] == bad_step + 1
     assert record["learning_rate"] > 0
-    assert [lane["uids"] for lane in record["lanes"]] == [[f"u{bad_step}-0-0"]]
+    assert [data_shard["uids"] for data_shard in record["data_shards"]] == [[f"u{bad_step}-0-0"]]
 
 
 def test_an_infinite_loss_with_a_finite_gradient_stops_training_too(tiny, batches):
@@ -166,8 +168,8 @@ def test_an_infinite_loss_with_a_finite_gradient_stops_training_too(tiny, batche
     batch.taps.hidden[-2].fill_(float("inf"))
     replicas = Replicas(drafter, Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE), LossConfig(), TrainConfig())
     watch = FiniteWatch()
-    watch.follow(1, run_update(replicas, [as_lane(batch)], UpdatePlace(0, 3, 10, 0.0, 1, 0)), 0.5)
-    with pytest.raises(NonFiniteError, match="the loss of lane 0 is inf"):
+    watch.follow(1, run_update(replicas, [as_data_shard(batch)], UpdatePlace(0, 3, 10, 0.0, 1, 0)), 0.5)
+    with pytest.raises(NonFiniteError, match="the loss of data shard 0 is inf"):
         watch.check()
 
 
@@ -178,18 +180,18 @@ def test_a_gradient_that_is_not_finite_by_itself_names_all_lanes_and_is_written_
     weight.register_hook(lambda gradient: gradient * float("nan"))
     optimiser = Optimiser(drafter, AdamWConfig(type="adamw"), SCHEDULE)
     replicas = Replicas(drafter, optimiser, LossConfig(), TrainConfig())
-    lanes = [as_lane(batches[lane], lane) for lane in range(3)]
+    data_shards = [as_data_shard(batches[data_shard], data_shard) for data_shard in range(3)]
     watch = FiniteWatch()
-    watch.follow(7, run_update(replicas, lanes, UpdatePlace(6, 3, 10, 0.0, 3, 0)), 0.5)
-    assert lanes == [], "taps of lanes that had their turn must not be kept"
+    watch.follow(7, run_update(replicas, data_shards, UpdatePlace(6, 3, 10, 0.0, 3, 0)), 0.5)
+    assert data_shards == [], "taps of data shards that had their turn must not be kept"
     with pytest.raises(NonFiniteError, match="update 7: the gradient is nan though every loss is finite") as caught:
         watch.check()
     watch.check()  # said once
     write_record(tmp_path, caught.value.record)
     record = json.loads((tmp_path / NONFINITE_FILE).read_text())
     assert (record["update"], record["grad_norm"], record["learning_rate"]) == (7, "NaN", 0.5)
-    assert [lane["lane"] for lane in record["lanes"]] == [0, 1, 2]
-    assert all(lane["loss"] > 0 and len(lane["uids"]) == 2 for lane in record["lanes"])
+    assert [data_shard["data_shard"] for data_shard in record["data_shards"]] == [0, 1, 2]
+    assert all(data_shard["loss"] > 0 and len(data_shard["uids"]) == 2 for data_shard in record["data_shards"])
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tiny, tmp_path):

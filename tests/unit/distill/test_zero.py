@@ -44,7 +44,7 @@ CASES = [(name, "zero-3") for name in NAMES] + [("moa-1", way) for way in ("zero
 def test_losses_weights_and_optimiser_state_are_those_of_ddp(
     name: str, way: str, trained: dict[tuple[str, str], Any]
 ) -> None:
-    """Three lanes on two workers: one of them has a batch less."""
+    """Three data shards on two workers: one of them has a batch less."""
     wanted, got = trained[name, "ddp"], trained[name, way]
     assert len(got["rows"]) == STEPS
     torch.testing.assert_close(torch.tensor(got["rows"]), torch.tensor(wanted["rows"]), rtol=1e-4, atol=1e-5)

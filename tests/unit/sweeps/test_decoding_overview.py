@@ -17,8 +17,8 @@ from sweeps.decoding.overview import decoding_overview, is_decoding, print_decod
 from sweeps.decoding.run import num_planned
 from sweeps.reports.overview import overview
 from sweeps.summarize import COMMAND, main
-from sweeps.tuning.resume import alone
 from sweeps.tuning.configs import OptunaSearch
+from sweeps.tuning.resume import alone
 
 
 @pytest.fixture

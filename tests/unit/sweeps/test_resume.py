@@ -7,8 +7,16 @@ import pytest
 from moray.config import Config
 from moray.errors import ConfigError, MismatchError
 from moray.provenance import write_json_atomically
-from sweeps.tuning.resume import SUMMARY_FILE, alone, claim_sweep, is_done, is_worked_on, running_clock, seconds_run
 from sweeps.tuning.folders import trial_folder
+from sweeps.tuning.resume import (
+    SUMMARY_FILE,
+    alone,
+    begin_or_resume_sweep,
+    is_done,
+    is_worked_on,
+    running_clock,
+    seconds_run,
+)
 
 
 def test_one_process_at_a_time_works_on_a_sweep(tmp_path: Path) -> None:
@@ -53,7 +61,7 @@ class Sweep(Config):
 def _finish(sweep: Sweep) -> None:
     folder = Path(sweep.output)
     with alone(folder):
-        claim_sweep(folder, sweep, {})
+        begin_or_resume_sweep(folder, sweep, {})
         write_json_atomically(folder / SUMMARY_FILE, {"config": sweep.model_dump(mode="json")})
 
 
@@ -74,7 +82,7 @@ def test_what_is_done_stays_done_wherever_and_however(tmp_path: Path) -> None:
 def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
     sweep = Sweep(space=[1, 2], output=str(tmp_path))
     with alone(tmp_path):
-        claim_sweep(tmp_path, sweep, {})
+        begin_or_resume_sweep(tmp_path, sweep, {})
         assert is_worked_on(tmp_path)
         with pytest.raises(ConfigError, match="another process works on the sweep"):
             is_done(tmp_path, sweep, dict, resume=True)
@@ -90,4 +98,4 @@ def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="objective"):
         is_done(tmp_path, sweep.model_copy(update={"objective": "speedup"}), dict, resume=True)
     with pytest.raises(MismatchError, match="objective"):
-        claim_sweep(tmp_path, sweep.model_copy(update={"objective": "speedup"}), {})
+        begin_or_resume_sweep(tmp_path, sweep.model_copy(update={"objective": "speedup"}), {})

@@ -19,7 +19,7 @@ NUM_BATCHES = 4
 _NUM_TIMED = 2
 
 
-def rehearsal_batches(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
+def calibration_batches(shards: Sequence[ShardPlan]) -> list[ShardPlan]:
     """A few of the planned batches, evenly spaced, so that short and long chats of many parts are among them."""
     batches = [ShardPlan(plan.part, plan.name, [batch]) for plan in shards for batch in plan.batches]
     count = min(NUM_BATCHES, len(batches))
@@ -38,7 +38,7 @@ class CalibrationPass:
     """Root mean square of the hidden states, by column."""
 
 
-def rehearse(
+def calibrate(
     target: Target, config: CacheConfig, batches: Sequence[Sequence[np.ndarray]], channels: Channels | None = None
 ) -> CalibrationPass:
     """Run one target over a few batches.

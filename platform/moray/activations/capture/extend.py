@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from moray.activations.capture.attempts import MAX_ATTEMPTS, Attempts
 from moray.activations.capture.extract import TapEncoder, token_arrays
-from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.activations.format.channels import CHANNELS_FILE, channels_fingerprint, read_channels
 from moray.activations.format.row_groups import checked_row_groups
 from moray.activations.format.schema import METADATA_KEY, CacheConfig, shard_schema
@@ -42,7 +42,7 @@ class ShardExtender:
         self._columns = tap_columns(target.spec, config)
         self._channels = read_channels(store, self._columns)
         self._schema = shard_schema(self._columns, channels_fingerprint(self._channels))
-        self._tries = Tries(store, "shards")
+        self._attempts = Attempts(store, "shards")
 
     def extend(self, shard: str) -> ShardInfo:
         """Write one shard anew and commit it; one that has all columns is left alone.
@@ -55,15 +55,15 @@ class ShardExtender:
                 is damaged.
             StorageFullError: there was no room for it; the shard is as it was.
         """
-        if not self._tries.begin(shard):
+        if not self._attempts.begin(shard):
             raise DataError(
-                f"{MAX_TRIES} target replicas died over shard '{shard}' of '{self._store.uri}', out of memory perhaps: "
-                "give a smaller num_targets and run the same command again"
+                f"{MAX_ATTEMPTS} target replicas died over shard '{shard}' of '{self._store.uri}', out of memory "
+                "perhaps: give a smaller num_targets and run the same command again"
             )
         try:
             return self._extend(shard)
         finally:
-            self._tries.end(shard)
+            self._attempts.end(shard)
 
     def _extend(self, shard: str) -> ShardInfo:
         finish_replaced(self._store, shard)

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, UInt8
 from torch import Tensor
 
+from moray.activations.capture.attempts import MAX_ATTEMPTS, Attempts
 from moray.activations.capture.record import record_taps
-from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.activations.format.channels import (
     Channels,
     ChannelStatistics,
@@ -101,7 +101,7 @@ class ShardWriter:
         channels = read_channels(store, tap_columns(target.spec, config))
         self._encoder = TapEncoder(target, config, channels)
         self._schema = shard_schema(self._encoder.columns, channels_fingerprint(channels))
-        self._tries = Tries(store, "shards")
+        self._attempts = Attempts(store, "shards")
         self._part_name = ""
         self._part: pa.Table | None = None
 
@@ -112,16 +112,16 @@ class ShardWriter:
             DataError: the target produced a value that is not finite, or its replicas die over this shard.
             StorageFullError: there was no room for it; nothing of it is left.
         """
-        if not self._tries.begin(plan.name):
+        if not self._attempts.begin(plan.name):
             raise DataError(
-                f"{MAX_TRIES} target replicas died over shard '{plan.name}' of '{self._store.uri}', out of memory "
+                f"{MAX_ATTEMPTS} target replicas died over shard '{plan.name}' of '{self._store.uri}', out of memory "
                 "perhaps: give a smaller num_targets and run the same command again, or a smaller cache.batch_tokens "
                 "and another output"
             )
         try:
             return self._write(plan)
         finally:
-            self._tries.end(plan.name)
+            self._attempts.end(plan.name)
 
     def _write(self, plan: ShardPlan) -> ShardInfo:
         part = self._read_part(plan.part)

@@ -21,7 +21,7 @@ _MOST_RESERVED = 1 << 30
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskSpace:
     """What may still be written."""
 
     free: int | None

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from moray.activations.format.scan import scan
 from moray.activations.format.schema import FORMAT
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import survey
 from moray.errors import DamagedError, DataError
 
 LAYOUT_FILE = "layout.json"
@@ -45,7 +45,7 @@ def write_manifest(store: CacheStore, counts: dict[str, int]) -> Manifest:
         store: the cache.
         counts: chats read, dropped and bad, as reported by the tokenising stage.
     """
-    plan, shards = store.read_json("plan.json"), survey(store).counting
+    plan, shards = store.read_json("plan.json"), scan(store).counting
     tokens = sum(shard.tokens for shard in shards.values())
     # Not those of columns that are being added: not all shards have them.
     names = {name for shard in shards.values() for name in shard.hidden_square_sums if name in plan["columns"]}

@@ -15,7 +15,7 @@ from moray.errors import DamagedError
 
 
 @dataclass(frozen=True)
-class Survey:
+class CacheScan:
     """The shards of a cache by name."""
 
     counting: dict[str, ShardInfo]
@@ -30,7 +30,7 @@ class Survey:
         return frozenset(name for info in self.counting.values() for name in info.planned)
 
 
-def survey(store: CacheStore) -> Survey:
+def scan(store: CacheStore) -> CacheScan:
     """Compare every marker with the shard's size: one listing, and markers read many at a time."""
     sizes = store.sizes("shards")
     names = sorted(name[:-5] for name in sizes if name.endswith(".json"))
@@ -48,7 +48,7 @@ def survey(store: CacheStore) -> Survey:
     found = dict(zip(names, in_threads(look, names), strict=True))
     whole = [info for info in found.values() if isinstance(info, ShardInfo)]
     counting = _counting(whole)
-    return Survey(
+    return CacheScan(
         counting,
         {info.name: info for info in whole if info.name not in counting},
         {name: reason for name, reason in found.items() if isinstance(reason, str)},
@@ -65,7 +65,7 @@ def _counting(shards: Iterable[ShardInfo]) -> dict[str, ShardInfo]:
     return {name: chosen[name] for name in sorted(chosen)}
 
 
-def remove_damaged(store: CacheStore, found: Survey) -> None:
+def remove_damaged(store: CacheStore, found: CacheScan) -> None:
     """Un-commit what is damaged, saying what and why; the caching command then redoes that alone."""
     for name, reason in found.damaged.items():
         print(f"shard 'shards/{name}.parquet' is damaged: {reason}; it will be made again")

@@ -195,7 +195,7 @@ class CacheStore:
                 f"shard '{self.uri}/{name}' cannot be read: {error}; remove it and its .json, then cache again"
             ) from None
 
-    def claim(self, plan: dict[str, Any]) -> None:
+    def begin_or_resume(self, plan: dict[str, Any]) -> None:
         """Start a cache, or go on with one that was started for the same plan; clears what a kill left half-written.
 
         Raises:
@@ -216,11 +216,11 @@ class CacheStore:
         self.clear_temporary()
 
     def clear_temporary(self) -> int:
-        """Remove what was left half-written or was noted of tries, and say how many files that were."""
-        folders = ["tokens", "shards", "tries"]
+        """Remove what was left half-written or was counted as attempts, and say how many files that were."""
+        folders = ["tokens", "shards", "attempts"]
         if isinstance(self.filesystem, pafs.LocalFileSystem):  # object stores have no name for a folder itself
             folders.append(".")
-        found = [f"{folder}/{name}" for folder in folders for name in self.names(folder, (".tmp", ".tries"))]
+        found = [f"{folder}/{name}" for folder in folders for name in self.names(folder, (".tmp", ".attempts"))]
         for name in found:
             self.delete(name)
         return len(found)

@@ -114,7 +114,7 @@ def _padding(batches: list[list[int]]) -> float:
 
 def _epoch_padding(manifest: Manifest, batch_tokens: int) -> dict[str, Any]:
     all_lengths = manifest.lengths
-    plan = plan_epoch(all_lengths, batch_tokens, seed=0, epoch=0, num_lanes=1)[0]
+    plan = plan_epoch(all_lengths, batch_tokens, seed=0, epoch=0, num_data_shards=1)[0]
     batches = []
     for window in plan.windows:
         lengths = [length for shard, group in window.row_groups for length in all_lengths[shard][group]]

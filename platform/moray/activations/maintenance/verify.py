@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from moray.activations.format.channels import CHANNELS_FILE, channels_fingerprint, read_channels
 from moray.activations.format.manifest import Manifest, read_manifest
+from moray.activations.format.scan import CacheScan, find_parts, scan
 from moray.activations.format.schema import METADATA_KEY
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import Survey, find_parts, survey
 from moray.activations.planning.growth import unfinished_growth
 from moray.errors import DamagedError, DataError, UnreachableError
 
@@ -56,7 +56,7 @@ def verify_files(
     """
     if not store.exists("plan.json") and not store.exists("manifest.json"):
         raise DataError(f"activation cache '{store.uri}' is not there: check the path or URI")
-    found, parts = survey(store), find_parts(store)
+    found, parts = scan(store), find_parts(store)
     findings = Findings(num_shards=len(found.counting), shards=dict(found.damaged), parts=dict(parts.damaged))
     _check_manifest(store, found, findings)
     _check_channels(store, found, findings)
@@ -82,7 +82,7 @@ def verify_files(
     return findings
 
 
-def _check_channels(store: CacheStore, found: Survey, findings: Findings) -> None:
+def _check_channels(store: CacheStore, found: CacheScan, findings: Findings) -> None:
     """Whether the channels that quantised columns are decoded with are those they were encoded with."""
     for name in sorted(found.counting)[:1]:  # the writer gives all shards the same
         try:
@@ -98,7 +98,7 @@ def _check_channels(store: CacheStore, found: Survey, findings: Findings) -> Non
                 findings.other.append(str(error))
 
 
-def _check_manifest(store: CacheStore, found: Survey, findings: Findings) -> None:
+def _check_manifest(store: CacheStore, found: CacheScan, findings: Findings) -> None:
     try:
         plan = store.read_json("plan.json")
     except DamagedError as error:

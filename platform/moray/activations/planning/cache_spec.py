@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from moray.activations.format.scan import find_parts
 from moray.activations.format.schema import FORMAT, CacheConfig, shard_token_bytes
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import find_parts
-from moray.activations.planning.measure import measure_room
+from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import check_fits, forecast
 from moray.activations.planning.sample import project, sample_chats
 from moray.activations.planning.shards import ShardPlan, plan_shards, tap_columns
@@ -77,8 +77,8 @@ class CacheSpec:
         """
         if not store.exists("plan.json"):
             work = project(sample_chats(self.chunks, self.tokenizer, self.max_length), self.rows, self.cache)
-            room = measure_room(store, self.cache)
-            check_fits(self.spec, self.cache, forecast(self.spec, self.cache, work), room, store.uri)
+            disk = measure_disk_space(store, self.cache)
+            check_fits(self.spec, self.cache, forecast(self.spec, self.cache, work), disk, store.uri)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from moray.activations.format.disk_space import Room, size_text
+from moray.activations.format.disk_space import DiskSpace, size_text
 from moray.activations.format.row_groups import damaged
 from moray.activations.format.schema import (
     METADATA_KEY,
@@ -135,23 +135,23 @@ def plan_growth(
     return Growth(added, lacking, len(shards), sum(i.tokens for i in shards.values()), num_bytes, largest)
 
 
-def check_growth_fits(growth: Growth, room: Room, uri: str) -> None:
-    """Refuse columns for which there is no room, before anything is changed.
+def check_growth_fits(growth: Growth, disk: DiskSpace, uri: str) -> None:
+    """Refuse columns for which there is no disk, before anything is changed.
 
     Raises:
         ConfigError: the larger cache takes more than cache.max_bytes, or than the file system has.
     """
-    total = room.written + growth.bytes
-    if room.fits(total):
+    total = disk.written + growth.bytes
+    if disk.fits(total):
         return
     takes = f"adding {listed(growth.added)} to '{uri}' takes about {size_text(growth.bytes)} more"
-    if room.max_bytes is not None and total > room.max_bytes:
+    if disk.max_bytes is not None and total > disk.max_bytes:
         raise ConfigError(
-            f"{takes}, {size_text(room.written)} are written and cache.max_bytes allows {size_text(room.max_bytes)}: "
+            f"{takes}, {size_text(disk.written)} are written and cache.max_bytes allows {size_text(disk.max_bytes)}: "
             "raise it, or add fewer columns or in a smaller codec (cache.column_codecs)"
         )
     raise ConfigError(
-        f"{takes}, but {size_text(room.free or 0)} are free, of which {size_text(room.reserve)} must stay free while "
+        f"{takes}, but {size_text(disk.free or 0)} are free, of which {size_text(disk.reserve)} must stay free while "
         "shards are written anew: make space, or add fewer columns or in a smaller codec (cache.column_codecs)"
     )
 

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pyarrow.fs as pafs
 
-from moray.activations.format.disk_space import Room, free_bytes
+from moray.activations.format.disk_space import DiskSpace, free_bytes
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.errors import DataError
 
 
-def measure_room(store: CacheStore, cache: CacheConfig) -> Room:
+def measure_disk_space(store: CacheStore, cache: CacheConfig) -> DiskSpace:
     """The room for a cache: free space where the file system is a local one, and the quota."""
     free, reserve = None, 0
     if isinstance(store.filesystem, pafs.LocalFileSystem):
         free, reserve = free_bytes(Path(store.path("plan.json")).parent)
-    return Room(free, reserve, cache.max_bytes, written_bytes(store))
+    return DiskSpace(free, reserve, cache.max_bytes, written_bytes(store))
 
 
 def written_bytes(store: CacheStore) -> int:

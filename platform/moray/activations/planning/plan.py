@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moray.activations.format.disk_space import Room, size_text
+from moray.activations.format.disk_space import DiskSpace, size_text
 from moray.activations.format.schema import CacheConfig, bytes_per_token
 from moray.activations.planning.shards import ShardPlan, tap_columns
 from moray.errors import ConfigError
@@ -68,7 +68,7 @@ class Forecast:
         share = 1 - min(1.0, written / max(1, self.total))
         return self.workload.tokens * share / self.tokens_per_second / num_targets / 3600
 
-    def record(self, room: Room, num_targets: int) -> dict[str, Any]:
+    def record(self, disk: DiskSpace, num_targets: int) -> dict[str, Any]:
         """What is kept of it beside the shards."""
         return {
             "rows": self.workload.rows,
@@ -78,26 +78,26 @@ class Forecast:
             "shards": self.shards,
             "bytes": self.bytes,
             "bytes_per_token": self.bytes_per_token,
-            "free_bytes": room.free,
-            "max_bytes": room.max_bytes,
+            "free_bytes": disk.free,
+            "max_bytes": disk.max_bytes,
             "tokens_per_second": self.tokens_per_second,
             "hours": self.hours(num_targets),
         }
 
-    def lines(self, room: Room, num_targets: int) -> list[str]:
+    def lines(self, disk: DiskSpace, num_targets: int) -> list[str]:
         """What to tell a user before it is made."""
         work = self.workload
         about = f" (projected, +-{work.error:.0%})" if work.error else ""
         groups = ", ".join(f"{name} {size_text(size)}" for name, size in self.bytes.items() if size)
-        free = "unknown" if room.free is None else size_text(room.free)
-        quota = "not set" if room.max_bytes is None else size_text(room.max_bytes)
+        free = "unknown" if disk.free is None else size_text(disk.free)
+        quota = "not set" if disk.max_bytes is None else size_text(disk.max_bytes)
         lines = [
             f"{work.chats:,} chats, {work.tokens:,} tokens{about} in {self.shards:,} shards; "
             f"padding wastes {work.padding:.1%} of the target's work",
-            f"{size_text(self.total)} in all: {groups}; written so far: {size_text(room.written)}",
+            f"{size_text(self.total)} in all: {groups}; written so far: {size_text(disk.written)}",
             f"free space {free}, cache.max_bytes {quota}",
         ]
-        if (hours := self.hours(num_targets, room.written)) is not None:
+        if (hours := self.hours(num_targets, disk.written)) is not None:
             duration = f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
             speed = f"{self.tokens_per_second:,.0f} tokens/s"
             lines.append(f"about {duration} for what is left, at {speed} of each of {num_targets} targets")
@@ -193,18 +193,18 @@ def subset_choices(spec: TargetSpec, cache: CacheConfig, work: Workload) -> list
     return choices
 
 
-def fewer_chats(plan: Forecast, room: Room) -> Choice | None:
+def fewer_chats(plan: Forecast, disk: DiskSpace) -> Choice | None:
     """How many chats fit as they are to be cached; None if not one does."""
-    if room.left is None:
+    if disk.left is None:
         return None
     # Another number of chats is another cache: what is written does not count for it.
-    limit = replace(room, written=0).left or 0
+    limit = replace(disk, written=0).left or 0
     rows = int(plan.workload.rows * min(1.0, limit * _MAX_CHATS_MARGIN / max(1, plan.total)))
     return Choice(f"chats.max_chats={rows}", "", plan.total * rows // plan.workload.rows) if rows > 0 else None
 
 
-def check_fits(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room, uri: str) -> None:
-    """Refuse a cache for which there is no room, before it is begun.
+def check_fits(spec: TargetSpec, cache: CacheConfig, plan: Forecast, disk: DiskSpace, uri: str) -> None:
+    """Refuse a cache for which there is no disk, before it is begun.
 
     A projection is refused only if even its lower end does not fit.
 
@@ -212,23 +212,23 @@ def check_fits(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room,
         ConfigError: it takes more than cache.max_bytes, or than the file system has; names what would fit.
     """
     total = int(plan.total * (1 - plan.workload.error))
-    if room.fits(total):
+    if disk.fits(total):
         return
-    need = total - room.written
-    written = f", of which {size_text(room.written)} are written" if room.written else ""
+    need = total - disk.written
+    written = f", of which {size_text(disk.written)} are written" if disk.written else ""
     about = "about " if plan.workload.error else ""
     takes = f"the cache takes {about}{size_text(plan.total)}{written}"
-    others = "; ".join(f"{c.overrides} ({size_text(c.bytes)})" for c in _fitting(spec, cache, plan, room))
-    elsewhere = " (with another output, or this one removed)" if room.written else ""
+    others = "; ".join(f"{c.overrides} ({size_text(c.bytes)})" for c in _fitting(spec, cache, plan, disk))
+    elsewhere = " (with another output, or this one removed)" if disk.written else ""
     advice = f"; what fits{elsewhere}: {others}" if others else "; nothing smaller fits either"
-    if room.max_bytes is not None and total > room.max_bytes:
-        raise ConfigError(f"{takes}, cache.max_bytes allows {size_text(room.max_bytes)}: raise it{advice}")
-    free = f"'{uri}' has {size_text(room.free or 0)} free, of which {size_text(room.reserve)} stay free"
-    raise ConfigError(f"{takes}, but {free}: {size_text(need - (room.left or 0))} too little; make space{advice}")
+    if disk.max_bytes is not None and total > disk.max_bytes:
+        raise ConfigError(f"{takes}, cache.max_bytes allows {size_text(disk.max_bytes)}: raise it{advice}")
+    free = f"'{uri}' has {size_text(disk.free or 0)} free, of which {size_text(disk.reserve)} stay free"
+    raise ConfigError(f"{takes}, but {free}: {size_text(need - (disk.left or 0))} too little; make space{advice}")
 
 
-def _fitting(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room) -> Iterator[Choice]:
-    fresh = replace(room, written=0)
+def _fitting(spec: TargetSpec, cache: CacheConfig, plan: Forecast, disk: DiskSpace) -> Iterator[Choice]:
+    fresh = replace(disk, written=0)
     codecs: dict[int, Choice] = {}  # fp8 and int8 take the same
     for choice in codec_choices(spec, cache, plan.workload):
         codecs.setdefault(choice.bytes, choice)
@@ -237,7 +237,7 @@ def _fitting(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room) -
     for choice in subset_choices(spec, cache, plan.workload):
         if fresh.fits(choice.bytes):
             yield replace(choice, overrides=f"{choice.overrides} for {choice.what_for}")
-    if (choice := fewer_chats(plan, room)) is not None:
+    if (choice := fewer_chats(plan, disk)) is not None:
         yield choice
 
 

@@ -7,13 +7,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moray.activations.format.disk_space import Room, size_text
+from moray.activations.format.disk_space import DiskSpace, size_text
+from moray.activations.format.scan import scan
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import survey
 from moray.activations.planning.cache_spec import CacheSpec
 from moray.activations.planning.growth import columns_to_add, plan_growth
-from moray.activations.planning.measure import measure_room
+from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import (
     Choice,
     Forecast,
@@ -60,17 +60,17 @@ def print_plan(
     sample = sample_chats(wanted.chunks, wanted.tokenizer, wanted.max_length)
     work = project(sample, wanted.rows, cache)
     plan = replace(forecast(spec, cache, work), tokens_per_second=_speed(target, cache, sample, workers))
-    room = measure_room(store, cache)
+    disk = measure_disk_space(store, cache)
     added = columns_to_add(store, wanted.plan())
     told = replace(plan, tokens_per_second=None) if added else plan  # the target runs over what is written as well
-    lines = [f"from {sample.rows:,} of {work.rows:,} rows:", *told.lines(room, workers.num_targets)]
+    lines = [f"from {sample.rows:,} of {work.rows:,} rows:", *told.lines(disk, workers.num_targets)]
     if added:
         lines += _growth_lines(store, wanted, added, plan, workers)
     for line in lines:
         console.print(line, markup=False, highlight=False)
-    console.print(_table(spec, cache, plan, room))
-    if not room.fits(plan.total):
-        fewer = fewer_chats(plan, room)
+    console.print(_table(spec, cache, plan, disk))
+    if not disk.fits(plan.total):
+        fewer = fewer_chats(plan, disk)
         advice = f"; as it is, {fewer.overrides} fits" if fewer else ""
         console.print(f"it does not fit{advice}", markup=False, highlight=False)
 
@@ -79,14 +79,14 @@ def _growth_lines(
     store: CacheStore, wanted: CacheSpec, added: list[str], plan: Forecast, workers: Workers
 ) -> list[str]:
     """What adding columns to the cache that is there takes: by shards, which say how many tokens there are."""
-    found = survey(store).counting
+    found = scan(store).counting
     growth = plan_growth(store, wanted.plan(), added, found)
     hours = replace(plan, workload=replace(plan.workload, tokens=growth.tokens_left)).hours(workers.num_targets)
     takes = "" if hours is None else f", {hours:.1f} hours" if hours >= 1 else f", {hours * 60:.0f} minutes"
     return [f"the cache that is there is kept and grows: {growth.announcement}{takes}"]
 
 
-def _table(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room) -> Table:
+def _table(spec: TargetSpec, cache: CacheConfig, plan: Forecast, disk: DiskSpace) -> Table:
     table = Table(show_edge=False)
     for name, justify in (("overrides", "left"), ("bytes/token", "right"), ("total", "right"), ("fits", "left")):
         table.add_column(name, justify=justify, no_wrap=name != "overrides")  # pyright: ignore[reportArgumentType]
@@ -95,15 +95,15 @@ def _table(spec: TargetSpec, cache: CacheConfig, plan: Forecast, room: Room) -> 
     subsets = subset_choices(spec, cache, plan.workload)
     for group in ([as_it_is], codecs, subsets):
         for choice in group:
-            _add(table, choice, plan, room)
+            _add(table, choice, plan, disk)
         table.add_section()
     return table
 
 
-def _add(table: Table, choice: Choice, plan: Forecast, room: Room) -> None:
+def _add(table: Table, choice: Choice, plan: Forecast, disk: DiskSpace) -> None:
     per_token = (choice.bytes - plan.bytes["text"]) / max(1, plan.workload.tokens)
     what = f"{choice.overrides} ({choice.what_for})" if choice.what_for else choice.overrides
-    fits = "unknown" if room.left is None else "yes" if room.fits(choice.bytes) else "no"
+    fits = "unknown" if disk.left is None else "yes" if disk.fits(choice.bytes) else "no"
     table.add_row(what.replace("[", r"\["), f"{per_token:,.0f}", size_text(choice.bytes), fits)
 
 
@@ -117,13 +117,13 @@ def _speed(target: TargetConfig, cache: CacheConfig, sample: Sample, workers: Wo
     if workers.need_gpu and not torch.cuda.is_available():
         return None
     torch.set_num_threads(workers.threads)
-    from moray.activations.capture.calibration import rehearsal_batches, rehearse
+    from moray.activations.capture.calibration import calibrate, calibration_batches
     from moray.targets.model import Target
 
     lengths = [len(tokens) for tokens in sample.tokens]
     shards = plan_shards("part-00000", lengths, cache, token_bytes=1)
-    batches = [_batch(sample.tokens, plan.batches[0]) for plan in rehearsal_batches(shards)]
-    return rehearse(Target.load(target), cache, batches).tokens_per_second
+    batches = [_batch(sample.tokens, plan.batches[0]) for plan in calibration_batches(shards)]
+    return calibrate(Target.load(target), cache, batches).tokens_per_second
 
 
 def _batch(tokens: Sequence[np.ndarray], rows: Sequence[int]) -> list[np.ndarray]:

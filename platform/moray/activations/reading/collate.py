@@ -15,7 +15,7 @@ from moray.activations.format.schema import hidden_column, kv_column
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.growth import command_to_add
 from moray.activations.planning.shards import listed
-from moray.batch import LaneBatch, TapNeeds, Taps, TrainBatch
+from moray.batch import DataShardBatch, TapNeeds, Taps, TrainBatch
 from moray.errors import DataError
 
 _TEXT_BYTES = 5  # a token id and its mask
@@ -58,10 +58,13 @@ def bytes_per_token(needs: TapNeeds, columns: dict[str, Any]) -> int:
     return sum(codec(tap["codec"]).bytes_per_token(tap["width"]) for tap in taps) + _TEXT_BYTES
 
 
-def lane_batch(table: pa.Table, needs: TapNeeds, decoder: TapDecoder, lane: int = 0) -> LaneBatch:
+def data_shard_batch(table: pa.Table, needs: TapNeeds, decoder: TapDecoder, data_shard: int = 0) -> DataShardBatch:
     """Rows of a shard, with the needed columns, to a batch whose taps are decoded on demand, from views."""
-    return LaneBatch(
-        lane, collate_text(table), tuple(table.column("uid").to_pylist()), partial(_collate_taps, table, needs, decoder)
+    return DataShardBatch(
+        data_shard,
+        collate_text(table),
+        tuple(table.column("uid").to_pylist()),
+        partial(_collate_taps, table, needs, decoder),
     )
 
 

@@ -1,11 +1,12 @@
 """Which chats of an epoch go together.
 
-An epoch is planned for a fixed number of LANES. One update takes one batch of every lane, whoever computes it:
+An epoch is planned for a fixed number of DATA SHARDS. One update takes one batch of every data shard, whoever computes
+it:
 
     update       0    1    2    3
-    lane 0      b00  b01  b02  b03      worker 0 of 2
-    lane 1      b10  b11  b12  b13      worker 1 of 2
-    lane 2      b20  b21  b22  b23      worker 0 of 2, after b0x
+    data shard 0  b00  b01  b02  b03      worker 0 of 2
+    data shard 1  b10  b11  b12  b13      worker 1 of 2
+    data shard 2  b20  b21  b22  b23      worker 0 of 2, after b0x
 
 So gradient accumulation and another number of workers change who computes what, and no update. Planning needs
 chat lengths only: the number of updates is known before the first byte is read, a run resumes at any of them
@@ -43,7 +44,7 @@ class Window:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """One lane's batches of one epoch."""
+    """One data shard's batches of one epoch."""
 
     windows: list[Window]
     num_steps: int
@@ -72,46 +73,46 @@ def plan_epoch(
     batch_tokens: int,
     seed: int,
     epoch: int,
-    num_lanes: int,
+    num_data_shards: int,
     window_tokens: int | None = None,
 ) -> list[EpochPlan]:
-    """Plan one epoch for all lanes.
+    """Plan one epoch for all data shards.
 
-    Row groups are shuffled and dealt so that lanes hold nearly equal token counts. Each lane takes a pool of
-    about 16 batches' worth of row groups at a time and cuts it into windows (one, unless `window_tokens` is
-    less) of row groups of similar length; a window is cut by length into batches of at most `batch_tokens`
-    (padding included) of little padding; windows and batches are shuffled. All lanes make the same number of
-    steps: where one has fewer batches, its largest are cut in two.
+    Row groups are shuffled and dealt so that data shards hold nearly equal token counts. Each data shard takes a pool
+    of about 16 batches' worth of row groups at a time and cuts it into windows (one, unless `window_tokens` is less) of
+    row groups of similar length; a window is cut by length into batches of at most `batch_tokens` (padding included) of
+    little padding; windows and batches are shuffled. All data shards make the same number of steps: where one has fewer
+    batches, its largest are cut in two.
 
     Args:
         shards: lengths of the chats by shard and row group.
-        batch_tokens: per lane.
+        batch_tokens: per data shard.
         seed: same seed, same plan.
         epoch: counts from 0.
         num_lanes: how many plans to make.
-        window_tokens: most tokens that a lane reads at a time, though never less than one row group.
+        window_tokens: most tokens that a data shard reads at a time, though never less than one row group.
     """
     rng = random.Random(f"{seed}/{epoch}")
     units = [(name, index, lengths) for name, groups in sorted(shards.items()) for index, lengths in enumerate(groups)]
     rng.shuffle(units)
-    loads = [0] * num_lanes
-    shares: list[list[_RowGroup]] = [[] for _ in range(num_lanes)]
-    for unit in sorted(units, key=lambda unit: -sum(unit[2])) if num_lanes > 1 else units:
-        lane = loads.index(min(loads))
-        shares[lane].append(unit)
-        loads[lane] += sum(unit[2])
+    loads = [0] * num_data_shards
+    shares: list[list[_RowGroup]] = [[] for _ in range(num_data_shards)]
+    for unit in sorted(units, key=lambda unit: -sum(unit[2])) if num_data_shards > 1 else units:
+        data_shard = loads.index(min(loads))
+        shares[data_shard].append(unit)
+        loads[data_shard] += sum(unit[2])
     pool_tokens = _POOL_BATCHES * batch_tokens
     most = min(pool_tokens, window_tokens or pool_tokens)
-    lanes = []
+    data_shards = []
     for share in shares:
         rng.shuffle(share)
-        lanes.append(_plan_lane(share, batch_tokens, pool_tokens, most, rng))
-    wanted = max(_num_steps(windows) for windows in lanes)
-    for windows in lanes:
+        data_shards.append(_plan_data_shard(share, batch_tokens, pool_tokens, most, rng))
+    wanted = max(_num_steps(windows) for windows in data_shards)
+    for windows in data_shards:
         _cut_in_two(windows, wanted - _num_steps(windows))
-    # Fewer only where a lane has not enough chats for one in every step.
-    num_steps = min(_num_steps(windows) for windows in lanes)
-    return [EpochPlan(_number(windows, rng), num_steps).before(num_steps) for windows in lanes]
+    # Fewer only where a data shard has not enough chats for one in every step.
+    num_steps = min(_num_steps(windows) for windows in data_shards)
+    return [EpochPlan(_number(windows, rng), num_steps).before(num_steps) for windows in data_shards]
 
 
 def _num_steps(windows: list[Window]) -> int:
@@ -146,7 +147,7 @@ def _number(windows: list[Window], rng: random.Random) -> list[Window]:
     return numbered
 
 
-def _plan_lane(
+def _plan_data_shard(
     share: list[_RowGroup], batch_tokens: int, pool_tokens: int, window_tokens: int, rng: random.Random
 ) -> list[Window]:
     windows: list[Window] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from moray.activations.capture.attempts import TRIES
+from moray.activations.capture.attempts import ATTEMPTS
 from moray.activations.format.store import CacheStore
 from moray.errors import DataError, MismatchError
 from moray.runs_folder import as_runs
@@ -49,8 +49,8 @@ class AnswerStore(CacheStore):
             self.put("plan.yaml", yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
 
     def clear_temporary(self) -> int:
-        """Remove files that a killed process left half-written, and notes of tries; returns how many."""
-        found = self.names("", (".tmp", TRIES))
+        """Remove files that a killed process left half-written, and counts of attempts; returns how many."""
+        found = self.names("", (".tmp", ATTEMPTS))
         for name in found:
             self.filesystem.delete_file(self.path(name))
         return len(found)

@@ -1,4 +1,4 @@
-"""The rehearsal of a cache on Ray: one target of those to come, on a few batches, before the first shard."""
+"""The calibration pass of a cache on Ray: one target runs a few batches before the first shard is written."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import ray
 
-from moray.activations.capture.calibration import rehearsal_batches, rehearse
+from moray.activations.capture.calibration import calibrate, calibration_batches
 from moray.activations.format.channels import CHANNELS_FILE, quantised_columns, read_known_channels, write_channels
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
@@ -17,20 +17,23 @@ from moray.cluster.caching.configs import CaptureConfig
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 
-REHEARSAL_FILE = "rehearsal.json"
+CALIBRATION_FILE = "calibration.json"
+_OLD_FILE = "rehearsal.json"
+"""Its name before version 0.2."""
 
 
-def rehearsal(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig) -> dict[str, Any]:
-    """What the target told on a few batches, once per cache; as `rehearse_on_ray`."""
-    if store.exists(REHEARSAL_FILE) and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
-        return store.read_json(REHEARSAL_FILE)
+def calibration(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig) -> dict[str, Any]:
+    """What the target told on a few batches, once per cache; as `calibrate_on_ray`."""
+    file = next((name for name in (CALIBRATION_FILE, _OLD_FILE) if store.exists(name)), None)
+    if file is not None and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
+        return store.read_json(file)
     with Progress("run the target on a few batches, to know its speed and its values"):
-        told = rehearse_on_ray(store, wanted.target, wanted.cache, capture, planned.shards)
-    store.write_json(REHEARSAL_FILE, told)
+        told = calibrate_on_ray(store, wanted.target, wanted.cache, capture, planned.shards)
+    store.write_json(CALIBRATION_FILE, told)
     return told
 
 
-def rehearse_on_ray(
+def calibrate_on_ray(
     store: CacheStore, target: TargetConfig, cache: CacheConfig, capture: CaptureConfig, shards: Sequence[ShardPlan]
 ) -> dict[str, Any]:
     """Find and store the channels of quantised columns of which the cache has none yet.
@@ -41,15 +44,15 @@ def rehearse_on_ray(
     Raises:
         DataError: the target produced a value that is not finite.
     """
-    batches = [json.dumps(asdict(plan)) for plan in rehearsal_batches(shards)]
-    task = ray.remote(num_cpus=capture.cpus_per_target, num_gpus=capture.gpus_per_target, max_retries=1)(_rehearse)
+    batches = [json.dumps(asdict(plan)) for plan in calibration_batches(shards)]
+    task = ray.remote(num_cpus=capture.cpus_per_target, num_gpus=capture.gpus_per_target, max_retries=1)(_calibrate)
     answer = cast(Any, task).remote(
         store.uri, target.model_dump(), cache.model_dump(), batches, capture.threads_per_target
     )
     return cast(Any, ray.get(answer))
 
 
-def _rehearse(
+def _calibrate(
     uri: str, target: dict[str, Any], cache: dict[str, Any], batches: list[str], threads: int
 ) -> dict[str, Any]:
     import torch
@@ -64,7 +67,7 @@ def _rehearse(
     for plan in (ShardPlan(**json.loads(batch)) for batch in batches):
         tokens.append(token_arrays(store.read_table(f"tokens/{plan.part}.parquet").take(plan.batches[0])))
     known = read_known_channels(store)
-    result = rehearse(loaded, config, tokens, known)
+    result = calibrate(loaded, config, tokens, known)
     if result.channels.keys() - known.keys():
         write_channels(store, {**known, **result.channels})
     return {"tokens_per_second": result.tokens_per_second, "hidden_rms": result.hidden_rms}

@@ -15,18 +15,18 @@ import ray.data
 from moray.activations.capture.extract import ShardWriter
 from moray.activations.format.channels import CHANNELS_FILE, read_channels
 from moray.activations.format.manifest import LAYOUT_FILE, Manifest, read_manifest, write_layout, write_manifest
+from moray.activations.format.scan import find_parts, remove_damaged, scan
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import find_parts, remove_damaged, survey
 from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, CacheSpec
 from moray.activations.planning.growth import columns_to_add, end_growth, finish_replaced, grown_plan
-from moray.activations.planning.measure import measure_room
+from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import check_fits, count_work, forecast
 from moray.activations.planning.shards import ShardPlan
+from moray.cluster.caching.calibration import CALIBRATION_FILE, calibration
 from moray.cluster.caching.configs import CaptureConfig
-from moray.cluster.caching.extend import add_columns
 from moray.cluster.caching.disk_full import Goal, told_if_cache_full
-from moray.cluster.caching.calibration import REHEARSAL_FILE, rehearsal
+from moray.cluster.caching.extend import add_columns
 from moray.cluster.caching.tokenise import tokenise
 from moray.cluster.errors import own_errors
 from moray.data.ultrachat import ChatsConfig
@@ -50,8 +50,8 @@ def cache_activations(
     wanted = CacheSpec.of(target, chats, cache)
     wanted.check_room(store)
     with told_if_cache_full(store) as goal:
-        added = _claim(store, wanted)
-        found = survey(store)
+        added = _begin_or_resume(store, wanted)
+        found = scan(store)
         remove_damaged(store, found)
         if not added and store.exists("manifest.json") and not found.damaged:
             try:
@@ -101,9 +101,9 @@ def lay_out_cache(
     if is_kept:
         wanted.check_room(store)
     with told_if_cache_full(store) as goal, own_errors():
-        store.claim(wanted.plan())
+        store.begin_or_resume(wanted.plan())
         finish_replaced(store)
-        remove_damaged(store, survey(store))
+        remove_damaged(store, scan(store))
         if store.exists(LAYOUT_FILE) and not find_parts(store, len(wanted.chunks)).damaged:
             return
         counts = tokenise(store, target, wanted.chunks, chats.max_bad_rows, wanted.max_length, capture)
@@ -114,10 +114,10 @@ def lay_out_cache(
             plan.name: [[planned.lengths[plan.part][row] for row in batch] for batch in plan.batches]
             for plan in planned.shards
         }
-        write_layout(store, row_groups, rehearsal(store, wanted, planned, capture)["hidden_rms"], counts)
+        write_layout(store, row_groups, calibration(store, wanted, planned, capture)["hidden_rms"], counts)
 
 
-def _claim(store: CacheStore, wanted: CacheSpec) -> list[str]:
+def _begin_or_resume(store: CacheStore, wanted: CacheSpec) -> list[str]:
     """Begin a cache or go on with it; returns the columns that are to be added to what is there.
 
     Raises:
@@ -127,37 +127,37 @@ def _claim(store: CacheStore, wanted: CacheSpec) -> list[str]:
     if added:
         store.clear_temporary()
     else:
-        store.claim(wanted.plan())
+        store.begin_or_resume(wanted.plan())
     finish_replaced(store)
     return added
 
 
 def _prepare(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig, goal: Goal) -> None:
-    """Between the stages: refuse what does not fit, rehearse, and tell."""
+    """Between the stages: refuse what does not fit, run the calibration pass, and print the plan."""
     cache = wanted.cache
     plan = forecast(wanted.spec, cache, count_work(planned.shards, planned.lengths, wanted.rows), len(planned.shards))
-    committed = survey(store).planned
+    committed = scan(store).planned
     if planned.tokens_of.keys() <= committed:
         return
-    room = measure_room(store, cache)
+    disk = measure_disk_space(store, cache)
     if not committed:  # the text alone can be made again
-        room = replace(room, written=0)
+        disk = replace(disk, written=0)
     try:
-        check_fits(wanted.spec, cache, plan, room, store.uri)
+        check_fits(wanted.spec, cache, plan, disk, store.uri)
     except ConfigError:
         if not committed:  # so that what is advised can be typed for the same output
             store.filesystem.delete_dir(store.path("tokens"))
-            for name in (FORECAST_FILE, REHEARSAL_FILE, CHANNELS_FILE, "plan.json"):
+            for name in (FORECAST_FILE, CALIBRATION_FILE, CHANNELS_FILE, "plan.json"):
                 store.delete(name)
         raise
     goal.total = plan.total
     if committed:
         read_channels(store, wanted.columns)  # raises: new ones would not be those of the shards that are there
     is_new = not store.exists(FORECAST_FILE)
-    plan = replace(plan, tokens_per_second=rehearsal(store, wanted, planned, capture)["tokens_per_second"])
+    plan = replace(plan, tokens_per_second=calibration(store, wanted, planned, capture)["tokens_per_second"])
     if is_new:
-        store.write_json(FORECAST_FILE, plan.record(room, capture.num_targets))
-    print("\n".join(plan.lines(room, capture.num_targets)))
+        store.write_json(FORECAST_FILE, plan.record(disk, capture.num_targets))
+    print("\n".join(plan.lines(disk, capture.num_targets)))
 
 
 class _ShardActor:
@@ -185,7 +185,7 @@ def _run_target(
     planned: CachePlan,
 ) -> None:
     """Stage 2: write the shards that are missing."""
-    done = survey(store).planned
+    done = scan(store).planned
     missing = [plan for plan in planned.shards if plan.name not in done]
     if not missing:
         return

@@ -6,9 +6,9 @@ from typing import Any, cast
 import ray.data
 
 from moray.activations.format.manifest import read_manifest, write_manifest
+from moray.activations.format.scan import scan
 from moray.activations.format.schema import bytes_per_token
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import survey
 from moray.activations.maintenance.compact import join, plan_compaction, remove_superseded
 from moray.activations.planning.growth import refuse_while_growing
 from moray.cluster.errors import own_errors
@@ -34,7 +34,7 @@ def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, in
     store = CacheStore(output)
     manifest = read_manifest(store)
     refuse_while_growing(store)
-    found = survey(store)
+    found = scan(store)
     before = len(manifest.shards)
     wanted = {name for info in manifest.shards.values() for name in info.planned}
     damaged = sorted(found.damaged) or sorted(wanted - found.planned)
@@ -48,7 +48,7 @@ def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, in
     if groups:
         with own_errors():
             _join_all(store, [[info.name for info in group] for group in groups], plan["cache"], num_tasks)
-        found = survey(store)
+        found = scan(store)
     if manifest.shards != found.counting:
         manifest = write_manifest(store, store.read_json("manifest.json")["chats"])
     # Only now: until here readers had the old manifest.

@@ -6,16 +6,16 @@ from typing import Any
 import ray.data
 
 from moray.activations.capture.extend import ShardExtender
+from moray.activations.format.scan import scan
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import survey
 from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, CacheSpec
 from moray.activations.planning.growth import Growth, begin_growth, check_growth_fits, is_begun, plan_growth
-from moray.activations.planning.measure import measure_room
+from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import count_work, forecast
+from moray.cluster.caching.calibration import CALIBRATION_FILE, calibration
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.disk_full import Goal
-from moray.cluster.caching.calibration import REHEARSAL_FILE, rehearsal
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 
@@ -39,20 +39,20 @@ def add_columns(
         ConfigError: there is not enough room; nothing has been changed.
         DataError: a shard is damaged, or activations are not finite.
     """
-    plan, found = wanted.plan(), survey(store)
+    plan, found = wanted.plan(), scan(store)
     missing = sum(tokens for name, tokens in planned.tokens_of.items() if name not in found.planned)
     growth = plan_growth(store, plan, added, found.counting, missing)
-    room = measure_room(store, wanted.cache)
+    disk = measure_disk_space(store, wanted.cache)
     num_targets = min(capture.num_targets, max(1, len(growth.shards)))
-    check_growth_fits(growth, replace(room, reserve=room.reserve + growth.largest * num_targets), store.uri)
-    goal.total = room.written + growth.bytes
+    check_growth_fits(growth, replace(disk, reserve=disk.reserve + growth.largest * num_targets), store.uri)
+    goal.total = disk.written + growth.bytes
     if not is_begun(store, plan, added):
-        store.delete(REHEARSAL_FILE)  # of the old columns alone
-        told = rehearsal(store, wanted, planned, capture)
+        store.delete(CALIBRATION_FILE)  # of the old columns alone
+        told = calibration(store, wanted, planned, capture)
         work = count_work(planned.shards, planned.lengths, wanted.rows)
         whole = forecast(wanted.spec, wanted.cache, work, len(planned.shards))
         whole = replace(whole, tokens_per_second=told["tokens_per_second"])
-        store.write_json(FORECAST_FILE, whole.record(room, capture.num_targets))
+        store.write_json(FORECAST_FILE, whole.record(disk, capture.num_targets))
         begin_growth(store, plan, added)
     print(growth.announcement)
     _extend_all(store, growth, wanted, capture)

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray.data
 
-from moray.activations.capture.attempts import MAX_TRIES, Tries
+from moray.activations.capture.attempts import MAX_ATTEMPTS, Attempts
 from moray.cluster.caching.answer_store import AGAIN, AnswerStore
 from moray.cluster.caching.dialogues import KEPT_BAD_ROWS, answer_chats
 from moray.cluster.caching.regenerate_config import RegenerateConfig
@@ -97,7 +97,7 @@ class _Answerer:
         from moray.targets.model import Target
 
         self._store = store
-        self._tries = Tries(store)
+        self._attempts = Attempts(store)
         self._config = RegenerateConfig.model_validate_json(config_json)
         torch.set_num_threads(self._config.threads_per_target)
         self._target = Target.load(self._config.target)
@@ -109,15 +109,15 @@ class _Answerer:
         return {"name": batch["name"], "summary": [json.dumps(summary) for summary in summaries]}
 
     def _answer(self, name: str, chunk: ChatChunk) -> Summary:
-        if not self._tries.begin(name):
+        if not self._attempts.begin(name):
             raise DataError(
-                f"{MAX_TRIES} target replicas died over {name} ({chunk.file}, {chunk.num_rows} rows from row "
+                f"{MAX_ATTEMPTS} target replicas died over {name} ({chunk.file}, {chunk.num_rows} rows from row "
                 f"{chunk.first_row} on), out of memory perhaps: give a smaller batch_tokens or num_targets and {AGAIN}"
             )
         rows = list(read_chunk(chunk))
         answered, summary = answer_chats(rows, self._target, self._tokenizer, self._eos_ids, self._config)
         self._store.write_part(name, answered, summary)
-        self._tries.end(name)
+        self._attempts.end(name)
         return summary
 
 

@@ -7,9 +7,9 @@ import pyarrow as pa
 import ray
 import ray.data
 
+from moray.activations.format.scan import find_parts
 from moray.activations.format.schema import TOKENS_SCHEMA
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import find_parts
 from moray.cluster.caching.configs import CaptureConfig
 from moray.data.ultrachat import BadRow, ChatChunk, read_chunk
 from moray.errors import DataError

@@ -21,8 +21,8 @@ class WorkersConfig(Config):
 
     num_workers: int | tuple[int, int] = 1
     """Number of workers, or the fewest and the most as [1, 4]: as many train as there is room for. Ray Train takes what
-    is free, and more when more gets free. The number may change when a run goes on: the run's lanes are shared out anew
-    (see train.gradient_accumulation_steps)."""
+    is free, and more when more gets free. The number may change when a run goes on: the run's data shards are shared
+    out anew (see train.gradient_accumulation_steps)."""
     use_gpu: bool = False
     """Train on GPUs; false trains on the CPU."""
     gpus_per_worker: float = Field(default=1.0, gt=0, le=1)
@@ -37,8 +37,9 @@ class WorkersConfig(Config):
     prefetch_windows: int = Field(default=2, ge=1)
     """Windows of the cache that are read ahead, per worker."""
     window_mib: int = Field(default=1024, ge=1)
-    """Most MiB of the cache that a worker mixes batches from, all its lanes together. Never less than a batch of each
-    lane. The plan of a run keeps it: with half of the workers, each has twice the lanes and holds twice as much."""
+    """Most MiB of the cache that a worker mixes batches from, all its data shards together. Never less than a batch of
+    each data shard. The plan of a run keeps it: with half of the workers, each has twice the data shards and holds
+    twice as much."""
 
     @property
     def fewest(self) -> int:

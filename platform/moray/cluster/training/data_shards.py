@@ -1,4 +1,4 @@
-"""How many lanes a run has, and how many workers may share them. Decided before anything starts."""
+"""How many data shards a run has, and how many workers may share them. Decided before anything starts."""
 
 import os
 import sys
@@ -15,11 +15,11 @@ _READING_CPUS = 0.5
 """Of one task that reads a window: the least that must be free beside the workers, or they wait for ever."""
 
 
-def run_lanes(config: DistillConfig) -> int:
-    """The run's number of lanes: workers (the most, where it is a range) times train.gradient_accumulation_steps, at
-    its first start.
+def run_data_shards(config: DistillConfig) -> int:
+    """The run's number of data shards: workers (the most, where it is a range) times train.gradient_accumulation_steps,
+    at its first start.
 
-    `run.yaml` remembers it: later starts may have fewer workers, which take several lanes each.
+    `run.yaml` remembers it: later starts may have fewer workers, which take several data shards each.
     """
     folder = Path(config.output).absolute()
     is_begun = (folder / RUN_FILE).is_file()
@@ -31,19 +31,20 @@ def num_workers(config: DistillConfig) -> int | tuple[int, int]:
     """What Ray Train is asked for: `workers.num_workers`, a range cut to what can be of use.
 
     Raises:
-        ConfigError: more workers than lanes, or more than this machine has room for.
+        ConfigError: more workers than data shards, or more than this machine has room for.
     """
-    workers, lanes = config.workers, run_lanes(config)
-    if workers.fewest > lanes:
+    workers, data_shards = config.workers, run_data_shards(config)
+    if workers.fewest > data_shards:
         raise ConfigError(
-            f"workers.num_workers is {workers.num_workers}, but the run in '{config.output}' began with {lanes} lanes, "
-            f"which is the most workers it can use: give workers.num_workers={lanes} or less, or another output"
+            f"workers.num_workers is {workers.num_workers}, but the run in '{config.output}' began with {data_shards} "
+            f"data shards, which is the most workers it can use: give workers.num_workers={data_shards} or less, or "
+            "another output"
         )
     if isinstance(workers.num_workers, int):
         _check_room(config)
         return workers.num_workers
     _check_room(config)
-    most = min(workers.most, lanes, _room(config))
+    most = min(workers.most, data_shards, _room(config))
     return (workers.fewest, most) if workers.fewest < most else workers.fewest
 
 

@@ -14,16 +14,16 @@ from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from moray.activations.format.manifest import LAYOUT_FILE, read_layout, write_manifest
+from moray.activations.format.scan import scan
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import survey
 from moray.activations.reading.token_counts import token_counts
 from moray.cluster.caching.capture import lay_out_cache
 from moray.cluster.errors import own_errors
 from moray.cluster.progress_actor import ProgressActor, follow
-from moray.cluster.training.resume import claim, disclaim, is_complete
 from moray.cluster.training.configs import DistillConfig
-from moray.cluster.training.data_shards import num_workers, run_lanes
+from moray.cluster.training.data_shards import num_workers, run_data_shards
 from moray.cluster.training.live import open_source
+from moray.cluster.training.resume import begin_or_resume, is_complete, withdraw
 from moray.cluster.training.validate import check_validation, validate_last, validation_of
 from moray.cluster.training.worker import RUN_NAME, checkpoint_step, newest_checkpoint, open_run_trackers, work
 from moray.distill.tracking.metrics import send_validation
@@ -39,14 +39,14 @@ def distill(config: DistillConfig) -> Path:
 
     Raises:
         MismatchError: the cache was made from another target, or the folder holds another run.
-        ConfigError: the machine has too few CPUs or GPUs for the workers, or the run too few lanes.
+        ConfigError: the machine has too few CPUs or GPUs for the workers, or the run too few data shards.
         DataError: no complete cache, a missing column, or a loss or gradient that is not finite.
     """
     is_complete(config)  # raises what speaks against it
     check_trackers(config.trackers)
     asked = num_workers(config)
     check_validation(config)
-    claim(config)
+    begin_or_resume(config)
     _lay_out(config)
     _count_tokens(config)
     output = Path(config.output).absolute()
@@ -76,7 +76,7 @@ def train_until(config: DistillConfig, stop_step: int, board: Any) -> ray.train.
         return newest
     asked = num_workers(config)
     free_workers()  # of one before that died here
-    claim(config)
+    begin_or_resume(config)
     _count_tokens(config)
     return _train(config, board, asked, stop_step)
 
@@ -98,7 +98,7 @@ def _train(
     failure: Any = ray.get(board.failure.remote())
     if failure is not None:
         if newest_checkpoint(output) is None:
-            disclaim(config)  # nothing is lost, and a mended configuration may begin here
+            withdraw(config)  # nothing is lost, and a mended configuration may begin here
         raise failure
     checkpoint = newest_checkpoint(output) or result.checkpoint
     if checkpoint is None:
@@ -126,7 +126,7 @@ def _trainer(config: DistillConfig, board: Any, asked: int | tuple[int, int], st
         "config": config.model_dump_json(),
         "board": board,
         "output": str(output),
-        "num_lanes": run_lanes(config),
+        "num_lanes": run_data_shards(config),
         "stop_step": stop_step,
     }
     return _Trainer(
@@ -192,7 +192,7 @@ def _close_cache(config: DistillConfig) -> None:
     store = CacheStore(config.activations)
     if store.exists("manifest.json"):
         return
-    planned, written = read_layout(store).shards.keys(), survey(store).planned
+    planned, written = read_layout(store).shards.keys(), scan(store).planned
     if planned <= written:
         write_manifest(store, store.read_json(LAYOUT_FILE)["chats"])
     else:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from moray.activations.capture.attempts import ATTEMPTS_FOLDER, MAX_ATTEMPTS, Attempts
 from moray.activations.capture.extract import ShardWriter
-from moray.activations.capture.attempts import MAX_TRIES, TRIES_FOLDER, Tries
 from moray.activations.format.manifest import Manifest, read_layout, read_manifest
 from moray.activations.format.schema import CacheConfig, hidden_column, kv_column, shard_token_bytes
 from moray.activations.format.store import CacheStore
@@ -92,7 +92,7 @@ class LiveWindows:
         self._planned = CacheConfig.model_validate(settings["planned"])
         self._stored = CacheConfig.model_validate(settings["stored"])
         self._stage = stage  # other runs may make the same windows now
-        self._tries = Tries(self._store, TRIES_FOLDER)
+        self._attempts = Attempts(self._store, ATTEMPTS_FOLDER)
         self._part = ""
         self._plans: dict[str, ShardPlan] = {}
 
@@ -116,16 +116,16 @@ class LiveWindows:
         """
         shard, group = row_groups[0]
         name = f"{self._stage}-{shard}-{group}"
-        if not self._tries.begin(name):
+        if not self._attempts.begin(name):
             raise DataError(
-                f"{MAX_TRIES} target replicas died over row group {group} of shard '{shard}' of '{self._store.uri}' "
+                f"{MAX_ATTEMPTS} target replicas died over row group {group} of shard '{shard}' of '{self._store.uri}' "
                 f"or the {len(row_groups) - 1} after it, out of memory perhaps: give a smaller "
                 "source.capture.num_targets, or a smaller source.cache.batch_tokens and another activations folder"
             )
         try:
             tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
         finally:
-            self._tries.end(name)
+            self._attempts.end(name)
         return pa.concat_tables([table.select(self._columns) for table in tables])
 
     @cached_property

@@ -5,7 +5,7 @@ import torch
 from moray.activations.format.manifest import Manifest
 from moray.activations.reading.collate import needed_columns
 from moray.cluster.training.configs import DistillConfig
-from moray.cluster.training.worker import plan_lanes
+from moray.cluster.training.worker import plan_data_shards
 from moray.drafters.base import Drafter
 from moray.targets.head import TargetHead
 
@@ -28,6 +28,8 @@ def run_length(config: DistillConfig, manifest: Manifest, drafter: Drafter) -> i
         DataError: the cache lacks a column that the drafter reads.
     """
     needed_columns(drafter.needs, manifest.columns)
-    plans = plan_lanes(config, manifest, drafter.needs, config.workers.most * config.train.gradient_accumulation_steps)
-    total = sum(lanes[0].num_steps for lanes in plans)
+    plans = plan_data_shards(
+        config, manifest, drafter.needs, config.workers.most * config.train.gradient_accumulation_steps
+    )
+    total = sum(data_shards[0].num_steps for data_shards in plans)
     return min(total, config.train.max_steps or total)

@@ -26,13 +26,13 @@ def is_complete(config: DistillConfig) -> bool:
     return (folder / "drafter.json").is_file()
 
 
-def claim(config: DistillConfig) -> None:
+def begin_or_resume(config: DistillConfig) -> None:
     """Note that `config.output` belongs to this run. Call it when nothing speaks against it any more."""
     begin_run(Path(config.output).absolute(), config, config.train.seed, run_fingerprints(config))
 
 
-def disclaim(config: DistillConfig) -> None:
-    """Take `claim` back."""
+def withdraw(config: DistillConfig) -> None:
+    """Take `begin_or_resume` back."""
     (Path(config.output).absolute() / RUN_FILE).unlink(missing_ok=True)
 
 

@@ -9,9 +9,9 @@ import torch
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.manifest import Manifest
 from moray.activations.format.store import CacheStore
-from moray.activations.reading.collate import lane_batch
+from moray.activations.reading.collate import data_shard_batch
 from moray.activations.reading.epochs import EpochPlan, Window
-from moray.batch import LaneBatch, TapNeeds
+from moray.batch import DataShardBatch, TapNeeds
 from moray.cluster.training.live import LiveTargets
 from moray.cluster.training.read_ahead import tables_ahead
 
@@ -31,21 +31,21 @@ class Reader:
     """Make the windows in place of reading them."""
 
 
-def stream_updates(reader: Reader, plans: Mapping[int, EpochPlan]) -> Iterator[list[LaneBatch]]:
-    """The batches of some lanes of (the rest of) an epoch, update after update, exactly in plan order.
+def stream_updates(reader: Reader, plans: Mapping[int, EpochPlan]) -> Iterator[list[DataShardBatch]]:
+    """The batches of some data shards of (the rest of) an epoch, update after update, exactly in plan order.
 
     Whoever takes a list should empty it: its batches are views that keep whole windows alive.
 
     Ray tasks read windows of row groups with the needed columns alone; tensors are made here, on the consumer's side,
-    so that activations travel encoded. Memory is bounded: one open window per lane and `reader.prefetch` more.
+    so that activations travel encoded. Memory is bounded: one open window per data shard and `reader.prefetch` more.
 
     Args:
         reader: of the cache.
-        plans: by lane; all with the same steps.
+        plans: by data shard; all with the same steps.
     """
-    # Windows in the order in which they are opened: a lane opens its next one when the last is used up.
+    # Windows in the order in which they are opened: a data shard opens its next one when the last is used up.
     order = sorted(
-        ((window.first_step, lane, window) for lane, plan in plans.items() for window in plan.windows),
+        ((window.first_step, data_shard, window) for data_shard, plan in plans.items() for window in plan.windows),
         key=lambda item: item[:2],
     )
     if not order:
@@ -62,8 +62,8 @@ def stream_updates(reader: Reader, plans: Mapping[int, EpochPlan]) -> Iterator[l
             open_windows.pop(following[1], None)  # frees its memory before the next one takes more
             open_windows[following[1]] = (following[2], next(arriving))
             following = next(upcoming, None)
-        views = ((lane, _rows_of(*open_windows[lane], step)) for lane in sorted(plans))
-        yield [lane_batch(rows, reader.needs, decoder, lane) for lane, rows in views]
+        views = ((data_shard, _rows_of(*open_windows[data_shard], step)) for data_shard in sorted(plans))
+        yield [data_shard_batch(rows, reader.needs, decoder, data_shard) for data_shard, rows in views]
 
 
 def _rows_of(window: Window, table: pa.Table, step: int) -> pa.Table:

@@ -1,4 +1,4 @@
-"""What one Ray Train worker does: build, resume, stream its lanes, train, report, save."""
+"""What one Ray Train worker does: build, resume, stream its data shards, train, report, save."""
 
 import shutil
 import tempfile
@@ -17,7 +17,7 @@ from moray.activations.format.store import CacheStore
 from moray.activations.reading.collate import bytes_per_token, needed_columns
 from moray.activations.reading.epochs import EpochPlan, by_row_groups, plan_epoch, whole_shards
 from moray.activations.reading.token_counts import token_counts
-from moray.batch import LaneBatch, TapNeeds
+from moray.batch import DataShardBatch, TapNeeds
 from moray.cluster.errors import own_errors
 from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.live import LiveTargets, open_source
@@ -28,7 +28,7 @@ from moray.distill.finite import NonFiniteError, write_record
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Parallel, Replicas
-from moray.distill.step import lanes_of
+from moray.distill.step import data_shards_of
 from moray.distill.tracking.metrics import MetricsWriter
 from moray.distill.tracking.sinks import Sink, open_trackers
 from moray.drafters.base import Drafter
@@ -86,7 +86,7 @@ class _Worker:
 
     rank: int
     num_workers: int
-    num_lanes: int
+    num_data_shards: int
     output: Path
     board: Any
 
@@ -110,19 +110,19 @@ def _train(settings: dict[str, Any]) -> None:
     manifest = open_source(config)
     device = get_device()
     drafter = build_drafter(config, manifest, device.type).to(device)
-    plans = plan_lanes(config, manifest, drafter.needs, worker.num_lanes)
+    plans = plan_data_shards(config, manifest, drafter.needs, worker.num_data_shards)
     newest = newest_checkpoint(worker.output)
     parallel, first = _resume(config, drafter, worker, newest)
     if newest is not None and not _is_listed(newest):
         _save(parallel, first, manifest, worker, is_validated(config, first.step))
         if worker.is_first:  # all have read it: a report waits for everybody
             shutil.rmtree(newest.path, ignore_errors=True)
-    span = _span(plans, config, first, worker.num_lanes, settings["stop_step"])
+    span = _span(plans, config, first, worker.num_data_shards, settings["stop_step"])
     reader = Reader(
         config.activations, manifest, drafter.needs, device, config.workers.prefetch_windows, _targets(config, worker)
     )
-    mine = lanes_of(worker.rank, worker.num_workers, worker.num_lanes)
-    updates = _updates([{lane: plan[lane] for lane in mine} for plan in plans], span, reader)
+    mine = data_shards_of(worker.rank, worker.num_workers, worker.num_data_shards)
+    updates = _updates([{data_shard: plan[data_shard] for data_shard in mine} for plan in plans], span, reader)
     trackers = open_run_trackers(config, worker.output, worker.board) if worker.is_first else []
     writer = MetricsWriter(worker.output, first.step, trackers) if worker.is_first else None
     if worker.is_first:
@@ -219,8 +219,10 @@ def _targets(config: DistillConfig, worker: _Worker) -> LiveTargets | None:
     return LiveTargets(config.target, config.source, config.source.capture.num_targets // worker.num_workers)
 
 
-def plan_lanes(config: DistillConfig, manifest: Manifest, needs: TapNeeds, num_lanes: int) -> list[list[EpochPlan]]:
-    """Every epoch's plan of every lane."""
+def plan_data_shards(
+    config: DistillConfig, manifest: Manifest, needs: TapNeeds, num_data_shards: int
+) -> list[list[EpochPlan]]:
+    """Every epoch's plan of every data shard."""
     batch_tokens = config.train.batch_tokens
     window_bytes = (config.workers.window_mib << 20) // config.train.gradient_accumulation_steps
     window_tokens = max(batch_tokens, window_bytes // bytes_per_token(needs, manifest.columns))
@@ -228,33 +230,33 @@ def plan_lanes(config: DistillConfig, manifest: Manifest, needs: TapNeeds, num_l
     for epoch in range(config.train.epochs):
         makes_shards = config.source.type == "hybrid" and epoch == 0
         lengths = whole_shards(manifest.lengths) if makes_shards else manifest.lengths
-        lanes = plan_epoch(lengths, batch_tokens, config.train.seed, epoch, num_lanes, window_tokens)
-        plans.append([by_row_groups(plan, manifest.lengths) for plan in lanes] if makes_shards else lanes)
+        data_shards = plan_epoch(lengths, batch_tokens, config.train.seed, epoch, num_data_shards, window_tokens)
+        plans.append([by_row_groups(plan, manifest.lengths) for plan in data_shards] if makes_shards else data_shards)
     return plans
 
 
 def _span(
-    plans: list[list[EpochPlan]], config: DistillConfig, first: Progress, num_lanes: int, stop_step: int | None
+    plans: list[list[EpochPlan]], config: DistillConfig, first: Progress, num_data_shards: int, stop_step: int | None
 ) -> Span:
-    total = sum(lanes[0].num_steps for lanes in plans)
+    total = sum(data_shards[0].num_steps for data_shards in plans)
     if total == 0:
         raise DataError(
-            f"the cache holds too few chats for {config.train.batch_tokens} tokens in each of {num_lanes} lanes; give "
-            "another output, and a lower train.batch_tokens, workers.num_workers or "
+            f"the cache holds too few chats for {config.train.batch_tokens} tokens in each of {num_data_shards} data "
+            "shards; give another output, and a lower train.batch_tokens, workers.num_workers or "
             "train.gradient_accumulation_steps, or more chats"
         )
     per_epoch = -(-total // len(plans))
-    return Span(first, min(total, config.train.max_steps or total), per_epoch, len(plans), num_lanes, stop_step)
+    return Span(first, min(total, config.train.max_steps or total), per_epoch, len(plans), num_data_shards, stop_step)
 
 
-def _updates(plans: list[dict[int, EpochPlan]], span: Span, reader: Reader) -> Iterator[list[LaneBatch]]:
+def _updates(plans: list[dict[int, EpochPlan]], span: Span, reader: Reader) -> Iterator[list[DataShardBatch]]:
     """This worker's batches from `span.first` to the last, epoch after epoch."""
     begin = 0
-    for lanes in plans:
-        end = min(begin + next(iter(lanes.values())).num_steps, span.last_step)
+    for data_shards in plans:
+        end = min(begin + next(iter(data_shards.values())).num_steps, span.last_step)
         if span.first.step < end:
             done = max(0, span.first.step - begin)
             yield from stream_updates(
-                reader, {lane: plan.before(end - begin).after(done) for lane, plan in lanes.items()}
+                reader, {data_shard: plan.before(end - begin).after(done) for data_shard, plan in data_shards.items()}
             )
         begin = end

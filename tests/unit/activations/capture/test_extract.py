@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from moray.activations.capture.calibration import rehearsal_batches, rehearse
+from moray.activations.capture.attempts import MAX_ATTEMPTS, Attempts
+from moray.activations.capture.calibration import calibrate, calibration_batches
 from moray.activations.capture.extract import ShardWriter, find_channels, token_arrays
 from moray.activations.capture.record import record_taps
-from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.activations.format.channels import channels_fingerprint, read_channels, write_channels
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token
@@ -208,7 +208,7 @@ def test_quantised_columns_decode_close_to_the_states(
     target = Target.load(TargetConfig(model=str(folder)))
     with pytest.raises(DataError, match=r"channels.parquet' is missing"):
         ShardWriter(target, store, config)
-    result = rehearse(target, config, _batches(store))
+    result = calibrate(target, config, _batches(store))
     channels, speed = result.channels, result.tokens_per_second
     assert speed > 0
     write_channels(store, channels)
@@ -227,21 +227,21 @@ def test_quantised_columns_decode_close_to_the_states(
         wrong = ((decoded.float() - expected).square().mean() / deviation).sqrt()
         assert float(wrong) < (1e-4 if name == "hidden.-2" else error), name
     # Whatever the batches, the same ones give the same channels: a resumed job may find them again.
-    again = rehearse(target, config, _batches(store)).channels
+    again = calibrate(target, config, _batches(store)).channels
     assert channels_fingerprint(again) == channels_fingerprint(channels)
 
 
-def test_rehearsal_batches_are_spread_over_all_shards() -> None:
+def test_calibration_batches_are_spread_over_all_shards() -> None:
     plans = [
         plan
         for part in range(3)
         for plan in plan_shards(f"part-{part:05d}", realistic_lengths(500, part), CacheConfig(shard_mib=16), 1000)
     ]
-    chosen = rehearsal_batches(plans)
+    chosen = calibration_batches(plans)
     assert [len(plan.batches) for plan in chosen] == [1] * 4
     assert {plan.part for plan in chosen} == {"part-00000", "part-00001", "part-00002"}
-    assert chosen == rehearsal_batches(plans)
-    assert len(rehearsal_batches(plan_shards("part-00000", [5, 6], CacheConfig(), 1))) == 1
+    assert chosen == calibration_batches(plans)
+    assert len(calibration_batches(plan_shards("part-00000", [5, 6], CacheConfig(), 1))) == 1
 
 
 def test_a_value_that_its_codec_cannot_hold_is_refused(folder: Path, store: CacheStore) -> None:
@@ -336,16 +336,16 @@ def test_a_shard_over_which_replicas_die_is_named_and_other_shards_are_written(f
     config = CacheConfig(batch_tokens=64)
     plan = plan_shards("part-00000", LENGTHS, config, 100)[0]
     writer = ShardWriter(Target.load(TargetConfig(model=str(folder))), store, config)
-    while Tries(store, "shards").begin(plan.name):  # what replicas leave that die
+    while Attempts(store, "shards").begin(plan.name):  # what replicas leave that die
         pass
     with pytest.raises(
-        DataError, match=rf"^{MAX_TRIES} target replicas died over shard '{plan.name}' of .*num_targets"
+        DataError, match=rf"^{MAX_ATTEMPTS} target replicas died over shard '{plan.name}' of .*num_targets"
     ):
         writer.write(plan)
     other = replace(plan, name="00000-00009")
-    for _ in range(MAX_TRIES + 1):
+    for _ in range(MAX_ATTEMPTS + 1):
         writer.write(other)
-    assert store.names("shards", ".tries") == [f"{plan.name}.tries"]
+    assert store.names("shards", ".attempts") == [f"{plan.name}.attempts"]
 
 
 def test_a_part_that_is_missing_is_named(folder: Path, store: CacheStore) -> None:

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 from moray.activations.format.manifest import read_manifest
+from moray.activations.format.scan import scan
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
-from moray.activations.format.scan import survey
 from moray.errors import ConfigError, DataError
 
 
@@ -65,7 +65,7 @@ def test_files_are_whole_or_absent(server: None) -> None:
     assert store.sha256("shards/a.parquet", chunk_bytes=7) == file.sha256
     info = ShardInfo("a", 2, 7, file.num_bytes, file.sha256, [[4, 3]], {})
     store.commit(info)
-    assert survey(CacheStore("s3://moray-tests/whole")).counting == {"a": info}
+    assert scan(CacheStore("s3://moray-tests/whole")).counting == {"a": info}
     assert store.read_table("shards/a.parquet").to_pydict() == {"x": [1, 2]}
     store.write_json("plan.json", {"a": 1})
     store.write_json("plan.json", {"a": 2})

@@ -72,19 +72,19 @@ def test_two_writers_of_one_name_do_not_mix(store: CacheStore) -> None:
 
 def test_claim_goes_on_with_the_same_plan_and_clears_half_written_files(store: CacheStore) -> None:
     plan = {"format": 1, "cache": {"depths": (-1, -2)}}
-    store.claim(plan)
+    store.begin_or_resume(plan)
     for name in ("shards/00000-00000.parquet.1234.tmp", "tokens/part-00000.parquet.77.tmp", "shards/kept.parquet"):
         path = Path(store.uri) / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"half")
-    store.claim(plan)
+    store.begin_or_resume(plan)
     assert _files(store) == ["plan.json", "shards/kept.parquet"]
 
 
 def test_claim_refuses_another_plan_naming_the_key_and_both_values(store: CacheStore) -> None:
-    store.claim({"format": 1, "cache": {"max_length": 384}})
+    store.begin_or_resume({"format": 1, "cache": {"max_length": 384}})
     with pytest.raises(MismatchError) as caught:
-        store.claim({"format": 1, "cache": {"max_length": 512}})
+        store.begin_or_resume({"format": 1, "cache": {"max_length": 512}})
     message = str(caught.value)
     assert f"'{store.uri}' was cached with cache = " in message
     assert '{"max_length": 384}, now it is {"max_length": 512}' in message
@@ -93,12 +93,12 @@ def test_claim_refuses_another_plan_naming_the_key_and_both_values(store: CacheS
 
 
 def test_a_claim_that_is_refused_leaves_what_another_job_is_writing(store: CacheStore) -> None:
-    store.claim({"format": 1})
+    store.begin_or_resume({"format": 1})
     (Path(store.uri) / "shards").mkdir()
     half = Path(store.uri) / "shards/00000-00000.parquet.1234.tmp"
     half.write_bytes(b"half")
     with pytest.raises(MismatchError):
-        store.claim({"format": 2})
+        store.begin_or_resume({"format": 2})
     assert half.exists()
 
 
@@ -173,7 +173,7 @@ def test_a_uri_serves_as_well_as_a_path(store: CacheStore, tmp_path: Path) -> No
 
 
 def test_manifest_sums_up_and_reads_back(store: CacheStore) -> None:
-    store.claim({"columns": {"hidden.-1": {"codec": "float32", "width": 2}}})
+    store.begin_or_resume({"columns": {"hidden.-1": {"codec": "float32", "width": 2}}})
     for name in ("a", "b"):
         (Path(store.uri) / "shards").mkdir(exist_ok=True)
         (Path(store.uri) / f"shards/{name}.parquet").write_bytes(bytes(100))
@@ -190,7 +190,7 @@ def test_manifest_sums_up_and_reads_back(store: CacheStore) -> None:
 def test_an_absent_an_unfinished_and_a_newer_cache_are_told_apart(store: CacheStore) -> None:
     with pytest.raises(DataError, match=rf"activation cache '{store.uri}' is not there: run"):
         read_manifest(store)
-    store.claim({})
+    store.begin_or_resume({})
     with pytest.raises(DataError, match="is unfinished: run"):
         read_manifest(store)
     store.write_json("manifest.json", {"format": 99})

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from tiny_targets import save_target
 
-from moray.activations.capture.calibration import rehearse
+from moray.activations.capture.attempts import MAX_ATTEMPTS, Attempts
+from moray.activations.capture.calibration import calibrate
 from moray.activations.capture.extend import ShardExtender
 from moray.activations.capture.extract import ShardWriter, token_arrays
-from moray.activations.capture.attempts import MAX_TRIES, Tries
 from moray.activations.format.channels import read_known_channels, write_channels
-from moray.activations.format.disk_space import Room
+from moray.activations.format.disk_space import DiskSpace
 from moray.activations.format.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token, shard_token_bytes
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.growth import (
@@ -62,17 +62,17 @@ def _write(folder: Path, target: Target, config: CacheConfig) -> CacheStore:
     masks = [[k % 2 == 0 for k in range(length)] for length in LENGTHS]
     part = pa.table({"uid": list("abcde"), "tokens": rows, "response_mask": masks}, schema=TOKENS_SCHEMA)
     store.write_table("tokens/part-00000.parquet", part)
-    store.claim(_plan(target, config))
-    _rehearse(store, target, config)
+    store.begin_or_resume(_plan(target, config))
+    _calibrate(store, target, config)
     ShardWriter(target, store, config).write(plan_shards("part-00000", LENGTHS, config, 100)[0])
     return store
 
 
-def _rehearse(store: CacheStore, target: Target, config: CacheConfig) -> None:
+def _calibrate(store: CacheStore, target: Target, config: CacheConfig) -> None:
     """As the job does before it writes or extends the first shard."""
     known = read_known_channels(store)
     batch = token_arrays(store.read_table("tokens/part-00000.parquet"))
-    if found := rehearse(target, config, [batch], known).channels:
+    if found := calibrate(target, config, [batch], known).channels:
         write_channels(store, {**known, **found})
 
 
@@ -86,7 +86,7 @@ def test_an_extended_shard_is_the_one_that_all_columns_at_once_make(
 ) -> None:
     store, whole = _write(tmp_path / "few", target, few), _write(tmp_path / "many", target, many)
     before, old = pq.read_table(_file(store)), store.read_marker("00000-00000")
-    _rehearse(store, target, many)
+    _calibrate(store, target, many)
     info = ShardExtender(target, store, many).extend("00000-00000")
     assert len(info.row_groups) > 1
     wanted = whole.read_marker("00000-00000")
@@ -138,7 +138,7 @@ def test_what_fails_leaves_the_shard_as_it_was(tmp_path: Path, target: Target, m
     files = {path: path.read_bytes() for path in (tmp_path / "shards").iterdir()}
     with pytest.raises(DataError, match=r"channels.parquet' has no column 'kv.00'"):
         ShardExtender(target, store, MANY_INT8)
-    _rehearse(store, target, MANY_INT8)
+    _calibrate(store, target, MANY_INT8)
     extender = ShardExtender(target, store, MANY_INT8)
 
     def full(*_: object) -> None:
@@ -152,7 +152,7 @@ def test_what_fails_leaves_the_shard_as_it_was(tmp_path: Path, target: Target, m
     write_channels(store, channels | {"hidden.-1": channels["hidden.-2"]})
     with pytest.raises(DataError, match=r"channels.parquet' is not the one that shard '00000-00000' was written with"):
         ShardExtender(target, store, MANY_INT8).extend("00000-00000")
-    assert all(Tries(store, "shards").begin("00000-00000") for _ in range(MAX_TRIES))
+    assert all(Attempts(store, "shards").begin("00000-00000") for _ in range(MAX_ATTEMPTS))
     with pytest.raises(DataError, match="4 target replicas died over shard '00000-00000'"):
         extender.extend("00000-00000")
     store.clear_temporary()
@@ -162,7 +162,7 @@ def test_what_fails_leaves_the_shard_as_it_was(tmp_path: Path, target: Target, m
 def test_only_more_columns_of_the_same_cache_are_an_addition(tmp_path: Path, target: Target) -> None:
     store, plan = CacheStore(str(tmp_path)), _plan(target, FEW)
     assert columns_to_add(store, plan) == []
-    store.claim(plan)
+    store.begin_or_resume(plan)
     assert columns_to_add(store, plan) == []
     more = _plan(target, MANY)
     assert columns_to_add(store, more) == ["kv.00", "hidden.-4"]
@@ -190,12 +190,12 @@ def test_only_more_columns_of_the_same_cache_are_an_addition(tmp_path: Path, tar
 
 def test_shards_are_still_cut_as_they_were(tmp_path: Path, target: Target) -> None:
     store, plan = CacheStore(str(tmp_path)), _plan(target, FEW)
-    store.claim(plan)
+    store.begin_or_resume(plan)
     assert shard_token_bytes(plan) == bytes_per_token(plan["columns"])
     grown = grown_plan(store, _plan(target, MANY))
     assert shard_token_bytes(grown) == bytes_per_token(plan["columns"])
     store.write_json("plan.json", grown)
-    store.claim(_plan(target, MANY))
+    store.begin_or_resume(_plan(target, MANY))
     again = grown_plan(store, _plan(target, CacheConfig(hidden_depths=(-4, -1, -2, -3))))
     assert shard_token_bytes(again) == bytes_per_token(plan["columns"])
 
@@ -207,12 +207,12 @@ def test_growth_is_counted_and_refused_where_there_is_no_room(tmp_path: Path, ta
     assert growth.bytes == sum(LENGTHS) * bytes_per_token(new) + 10 * bytes_per_token(all_columns)
     assert growth.largest == sum(LENGTHS) * bytes_per_token(all_columns)
     assert growth.announcement.startswith("adding kv.00, hidden.-4 to 1 shards: ")
-    check_growth_fits(growth, Room(None), "x")
-    check_growth_fits(growth, Room(None, max_bytes=100 + growth.bytes, written=100), "x")
+    check_growth_fits(growth, DiskSpace(None), "x")
+    check_growth_fits(growth, DiskSpace(None, max_bytes=100 + growth.bytes, written=100), "x")
     with pytest.raises(ConfigError, match=r"adding kv.00, hidden.-4 to 'x' takes about .*cache.max_bytes allows"):
-        check_growth_fits(growth, Room(None, max_bytes=99 + growth.bytes, written=100), "x")
+        check_growth_fits(growth, DiskSpace(None, max_bytes=99 + growth.bytes, written=100), "x")
     with pytest.raises(ConfigError, match=r"but .* are free, of which 500 bytes must stay free"):
-        check_growth_fits(growth, Room(growth.bytes + 499, reserve=500), "x")
+        check_growth_fits(growth, DiskSpace(growth.bytes + 499, reserve=500), "x")
     ShardExtender(target, store, MANY).extend("00000-00000")
     done = plan_growth(store, plan, ["kv.00", "hidden.-4"], store.committed())
     assert (done.shards, done.bytes, done.tokens_left, done.tokens) == ({}, 0, 0, sum(LENGTHS))
@@ -238,7 +238,7 @@ def _record(store: CacheStore, argv: list[str], **settings: Any) -> None:
 
 def test_the_command_is_the_one_that_made_the_cache_with_all_columns(tmp_path: Path, target: Target) -> None:
     store = CacheStore(str(tmp_path / "a cache"))
-    store.claim(_plan(target, FEW))
+    store.begin_or_resume(_plan(target, FEW))
     wanted = "'cache.hidden_depths=[-1,-2,-4]' 'cache.kv_layers=[0,2]'"
     missing = ["kv.00", "hidden.-4"]
     assert command_to_add(store, missing) == f"the command that made '{store.uri}', with {wanted}"
@@ -273,7 +273,7 @@ def test_the_command_is_the_one_that_made_the_cache_with_all_columns(tmp_path: P
 
 def test_a_drafter_s_missing_columns_are_named_with_the_command(tmp_path: Path, target: Target) -> None:
     store, plan = CacheStore(str(tmp_path)), _plan(target, FEW)
-    store.claim(plan)
+    store.begin_or_resume(plan)
     _record(store, ARGV)
     needs = TapNeeds(kv_layers=(1, 2), hidden_depths=(-3, -1))
     with pytest.raises(

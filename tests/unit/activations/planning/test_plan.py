@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from tiny_targets import save_chat_target
 
-from moray.activations.format.disk_space import Room, free_bytes, is_full, size_text, told_if_full
+from moray.activations.format.disk_space import DiskSpace, free_bytes, is_full, size_text, told_if_full
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
-from moray.activations.planning.measure import measure_room
+from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import (
     Workload,
     check_fits,
@@ -85,17 +85,17 @@ def test_hours_are_for_what_is_left_and_shared_by_all_targets() -> None:
     assert plan.hours(1) == pytest.approx(whole)
     assert plan.hours(4) == pytest.approx(whole / 4)
     assert plan.hours(2, written=plan.total // 4) == pytest.approx(whole * 0.75 / 2)
-    assert "about 1.7 hours for what is left, at 10,000 tokens/s of each of 4 targets" in plan.lines(Room(None), 4)
+    assert "about 1.7 hours for what is left, at 10,000 tokens/s of each of 4 targets" in plan.lines(DiskSpace(None), 4)
     assert replace(plan, tokens_per_second=None).hours(1) is None
-    assert len(replace(plan, tokens_per_second=None).lines(Room(None), 4)) == 3
+    assert len(replace(plan, tokens_per_second=None).lines(DiskSpace(None), 4)) == 3
 
 
 def test_too_little_space_is_refused_with_what_would_fit() -> None:
     plan = forecast(SPEC, CACHE, ULTRACHAT)
-    check_fits(SPEC, CACHE, plan, Room(free=34 * TB), "/data")
-    check_fits(SPEC, CACHE, plan, Room(free=None), "s3://bucket/cache")
+    check_fits(SPEC, CACHE, plan, DiskSpace(free=34 * TB), "/data")
+    check_fits(SPEC, CACHE, plan, DiskSpace(free=None), "s3://bucket/cache")
     with pytest.raises(ConfigError) as caught:
-        check_fits(SPEC, CACHE, plan, Room(free=17 * TB, reserve=1 << 30), "/data")
+        check_fits(SPEC, CACHE, plan, DiskSpace(free=17 * TB, reserve=1 << 30), "/data")
     message = str(caught.value)
     assert message.startswith("the cache takes 30.4 TiB, but '/data' has 15.5 TiB free, of which 1.0 GiB stay free")
     assert "cache.kv_codec=fp8 cache.hidden_codec=fp8 (15.2 TiB)" in message
@@ -106,37 +106,37 @@ def test_too_little_space_is_refused_with_what_would_fit() -> None:
 
 
 def test_every_advice_fits_when_it_is_followed() -> None:
-    room = Room(free=40 * TB, max_bytes=17 * TB)
+    disk = DiskSpace(free=40 * TB, max_bytes=17 * TB)
     plan = forecast(SPEC, CACHE, ULTRACHAT)
     with pytest.raises(ConfigError, match=r"cache.max_bytes allows 15.5 TiB: raise it; what fits: cache.kv_codec=fp8"):
-        check_fits(SPEC, CACHE, plan, room, "/data")
-    fewer = fewer_chats(plan, room)
+        check_fits(SPEC, CACHE, plan, disk, "/data")
+    fewer = fewer_chats(plan, disk)
     assert fewer is not None
     rows = int(fewer.overrides.removeprefix("chats.max_chats="))
     share = rows / ULTRACHAT.rows
     work = Workload(rows, int(207_000 * share), int(240e6 * share), int(250e6 * share), int(15_000 * share))
-    assert room.fits(forecast(SPEC, CACHE, work).total)
-    assert not room.fits(int(forecast(SPEC, CACHE, work).total * 1.05))
-    assert fewer_chats(plan, Room(free=100)) is None
+    assert disk.fits(forecast(SPEC, CACHE, work).total)
+    assert not disk.fits(int(forecast(SPEC, CACHE, work).total * 1.05))
+    assert fewer_chats(plan, DiskSpace(free=100)) is None
 
 
 def test_what_is_written_counts() -> None:
     plan = forecast(SPEC, CACHE, ULTRACHAT)
-    check_fits(SPEC, CACHE, plan, Room(free=14 * TB, written=20 * TB), "/data")
-    check_fits(SPEC, CACHE, plan, Room(free=14 * TB, written=20 * TB, max_bytes=34 * TB), "/data")
+    check_fits(SPEC, CACHE, plan, DiskSpace(free=14 * TB, written=20 * TB), "/data")
+    check_fits(SPEC, CACHE, plan, DiskSpace(free=14 * TB, written=20 * TB, max_bytes=34 * TB), "/data")
     with pytest.raises(ConfigError, match=r"of which 18.2 TiB are written, but .* 1.3 TiB too little.*another output"):
-        check_fits(SPEC, CACHE, plan, Room(free=12 * TB, written=20 * TB), "/data")
+        check_fits(SPEC, CACHE, plan, DiskSpace(free=12 * TB, written=20 * TB), "/data")
     with pytest.raises(ConfigError, match=r"cache.max_bytes allows 27.3 TiB"):
-        check_fits(SPEC, CACHE, plan, Room(free=14 * TB, written=20 * TB, max_bytes=30 * TB), "/data")
+        check_fits(SPEC, CACHE, plan, DiskSpace(free=14 * TB, written=20 * TB, max_bytes=30 * TB), "/data")
 
 
 def test_a_projection_is_refused_only_where_even_its_lower_end_does_not_fit() -> None:
     from dataclasses import replace
 
     work = replace(ULTRACHAT, error=0.1)
-    check_fits(SPEC, CACHE, forecast(SPEC, CACHE, work), Room(free=31 * TB), "/data")
+    check_fits(SPEC, CACHE, forecast(SPEC, CACHE, work), DiskSpace(free=31 * TB), "/data")
     with pytest.raises(ConfigError, match=r"^the cache takes about 30.4 TiB"):
-        check_fits(SPEC, CACHE, forecast(SPEC, CACHE, work), Room(free=29 * TB), "/data")
+        check_fits(SPEC, CACHE, forecast(SPEC, CACHE, work), DiskSpace(free=29 * TB), "/data")
 
 
 def test_choices_leave_alone_what_was_chosen() -> None:
@@ -215,17 +215,17 @@ def test_plan_needs_no_weights_and_writes_nothing(target: Path, chats: Path, tmp
 
 
 def test_room_is_the_tighter_of_space_and_quota(tmp_path: Path) -> None:
-    assert Room(None).left is None
-    assert Room(100, reserve=30).left == 70
-    assert Room(100, reserve=30, max_bytes=60, written=10).left == 50
-    assert Room(10, reserve=30).left == 0
+    assert DiskSpace(None).left is None
+    assert DiskSpace(100, reserve=30).left == 70
+    assert DiskSpace(100, reserve=30, max_bytes=60, written=10).left == 50
+    assert DiskSpace(10, reserve=30).left == 0
     free, reserve = free_bytes(tmp_path / "not" / "yet" / "there")
     assert free > reserve > 0
     store = CacheStore(str(tmp_path / "cache"))
-    assert measure_room(store, CacheConfig(max_bytes=5)).max_bytes == 5
+    assert measure_disk_space(store, CacheConfig(max_bytes=5)).max_bytes == 5
     (tmp_path / "cache" / "tokens").mkdir(parents=True)
     (tmp_path / "cache" / "tokens" / "part-00000.parquet").write_bytes(b"12345")
-    assert measure_room(store, CacheConfig()).written == 5
+    assert measure_disk_space(store, CacheConfig()).written == 5
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from moray.activations.format.codec import codec
 from moray.activations.format.decode import TapDecoder
-from moray.activations.reading.collate import bytes_per_token, collate, lane_batch, needed_columns
+from moray.activations.reading.collate import bytes_per_token, collate, data_shard_batch, needed_columns
 from moray.activations.reading.epochs import EpochPlan, plan_epoch
 from moray.batch import TapNeeds
 from moray.errors import DataError
@@ -43,10 +43,10 @@ def _batches(plan: EpochPlan, shards: dict[str, list[list[int]]]) -> list[tuple[
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 3, 7])
-def test_every_chat_comes_once_and_lanes_make_equal_steps(num_lanes: int) -> None:
+def test_every_chat_comes_once_and_lanes_make_equal_steps(num_data_shards: int) -> None:
     shards = _shards()
-    plans = plan_epoch(shards, BATCH_TOKENS, seed=5, epoch=2, num_lanes=num_lanes)
-    assert len(plans) == num_lanes
+    plans = plan_epoch(shards, BATCH_TOKENS, seed=5, epoch=2, num_data_shards=num_data_shards)
+    assert len(plans) == num_data_shards
     assert len({plan.num_steps for plan in plans}) == 1
     seen = []
     for plan in plans:
@@ -81,13 +81,13 @@ def _sorted_shards(mean_log: float, deviation: float, num_chats: int) -> dict[st
     [(6.9, 0.55, 16384, 4), (6.9, 0.55, 32768, 1), (6.0, 0.8, 8192, 1)],
 )
 def test_little_is_padding_and_batches_are_full(
-    mean_log: float, deviation: float, window_tokens: int | None, batch_tokens: int, num_lanes: int
+    mean_log: float, deviation: float, window_tokens: int | None, batch_tokens: int, num_data_shards: int
 ) -> None:
     """However little is read at a time: a small window holds row groups of similar length."""
     shards = _sorted_shards(mean_log, deviation, 4 * 2048)
     most = None if window_tokens is None else max(window_tokens, batch_tokens)
     used = padded = num_batches = 0
-    for plan in plan_epoch(shards, batch_tokens, 0, 0, num_lanes, most):
+    for plan in plan_epoch(shards, batch_tokens, 0, 0, num_data_shards, most):
         for window in plan.windows:
             assert window.num_tokens <= (most or 16 * batch_tokens) or len(window.row_groups) == 1
         for _, chats in _batches(plan, shards):
@@ -109,9 +109,9 @@ def test_plans_are_deterministic_and_differ_from_epoch_to_epoch_and_seed_to_seed
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_before_and_after_cut_an_epoch_anywhere_without_loss(num_lanes: int) -> None:
+def test_before_and_after_cut_an_epoch_anywhere_without_loss(num_data_shards: int) -> None:
     shards = _shards()
-    for plan in plan_epoch(shards, BATCH_TOKENS, 0, 0, num_lanes):
+    for plan in plan_epoch(shards, BATCH_TOKENS, 0, 0, num_data_shards):
         whole = _batches(plan, shards)
         assert len(plan.windows) > 1
         for step in range(plan.num_steps + 1):
@@ -121,7 +121,7 @@ def test_before_and_after_cut_an_epoch_anywhere_without_loss(num_lanes: int) -> 
 
 
 def test_more_lanes_than_row_groups_leave_no_steps() -> None:
-    plans = plan_epoch({"a": [[5, 6]]}, 64, 0, 0, num_lanes=2)
+    plans = plan_epoch({"a": [[5, 6]]}, 64, 0, 0, num_data_shards=2)
     assert [plan.num_steps for plan in plans] == [0, 0]
     assert all(not plan.windows for plan in plans)
 
@@ -198,14 +198,14 @@ def test_a_lane_s_batch_has_its_text_at_once_and_its_taps_when_asked() -> None:
             decoded.append(name)
             return super().decode(table, name)
 
-    lane = lane_batch(table, needs, Watched(COLUMNS), lane=2)
+    data_shard = data_shard_batch(table, needs, Watched(COLUMNS), data_shard=2)
     whole = collate(table, needs, TapDecoder(COLUMNS))
-    assert (lane.lane, lane.uids, lane.num_padded) == (2, ("chat-0", "chat-1", "chat-2"), 21)
-    assert torch.equal(lane.text.tokens, whole.tokens)
-    assert torch.equal(lane.text.response_mask, whole.response_mask)
-    assert lane.text.num_tokens == 11
+    assert (data_shard.data_shard, data_shard.uids, data_shard.num_padded) == (2, ("chat-0", "chat-1", "chat-2"), 21)
+    assert torch.equal(data_shard.text.tokens, whole.tokens)
+    assert torch.equal(data_shard.text.response_mask, whole.response_mask)
+    assert data_shard.text.num_tokens == 11
     assert decoded == []
-    batch = lane.whole("cpu")
+    batch = data_shard.whole("cpu")
     assert decoded == ["kv.00", "hidden.-1"]
     assert batch.taps.kv is not None
     assert whole.taps.kv is not None

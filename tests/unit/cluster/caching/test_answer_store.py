@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moray.activations.capture.attempts import Tries
+from moray.activations.capture.attempts import Attempts
 from moray.cluster.caching.answer_store import AnswerStore
 from moray.errors import DataError, MismatchError
 
@@ -27,7 +27,7 @@ def test_a_part_counts_once_its_summary_is_there(tmp_path: Path) -> None:
 def test_what_a_kill_left_is_gone_when_all_begins_anew(tmp_path: Path) -> None:
     store = AnswerStore(str(tmp_path))
     store.begin({}, "")
-    Tries(store).begin("part-00001")
+    Attempts(store).begin("part-00001")
     (tmp_path / "part-00001.jsonl.12345678.tmp").write_text("half")
     store.write_part("part-00000", [], SUMMARY)
     store.begin({}, "")
