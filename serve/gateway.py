@@ -28,7 +28,7 @@ from serve.single_flight_cache import SingleFlightCache
 _LOGGER = logging.getLogger("ray.serve")
 _RETRY_AFTER = 1
 """Seconds that a client is asked to wait when all places are taken."""
-_MOST_REFUSALS = 2
+_MAX_REFUSALS = 2
 """Replicas that a request asks for a place: Serve looks at two of them, and a third may have room."""
 _FULL = 0.1
 """Seconds for which new requests are refused unasked after one has found no place: asking costs the targets more."""
@@ -42,7 +42,7 @@ _EXPORTED_SECONDS = 5.0
 """In which metrics have to be gathered."""
 _PAUSE = 0.5
 """Seconds before an answer that cannot be taken up again for the moment is tried once more."""
-_MOST_RESUMED_REFUSALS = 120
+_MAX_RESUMED_REFUSALS = 120
 """Of an answer that has begun, for its client was promised all of it: after a minute it ends with an error."""
 
 
@@ -174,10 +174,10 @@ class Gateway:
     async def _refused(self, count: int, is_resumed: bool) -> None:
         """Wait until an answer may ask for a place again; it has been refused so often."""
         if is_resumed:  # its client was promised an answer; only Serve's own queue can be full
-            if count == _MOST_RESUMED_REFUSALS:
+            if count == _MAX_RESUMED_REFUSALS:
                 raise ApiError(503, "no target replica has room to go on with the answer", retry_after=5)
             await asyncio.sleep(_PAUSE)
-        elif count == _MOST_REFUSALS:
+        elif count == _MAX_REFUSALS:
             self._full_until = time.monotonic() + _FULL
             raise _overloaded()
 

@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 class SingleFlightCache(Generic[Found]):
     """A value that is at most some seconds old. That it could not be found out is remembered as long."""
 
-    def __init__(self, find: Callable[[], Awaitable[Found]], fresh_seconds: float, most_seconds: float) -> None:
+    def __init__(self, find: Callable[[], Awaitable[Found]], fresh_seconds: float, max_seconds: float) -> None:
         """
         Args:
             find: finds it out.
@@ -20,7 +20,7 @@ class SingleFlightCache(Generic[Found]):
             most_seconds: that finding out may take.
         """
         self._find = find
-        self._fresh_seconds, self._most_seconds = fresh_seconds, most_seconds
+        self._fresh_seconds, self._max_seconds = fresh_seconds, max_seconds
         self._found: asyncio.Task[Found] | None = None
         self._found_at = float("-inf")
 
@@ -41,7 +41,7 @@ class SingleFlightCache(Generic[Found]):
 
     async def _look(self) -> Found:
         try:
-            return await asyncio.wait_for(self._find(), self._most_seconds)
+            return await asyncio.wait_for(self._find(), self._max_seconds)
         finally:
             self._found_at = time.monotonic()
 

@@ -68,9 +68,9 @@ def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any
     drafter.cast(target.dtype)
     progress.update(note="compiling")
     compiled = compile_models(target, [drafter], config.compile)
-    most_nodes = max(*config.verify_sizes, *(shape.num_nodes for shape in config.trees))
+    max_nodes = max(*config.verify_sizes, *(shape.num_nodes for shape in config.trees))
     capacity = config.context + config.max_new_tokens
-    runner = runner_for(target, capacity, most_nodes)
+    runner = runner_for(target, capacity, max_nodes)
     prompt = torch.randint(
         config.shape.vocab_size, (config.context,), generator=torch.Generator().manual_seed(0)
     ).tolist()

@@ -52,7 +52,7 @@ class Answer:
 class LateDrafter:
     """Drafts chains along known texts, with memory that is late."""
 
-    def __init__(self, session: TargetSession, drafter: Drafter, depth: int, most_lag: int) -> None:
+    def __init__(self, session: TargetSession, drafter: Drafter, depth: int, max_lag: int) -> None:
         """
         Args:
             session: of the target, whose capacity is the most tokens of a text.
@@ -63,11 +63,11 @@ class LateDrafter:
         Raises:
             ConfigError: the drafter cannot draft so deep.
         """
-        deepest = depth + most_lag
+        deepest = depth + max_lag
         if drafter.max_depth is not None and drafter.max_depth < deepest:
             raise ConfigError(
                 f"drafters holds a {type(drafter).__name__.lower()}, which drafts {drafter.max_depth} levels; depth "
-                f"{depth} and a lag of {most_lag} need {deepest}: leave it out, or give less of either"
+                f"{depth} and a lag of {max_lag} need {deepest}: leave it out, or give less of either"
             )
         self._session = session
         self._drafter = drafter
@@ -139,8 +139,8 @@ def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, 
     drafters = load_drafters(config.drafters, target, tokenizer)
     capacity = min(target.spec.max_positions, config.max_context)
     session = TargetSession(target, capacity)
-    most_lag = max(config.lags)
-    late = {name: LateDrafter(session, drafter, config.depth, most_lag) for name, drafter in drafters.items()}
+    max_lag = max(config.lags)
+    late = {name: LateDrafter(session, drafter, config.depth, max_lag) for name, drafter in drafters.items()}
     asked = _answers(config, session, questions, tokenizer, target)
     answers = list(track(asked, "answers", len(questions), unit="answers", console=console))
     if not answers:

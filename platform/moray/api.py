@@ -24,9 +24,9 @@ from moray.trees.shapes import AdaptiveShape, AnyShape
 ADAPTIVE = AdaptiveShape(type="adaptive", depth=8)
 """Chains whose depth is chosen in every cycle, down to no draft at all."""
 MAX_CONTEXT = 4096
-_MOST_DECODERS = 8
+_MAX_DECODERS = 8
 """That a target keeps, the last ones used."""
-_MOST_NODES = 128
+_MAX_NODES = 128
 """Of a tree for which the shared memory has room; a larger one has memory of its own."""
 
 
@@ -37,7 +37,7 @@ class Target:
         """`max_context` is the most tokens of prompt and answer together, for which memory is allocated here."""
         self.model, self.tokenizer = model, tokenizer
         self.max_context = min(model.spec.max_positions, max_context)
-        self._runner = runner_for(model, self.max_context, _MOST_NODES)
+        self._runner = runner_for(model, self.max_context, _MAX_NODES)
         self._decoders: dict[tuple[int, AnyShape | None], SpeculativeDecoder] = {}
 
     @classmethod
@@ -67,9 +67,9 @@ class Target:
         if key in self._decoders:
             self._decoders[key] = self._decoders.pop(key)  # the last one used stands last
         else:
-            while len(self._decoders) >= _MOST_DECODERS:
+            while len(self._decoders) >= _MAX_DECODERS:
                 self._decoders.pop(next(iter(self._decoders)))
-            runner = self._runner if tree.num_nodes <= _MOST_NODES else None
+            runner = self._runner if tree.num_nodes <= _MAX_NODES else None
             self._decoders[key] = SpeculativeDecoder(self.model, drafter, tree, self.max_context, runner)
         return self._decoders[key]
 

@@ -119,7 +119,7 @@ def choices_for(
     continues = isinstance(body, CompletionRequest) or tokenizer.answers_keep_space
     choices: list[Choice] = []
     for prompt in prompts:
-        most = _most_tokens(body, len(prompt), config, capacity)
+        most = _max_tokens(body, len(prompt), config, capacity)
         context = prompt if continues else ()
         for _ in range(body.n):
             request = Request(
@@ -193,7 +193,7 @@ def _tokens(prompt: str | list[int], tokenizer: ChatTokenizer, vocab_size: int) 
     return tokens
 
 
-def _most_tokens(body: ChatRequest | CompletionRequest, num_prompt: int, config: ServeConfig, capacity: int) -> int:
+def _max_tokens(body: ChatRequest | CompletionRequest, num_prompt: int, config: ServeConfig, capacity: int) -> int:
     asked = body.max_tokens
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         asked = body.max_completion_tokens

@@ -8,7 +8,7 @@ from moray.text import ChatTokenizer
 from serve.api.answers import Choice, LoggedToken, Usage
 from serve.api.schemas import ChatRequest, CompletionRequest
 
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 """The log-probability that OpenAI's schema gives for very unlikely tokens."""
 
 
@@ -80,7 +80,7 @@ class Wording:
             return {"content": [_chat_token(tokenizer, each) for each in logged], "refusal": None}
         return {
             "tokens": [_key(tokenizer, each.token) for each in logged],
-            "token_logprobs": [max(each.logprobs.token, _LEAST_LOGPROB) for each in logged],
+            "token_logprobs": [max(each.logprobs.token, _MIN_LOGPROB) for each in logged],
             "top_logprobs": [_top_by_key(tokenizer, each) for each in logged],
             "text_offset": [each.offset for each in logged],
         }
@@ -98,7 +98,7 @@ def _chat_token(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, Any]
     def named(token: int, value: float) -> dict[str, Any]:
         data = tokenizer.token_bytes.of(token)
         name = token_name(tokenizer, token)
-        return {"token": name, "logprob": max(value, _LEAST_LOGPROB), "bytes": None if data is None else list(data)}
+        return {"token": name, "logprob": max(value, _MIN_LOGPROB), "bytes": None if data is None else list(data)}
 
     top = [named(*each) for each in logged.logprobs.top]
     return {**named(logged.token, logged.logprobs.token), "top_logprobs": top}
@@ -114,7 +114,7 @@ def _top_by_key(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, floa
         key = _key(tokenizer, token)
         if owners.setdefault(key, token) != token:
             key = _by_id(token)
-        top[key] = max(value, _LEAST_LOGPROB)
+        top[key] = max(value, _MIN_LOGPROB)
     return top
 
 

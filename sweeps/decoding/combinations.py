@@ -29,7 +29,7 @@ BUILT = {"chain": ("depth",), "dynamic": ("depth", "breadth", "nodes"), "adaptiv
 """Types of tree that `tree.type` builds, and the keys that each reads."""
 
 _SHAPE: TypeAdapter[AnyShape] = TypeAdapter(Shape)
-_MOST_DRAWS = 500
+_MAX_DRAWS = 500
 
 
 class UnfitError(Exception):
@@ -152,7 +152,7 @@ def drawn(space: Space, limits: Limits, count: int, seed: int) -> Listing:
 
 def draw_another(space: Space, limits: Limits, known: Listing, rng: random.Random) -> dict[str, Any] | None:
     """Draw until something comes that is not known, and add it; None if nothing does."""
-    for _ in range(_MOST_DRAWS):
+    for _ in range(_MAX_DRAWS):
         choices = draw(space, rng)
         if known.add(choices, limits) == "new":
             return choices

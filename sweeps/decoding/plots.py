@@ -27,7 +27,7 @@ from sweeps.reports.views import WORDS, figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_BARS = 24
+_MAX_BARS = 24
 _FADED = 0.3
 _FINALIST, _WHOLE, _STOPPED = "finalist, in the search", "asked all questions", "asked fewer questions"
 _AGAIN = "finalist, side by side"
@@ -82,7 +82,7 @@ def _bars(
     measured = [trial for trial in trials if figure(trial.last, "objective") is not None]
     if not measured:
         return Plot(name, title, "", missing=f"no trial has a {word}")
-    shown = measured[:_MOST_BARS]
+    shown = measured[:_MAX_BARS]
     again = {row["name"]: row for row in finalists}
     kinds = {trial.name: _kind(trial, again, top) for trial in shown}
     legend = [kind for kind in (_FINALIST, _WHOLE, _STOPPED) if kind in kinds.values()]

@@ -29,10 +29,10 @@ from sweeps.decoding.results import (
 )
 from sweeps.decoding.trial import measure_together, run_shape
 from sweeps.reports.results import Trial, first_message
-from sweeps.tuning.board import SweepBoard, follow_sweep
 from sweeps.tuning.configs import OptunaSearch, RandomSearch
 from sweeps.tuning.distinct import DistinctSearcher
 from sweeps.tuning.folders import TrialFolder, trial_folders
+from sweeps.tuning.progress import SweepProgressActor, follow_sweep
 from sweeps.tuning.resume import alone, begin_or_resume_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.spaces import Choices, from_text, lies_in
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
@@ -53,7 +53,7 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
         reasons = "; ".join(f"{name}: {one.why()}" for name, one in listings.items())
         raise ConfigError(f"nothing is left of the space: {reasons}")
     concurrent = concurrency(sweep)
-    board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    progress_actor: Any = SweepProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with alone(output):
         begin_or_resume_sweep(output, _recorded(sweep), fingerprints(sweep))
         with running_clock(output):
@@ -64,9 +64,9 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
                 f"{total} ways to decode, {concurrent} measured at a time, with {', '.join(map(str, sizes))} questions",
                 highlight=False,
             )
-            with follow_sweep(board, sweep.output, sum(planned.values()), sweep.objective):
+            with follow_sweep(progress_actor, sweep.output, sum(planned.values()), sweep.objective):
                 for name, listing in listings.items():
-                    _search(sweep, limits[name], listing, _plan(sweep, limits[name], sizes, board, concurrent))
+                    _search(sweep, limits[name], listing, _plan(sweep, limits[name], sizes, progress_actor, concurrent))
             for name, listing in listings.items():
                 if listing.left_out:
                     text = f"{name}: left out {listing.left_out.total()} combinations: {listing.why()}"
@@ -115,11 +115,13 @@ def _is_left(sweep: TuneDecodingConfig, listings: Mapping[str, Listing], trial: 
     return trial.choices not in [one.choices for one in listing.combinations]
 
 
-def _plan(sweep: TuneDecodingConfig, limits: Limits, sizes: Sequence[int], board: Any, concurrent: int) -> Plan:
+def _plan(
+    sweep: TuneDecodingConfig, limits: Limits, sizes: Sequence[int], progress_actor: Any, concurrent: int
+) -> Plan:
     config = sweep.model_dump_json()
 
     def run(choices: Choices) -> None:
-        run_shape(choices, config, limits, sizes, board)
+        run_shape(choices, config, limits, sizes, progress_actor)
 
     return Plan(
         output=sweep.output,

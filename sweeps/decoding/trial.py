@@ -37,7 +37,7 @@ Ask = Callable[[int], list[dict[str, Any]]]
 """ask(count): figures of all combinations over the first so many questions."""
 
 
-def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int], board: Any) -> None:
+def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int], progress_actor: Any) -> None:
     """Ask the questions of every rung and report it to Ray Tune, until it stops this process or the last one is done.
 
     Our own errors end the trial and are noted in its folder; those of the machine are raised, for Tune to try again.
@@ -47,7 +47,7 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
         config: the sweep's, as JSON.
         limits: of the drafter.
         sizes: questions, by rung.
-        board: the sweep's.
+        progress_actor: the sweep's.
     """
     sweep, combination = TuneDecodingConfig.model_validate_json(config), combine(choices, limits)
     folder = trial_folder(sweep.output, combination.choices)
@@ -62,7 +62,7 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
             if row is None and has_ended:
                 return
             if row is None:
-                board.watch.remote(folder.path.name, None, rung)
+                progress_actor.watch.remote(folder.path.name, None, rung)
                 try:
                     ask = ask or stack.enter_context(asking(config, [combination], folder.path, sizes[-1]))
                     (found,) = ask(size)
@@ -77,7 +77,7 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
                     folder.end("failed", str(error))
                     return
                 finally:
-                    board.forget.remote(folder.path.name)
+                    progress_actor.forget.remote(folder.path.name)
                 row = {"rung": rung, "rung_questions": size, **found, "objective": found[sweep.objective]}
                 folder.add(row)
             if size == sizes[-1]:

@@ -32,9 +32,9 @@ from sweeps.trainings.ladder import Rung
 from sweeps.trainings.measure import folder_key
 from sweeps.trainings.search import search, train_all
 from sweeps.trainings.trial import measure_on_ray
-from sweeps.tuning.board import SweepBoard, follow_sweep
 from sweeps.tuning.configs import GridSearch
 from sweeps.tuning.folders import trial_folder, trial_folders
+from sweeps.tuning.progress import SweepProgressActor, follow_sweep
 from sweeps.tuning.resume import SUMMARY_FILE, alone, begin_or_resume_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.spaces import lies_in, size
 
@@ -56,7 +56,7 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
     output = Path(sweep.output).absolute()
     rungs = check_sweep(sweep)
     concurrent = concurrency(sweep, sweep.trial({}))
-    board: Any = SweepBoard.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    progress_actor: Any = SweepProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     total = (size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials) or 0
     with alone(output):
         begin_or_resume_sweep(output, _recorded(sweep), _fingerprints(sweep))
@@ -69,14 +69,14 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
                 highlight=False,
             )
             others = sum(not lies_in(one.record["choices"], sweep.space) for one in trial_folders(sweep.output))
-            with follow_sweep(board, sweep.output, total + others, sweep.objective):
-                search(shipped, rungs, board, concurrent)
+            with follow_sweep(progress_actor, sweep.output, total + others, sweep.objective):
+                search(shipped, rungs, progress_actor, concurrent)
             trials = read_trials(sweep.output)
             found = searched(trials, sweep.space, sweep.objective).trials
             finalists = best_trials(found, sweep.confirm.finalists)
             if not finalists:
                 raise DataError(f"not one trial of '{output}' was trained to the end{first_message(trials)}")
-            confirmed = _confirm(shipped, finalists, rungs[-1], board, concurrent, console)
+            confirmed = _confirm(shipped, finalists, rungs[-1], progress_actor, concurrent, console)
             _crown(sweep, confirmed, output)
         return _write(sweep, read_trials(sweep.output), confirmed, output)
 
@@ -98,7 +98,7 @@ def summary_path(sweep: SweepConfig) -> Path:
 
 
 def _confirm(
-    sweep: SweepConfig, best: list[Trial], last: Rung, board: Any, concurrent: int, console: Console
+    sweep: SweepConfig, best: list[Trial], last: Rung, progress_actor: Any, concurrent: int, console: Console
 ) -> list[Finalist]:
     """Train the best again from other seeds, then measure all of them side by side, with nothing beside them."""
     points: dict[str, dict[int, dict[str, Any]]] = {}
@@ -111,8 +111,8 @@ def _confirm(
         console.print(f"the best {len(best)} once more, from other seeds", highlight=False)
         known = {folder.path for folder in trial_folders(sweep.output)}
         total = len(known | {trial_folder(sweep.output, choices).path for choices in new})
-        with follow_sweep(board, sweep.output, total, sweep.objective):
-            train_all(sweep, new, last, board, concurrent)
+        with follow_sweep(progress_actor, sweep.output, total, sweep.objective):
+            train_all(sweep, new, last, progress_actor, concurrent)
     folders = {
         name: {seed: trial_folder(sweep.output, choices) for seed, choices in seeds.items()}
         for name, seeds in points.items()

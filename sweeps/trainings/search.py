@@ -14,13 +14,13 @@ from sweeps.tuning.folders import trial_folders
 from sweeps.tuning.spaces import Choices, Space, Verdict, draw, folder_name, from_text, grid, lies_in
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
-_MOST_DRAWS = 50
+_MAX_DRAWS = 50
 """Per trial, before it is believed that there is nothing new."""
 
 
-def search(sweep: SweepConfig, rungs: Sequence[Rung], board: Any, concurrent: int) -> None:
+def search(sweep: SweepConfig, rungs: Sequence[Rung], progress_actor: Any, concurrent: int) -> None:
     """Run all trials of the search; their folders tell how each of them ended. Needs a Ray session."""
-    plan = _plan(sweep, rungs, board, concurrent, sweep.ladder.reduction if sweep.ladder.stop else None)
+    plan = _plan(sweep, rungs, progress_actor, concurrent, sweep.ladder.reduction if sweep.ladder.stop else None)
     if isinstance(sweep.search, OptunaSearch):
         tune_proposed(plan, sweep.space, sweep.search.num_trials, _distinct(sweep, sweep.search))
         return
@@ -35,7 +35,7 @@ def search(sweep: SweepConfig, rungs: Sequence[Rung], board: Any, concurrent: in
 def _at_random(space: Space, count: int, rng: random.Random) -> list[Choices]:
     """So many different combinations, or fewer if there are no more: two trials of one folder would meet there."""
     found: dict[str, Choices] = {}
-    for _ in range(count * _MOST_DRAWS):
+    for _ in range(count * _MAX_DRAWS):
         choices = draw(space, rng)
         found.setdefault(folder_name(choices), choices)
         if len(found) == count:
@@ -58,7 +58,7 @@ def _distinct(sweep: SweepConfig, search: OptunaSearch) -> DistinctSearcher:
         return "new"
 
     def spare() -> dict[str, Any] | None:
-        for _ in range(_MOST_DRAWS):
+        for _ in range(_MAX_DRAWS):
             drawn = as_drawn(draw(sweep.space, rng), sweep.space)
             if judge(drawn) == "new":
                 return drawn
@@ -67,16 +67,18 @@ def _distinct(sweep: SweepConfig, search: OptunaSearch) -> DistinctSearcher:
     return DistinctSearcher(optuna_searcher(search, sweep.space, begun), judge, spare)
 
 
-def train_all(sweep: SweepConfig, points: Sequence[Choices], last: Rung, board: Any, concurrent: int) -> None:
+def train_all(sweep: SweepConfig, points: Sequence[Choices], last: Rung, progress_actor: Any, concurrent: int) -> None:
     """Train and measure these, on the last rung alone."""
-    tune_listed(_plan(sweep, [last], board, concurrent, None), points)
+    tune_listed(_plan(sweep, [last], progress_actor, concurrent, None), points)
 
 
-def _plan(sweep: SweepConfig, rungs: Sequence[Rung], board: Any, concurrent: int, reduction: int | None) -> Plan:
+def _plan(
+    sweep: SweepConfig, rungs: Sequence[Rung], progress_actor: Any, concurrent: int, reduction: int | None
+) -> Plan:
     config = sweep.model_dump_json()
 
     def run(choices: Choices) -> None:
-        run_trial(choices, config, rungs, board)
+        run_trial(choices, config, rungs, progress_actor)
 
     return Plan(
         output=sweep.output,

@@ -31,7 +31,7 @@ _DRIVER = "DEFAULT"
 """Scheduling strategy that leaves the placement group of Tune's actor, which has room for nothing else."""
 
 
-def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], board: Any) -> None:
+def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_actor: Any) -> None:
     """Climb the ladder and report every rung to Ray Tune, until it stops this process or the last one is done.
 
     Our own errors end the trial and are noted in its folder; those of the machine are raised, for Tune to try again.
@@ -40,7 +40,7 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], board: Any) 
         choices: of the trial.
         config: the sweep's, as JSON.
         rungs: of the ladder.
-        board: the sweep's.
+        progress_actor: the sweep's.
     """
     sweep = SweepConfig.model_validate_json(config)
     folder = trial_folder(sweep.output, choices)
@@ -54,7 +54,7 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], board: Any) 
             return
         if row is None:
             try:
-                row = _climb(sweep, sweep.trial(choices, str(folder.path)), folder, (rung, rungs[-1]), board)
+                row = _climb(sweep, sweep.trial(choices, str(folder.path)), folder, (rung, rungs[-1]), progress_actor)
             except UnreachableError:  # may answer again
                 raise
             except MorayError as error:
@@ -74,10 +74,10 @@ def _climb(
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"max_steps": steps_at(last.tokens, config)})}
     )
-    board: Any = ProgressActor.options(num_cpus=0, scheduling_strategy=_DRIVER).remote()  # type: ignore[attr-defined]
-    sweep_board.watch.remote(folder.path.name, board, rung.number)
+    progress_actor: Any = ProgressActor.options(num_cpus=0, scheduling_strategy=_DRIVER).remote()  # type: ignore[attr-defined]
+    sweep_board.watch.remote(folder.path.name, progress_actor, rung.number)
     try:
-        checkpoint = train_until(config, steps_at(rung.tokens, config), board)
+        checkpoint = train_until(config, steps_at(rung.tokens, config), progress_actor)
         hand_out(checkpoint, folder.path)
         trained = read_metrics(folder.path)[-1]
         sweep_board.watch.remote(folder.path.name, None, rung.number)
@@ -97,19 +97,19 @@ def _climb(
         if row["objective"] is None:
             raise DataError(f"{sweep.objective} is not known, for all answers are one token long: give other questions")
         folder.add(row)
-        _track(config, folder, board, row)
+        _track(config, folder, progress_actor, row)
     finally:
-        ray.kill(board)
+        ray.kill(progress_actor)
         sweep_board.forget.remote(folder.path.name)
     return row
 
 
-def _track(config: DistillConfig, folder: TrialFolder, board: Any, row: Mapping[str, Any]) -> None:
+def _track(config: DistillConfig, folder: TrialFolder, progress_actor: Any, row: Mapping[str, Any]) -> None:
     """Tell the run's trackers, and its TensorBoard, what was measured."""
     from moray.distill.tracking.sinks import TensorBoard
 
     figures = {f"sweep/{name}": float(row[name]) for name in ("tau", "speedup", "tokens_per_second", "objective")}
-    for sink in [TensorBoard(folder.path / "tensorboard"), *open_run_trackers(config, folder.path, board)]:
+    for sink in [TensorBoard(folder.path / "tensorboard"), *open_run_trackers(config, folder.path, progress_actor)]:
         sink.write(row["step"], figures)
         sink.close()
 

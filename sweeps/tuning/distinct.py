@@ -7,7 +7,7 @@ from ray.tune.search import Searcher
 
 from sweeps.tuning.spaces import Verdict
 
-_MOST_ASKED = 50
+_MAX_ASKED = 50
 
 
 class DistinctSearcher(Searcher):
@@ -36,7 +36,7 @@ class DistinctSearcher(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         """Something new, or the word that there is nothing."""
-        for _ in range(_MOST_ASKED):
+        for _ in range(_MAX_ASKED):
             name, self._num_asked = f"{trial_id}-{self._num_asked}", self._num_asked + 1
             proposal = self._inner.suggest(name)
             if not isinstance(proposal, dict):

@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, model_validator
 from moray.config import Config
 
 _MAX_LABEL = 80
-_MOST_CORNERS = 512
+_MAX_CORNERS = 512
 
 Choices = Mapping[str, Any]
 """One value for every key of a space: what makes a trial."""
@@ -111,12 +111,12 @@ def grid(space: Space) -> Iterator[dict[str, Any]]:
 def corners_of(space: Space) -> list[dict[str, Any]]:
     """Every combination, or of very many the first ones: each value of a key stands in one of them."""
     count = size(space)
-    if count is not None and count <= _MOST_CORNERS:
+    if count is not None and count <= _MAX_CORNERS:
         return list(grid(space))
     values = {key: list(d.bounds) if isinstance(d, Range) else d for key, d in space.items()}
     base = {key: options[0] for key, options in values.items()}
     single = [{**base, key: value} for key, options in values.items() for value in options]
-    return [*single, *itertools.islice(grid(space), _MOST_CORNERS)]
+    return [*single, *itertools.islice(grid(space), _MAX_CORNERS)]
 
 
 def draw(space: Space, rng: random.Random) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 from served_api import MODEL
 
-MOST_SECONDS = 1.0
+MAX_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_place_is_freed(slow, fields, close):
     if "stream" in fields:
         assert connection.recv(100)
     close(connection)
-    slow.wait_until_idle(MOST_SECONDS)
+    slow.wait_until_idle(MAX_SECONDS)
 
 
 def test_places_of_many_are_freed(slow):
@@ -65,7 +65,7 @@ def test_places_of_many_are_freed(slow):
         wait_until(lambda: (slow.num_open, slow.engine.num_running) == (40, 4))
         for index, connection in enumerate(connections):
             (reset if index % 3 else socket.socket.close)(connection)
-        assert slow.wait_until_idle(MOST_SECONDS) < MOST_SECONDS
+        assert slow.wait_until_idle(MAX_SECONDS) < MAX_SECONDS
     assert slow.client().completions.create(model=MODEL, prompt="x", max_tokens=2).choices
 
 
@@ -73,7 +73,7 @@ def test_who_goes_at_once_leaves_nothing(slow):
     for index in range(60):
         reset(ask(slow, stream=index % 2 == 0))
     time.sleep(0.2)
-    slow.wait_until_idle(MOST_SECONDS)
+    slow.wait_until_idle(MAX_SECONDS)
 
 
 def test_who_goes_while_asking_leaves_nothing(slow):
@@ -81,7 +81,7 @@ def test_who_goes_while_asking_leaves_nothing(slow):
         connection = socket.create_connection(slow.address, timeout=20)
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
         connection.close()
-    slow.wait_until_idle(MOST_SECONDS)
+    slow.wait_until_idle(MAX_SECONDS)
 
 
 def test_the_others_are_not_disturbed(slow):
@@ -100,4 +100,4 @@ def test_a_closed_stream_of_the_official_client_frees_its_place(slow):
     with slow.client().completions.create(model=MODEL, prompt="x", stream=True, **options) as stream:
         next(iter(stream))
         assert slow.engine.num_running == 1
-    slow.wait_until_idle(MOST_SECONDS)
+    slow.wait_until_idle(MAX_SECONDS)

@@ -1,4 +1,4 @@
-"""A board that a remote worker pins its progress to and the driver reads: works on any cluster, without a
+"""An actor that a remote worker reports its progress to and the driver reads: works on any cluster, without a
 shared disk."""
 
 import threading
@@ -55,8 +55,8 @@ class ProgressActor:
 
 
 @contextmanager
-def follow(board: Any, title: str) -> Iterator[None]:
-    """Show a progress bar that follows the board while the block runs."""
+def follow(progress_actor: Any, title: str) -> Iterator[None]:
+    """Show a progress bar that follows the actor while the block runs."""
     stop = threading.Event()
     with Progress(title, unit="updates", note="starting workers") as progress:
 
@@ -65,10 +65,10 @@ def follow(board: Any, title: str) -> Iterator[None]:
             while not stopped:
                 stopped = stop.wait(_POLL_SECONDS)
                 try:
-                    latest: Any = ray.get(board.latest.remote(), timeout=5)
-                    warnings: Any = ray.get(board.warnings.remote(num_warnings), timeout=5)
+                    latest: Any = ray.get(progress_actor.latest.remote(), timeout=5)
+                    warnings: Any = ray.get(progress_actor.warnings.remote(num_warnings), timeout=5)
                 except ray.exceptions.GetTimeoutError:
-                    continue  # on a busy machine the board may be slow to answer
+                    continue  # on a busy machine the actor may be slow to answer
                 except ray.exceptions.RayError:
                     return  # the cluster is going down: the run itself reports why
                 for text in warnings:

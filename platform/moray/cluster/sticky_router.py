@@ -23,7 +23,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-_MOST_SECONDS = 1.0
+_MAX_SECONDS = 1.0
 """Between choosing a replica for a call and sending it: what takes longer was sent elsewhere, or given up."""
 
 
@@ -37,7 +37,7 @@ class _Load:
 
     def of(self, replica: ReplicaID) -> int:
         chosen, now = self._chosen[replica], time.monotonic()
-        while chosen and chosen[0] < now - _MOST_SECONDS:
+        while chosen and chosen[0] < now - _MAX_SECONDS:
             chosen.popleft()
         return self._sent[replica] + len(chosen)
 

@@ -14,7 +14,7 @@ _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _HUGE, _PIECE = 2 << 20, 64 << 20
 """Bytes of a huge page, and of what is copied before the clock is looked at."""
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
-_MOST_SECONDS = 10.0
+_MAX_SECONDS = 10.0
 """Copying stops after this time; the rest of a large model stays in small pages."""
 
 
@@ -27,7 +27,7 @@ def move_to_huge_pages() -> None:
         return
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    end = time.monotonic() + _MOST_SECONDS
+    end = time.monotonic() + _MAX_SECONDS
     for begin, size in _pieces(Path("/proc/self/maps").read_text(encoding="utf-8")):
         if time.monotonic() > end:
             return

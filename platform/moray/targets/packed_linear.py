@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-_LEAST_BYTES = 16 << 20
+_MIN_BYTES = 16 << 20
 """Of all weights together; with fewer, nothing is packed."""
 _TRIED_BYTES = 48 << 20
 """Most bytes of weights that are measured: more than a cache holds, as in a real pass."""
@@ -31,7 +31,7 @@ _HINT = 64
 """Row count for which oneDNN picks the layout; those from 4 to 64 are equally fast at any row count."""
 _REPEATS = 9
 """How often packed and plain weights are timed at each number of rows."""
-_MOST_SECONDS = 1.0
+_MAX_SECONDS = 1.0
 """Time after which a busy machine times them no more, once both have run twice."""
 _GAIN = 1.05
 """How many times as fast packed weights must be, so that noise does not decide."""
@@ -122,7 +122,7 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False) -> Ker
     With `may_round`, float32 weights are rounded to bfloat16 where that is faster still.
     """
     num_bytes = sum(weight.nbytes for weight in weights)
-    if num_bytes < _LEAST_BYTES:
+    if num_bytes < _MIN_BYTES:
         return Kernels(False, False, "")
     if not all(_are_kernels_there(dtype) for dtype in {weight.dtype for weight in weights}):
         return _stock("there are no packed ones for this CPU and number format")
@@ -188,7 +188,7 @@ def _are_kernels_there(dtype: torch.dtype) -> bool:
 def _seconds(*runs: Callable[[], object]) -> list[float]:
     """The shortest time of each of some runs, which take turns, so that what else the machine does hits them alike."""
     best = [float("inf")] * len(runs)
-    end = time.perf_counter() + _MOST_SECONDS
+    end = time.perf_counter() + _MAX_SECONDS
     for turn in range(_REPEATS):
         for index, run in enumerate(runs):
             begin = time.perf_counter()

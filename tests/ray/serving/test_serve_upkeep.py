@@ -60,7 +60,7 @@ def test_a_running_serve_does_not_change_its_port_without_a_word(app):
 @pytest.mark.parametrize("length", ["short", "long"])
 def test_memory_is_flat(app, length):
     """Many short answers, streamed, every eighth given up by its client; then as many again."""
-    num_before, num_measured, most_growth = LENGTHS[length]
+    num_before, num_measured, max_growth = LENGTHS[length]
     numbers = itertools.count()
 
     async def ask(session: aiohttp.ClientSession, places: asyncio.Semaphore) -> int:
@@ -98,7 +98,7 @@ def test_memory_is_flat(app, length):
     after = measured()
     assert len(before) == 3
     growth = {name: after[name] - before[name] for name in before}
-    assert max(growth.values()) < most_growth, growth
+    assert max(growth.values()) < max_growth, growth
 
 
 @pytest.mark.timeout(600)

@@ -134,10 +134,10 @@ def test_only_what_may_answer_again_is_left_to_ray_to_retry(
         raise kind("no")
 
     monkeypatch.setattr(training, "_train", fail)
-    board: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    progress_actor: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with pytest.raises(kind):
-        training.work({"board": board})
-    failure: Any = ray.get(board.failure.remote())
+        training.work({"progress_actor": progress_actor})
+    failure: Any = ray.get(progress_actor.failure.remote())
     assert (failure is None) == (kind is UnreachableError)
 
 

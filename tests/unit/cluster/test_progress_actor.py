@@ -1,4 +1,4 @@
-"""Following a board: one that is slow to answer, as on a busy machine, is asked again."""
+"""Following a progress actor: one that is slow to answer, as on a busy machine, is asked again."""
 
 import time
 from types import SimpleNamespace
@@ -9,13 +9,13 @@ import ray.exceptions
 
 from moray.cluster import progress_actor as board_module
 from moray.cluster.progress_actor import follow
-from sweeps.tuning import board as sweep_board
+from sweeps.tuning import progress as sweep_board
 
 BOARD = SimpleNamespace(latest=SimpleNamespace(remote=lambda: "latest"), warnings=SimpleNamespace(remote=lambda _: []))
 
 
 def answers(monkeypatch, *errors: Exception) -> list[int]:
-    """A board whose first answers are errors; returns a list that grows by the steps that were read."""
+    """An actor whose first answers are errors; returns a list that grows by the steps that were read."""
     left, read = list(errors), []
 
     def get(asked, timeout):
@@ -32,7 +32,7 @@ def answers(monkeypatch, *errors: Exception) -> list[int]:
 
 
 def followed(read: list[int]) -> int:
-    """Times that the board was read within a second, or until it was read twice."""
+    """Times that the actor was read within a second, or until it was read twice."""
     with follow(BOARD, "train"):
         end = time.monotonic() + 1.0
         while len(read) < 2 and time.monotonic() < end:

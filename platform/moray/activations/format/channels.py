@@ -21,7 +21,7 @@ from moray.activations.format.store import CacheStore
 from moray.errors import DataError
 
 CHANNELS_FILE = "channels.parquet"
-_LEAST_SCALE = 1e-2
+_MIN_SCALE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ChannelStatistics:
         mean = self._sum / self._num_tokens
         deviation = (self._squares / self._num_tokens - mean.square()).clamp(min=0).sqrt()
         usual = deviation.mean()
-        scale = deviation.clamp(min=float(usual) * _LEAST_SCALE) if float(usual) > 0 else torch.ones_like(deviation)
+        scale = deviation.clamp(min=float(usual) * _MIN_SCALE) if float(usual) > 0 else torch.ones_like(deviation)
         scale = scale.float().clamp(min=torch.finfo(torch.float32).tiny)
         return ColumnChannels((self._shift + mean).float().cpu(), scale.cpu())
 

@@ -17,7 +17,7 @@ _WORDS = re.compile(
     r"not enough (free )?(disk )?space|errno 28\b|errno 122\b",
     re.IGNORECASE,
 )
-_MOST_RESERVED = 1 << 30
+_MAX_RESERVED = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def free_bytes(folder: Path) -> tuple[int, int]:
     while not folder.exists():
         folder = folder.parent
     usage = shutil.disk_usage(folder)
-    return usage.free, min(_MOST_RESERVED, usage.total // 50)
+    return usage.free, min(_MAX_RESERVED, usage.total // 50)
 
 
 @contextmanager

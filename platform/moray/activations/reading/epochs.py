@@ -163,13 +163,13 @@ def _plan_data_shard(
     return windows
 
 
-def _runs(units: list[_RowGroup], most_tokens: int) -> list[list[_RowGroup]]:
+def _runs(units: list[_RowGroup], max_tokens: int) -> list[list[_RowGroup]]:
     """Cut a list into runs of at most that many tokens, or of one row group that has more."""
     runs: list[list[_RowGroup]] = []
     tokens = 0
     for unit in units:
         size = sum(unit[2])
-        if not runs or tokens + size > most_tokens:
+        if not runs or tokens + size > max_tokens:
             runs.append([])
             tokens = 0
         runs[-1].append(unit)

@@ -15,7 +15,7 @@ from moray.bench.reports.schema import CategoryMean, CategoryRow, Measure, Repor
 from moray.bench.reports.wording import count, number, pair, percent, temperature, times
 
 _WIDE = 120
-_MOST_PAIRS = 3
+_MAX_PAIRS = 3
 """Drafters whose two figures fit side by side into a narrow terminal."""
 
 
@@ -35,7 +35,7 @@ def print_report(report: dict[str, Any] | Report, console: Console) -> None:
             where = f" at T {temperature(value)}" if len(checked.temperatures) > 1 else ""
             # Above the table, for a table breaks its own title to its width.
             fastest = _fastest(checked, groups)
-            is_narrow = len(fastest) > _MOST_PAIRS and console.width < _WIDE
+            is_narrow = len(fastest) > _MAX_PAIRS and console.width < _WIDE
             figures = "Speed-up vs plain" if is_narrow else "Speed-up vs plain / tau"
             console.print(Text(f"{figures} by category{where}, fastest tree of each drafter", style="italic"))
             console.print(_category_table(fastest, checked.category_means, is_narrow))

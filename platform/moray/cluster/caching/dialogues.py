@@ -15,7 +15,7 @@ from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
 
 KEPT_BAD_ROWS = 20
-_MOST_SEQUENCES = 1024
+_MAX_SEQUENCES = 1024
 _PREFILL_TOKENS = 4096
 
 
@@ -100,7 +100,7 @@ def answer_chats(
     context = min(config.max_length, target.spec.max_positions)
     room = context - config.max_new_tokens
     limits = EngineConfig(
-        max_num_seqs=_MOST_SEQUENCES,
+        max_num_seqs=_MAX_SEQUENCES,
         kv_cache_tokens=config.batch_tokens,
         max_num_batched_tokens=_PREFILL_TOKENS,
         batch_admissions=True,

@@ -50,17 +50,17 @@ def distill(config: DistillConfig) -> Path:
     _lay_out(config)
     _count_tokens(config)
     output = Path(config.output).absolute()
-    board: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    with follow(board, f"distill {config.drafter.type}"):
-        checkpoint = _train(config, board, asked)
+    progress_actor: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    with follow(progress_actor, f"distill {config.drafter.type}"):
+        checkpoint = _train(config, progress_actor, asked)
     _close_cache(config)
     validate_last(config, checkpoint, output)
-    _send_validation(config, output, board)
+    _send_validation(config, output, progress_actor)
     hand_out(checkpoint, output)
     return output
 
 
-def train_until(config: DistillConfig, stop_step: int, board: Any) -> ray.train.Checkpoint:
+def train_until(config: DistillConfig, stop_step: int, progress_actor: Any) -> ray.train.Checkpoint:
     """Train a drafter up to a step of its run, from wherever the run is, and give its checkpoint there.
 
     Several calls with growing steps are one run: schedules follow `config.train`, whatever the parts. Needs a Ray
@@ -78,7 +78,7 @@ def train_until(config: DistillConfig, stop_step: int, board: Any) -> ray.train.
     free_workers()  # of one before that died here
     begin_or_resume(config)
     _count_tokens(config)
-    return _train(config, board, asked, stop_step)
+    return _train(config, progress_actor, asked, stop_step)
 
 
 def hand_out(checkpoint: ray.train.Checkpoint, output: Path) -> None:
@@ -90,12 +90,12 @@ def hand_out(checkpoint: ray.train.Checkpoint, output: Path) -> None:
 
 
 def _train(
-    config: DistillConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None = None
+    config: DistillConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None = None
 ) -> ray.train.Checkpoint:
     """Run workers until they are done; the run's newest checkpoint."""
     output = Path(config.output).absolute()
-    result = _fit(config, board, asked, stop_step)
-    failure: Any = ray.get(board.failure.remote())
+    result = _fit(config, progress_actor, asked, stop_step)
+    failure: Any = ray.get(progress_actor.failure.remote())
     if failure is not None:
         if newest_checkpoint(output) is None:
             withdraw(config)  # nothing is lost, and a mended configuration may begin here
@@ -106,12 +106,14 @@ def _train(
     return checkpoint
 
 
-def _fit(config: DistillConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None) -> ray.train.Result:
+def _fit(
+    config: DistillConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None
+) -> ray.train.Result:
     """Run Ray Train to its end. Ray replaces workers; if its controller dies, begin again where the run was."""
     for failures_left in range(config.workers.max_failures, -1, -1):
         try:
             with own_errors():
-                return _trainer(config, board, asked, stop_step).fit()
+                return _trainer(config, progress_actor, asked, stop_step).fit()
         except ray.exceptions.RayActorError:
             if not failures_left:
                 raise
@@ -119,12 +121,14 @@ def _fit(config: DistillConfig, board: Any, asked: int | tuple[int, int], stop_s
     raise AssertionError("unreachable")
 
 
-def _trainer(config: DistillConfig, board: Any, asked: int | tuple[int, int], stop_step: int | None) -> TorchTrainer:
+def _trainer(
+    config: DistillConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None
+) -> TorchTrainer:
     output = Path(config.output).absolute()
     _mend_snapshot(output)
     settings = {
         "config": config.model_dump_json(),
-        "board": board,
+        "progress_actor": progress_actor,
         "output": str(output),
         "num_lanes": run_data_shards(config),
         "stop_step": stop_step,
@@ -168,10 +172,10 @@ def free_workers() -> None:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
 
 
-def _send_validation(config: DistillConfig, output: Path, board: Any) -> None:
+def _send_validation(config: DistillConfig, output: Path, progress_actor: Any) -> None:
     """Tell the trackers of what was validated after the last report of training."""
     if config.validation is not None and config.trackers:
-        trackers = open_run_trackers(config, output, board)
+        trackers = open_run_trackers(config, output, progress_actor)
         send_validation(output, trackers)
         for tracker in trackers:
             tracker.close()

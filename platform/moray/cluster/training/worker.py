@@ -42,8 +42,8 @@ RUN_NAME = "train"
 
 def work(settings: dict[str, Any]) -> None:
     """One Ray Train worker. Only failures of the machine are worth a restart: ours would come again."""
-    board = settings["board"]
-    if ray.get(board.failure.remote()) is not None:
+    progress_actor = settings["progress_actor"]
+    if ray.get(progress_actor.failure.remote()) is not None:
         return
     try:
         with own_errors():
@@ -51,7 +51,7 @@ def work(settings: dict[str, Any]) -> None:
     except UnreachableError:  # may answer again
         raise
     except MorayError as error:
-        ray.get(board.fail.remote(error))
+        ray.get(progress_actor.fail.remote(error))
         raise
 
 
@@ -74,10 +74,10 @@ def checkpoint_step(checkpoint: ray.train.Checkpoint) -> int:
         return int(read_json(Path(folder) / "training.json")["step"])
 
 
-def open_run_trackers(config: DistillConfig, output: Path, board: Any) -> list[Sink]:
+def open_run_trackers(config: DistillConfig, output: Path, progress_actor: Any) -> list[Sink]:
     """The trackers that the configuration names, each with the run's settings."""
     settings = config.model_dump(mode="json", exclude={"ray", "trackers"})
-    return open_trackers(config.trackers, output, settings, board.warn.remote)
+    return open_trackers(config.trackers, output, settings, progress_actor.warn.remote)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Worker:
     num_workers: int
     num_data_shards: int
     output: Path
-    board: Any
+    progress_actor: Any
 
     @property
     def is_first(self) -> bool:
@@ -105,7 +105,7 @@ def _train(settings: dict[str, Any]) -> None:
         context.get_world_size(),
         settings["num_lanes"],
         Path(settings["output"]),
-        settings["board"],
+        settings["progress_actor"],
     )
     manifest = open_source(config)
     device = get_device()
@@ -123,15 +123,15 @@ def _train(settings: dict[str, Any]) -> None:
     )
     mine = data_shards_of(worker.rank, worker.num_workers, worker.num_data_shards)
     updates = _updates([{data_shard: plan[data_shard] for data_shard in mine} for plan in plans], span, reader)
-    trackers = open_run_trackers(config, worker.output, worker.board) if worker.is_first else []
+    trackers = open_run_trackers(config, worker.output, worker.progress_actor) if worker.is_first else []
     writer = MetricsWriter(worker.output, first.step, trackers) if worker.is_first else None
     if worker.is_first:
-        worker.board.start.remote(first.step, span.last_step)
+        worker.progress_actor.start.remote(first.step, span.last_step)
 
     def report(progress: Progress, metrics: dict[str, float]) -> None:
         if writer is not None:
             writer.write(progress, metrics)
-            worker.board.update.remote(progress.step, metrics)
+            worker.progress_actor.update.remote(progress.step, metrics)
 
     def save(progress: Progress) -> None:
         _save(parallel, progress, manifest, worker, is_validated(config, progress.step))

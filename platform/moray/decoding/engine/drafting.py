@@ -233,12 +233,12 @@ def collect_all(
     return found
 
 
-def awaits_first_draft(sequence: EngineSequence, most_cycles: int) -> bool:
+def awaits_first_draft(sequence: EngineSequence, max_cycles: int) -> bool:
     """Whether a sequence that has begun should wait for its first draft: in a cycle now it would make others wait, for
     the draft stands in line behind theirs. Drafts are made in the order in which they are asked for: after one cycle of
     all others it is there, or late."""
     drafting, is_asked = sequence.drafting, sequence.asked is not None
-    if drafting is None or not is_asked or sequence.num_passed_over >= most_cycles:
+    if drafting is None or not is_asked or sequence.num_passed_over >= max_cycles:
         return False
     return drafting.source.is_under_way(sequence.number)
 

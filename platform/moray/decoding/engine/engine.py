@@ -92,19 +92,19 @@ class Engine:
             )
             for name, source in sources.items()
         }
-        most_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)
+        max_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)
         self._eos_ids = frozenset(eos_ids)
         self._decode = decode
-        longest = min(target.spec.max_positions, self._rows.cache.num_slots - most_nodes)
+        longest = min(target.spec.max_positions, self._rows.cache.num_slots - max_nodes)
         if longest < max(1, config.max_model_len or 1):
             raise ConfigError(
                 f"engine.max_model_len is {config.max_model_len}, but the target's context is "
                 f"{target.spec.max_positions}, and engine.kv_cache_tokens {config.kv_cache_tokens} less a tree of "
-                f"{most_nodes} nodes: give a lower engine.max_model_len or more engine.kv_cache_tokens"
+                f"{max_nodes} nodes: give a lower engine.max_model_len or more engine.kv_cache_tokens"
             )
         self.max_model_len = config.max_model_len or longest
         """Most tokens of prompt and answer together."""
-        self._scheduler = Scheduler(self._rows.cache, config, most_nodes)
+        self._scheduler = Scheduler(self._rows.cache, config, max_nodes)
         self._num_submitted = 0
         self._updates: list[RequestOutput] = []
         self._is_second = True

@@ -22,15 +22,15 @@ _GATHER_SHARE = 16
 class Scheduler:
     """Keeps a `BatchedKVCache`'s rows in step with the sequences that they belong to."""
 
-    def __init__(self, cache: BatchedKVCache, config: EngineConfig, most_nodes: int) -> None:
-        """`most_nodes` are those of the largest tree, its root among them, which need slots behind a sequence."""
+    def __init__(self, cache: BatchedKVCache, config: EngineConfig, max_nodes: int) -> None:
+        """`max_nodes` are those of the largest tree, its root among them, which need slots behind a sequence."""
         self.waiting: deque[EngineSequence] = deque()
         self.running: list[EngineSequence] = []
         self.starting: list[EngineSequence] = []
         self.reading: list[EngineSequence] = []
         self._cache = cache
         self._config = config
-        self._most_nodes = most_nodes
+        self._max_nodes = max_nodes
 
     @property
     def num_held(self) -> int:
@@ -89,7 +89,7 @@ class Scheduler:
         self._cache.reorder(moves, num_slots)
 
     def _width(self, sequence: EngineSequence) -> int:
-        return -(-(sequence.need + self._most_nodes) // GRAIN) * GRAIN
+        return -(-(sequence.need + self._max_nodes) // GRAIN) * GRAIN
 
     @property
     def _num_used_slots(self) -> int:

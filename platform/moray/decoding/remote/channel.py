@@ -23,7 +23,7 @@ _LENGTH = struct.Struct(">Q")
 _SECRET_BYTES = 32
 _CONNECT_SECONDS = 0.5
 _SEND_SECONDS = 2.0
-_LEAST_RATE = 50e6
+_MIN_RATE = 50e6
 """Bytes per second; a slower way is given up."""
 
 
@@ -84,7 +84,7 @@ class SocketChannel(Channel):
 
     def send(self, frame: bytes) -> None:
         try:
-            self._socket.settimeout(_SEND_SECONDS + len(frame) / _LEAST_RATE)
+            self._socket.settimeout(_SEND_SECONDS + len(frame) / _MIN_RATE)
             self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
         except OSError as error:
             raise UnreachableError(f"the drafter is gone: {error}") from None

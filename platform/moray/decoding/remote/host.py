@@ -26,7 +26,7 @@ from moray.drafters.base import Drafter
 from moray.trees.shapes import ChainShape, GrowableShape
 from moray.trees.tree import TokenTree
 
-_MOST_GONE = 10_000
+_MAX_GONE = 10_000
 Change = Literal["opened", "closed", "expired"]
 
 
@@ -204,7 +204,7 @@ class DraftHost:
             self.stats.num_expired += change == "expired" and session in self._sessions
             self._close(session)
             self._gone[session] = None
-            if len(self._gone) > _MOST_GONE:
+            if len(self._gone) > _MAX_GONE:
                 self._gone.popitem(last=False)
 
     def _close(self, name: str) -> None:

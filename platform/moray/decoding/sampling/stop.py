@@ -15,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 
 MAX_STRINGS = 16
 MAX_LENGTH = 256
-_LEAST_CONTEXT = 4
+_MIN_CONTEXT = 4
 """Tokens of a prompt that are decoded with its answer; more where these have no text, or begin within a character."""
 _MAX_UNSETTLED = 16
 """Tokens that may wait for the rest of a character; four would do, were it not for bytes that are no text."""
@@ -153,7 +153,7 @@ class SettledText:
 
 def _needed(context: Sequence[int], decode: Decode) -> list[int]:
     """The last tokens of a context that suffice to decode what follows: they have text, and begin with a character."""
-    count = _LEAST_CONTEXT
+    count = _MIN_CONTEXT
     while count < len(context):
         text = decode(context[-count:])
         if text and not text.startswith("\ufffd"):

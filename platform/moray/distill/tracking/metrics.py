@@ -81,9 +81,9 @@ def write_validation(folder: Path, row: Mapping[str, Any]) -> None:
     rows = [other for other in read_validation(folder) if other["step"] != row["step"]]
     rows = sorted([*rows, dict(row)], key=lambda other: other["step"])
     write_text_atomically(folder / VALIDATION_FILE, "".join(json.dumps(each) + "\n" for each in rows))
-    board = TensorBoard(folder / "tensorboard" / "validation")  # two processes must not write to one folder
-    board.write(int(row["step"]), _named("validation", row))
-    board.close()
+    events = TensorBoard(folder / "tensorboard" / "validation")  # two processes must not write to one folder
+    events.write(int(row["step"]), _named("validation", row))
+    events.close()
 
 
 def send_validation(folder: Path, trackers: Sequence[Sink]) -> None:

@@ -36,7 +36,7 @@ _LAYER_NUMBERS = 1 << 26
 """Layer self-attention takes as many tokens at once as have this many numbers in their keys and values: 1,024 of
 Llama-3-8B. What it computes of a token is some fifteen times as large."""
 _CACHED_NUMBERS = 1 << 19
-_LEAST_TOKENS = 64
+_MIN_TOKENS = 64
 """The same on a CPU, for its caches: pieces of 512 tokens of the demo's target (960 numbers) are the fastest; of much
 wider ones so many, for each piece multiplies all weights."""
 
@@ -114,19 +114,19 @@ class MoA(TogetherDrafter[MoAState]):
         """Neither layer self-attention nor the memory's projections: those run once per verified token."""
         own = [*self.sa.parameters(), *self.ca.parameters()]
         memory = self.ca.attention.kv_proj.weight
-        last = self.head.last_layer_weights(self._most_layers)
+        last = self.head.last_layer_weights(self._max_layers)
         return [*(p for p in own if p is not memory), *last, self.vocabulary.rows]
 
     @property
-    def _most_layers(self) -> int:
+    def _max_layers(self) -> int:
         """The target's last layers whose keys and values a state holds: as many as its drafts may run."""
         return max(self.layer_counts)
 
     def observe(self, taps: Taps) -> Memory:
         assert taps.kv is not None
         memory = {"cross": self._cross_keys_values(taps.kv)}
-        if self._most_layers:
-            memory["tail"] = taps.kv[:, :, -self._most_layers :].flatten(2)
+        if self._max_layers:
+            memory["tail"] = taps.kv[:, :, -self._max_layers :].flatten(2)
         return memory
 
     def _cross_keys_values(
@@ -138,7 +138,7 @@ class MoA(TogetherDrafter[MoAState]):
         batch, seq, layers, width = kv.shape
         at_once = max(1, _LAYER_NUMBERS // (layers * width))
         if kv.device.type == "cpu":
-            at_once = min(at_once, max(_LEAST_TOKENS, _CACHED_NUMBERS // (layers * width)))
+            at_once = min(at_once, max(_MIN_TOKENS, _CACHED_NUMBERS // (layers * width)))
         tokens = kv.flatten(0, 1)
         if lengths is None:
             memory = _joined([self.run_block(self._memory, part) for part in tokens.split(at_once)])
@@ -205,7 +205,7 @@ class MoA(TogetherDrafter[MoAState]):
         slots = DraftSlots(capacity, max_expanded, self.to_memory.weight)
         own = slots.new_cache(self.config.self_attention.num_kv_heads, self.spec.head_dim)
         memory = slots.new_cache(self.config.cross_attention.num_kv_heads, self.spec.head_dim)
-        layers = self._most_layers
+        layers = self._max_layers
         tail = self.head.new_cache(slots.num_slots, num_layers=layers) if layers else None
         return MoAState(slots, own, memory, tail, self.layer_counts[0])
 
@@ -224,7 +224,7 @@ class MoA(TogetherDrafter[MoAState]):
         state.memory[1, :, :, start:end] = value
         if state.tail is not None:
             state.tail.length = start
-            state.tail.write(memory["tail"].unflatten(2, (self._most_layers, -1)))
+            state.tail.write(memory["tail"].unflatten(2, (self._max_layers, -1)))
 
     def _remember(self, state: MoAState, tokens: Int[Tensor, " some"], start: int) -> None:
         # SA is one layer over embeddings: a token's keys and values depend on nothing but itself.

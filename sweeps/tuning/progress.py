@@ -1,4 +1,4 @@
-"""What a sweep's trials are doing now: they pin it to a board, and the driver shows it."""
+"""What a sweep's trials are doing now: they report it to an actor, and the driver shows it."""
 
 import threading
 from collections.abc import Iterator
@@ -17,27 +17,27 @@ _POLL_SECONDS = 1.0
 
 
 @ray.remote
-class SweepBoard:
-    """Knows the boards of the trials that are training."""
+class SweepProgressActor:
+    """Knows the progress actors of the trials that are training."""
 
     def __init__(self) -> None:
         self._trials: dict[str, tuple[int, Any]] = {}
 
-    def watch(self, name: str, board: Any, rung: int) -> None:
-        """A trial trains, or is measured (without a board), on its way to a rung."""
-        self._trials[name] = (rung, board)
+    def watch(self, name: str, progress_actor: Any, rung: int) -> None:
+        """A trial trains, or is measured (without a progress actor), on its way to a rung."""
+        self._trials[name] = (rung, progress_actor)
 
     def forget(self, name: str) -> None:
         """A trial has come to its rung."""
         self._trials.pop(name, None)
 
     def trials(self) -> dict[str, tuple[int, Any]]:
-        """Rung and board by trial."""
+        """Rung and progress actor by trial."""
         return self._trials
 
 
 @contextmanager
-def follow_sweep(board: Any, output: str, total: int, objective: str) -> Iterator[None]:
+def follow_sweep(progress_actor: Any, output: str, total: int, objective: str) -> Iterator[None]:
     """Show how far the sweep and each running trial are while the block runs."""
     stop = threading.Event()
     ended, best = _standing(output, objective)
@@ -46,10 +46,10 @@ def follow_sweep(board: Any, output: str, total: int, objective: str) -> Iterato
         def poll() -> None:
             while not stop.wait(_POLL_SECONDS):
                 try:
-                    running: Any = ray.get(board.trials.remote(), timeout=5)
+                    running: Any = ray.get(progress_actor.trials.remote(), timeout=5)
                     progress.show_parts(_parts(running))
                 except ray.exceptions.GetTimeoutError:
-                    continue  # on a busy machine the board may be slow to answer
+                    continue  # on a busy machine the actor may be slow to answer
                 except ray.exceptions.RayError:
                     return  # the cluster is going down: the sweep itself reports why
                 ended, best = _standing(output, objective)
@@ -70,14 +70,14 @@ def _parts(running: dict[str, tuple[int, Any]]) -> dict[str, Part]:
     """How far each trial is, by the readable part of its name and, where that is not enough, all of it."""
     short = {name: name.rpartition("-")[0] for name in running}
     names = {name: text if list(short.values()).count(text) == 1 else name for name, text in short.items()}
-    return {names[name]: _part(rung, board) for name, (rung, board) in running.items()}
+    return {names[name]: _part(rung, progress_actor) for name, (rung, progress_actor) in running.items()}
 
 
-def _part(rung: int, board: Any) -> Part:
-    if board is None:
+def _part(rung: int, progress_actor: Any) -> Part:
+    if progress_actor is None:
         return Part(note=f"rung {rung}: measuring")
     try:
-        latest: Any = ray.get(board.latest.remote(), timeout=5)
+        latest: Any = ray.get(progress_actor.latest.remote(), timeout=5)
     except ray.exceptions.GetTimeoutError:
         return Part(note=f"rung {rung}: busy")
     except ray.exceptions.RayError:
