@@ -14,7 +14,7 @@ export PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT := 1
 PEERS := llama-cpp vllm openvino
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-small peers test test-slow test-all test-soak lint format clean
+.PHONY: help demo demo-small peers test test-slow test-all test-soak lint reference format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -44,6 +44,9 @@ lint: $(STAMP) ## ruff, pyright and the import contracts
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
 	.venv/bin/lint-imports --no-logo
+
+reference: $(STAMP) ## write docs/reference from the code
+	.venv/bin/python docs/generate_reference.py
 
 format: $(STAMP) ## rewrite the files as ruff wants them
 	.venv/bin/ruff check --fix .

@@ -230,9 +230,9 @@ def help_rows(config_class: type[BaseModel], prefix: str = "", default: Any = Py
         classes = classes_of(field.annotation)
         if len(classes) > 1:
             shown = getattr(declared, "type", declared)
-            rows.append(HelpRow(f"{key}.type", _type_name(field) + _default_text(shown), description_of(field)))
+            rows.append(HelpRow(f"{key}.type", type_name(field) + default_text(shown), description_of(field)))
         elif not classes or not isinstance(declared, BaseModel):
-            rows.append(HelpRow(key, _type_name(field) + _default_text(declared), description_of(field)))
+            rows.append(HelpRow(key, type_name(field) + default_text(declared), description_of(field)))
         if not classes:
             classes = classes_of(element_of(field.annotation))
             key += "[]"
@@ -253,14 +253,14 @@ def _variant_rows(classes: list[type[BaseModel]], prefix: str, default: Any) -> 
     ]
 
 
-def _default_text(value: Any) -> str:
+def default_text(value: Any) -> str:
     if value is PydanticUndefined:
         return " (required)"
     plain = json.dumps(value, default=lambda v: v.model_dump(mode="json") if isinstance(v, BaseModel) else str(v))
     return f" = {plain}"
 
 
-def _type_name(field: FieldInfo) -> str:
+def type_name(field: FieldInfo) -> str:
     """A type as YAML shows it, with the limits of its value."""
     limits = ((annotated_types.Ge, ">=", "ge"), (annotated_types.Gt, ">", "gt"))
     limits += ((annotated_types.Le, "<=", "le"), (annotated_types.Lt, "<", "lt"))

@@ -53,7 +53,7 @@ Items = Annotated[list[_Item], Field(fail_fast=True)]
 class _Strict(BaseModel):
     """Numbers are numbers and texts are texts: nothing is converted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
     ignored: ClassVar[frozenset[str]] = frozenset()
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
@@ -91,13 +91,16 @@ class StreamOptions(_Strict):
     """How an answer is streamed."""
 
     include_usage: bool = False
+    """End the stream with a chunk that counts the tokens."""
     include_obfuscation: bool = False
+    """Accepted and without effect."""
 
 
 class Speculation(_Strict):
     """Moray's own: how to draft, and whether to say what became of the drafts."""
 
     enabled: bool = True
+    """False decodes plainly."""
     drafter: str | None = Field(default=None, max_length=100)
     """One of those in `/v1/models`; the first if left out."""
     trace: bool = False
@@ -110,24 +113,39 @@ class _Sampled(_Strict):
     ignored = _IGNORED
     neutral = _NEUTRAL
     model: str = Field(max_length=200)
+    """Name of the model, as in `/v1/models`."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from a token's logit for each time it occurs in the answer."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from a token's logit once it occurs in the answer."""
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)] = Field(
         default_factory=dict, max_length=1024, json_schema_extra=_BIAS_SCHEMA
     )
+    """Added to logits, by token id."""
     max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    """Most tokens of the answer; null for the server's default."""
     n: int = Field(default=1, ge=1, le=1024)
+    """Number of answers."""
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    """Seed of the draws; the same request with the same seed gets the same answer."""
     stop: str | Items[str] = Field(default_factory=list, json_schema_extra=_STOP_SCHEMA)
+    """Strings that end the answer, which leaves them out."""
     stream: bool = False
+    """Send the answer as server-sent events, piece by piece."""
     stream_options: StreamOptions | None = None
+    """Options of a stream; only with `stream`."""
     temperature: float = Field(default=1.0, ge=0, le=2)
+    """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that together have this probability."""
     top_k: int = Field(default=0, ge=-1, lt=1 << 31)
-    """0 or -1 keeps every token."""
+    """Draw from this many likeliest tokens; 0 or -1 for all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
+    """Leave out tokens below this share of the likeliest token's probability."""
     ignore_eos: bool = False
+    """Go on after an end-of-sequence token, up to the most tokens."""
     speculation: Speculation = Speculation()
+    """How to draft for this request."""
 
     @field_validator("logit_bias")
     @classmethod
@@ -186,9 +204,13 @@ class ChatRequest(_Sampled):
     """Body of `/v1/chat/completions`."""
 
     messages: Items[ChatMessage] = Field(min_length=1, max_length=4096)
+    """The chat; the last turn is the one to answer."""
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    """The same as `max_tokens`, which it replaces."""
     logprobs: bool = False
+    """Return the log-probability of every token."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Also return this many likeliest tokens at each position; needs `logprobs`."""
 
     @property
     def num_characters(self) -> int:
@@ -206,7 +228,9 @@ class CompletionRequest(_Sampled):
     """Body of `/v1/completions`."""
 
     prompt: str | Items[str] | Items[Token] | Items[Items[Token]]
+    """Text or token ids to continue; several get an answer each."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Return log-probabilities, with this many likeliest tokens at each position."""
 
     @property
     def num_characters(self) -> int:

@@ -38,7 +38,7 @@ FORMAT = 1
 METADATA_KEY = b"moray"
 
 CodecName = Literal["bfloat16", "float16", "float32", "fp8", "int8", "int4"]
-_BITS: dict[str, int] = {"bfloat16": 16, "float16": 16, "float32": 32, "fp8": 8, "int8": 8, "int4": 4}
+BITS: dict[str, int] = {"bfloat16": 16, "float16": 16, "float32": 32, "fp8": 8, "int8": 8, "int4": 4}
 QUANTISED = ("fp8", "int8", "int4")
 """Codecs with a scale per token, and with channels."""
 SCALE_BYTES = 4
@@ -100,7 +100,7 @@ def shard_token_bytes(plan: dict[str, Any]) -> int:
 
 def codec_bytes(name: str, width: int) -> int:
     """Bytes that a codec spends on every token of `width` values."""
-    return (width * _BITS[name] + 7) // 8 + (SCALE_BYTES if name in QUANTISED else 0)
+    return (width * BITS[name] + 7) // 8 + (SCALE_BYTES if name in QUANTISED else 0)
 
 
 def shard_schema(columns: dict[str, dict[str, Any]], channels: str | None = None) -> pa.Schema:
