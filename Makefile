@@ -36,7 +36,7 @@ test-slow: $(STAMP) ## the tests that take minutes
 test-all: $(STAMP) ## both in one run, as CI does
 	$(PYTEST) -m "not soak"
 
-test-soak: $(STAMP) ## what is expensive and rarely fails: before a release (results in platform/RESULTS.md)
+test-soak: $(STAMP) ## what is expensive and rarely fails: before a release (results in docs/results/tests.md)
 	$(PYTEST) -m soak
 
 lint: $(STAMP) ## ruff, pyright and the import contracts

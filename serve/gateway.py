@@ -1,8 +1,4 @@
-"""The gateway: text and HTTP in front of the target replicas, and what is done when one of them dies.
-
-Tokens are what crosses to the targets, so an answer that a replica did not finish is taken up by another from its
-prompt and the tokens so far: the same text goes on, for randomness is a function of seed and position.
-"""
+"""The gateway: serves HTTP, calls target replicas, and continues an answer on another replica when one is lost."""
 
 import asyncio
 import logging
@@ -12,38 +8,36 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from moray.decoding.request import Request, RequestOutput
-from moray.errors import DataError
 from moray.text import ChatTokenizer
 from serve.api.errors import ApiError
 from serve.calls import end_call
 from serve.config import ServeConfig
-from serve.engine_thread import Admission, EngineFailedError
+from serve.engine_thread import Admission
 from serve.metrics import series
 from serve.metrics.exporters import Exporters, NoExporters
 from serve.metrics.latencies import watched
 from serve.metrics.sink import Nowhere, Sink
 from serve.metrics.statuses import StatusCounter
+from serve.resumable_answer import RETRY_AFTER_SECONDS, ResumableAnswer, not_ready, overloaded
 from serve.single_flight_cache import SingleFlightCache
 
 _LOGGER = logging.getLogger("ray.serve")
-_RETRY_AFTER = 1
-"""Seconds that a client is asked to wait when all places are taken."""
 _MAX_REFUSALS = 2
-"""Replicas that a request asks for a place: Serve looks at two of them, and a third may have room."""
-_FULL = 0.1
-"""Seconds for which new requests are refused unasked after one has found no place: asking costs the targets more."""
+"""Replicas that a new request asks for a place. Serve's router looks at two of them; a third may have room."""
+_MAX_REFUSALS_ONCE_ADMITTED = 120
+"""The same for an answer that has begun, whose client was promised all of it: it gives up after a minute."""
+_REFUSAL_PAUSE_SECONDS = 0.5
+"""Pause between such attempts."""
+_FULL_SECONDS = 0.1
+"""After a request found no place, others are refused for so long without asking, which would cost the targets more."""
 _FRESH = 1.0
-"""Seconds for which targets are taken to be there, or not to be, and metrics to be the latest."""
+"""Seconds for which a description of the targets, and metrics, are not asked for again."""
 _READY_SECONDS = 3.0
-"""In which a target has to say that it is there: who asks waits no longer for one that is starting."""
+"""Time in which a target must describe itself: a health check does not wait for one that is starting."""
 _PLACE_SECONDS = 60.0
-"""In which a target has to take a request in, or to refuse it: there may be none, and one may be long in starting."""
+"""Time in which a target must admit or refuse a request; one may be starting."""
 _EXPORTED_SECONDS = 5.0
-"""In which metrics have to be gathered."""
-_PAUSE = 0.5
-"""Seconds before an answer that cannot be taken up again for the moment is tried once more."""
-_MAX_RESUMED_REFUSALS = 120
-"""Of an answer that has begun, for its client was promised all of it: after a minute it ends with an error."""
+"""Time in which metrics must be collected."""
 
 
 class Gateway:
@@ -77,10 +71,10 @@ class Gateway:
         return StatusCounter(build_api(self), self._sink)
 
     async def describe(self) -> dict[str, Any]:
-        """What the targets can do; they are asked once.
+        """The target's description: context, vocabulary, drafters. It is asked for once.
 
         Raises:
-            ApiError: 503 while there is none.
+            ApiError: 503 while no target is ready.
         """
         if self._description is None:
             await self.check()
@@ -88,112 +82,106 @@ class Gateway:
         return self._description
 
     async def check(self) -> None:
-        """Whether there are targets now; they are asked about once a second, however often this is called.
+        """Check that a target is ready; the targets are asked at most once a second.
 
         Raises:
-            ApiError: 503 while there is none.
+            ApiError: 503 while no target is ready.
         """
         try:
             self._description = await self._described.get()
         except Exception as error:
-            raise _not_ready() from error
+            raise not_ready() from error
 
     async def _describe(self) -> dict[str, Any]:
         return await self._targets.describe.remote()
 
     async def metrics(self) -> str:
-        """What all replicas have published, for Prometheus; gathered once a second, however often this is called.
+        """The metrics of all replicas, for Prometheus; they are collected at most once a second.
 
         Raises:
-            ApiError: 503 while nobody exports it.
+            ApiError: 503 while no exporter answers.
         """
         try:
             return await self._exported.get()
         except (ConnectionError, TimeoutError) as error:
-            raise ApiError(503, f"metrics cannot be had: {error or 'too slow'}", retry_after=_RETRY_AFTER) from error
+            raise ApiError(
+                503, f"metrics cannot be had: {error or 'too slow'}", retry_after=RETRY_AFTER_SECONDS
+            ) from error
 
     def refuse_while_full(self) -> None:
-        """Called before anything is done for a new request.
+        """Refuse a new request before any work, if another one has just found every target full.
 
         Raises:
-            ApiError: 429 where another has just found that all places are taken.
+            ApiError: 429.
         """
         if time.monotonic() < self._full_until:
             self._sink.add(series.REQUESTS, 1, "refused")
-            raise _overloaded()
+            raise overloaded()
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
-        """Answer one sequence, on as many replicas as it takes.
+        """Answer one sequence; if its replica is lost, another one continues it.
 
         Raises:
-            ApiError: 400 for what the engine refuses, 429 where all places are taken, 503 where replicas keep dying,
-                none takes the request in, or none has room to go on with it for a minute.
+            ApiError: 400 if the engine refuses the request, 429 if every target is full, 503 if replicas keep failing,
+                none admits the request in time, or none has room to continue it for a minute.
         """
         return watched(self._generate(request), self._sink)
 
     async def _generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
         from ray.serve.exceptions import RayServeException
 
-        tokens: list[int] = []
-        failures = engine_failures = refusals = 0
-        is_resumed = False
+        answer = ResumableAnswer(request, self.config.api.num_retries)
         while True:
-            rest = request.model_copy(update={"generated": tuple(tokens)})
-            stream = self._call(rest, is_resumed)
+            stream = self._call(answer.remaining, answer.is_admitted)
             try:
                 if not await _is_admitted(stream):
-                    refusals += 1
-                    await self._refused(refusals, is_resumed)
+                    answer.num_refusals += 1
+                    await self._wait_after_refusal(answer)
                     continue
-                is_resumed, refusals = True, 0  # from now on
+                answer.admit()
                 async for update in stream:
-                    tokens += update.tokens
-                    failures = engine_failures = 0
+                    answer.record(update)
                     yield update
                     if update.finish_reason is not None:
                         return
                 raise RayServeException("a target replica ended a stream before its answer")
             except Exception as error:
-                if isinstance(error, TimeoutError) and not is_resumed:
-                    raise _not_ready() from error
-                if isinstance(error, DataError):
-                    raise ApiError(400, str(error)) from None
-                if not _is_loss(error):
+                seconds = answer.backoff(error)
+                if seconds is None:
                     raise
-                failures += 1
-                engine_failures += isinstance(error, EngineFailedError)
-                # What has ended two engines, without a token in between, may be this very request.
-                if failures > self.config.api.num_retries or engine_failures > 1:
-                    raise ApiError(503, "target replicas keep failing: try again later", retry_after=5) from error
                 self._sink.add(series.RETRIES, 1)
-                _LOGGER.warning("no target replica goes on after %d tokens; another is asked", len(tokens))
-                await asyncio.sleep(min(0.1 * 2**failures, 2.0))
+                _LOGGER.warning("a target replica was lost after %d tokens; asking another one", len(answer.tokens))
+                await asyncio.sleep(seconds)
             finally:
                 end_call(stream)
 
-    async def _refused(self, count: int, is_resumed: bool) -> None:
-        """Wait until an answer may ask for a place again; it has been refused so often."""
-        if is_resumed:  # its client was promised an answer; only Serve's own queue can be full
-            if count == _MAX_RESUMED_REFUSALS:
+    async def _wait_after_refusal(self, answer: ResumableAnswer) -> None:
+        """Wait until another replica may be asked.
+
+        Raises:
+            ApiError: 429 for a new request, 503 for an admitted one that has been refused too often.
+        """
+        if answer.is_admitted:  # a full target still takes it in; what is full is the queue of Serve
+            if answer.num_refusals == _MAX_REFUSALS_ONCE_ADMITTED:
                 raise ApiError(503, "no target replica has room to go on with the answer", retry_after=5)
-            await asyncio.sleep(_PAUSE)
-        elif count == _MAX_REFUSALS:
-            self._full_until = time.monotonic() + _FULL
-            raise _overloaded()
+            await asyncio.sleep(_REFUSAL_PAUSE_SECONDS)
+        elif answer.num_refusals == _MAX_REFUSALS:
+            self._full_until = time.monotonic() + _FULL_SECONDS
+            raise overloaded()
 
     def _call(self, request: Request, is_resumed: bool) -> Any:
-        """One replica's stream. Not by Ray's objects but over gRPC: an update costs a fraction, and the call ends with
-        the connection, so that nothing goes on for a gateway that was killed."""
+        """One replica's stream. It runs over gRPC and not through Ray's object store: an update costs a fraction, and
+        the call ends with the connection, so no replica works on for a gateway that was killed."""
         targets = self._targets.options(stream=True, session_id=uuid.uuid4().hex, _by_reference=False)
         return targets.generate.remote(request, is_resumed)
 
 
 async def _is_admitted(stream: Any) -> bool:
-    """Whether a replica has a place for a call; else it, or Serve's queue in front of all, is full.
+    """Whether a replica admits a call; otherwise the replica, or Serve's queue in front of all of them, is full.
 
     Raises:
-        TimeoutError: nobody has said so.
-        RayServeException: the replica has ended.
+        TimeoutError: no replica has answered in time.
+        RayServeException: the replica was lost.
     """
     from ray.serve.exceptions import BackPressureError, RayServeException
 
@@ -201,29 +189,8 @@ async def _is_admitted(stream: Any) -> bool:
         admission = await asyncio.wait_for(anext(stream, None), _PLACE_SECONDS)
     except BackPressureError:
         return False
-    except RuntimeError as error:  # Serve's own word where a connection ends before anything has come
+    except RuntimeError as error:  # what Serve raises when a connection ends before anything has come
         raise RayServeException("a target replica was lost before it began") from error
     if admission is None:
         raise RayServeException("a target replica ended a stream before it began")
     return admission is Admission.ADMITTED
-
-
-def _is_loss(error: Exception) -> bool:
-    """Whether a replica, its engine or the connection to it has ended, or none was there in time: not a defect that
-    another would meet as well."""
-    from grpc import StatusCode
-    from grpc.aio import AioRpcError
-    from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
-
-    if isinstance(error, AioRpcError):
-        return error.code() in (StatusCode.UNAVAILABLE, StatusCode.CANCELLED, StatusCode.INTERNAL)
-    return isinstance(error, RayError | RayServeException | EngineFailedError | TimeoutError)
-
-
-def _not_ready() -> ApiError:
-    return ApiError(503, "no target replica is ready: try again", retry_after=_RETRY_AFTER)
-
-
-def _overloaded() -> ApiError:
-    return ApiError(429, "all places are taken", code="queue_full", retry_after=_RETRY_AFTER)

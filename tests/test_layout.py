@@ -29,7 +29,7 @@ def test_platform_is_a_source_root_and_no_package():
 def test_top_level_folders_are_the_known_ones():
     found = {path.name for path in REPOSITORY.iterdir() if path.is_dir() and not path.name.startswith(".")}
     assert found - OUTPUTS <= FOLDERS
-    known = {"moray", "README.md", "RESULTS.md", "__pycache__"}
+    known = {"moray", "README.md", "__pycache__"}
     assert {path.name for path in (REPOSITORY / "platform").iterdir()} <= known
 
 

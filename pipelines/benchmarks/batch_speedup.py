@@ -1,15 +1,14 @@
-"""How much faster sequences that are decoded together are with a drafter than without: speed-up at a batch size.
+"""Speed-up of a drafter at a batch size: both sides decode the same prompts with the same engine, one of them plainly.
 
-What a drafter is worth falls as the batch grows: a pass over many rows has less to spare for drafted tokens. The
-baseline is plain decoding by the same engine, and both sides keep their rows filled from the same prompts in the same
-order, prefill included in their time.
+The speed-up falls as the batch grows, because a pass over many sequences leaves less idle compute for drafted tokens.
+Times include prefill.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from moray.bench.spread import quartiles
 from moray.decoding.engine.config import EngineConfig
@@ -28,31 +27,9 @@ from moray.targets.model import Target
 from moray.trees.shapes import AnyShape
 
 _WARM_UP_TOKENS = 8
-_DRAFTING = ("propose", "observe", "tell")
-"""Phases; what the drafter is told counts for the draft that needs it."""
-_CYCLE = (*_DRAFTING, "verify", "accept", "commit")
-
-
-@dataclass
-class _Answers:
-    """What one way of decoding did with all prompts."""
-
-    tokens: list[list[int]]
-    num_passes: int
-    """Target passes after the prefill."""
-    generations: list[Generation] = field(default_factory=list)
-    """Of the drafted side."""
-    phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase of all cycles."""
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(map(len, self.tokens)) / self.seconds
-
-
-_Decode = Callable[[Sequence[list[int]], int], _Answers]
-"""decode(prompts, max_new_tokens): all answers, `batch` at a time."""
+_NAME = "drafter"
+_DRAFTING_PHASES = ("propose", "observe", "tell")
+_CYCLE_PHASES = (*_DRAFTING_PHASES, "verify", "accept", "commit")
 
 
 def measure_batch_speedup(
@@ -67,9 +44,11 @@ def measure_batch_speedup(
     *,
     rounds: int = 3,
 ) -> dict[str, Any]:
-    """Decode all prompts plainly, then drafted, `rounds` times in turn, so that the machine's moods hit both alike.
+    """Decode all prompts plainly, then with drafts, and repeat this `rounds` times.
 
-    Towards the end fewer than `batch` sequences run: several times as many prompts keep that end short.
+    The sides take turns so that a slow spell of the machine slows both.
+
+    At the end of a round fewer than `batch` sequences run. Give several times as many prompts to keep that end short.
 
     Args:
         target: what both sides decode with.
@@ -83,120 +62,159 @@ def measure_batch_speedup(
         rounds: how often both sides are timed.
 
     Returns:
-        `round_seconds` holds what both sides took in each round, plain first. `speedup_vs_plain` is the median over
-        the rounds of the quotient of both sides' tokens per second, and `speedup_quartiles` its 25 % and 75 % points.
-        `equal_share` is the part of answers that are the plain ones, None where they need not be (rejection,
-        typical). `lossless` is whether all are; None where a difference would prove nothing, as in 16 bits. Even in
-        float32 sums depend on a batch's shapes, and a near tie may fall either way: a share just below 1 is that, a
-        low one a defect. `rows_per_pass` says how many sequences a pass really had, `draft_share` what part of the
-        cycles' time went into drafting (known on a CPU alone).
+        round_seconds: (plain, drafted) seconds of every round.
+        speedup_vs_plain, speedup_quartiles: median, and 25 % and 75 % points, over the rounds, of the ratio of both
+            sides' tokens per second.
+        equal_share: share of the answers that equal the plain ones; None with an acceptance method whose answers may
+            differ. Sums in float32 depend on a batch's shape, so a near tie may turn: a share just below 1 is that, a
+            low one is a defect.
+        lossless: whether all answers are equal; None where a difference proves nothing, as in 16-bit formats.
+        rows_per_pass: mean number of sequences in a target pass, by side.
+        draft_share: share of the cycles' time that drafting takes; None on a GPU, whose phases are not timed.
 
     Raises:
-        ConfigError: the shape does not go with the drafter, or `rounds` or `batch` is below 1.
+        ConfigError: the drafter cannot draft this shape, or `rounds` or `batch` is below 1.
         DataError: there are fewer prompts than `batch`, or one does not fit into the target's context.
     """
-    if rounds < 1:
-        raise ConfigError(f"rounds is {rounds}; it must be at least 1")
-    if len(prompts) < batch:
-        raise DataError(f"{len(prompts)} prompts were given for a batch of {batch}; give at least as many")
+    _check(prompts, max_new_tokens, batch, rounds, target)
+    shape = _fitted(shape, drafter, target)
     capacity = max(map(len, prompts)) + max_new_tokens
-    if capacity > target.spec.max_positions:
-        raise DataError(
-            f"the longest prompt has {capacity - max_new_tokens} tokens; with answers of {max_new_tokens} it does not "
-            f"fit into the target's context of {target.spec.max_positions}"
-        )
-    if batch < 1:
-        raise ConfigError(f"batch is {batch}; it must be at least 1")
-    name = type(drafter).__name__.lower()
-    fitted = fit_shape(shape, name, drafter.max_depth, target.spec.vocab_size)
-    say_once(depth_notice(shape, name, fitted))
-    drafted, plain = (_side(target, d, shape, capacity, batch, params, eos_ids) for d in (drafter, None))
-    for decode in (plain, drafted):  # the first call of anything is slow
-        decode(prompts[:batch], min(_WARM_UP_TOKENS, max_new_tokens))
-    pairs = [
-        (_timed(plain, target, prompts, max_new_tokens), _timed(drafted, target, prompts, max_new_tokens))
-        for _ in range(rounds)
+    config = _engine_config(shape, capacity, batch)
+    plain = _Side(Engine(target, config, eos_ids), params)
+    drafts = LocalDrafts(drafter, capacity, shape.num_expanded)
+    drafted = _Side(Engine(target, config, eos_ids, drafts={_NAME: drafts}), params)
+    drafted.engine.calibrate({_NAME: drafter})
+    for side in (plain, drafted):  # the first call of anything is slow
+        side.decode(prompts[:batch], min(_WARM_UP_TOKENS, max_new_tokens))
+    timed = [
+        _Round(plain.decode(prompts, max_new_tokens), drafted.decode(prompts, max_new_tokens)) for _ in range(rounds)
     ]
-    ratios = [after.tokens_per_second / before.tokens_per_second for before, after in pairs]
-    low, median, high = quartiles(ratios)
-    generations = [generation for _, after in pairs for generation in after.generations]
+    low, median, high = quartiles([each.speedup for each in timed])
     return {
         "batch": batch,
         "num_prompts": len(prompts),
-        "num_tokens": sum(map(len, pairs[0][0].tokens)),
+        "num_tokens": timed[0].plain.num_tokens,
         "rounds": rounds,
-        "round_seconds": [(before.seconds, after.seconds) for before, after in pairs],
-        "plain_tokens_per_second": statistics.median(before.tokens_per_second for before, _ in pairs),
-        "drafted_tokens_per_second": statistics.median(after.tokens_per_second for _, after in pairs),
+        "round_seconds": [(each.plain.seconds, each.drafted.seconds) for each in timed],
+        "plain_tokens_per_second": statistics.median(each.plain.tokens_per_second for each in timed),
+        "drafted_tokens_per_second": statistics.median(each.drafted.tokens_per_second for each in timed),
         "speedup_vs_plain": median,
         "speedup_quartiles": (low, high),
-        "tau": tau(generations) or None,
-        "draft_share": _draft_share([after for _, after in pairs]) if target.device.type == "cpu" else None,
-        "rows_per_pass": {"plain": _rows_per_pass(pairs[0][0]), "drafted": _rows_per_pass(pairs[0][1])},
-    } | _comparison(pairs, target, params)
+        "tau": tau([answer for each in timed for answer in each.drafted.answers]) or None,
+        "draft_share": _draft_share([each.drafted for each in timed]) if target.device.type == "cpu" else None,
+        "rows_per_pass": {"plain": timed[0].plain.rows_per_pass, "drafted": timed[0].drafted.rows_per_pass},
+    } | _comparison(timed, target, params)
 
 
-def _comparison(pairs: Sequence[tuple[_Answers, _Answers]], target: Target, params: SamplingParams) -> dict[str, Any]:
-    """How many of the drafted answers are the plain ones, over all rounds."""
+@dataclass(frozen=True)
+class _Decoded:
+    """All prompts, decoded once by one side."""
+
+    answers: list[Generation]
+    num_passes: int
+    """Target passes after the prefill."""
+    phases: dict[str, float]
+    """Seconds of all cycles, by phase."""
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def rows_per_pass(self) -> float | None:
+        """Mean number of sequences in a target pass."""
+        return sum(answer.num_cycles for answer in self.answers) / self.num_passes if self.num_passes else None
+
+
+class _Round(NamedTuple):
+    """Both sides, one after the other."""
+
+    plain: _Decoded
+    drafted: _Decoded
+
+    @property
+    def speedup(self) -> float:
+        return self.drafted.tokens_per_second / self.plain.tokens_per_second
+
+
+class _Side:
+    """An engine, and how it draws tokens."""
+
+    def __init__(self, engine: Engine, params: SamplingParams) -> None:
+        self.engine = engine
+        self._params = params
+
+    def decode(self, prompts: Sequence[list[int]], max_new_tokens: int) -> _Decoded:
+        """Answer all prompts, as many at a time as the engine takes."""
+        requests = [
+            Request(prompt=tuple(prompt), params=self._params, max_new_tokens=max_new_tokens, sequence=index)
+            for index, prompt in enumerate(prompts)
+        ]
+        stats, device = self.engine.stats, self.engine.target.device
+        passes_before, seconds_before = stats.num_passes, dict(stats.seconds)
+        synchronise(device)
+        begin = time.perf_counter()
+        answers = answer_together(self.engine, requests)
+        synchronise(device)
+        seconds = time.perf_counter() - begin
+        phases = {phase: spent - seconds_before[phase] for phase, spent in stats.seconds.items()}
+        return _Decoded(answers, stats.num_passes - passes_before, phases, seconds)
+
+
+def _check(prompts: Sequence[list[int]], max_new_tokens: int, batch: int, rounds: int, target: Target) -> None:
+    if rounds < 1:
+        raise ConfigError(f"rounds is {rounds}; it must be at least 1")
+    if batch < 1:
+        raise ConfigError(f"batch is {batch}; it must be at least 1")
+    if len(prompts) < batch:
+        raise DataError(f"{len(prompts)} prompts were given for a batch of {batch}; give at least as many")
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > target.spec.max_positions:
+        raise DataError(
+            f"the longest prompt has {longest} tokens; with answers of {max_new_tokens} it does not fit into the "
+            f"target's context of {target.spec.max_positions}"
+        )
+
+
+def _fitted(shape: AnyShape, drafter: Drafter, target: Target) -> AnyShape:
+    """The shape, cut to the depth that the drafter can draft; a cut is said once."""
+    name = type(drafter).__name__.lower()
+    fitted = fit_shape(shape, name, drafter.max_depth, target.spec.vocab_size)
+    say_once(depth_notice(shape, name, fitted))
+    return fitted
+
+
+def _engine_config(shape: AnyShape, capacity: int, batch: int) -> EngineConfig:
+    """An engine with room for `batch` sequences of `capacity` tokens and a tree each."""
+    slots = -(-(capacity + shape.num_nodes + 1) // GRAIN) * GRAIN
+    return EngineConfig(
+        max_num_seqs=batch, kv_cache_tokens=batch * slots, max_model_len=capacity, tree=shape, batch_admissions=True
+    )
+
+
+def _comparison(timed: Sequence[_Round], target: Target, params: SamplingParams) -> dict[str, Any]:
+    """Share of the drafted answers that equal the plain ones, over all rounds."""
     if not (params.is_greedy or params.acceptance_method == "gumbel_coupled"):
         return {"lossless": None, "equal_share": None}
-    equal = [a == b for before, after in pairs for a, b in zip(before.tokens, after.tokens, strict=True)]
+    equal = [
+        plain.tokens == drafted.tokens
+        for each in timed
+        for plain, drafted in zip(each.plain.answers, each.drafted.answers, strict=True)
+    ]
     is_exact = str(target.dtype) == "torch.float32"
     return {"lossless": all(equal) or (False if is_exact else None), "equal_share": sum(equal) / len(equal)}
 
 
-def _timed(decode: _Decode, target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> _Answers:
-    synchronise(target.device)
-    begin = time.perf_counter()
-    answers = decode(prompts, max_new_tokens)
-    synchronise(target.device)
-    answers.seconds = time.perf_counter() - begin
-    return answers
+def _draft_share(decoded: Sequence[_Decoded]) -> float | None:
+    """Share of the cycles' time that drafting takes."""
 
+    def seconds(phases: Sequence[str]) -> float:
+        return sum(each.phases.get(phase, 0.0) for each in decoded for phase in phases)
 
-def _draft_share(answers: Sequence[_Answers]) -> float | None:
-    """What part of the cycles' time went into drafting."""
-    spent = sum(each.phases.get(phase, 0.0) for each in answers for phase in _CYCLE)
-    return sum(each.phases.get(phase, 0.0) for each in answers for phase in _DRAFTING) / spent if spent else None
-
-
-def _rows_per_pass(answers: _Answers) -> float | None:
-    """Sequences per target pass: a plain one gets one token of each, the first of an answer comes from its prefill."""
-    cycles = sum(g.num_cycles for g in answers.generations) or sum(len(tokens) - 1 for tokens in answers.tokens)
-    return cycles / answers.num_passes if answers.num_passes else None
-
-
-# --- Both sides ---
-
-
-def _side(
-    target: Target,
-    drafter: Drafter | None,
-    shape: AnyShape,
-    capacity: int,
-    batch: int,
-    params: SamplingParams,
-    eos_ids: Collection[int],
-) -> _Decode:
-    """Drafted, or plain without a drafter."""
-    width = -(-(capacity + shape.num_nodes + 1) // GRAIN) * GRAIN
-    config = EngineConfig(
-        max_num_seqs=batch, kv_cache_tokens=batch * width, max_model_len=capacity, tree=shape, batch_admissions=True
-    )
-    drafts = {} if drafter is None else {"drafter": LocalDrafts(drafter, capacity, shape.num_expanded)}
-    engine = Engine(target, config, eos_ids, drafts=drafts)
-    engine.calibrate({} if drafter is None else {"drafter": drafter})
-
-    def together(prompts: Sequence[list[int]], most: int) -> _Answers:
-        before, spent = engine.stats.num_passes, dict(engine.stats.seconds)
-        made = answer_together(
-            engine,
-            [
-                Request(prompt=tuple(prompt), params=params, max_new_tokens=most, sequence=index)
-                for index, prompt in enumerate(prompts)
-            ],
-        )
-        phases = {phase: seconds - spent[phase] for phase, seconds in engine.stats.seconds.items()}
-        return _Answers([g.tokens for g in made], engine.stats.num_passes - before, made if drafts else [], phases)
-
-    return together
+    whole = seconds(_CYCLE_PHASES)
+    return seconds(_DRAFTING_PHASES) / whole if whole else None

@@ -110,7 +110,7 @@ def test_an_answer_that_was_begun_goes_on_at_a_full_target(config, num_updates, 
 
 
 def test_an_answer_that_is_never_taken_up_again_ends(config, monkeypatch):
-    monkeypatch.setattr(gateway_module, "_PAUSE", 0.01)
+    monkeypatch.setattr(gateway_module, "_REFUSAL_PAUSE_SECONDS", 0.01)
     full = BackPressureError(num_queued_requests=1, max_queued_requests=1)
 
     async def test(gateway, targets, expected):

@@ -1,28 +1,57 @@
-"""From what a measurement's configuration names to a target and the questions that it answers."""
+"""Loads what a measurement needs: the target, its tokenizer, and the questions that it answers."""
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-from moray.bench.configs import (
-    DecodeBenchmarkConfig,
-    EngineBenchmarkConfig,
-    EvaluateConfig,
-    StalenessConfig,
-    TreeSearchConfig,
-)
 from moray.bench.specbench import Question, read_questions
 from moray.errors import DataError
 from moray.progress import Progress
 from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
 
 
-def load_target(
-    config: EvaluateConfig | DecodeBenchmarkConfig | EngineBenchmarkConfig | StalenessConfig | TreeSearchConfig,
-    categories: tuple[str, ...] = (),
-) -> tuple[list[Question], ChatTokenizer, Target]:
-    """What every measurement begins with: torch's threads, the questions, and the target that answers them."""
+class MeasurementConfig(Protocol):
+    """The keys that every measurement's configuration has."""
+
+    @property
+    def target(self) -> TargetConfig:
+        """The target to measure."""
+        ...
+
+    @property
+    def questions(self) -> str:
+        """File of questions."""
+        ...
+
+    @property
+    def num_questions(self) -> int | None:
+        """Number of questions to ask; None for all."""
+        ...
+
+    @property
+    def threads(self) -> int | None:
+        """Number of torch threads; None leaves it to torch."""
+        ...
+
+
+class Loaded(NamedTuple):
+    """What every measurement begins with."""
+
+    questions: list[Question]
+    tokenizer: ChatTokenizer
+    target: Target
+
+
+def load_target(config: MeasurementConfig, categories: tuple[str, ...] = ()) -> Loaded:
+    """Set torch's threads, read the questions, and load the target, with a progress line.
+
+    Args:
+        config: of the measurement.
+        categories: of the questions to keep; empty for all.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     questions = read_questions(config.questions, config.num_questions, categories)
@@ -31,24 +60,26 @@ def load_target(
         target = Target.load(config.target)
     if target.kernels is not None and target.kernels.reason:
         print(target.kernels.reason)
-    return questions, tokenizer, target
+    return Loaded(questions, tokenizer, target)
 
 
-def first_prompts(questions: Sequence[Question], tokenizer: ChatTokenizer, room: int, path: str) -> list[list[int]]:
-    """The questions' first turns as prompts, without those of more than `room` tokens.
+def first_prompts(
+    questions: Sequence[Question], tokenizer: ChatTokenizer, max_tokens: int, path: str
+) -> list[list[int]]:
+    """The first turns of the questions as prompts; those of more than `max_tokens` tokens are left out.
 
     Raises:
-        DataError: none is left, of `path`.
+        DataError: every prompt is too long; the message names `path`, the file of the questions.
     """
-    asked = [tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
-    prompts = [prompt for prompt in asked if len(prompt) <= room]
-    if not prompts:
-        raise nothing_fits(path, room)
-    return prompts
+    prompts = [tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    fitting = [prompt for prompt in prompts if len(prompt) <= max_tokens]
+    if not fitting:
+        raise nothing_fits(path, max_tokens)
+    return fitting
 
 
 def nothing_fits(questions: str, capacity: int) -> DataError:
-    """The error of a measurement that could not ask a single question."""
+    """The error of a measurement none of whose prompts fits into the context."""
     return DataError(
         f"no prompt of questions '{questions}' fits into the context of {capacity} tokens; give shorter ones"
     )

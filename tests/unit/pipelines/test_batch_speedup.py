@@ -1,5 +1,7 @@
 """Speed-up at a batch size: both sides answer the same prompts, and the figures are those of what happened."""
 
+import dataclasses
+
 import pytest
 from rehearsed import Rehearsed
 from side_by_side import COUPLED, GREEDY, SHAPES
@@ -69,16 +71,17 @@ def test_rows_stay_filled_to_the_batch_size_and_no_further(tiny):
 def test_the_sides_take_turns_and_the_median_counts(tiny, monkeypatch):
     """Clock readings of rounds whose quotients are 2, 10 and 3."""
     turns: list[str] = []
-    real = batch_speedup._timed
+    real = batch_speedup._Side.decode
     seconds = iter([2.0, 1.0, 10.0, 1.0, 3.0, 1.0])
 
-    def timed(decode, *rest):
-        answers = real(decode, *rest)
-        turns.append("drafted" if answers.generations else "plain")
-        answers.seconds = next(seconds)
-        return answers
+    def decode(side, prompts, max_new_tokens):
+        decoded = real(side, prompts, max_new_tokens)
+        if max_new_tokens < 20:  # the warm-up
+            return decoded
+        turns.append("drafted" if side.engine.drafting else "plain")
+        return dataclasses.replace(decoded, seconds=next(seconds))
 
-    monkeypatch.setattr(batch_speedup, "_timed", timed)
+    monkeypatch.setattr(batch_speedup._Side, "decode", decode)
     figures = measure(tiny, 2, rounds=3)
     assert turns == ["plain", "drafted"] * 3
     assert figures["speedup_vs_plain"] == pytest.approx(3)

@@ -69,7 +69,7 @@ class CacheSpec:
             "columns": self.columns,
         }
 
-    def check_room(self, store: CacheStore) -> None:
+    def check_disk_space(self, store: CacheStore) -> None:
         """Refuse, from a sample of chats, a cache that will not fit; the whole check follows the tokenising.
 
         Raises:

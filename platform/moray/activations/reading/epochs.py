@@ -89,7 +89,7 @@ def plan_epoch(
         batch_tokens: per data shard.
         seed: same seed, same plan.
         epoch: counts from 0.
-        num_lanes: how many plans to make.
+        num_data_shards: how many plans to make.
         window_tokens: most tokens that a data shard reads at a time, though never less than one row group.
     """
     rng = random.Random(f"{seed}/{epoch}")

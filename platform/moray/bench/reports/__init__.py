@@ -1,1 +1,1 @@
-"""What a measurement leaves behind: tables, plots and pages."""
+"""Reports of measurements: tables, plots and HTML pages."""

@@ -1,6 +1,6 @@
-"""Two reports side by side: what changed between two evaluations, and how far they may be compared at all.
+"""Compares two reports: what changed between two evaluations, and what limits the comparison.
 
-Rows are matched by drafter, tree and temperature. This module refuses to know how a report came about; it needs
+Rows are matched by drafter, tree and temperature. This module does not depend on how a report was produced and imports
 neither torch nor ray.
 """
 
@@ -27,14 +27,17 @@ _MEANT_TO_DIFFER = (
     "begun", "git", "output", "drafters", "trees", "temperatures", "sampling.temperature", "memory_gib",
     "fingerprints.drafter", "fingerprints.machine", "fingerprints.torch",
 )  # fmt: skip
-"""Keys, and groups of keys, that rows are told apart by, that a comparison is about, or that others repeat."""
+"""Keys and groups of keys whose differences are not reported.
+
+They identify rows, are what the comparison is about, or repeat other keys.
+"""
 
 _BETTER_KEYS = {
     "questions": "fingerprints.questions",
     "target.model": "fingerprints.target",
     "target.template": "fingerprints.text",
 }
-"""Where both reports have the fingerprint of a file, its name says nothing."""
+"""Path keys that are ignored if both reports have the fingerprint of the file."""
 
 
 class Pair(Config):
@@ -58,7 +61,7 @@ class ComparedRow(Config):
 
 
 class ComparedCategory(Config):
-    """One category of such a row in both reports; "mean" is the plain mean, where both have the same ones."""
+    """One category of such a row in both reports; "mean" is the plain mean if both have the same categories."""
 
     category: str
     drafter: str
@@ -69,7 +72,7 @@ class ComparedCategory(Config):
 
 
 class Difference(Config):
-    """A circumstance that was not the same."""
+    """One setting or machine property that differs."""
 
     key: str
     a: Any
@@ -77,7 +80,7 @@ class Difference(Config):
 
 
 class Comparison(Config):
-    """What two reports have in common, and what stands between them."""
+    """The rows that two reports have in common, and the differences that limit the comparison."""
 
     a: str
     b: str
@@ -87,14 +90,14 @@ class Comparison(Config):
     only_in_b: tuple[RowKey, ...]
     machine: tuple[Difference, ...]
     settings: tuple[Difference, ...]
-    """Versions, questions, lengths and the like."""
+    """Differences in versions, questions, lengths and other settings."""
 
 
 def compare(a: Path, b: Path) -> Comparison:
     """Compare two files that an evaluation wrote.
 
     Raises:
-        ConfigError: a file is missing or is no report.
+        ConfigError: a file is missing or is not a report.
     """
     reports = _read(a), _read(b)
     rows_a, rows_b = ({row.key: row for row in report.rows} for report in reports)
@@ -111,7 +114,7 @@ def compare(a: Path, b: Path) -> Comparison:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the table, then whatever makes the two reports less than comparable."""
+    """Print the tables, then everything that limits the comparison."""
     console.print(_table(comparison.rows))
     if comparison.categories:
         console.print(_category_table(comparison.categories))
@@ -124,7 +127,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
-    """Write it as JSON; raise `ConfigError` where that cannot be."""
+    """Write the comparison as JSON.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     try:
         write_json_atomically(path, comparison.model_dump(mode="json"))
     except OSError as error:
@@ -158,7 +165,7 @@ def _compare_rows(a: Row, b: Row) -> ComparedRow:
 
 
 def _compare_categories(a: Report, b: Report) -> tuple[ComparedCategory, ...]:
-    """Row by row what both measured, category by category and then the mean."""
+    """Compare the categories that both reports measured, row by row, followed by the mean of each row."""
     compared, groups_b = [], b.category_groups
     means_a, means_b = ({mean.key: mean for mean in report.category_means} for report in (a, b))
     for key, rows in a.category_groups.items():
@@ -220,7 +227,7 @@ def _category_table(rows: Sequence[ComparedCategory]) -> Table:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """How good the comparison is."""
+    """Notes on what limits the comparison."""
     notes = []
     if comparison.machine:
         listed = "; ".join(map(_word, comparison.machine))
@@ -248,7 +255,7 @@ def _cut(value: Any) -> str:
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> tuple[Difference, ...]:
-    """What both reports state, and not alike. An older report may not know every key."""
+    """The keys that both reports have with different values; an older report may lack some keys."""
     flat_a, flat_b = flatten(a), flatten(b)
     both = [key for key in flat_a if key in flat_b]
     return tuple(

@@ -1,6 +1,7 @@
-"""A report in the terminal: the main table, then the categories for each drafter's fastest tree.
+"""Prints a report in the terminal: the main table, then the categories for each drafter's fastest tree.
 
-A terminal is narrow: what is the same in every line goes into the caption, and the page holds the rest.
+A terminal is narrow, so values that are the same in every row go into the caption, and only the HTML page has
+everything.
 """
 
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ from moray.bench.reports.wording import count, number, pair, percent, temperatur
 
 _WIDE = 120
 _MAX_PAIRS = 3
-"""Drafters whose two figures fit side by side into a narrow terminal."""
+"""Maximum number of drafters whose two figures fit side by side into a narrow terminal."""
 
 
 def print_report(report: dict[str, Any] | Report, console: Console) -> None:
-    """Print the main table, then one by category and temperature for each drafter's best tree."""
+    """Print the main table, then per temperature a table by category for each drafter's fastest tree."""
     checked = read_report(report)
     console.print(_main_table(checked, console.width))
     for baseline in checked.baselines:
@@ -33,7 +34,7 @@ def print_report(report: dict[str, Any] | Report, console: Console) -> None:
         groups = {key: rows for key, rows in checked.category_groups.items() if key[2] == value}
         if groups:
             where = f" at T {temperature(value)}" if len(checked.temperatures) > 1 else ""
-            # Above the table, for a table breaks its own title to its width.
+            # Printed above the table, because a table wraps its own title to its width.
             fastest = _fastest(checked, groups)
             is_narrow = len(fastest) > _MAX_PAIRS and console.width < _WIDE
             figures = "Speed-up vs plain" if is_narrow else "Speed-up vs plain / tau"
@@ -48,7 +49,7 @@ def _main_table(report: Report, width: int) -> Table:
         title="Speculative decoding", box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
         padding=(0, 1, 0, 0),
     )  # fmt: skip
-    # Text, not str: a "[" in a name is no markup.
+    # Text, not str, so that a "[" in a name is not read as markup.
     columns: list[tuple[str, list[Text | str]]] = [
         ("drafter", [Text(row.drafter) for row in report.rows]),
         ("tree", [Text(row.tree) for row in report.rows]),
@@ -87,9 +88,9 @@ def _lossless(row: Row) -> Text:
 def _category_table(
     groups: dict[RowKey, dict[str, CategoryRow]], means: Sequence[CategoryMean], is_narrow: bool
 ) -> Table:
-    """A line per category with "speed-up / tau" of each group, and their mean over categories.
+    """Build a table with "speed-up / tau" per category and group, and a row with their means over categories.
 
-    Where there is no room the speed-up stands alone, and the trees below.
+    If there is no room, cells hold only the speed-up and the caption names the trees.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
     table.add_column("category", overflow="fold")
@@ -116,7 +117,7 @@ def _first(cell: str, is_narrow: bool) -> str:
 
 
 def _training_table(report: Report) -> Table:
-    """A line per drafter: how large it is and how much it was trained."""
+    """Build a table with one row per drafter: its size and how long it was trained."""
     table = Table(title="Training", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("drafter", overflow="fold")
     for name in ("parameters", "tokens", "seconds"):
@@ -128,7 +129,7 @@ def _training_table(report: Report) -> Table:
 
 
 def _fastest(report: Report, groups: dict[RowKey, dict[str, CategoryRow]]) -> dict[RowKey, dict[str, CategoryRow]]:
-    """Of each drafter the group whose row has the highest speed-up over plain decoding, the first if they tie."""
+    """For each drafter, keep the group whose row has the highest speed-up over plain decoding; the first wins ties."""
     speedups: dict[RowKey, Measure] = {row.key: row.speedup_vs_plain for row in report.rows}
     best: dict[str, RowKey] = {}
     for key in groups:

@@ -1,7 +1,7 @@
-"""A page that stands alone: a template filled in, with the look that all our reports share.
+"""Renders a self-contained HTML page from a template, with the style that all our reports share.
 
-Everything that is put into it is escaped; it needs no network, no script and no other file. This module refuses to
-know what the page says.
+All inserted values are escaped. The page needs no network, no script and no other file. This module does not depend on
+the content of the page.
 """
 
 from importlib import resources
@@ -13,7 +13,7 @@ from moray.bench.reports.wording import count, duration, interval, number, perce
 
 
 def render_page(package: str, template: str, **values: Any) -> str:
-    """Fill in a template that lies in a package."""
+    """Fill in a template that is stored in a package."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -1,8 +1,7 @@
-"""What an evaluation leaves behind: report.json for programs, report.html for people.
+"""Writes the report of an evaluation: report.json for programs, report.html for people.
 
-The JSON is written first and atomically, so that no figure is lost to a fault in its presentation. This
-module refuses to know how anything was measured; it needs neither torch nor ray, and matplotlib only once
-the page is drawn.
+The JSON is written first and atomically, so that a bug in the presentation cannot lose figures. This module does not
+depend on how anything was measured. It imports neither torch nor ray, and matplotlib only when it draws the page.
 """
 
 import json
@@ -16,7 +15,7 @@ from moray.config import flatten
 from moray.errors import DataError
 from moray.provenance import write_text_atomically
 
-# What each column holds, for people who meet tau for the first time.
+# What each column means, for readers who are new to tau.
 RESULT_COLUMNS = (
     ("T", "sampling temperature; 0 is greedy decoding"),
     ("tau", "tokens emitted per pass of the target, the target's own (bonus) token included; plain decoding has 1"),
@@ -47,7 +46,7 @@ def write_report(report: dict[str, Any] | Report, folder: Path) -> tuple[Path, P
         the paths of both files, in this order.
 
     Raises:
-        DataError: naming the key that is wrong, or the folder that cannot be written.
+        DataError: a key is wrong or the folder cannot be written; the message names it.
     """
     checked = read_report(report)
     json_path, html_path = folder / "report.json", folder / "report.html"
@@ -63,7 +62,7 @@ def write_report(report: dict[str, Any] | Report, folder: Path) -> tuple[Path, P
 
 
 def render_html(report: Report) -> str:
-    """The page: one file that needs no network, no script and no other file."""
+    """Render the page: one file that needs no network, no script and no other file."""
     from moray.bench.reports.plots import draw_plots
 
     return render_page(
@@ -85,7 +84,7 @@ def render_html(report: Report) -> str:
 
 
 def _category_lines(report: Report) -> list[tuple[RowKey, dict[str, str]]]:
-    """The cells of each line by category; the cell "mean" is the plain mean over the categories measured."""
+    """The cells of each row by category; the cell "mean" is the plain mean over the categories measured."""
     lines, means = [], {mean.key: pair(mean.speedup_vs_plain, mean.tau) for mean in report.category_means}
     for key, rows in report.category_groups.items():
         cells = {"mean": means.get(key, "-")}
@@ -99,7 +98,7 @@ def _has_training(row: Row) -> bool:
 
 
 def _table(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Nested settings as (dotted key, text)."""
+    """Flatten nested settings to pairs of (dotted key, text)."""
     return [
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         for key, value in flatten(values).items()

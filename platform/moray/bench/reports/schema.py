@@ -1,8 +1,8 @@
-"""The schema of report.json: which figures a run of an evaluation leaves behind, and under which names.
+"""The schema of report.json: the figures that an evaluation writes, and their names.
 
-Other programs read the file, so keys are added and hardly ever renamed; a report with an old name is still read. A
-figure that was not measured, or is not a number (NaN, infinity), is null. This module refuses to know how a figure was
-measured or will be shown; it needs neither torch nor ray.
+Other programs read the file, so keys may be added but are rarely renamed; reports with old names can still be read. A
+figure that was not measured or is not finite (NaN, infinity) is null. This module does not depend on how figures are
+measured or shown, and imports neither torch nor ray.
 """
 
 import json
@@ -19,11 +19,11 @@ from moray.renamed import with_current_names
 Measure = float | None
 Count = Annotated[int, Field(ge=0)]
 RowKey = tuple[str, str, Measure]
-"""Drafter, tree and temperature: what tells rows apart."""
+"""Drafter, tree and temperature, which identify a row."""
 
 
 class Phases(Config):
-    """Milliseconds of one average cycle, by what they were spent on."""
+    """Milliseconds of an average cycle, by phase."""
 
     propose: Measure = None
     verify: Measure = None
@@ -44,7 +44,7 @@ class Row(Config):
     speedup_vs_plain: Measure
     speedup_vs_generate: Measure
     efficiency: Measure  # speedup_in_cycles / (tau / (1 + draft_steps * draft_cost))
-    lossless: bool | None  # null: was not checked
+    lossless: bool | None  # null if it was not checked
     num_prompts: Count
     num_tokens: Count
     speedup_in_cycles: Measure = None  # over plain decoding, prefill left out on both sides
@@ -52,27 +52,27 @@ class Row(Config):
     draft_cost: Measure = None  # c: one draft step / one plain target step
     verify_cost: Measure = None  # v: one verify pass / one plain target step
     acceptance_by_position: tuple[Measure, ...] = ()  # [k]: P(depth k + 1 accepted | depth k accepted)
-    depth_shares: tuple[Measure, ...] = ()  # [k]: of cycles that drafted k levels; [0] drafted nothing
-    layer_count_shares: dict[str, Measure] = Field(default_factory=dict)  # of cycles with a draft, by the drafter's N
+    depth_shares: tuple[Measure, ...] = ()  # [k]: share of cycles that drafted k levels; [0] drafted nothing
+    layer_count_shares: dict[str, Measure] = Field(default_factory=dict)  # shares of drafting cycles, by drafter's N
     phases_ms: Phases | None = None
     tau_spread: tuple[Measure, Measure] | None = None  # 95 % interval of tau, by bootstrap over prompts
-    speedup_spread: tuple[Measure, Measure] | None = None  # the same of speedup_vs_plain
-    speedup_median: Measure = None  # of the single prompts' speed-ups over plain decoding
-    speedup_quartiles: tuple[Measure, Measure] | None = None  # their 25 % and 75 % points
+    speedup_spread: tuple[Measure, Measure] | None = None  # 95 % interval of speedup_vs_plain, likewise
+    speedup_median: Measure = None  # median of the per-prompt speed-ups over plain decoding
+    speedup_quartiles: tuple[Measure, Measure] | None = None  # 25 % and 75 % points of the same
     trainable_parameters: Count | None = None  # of the drafter
-    training_tokens: Count | None = None  # that it was trained on, repetitions counted
+    training_tokens: Count | None = None  # tokens the drafter was trained on, counting repetitions
     training_seconds: Measure = None
 
     renamed: ClassVar[Mapping[str, str]] = {"effort_shares": "layer_count_shares"}
 
     @property
     def key(self) -> RowKey:
-        """What tells this row from the others."""
+        """The key that identifies this row."""
         return self.drafter, self.tree, self.temperature
 
     @property
     def ideal_speedup(self) -> Measure:
-        """tau / (1 + gamma*c): the speed-up if verifying cost one plain step and all else nothing."""
+        """tau / (1 + gamma*c): the speed-up if verifying cost one plain step and everything else nothing."""
         if self.tau is None or self.draft_steps is None or self.draft_cost is None:
             return None
         return self.tau / (1 + self.draft_steps * self.draft_cost)
@@ -106,7 +106,7 @@ class CategoryRow(Config):
 
 
 class CategoryMean(Config):
-    """The plain means over the categories of one drafter, tree and temperature, each category counted once."""
+    """The plain means over the categories of one drafter, tree and temperature; each category counts once."""
 
     drafter: str
     tree: str
@@ -122,16 +122,16 @@ class CategoryMean(Config):
 
 
 class Report(Config):
-    """Everything an evaluation found out.
+    """All results of an evaluation.
 
-    `training` and `validation` map a drafter to its series; each is as long as "step". `validation` has a value for
-    every checkpoint that was measured on held-out chats while the drafter trained, with "tokens" and "seconds" so far.
+    `training` and `validation` map a drafter to its series, each as long as the series "step". `validation` has a value
+    for every checkpoint measured on held-out chats during training, with "tokens" and "seconds" up to that point.
     """
 
     rows: tuple[Row, ...]
     baselines: tuple[Baseline, ...] = ()
     categories: tuple[CategoryRow, ...] = ()
-    category_means: tuple[CategoryMean, ...] = ()  # `read_report` takes them from `categories`
+    category_means: tuple[CategoryMean, ...] = ()  # `read_report` computes them from `categories`
     training: dict[str, dict[str, tuple[Measure, ...]]] = Field(default_factory=dict)
     validation: dict[str, dict[str, tuple[Measure, ...]]] = Field(default_factory=dict)
     machine: dict[str, Any] = Field(default_factory=dict)
@@ -140,7 +140,7 @@ class Report(Config):
 
     @property
     def temperatures(self) -> list[Measure]:
-        """Every temperature that something was measured at."""
+        """All temperatures measured."""
         return list(dict.fromkeys(row.temperature for row in (*self.rows, *self.categories)))
 
     @property
@@ -161,7 +161,7 @@ class Report(Config):
 
 
 def _check_series(title: str, series: Mapping[str, Sequence[Measure]], required: Sequence[str]) -> None:
-    """Refuse series of different lengths, or without those that are required."""
+    """Refuse series of different lengths, or missing ones that are required."""
     for name in required:
         if name not in series:
             raise ValueError(f"{title} has no series '{name}'")
@@ -175,7 +175,11 @@ def _check_series(title: str, series: Mapping[str, Sequence[Measure]], required:
 
 
 def read_report(values: dict[str, Any] | Report) -> Report:
-    """Check a report's plain values, NaN and numpy scalars included; raise `DataError` naming the first problem."""
+    """Validate a report given as plain values, which may include NaN and numpy scalars.
+
+    Raises:
+        DataError: the values do not match the schema; the message names the first problem.
+    """
     if isinstance(values, Report):
         return values
     try:
@@ -204,7 +208,7 @@ def _mean(values: Sequence[Measure]) -> Measure:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can write it: null for what is not a number, lists for arrays, text for the rest."""
+    """Convert a value to what JSON can represent: null for NaN and infinity, lists for arrays, text for the rest."""
     if isinstance(value, dict):
         return {_text(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -219,7 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    # A lone surrogate (from a strange file name, say) cannot be written as UTF-8.
+    # A lone surrogate, for example from an unusual file name, cannot be encoded as UTF-8.
     return str(value).encode("utf-8", "replace").decode("utf-8")
 
 

@@ -1,8 +1,7 @@
-"""Draws a figure as SVG that can stand inside a page.
+"""Draws a figure as SVG that can be embedded in a page.
 
-Text stays text and takes the colour of the page (light and dark alike), ids are unique within the page, and
-nothing is fetched from elsewhere; a page that is written twice is the same twice. This module refuses to
-know what is plotted.
+Text stays text and takes the colour of the page (light or dark), ids are unique within the page, nothing is loaded from
+elsewhere, and the output is deterministic. This module does not depend on what is plotted.
 """
 
 import io
@@ -14,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-INK = "#010203"  # stands for the page's text colour; replaced by `currentColor` in the SVG
+INK = "#010203"  # placeholder for the page's text colour; becomes `currentColor` in the SVG
 _WIDTH = 5.2  # inches at 72 units each: 374 units, about a phone's width
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text as text: selectable, in the page's colour
     "svg.hashsalt": "moray",  # the same report gives the same page
-    "text.parse_math": False,  # a "$" in a name is a dollar
+    "text.parse_math": False,  # a "$" in a name is a dollar sign
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10,
@@ -45,8 +44,8 @@ _STYLE: dict[Any, Any] = {
 
 
 def render_svg(name: str, draw: Callable[["Figure"], None], height: float) -> str:
-    """Run a painter on a fresh figure and return its SVG, ready to stand inside a page."""
-    import matplotlib as mpl  # only when plotting: it takes a second
+    """Run `draw` on a new figure and return its SVG, ready to embed in a page."""
+    import matplotlib as mpl  # imported only when plotting, because it takes a second
     from matplotlib.figure import Figure
 
     with mpl.rc_context(), warnings.catch_warnings():
@@ -61,7 +60,7 @@ def render_svg(name: str, draw: Callable[["Figure"], None], height: float) -> st
 
 
 def _embed(svg: str, name: str) -> str:
-    """The bare <svg> element: ids unique within the page, ink in the page's colour, width up to the page."""
+    """Reduce the file to its <svg> element, with ids unique within the page, text in its colour and width up to it."""
     svg = svg[svg.index("<svg") :].strip()
     head, _, body = svg.partition(">")
     view = re.search(r'viewBox="[^"]*"', head)

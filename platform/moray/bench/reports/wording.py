@@ -1,6 +1,6 @@
-"""Figures as people read them, the same on the console and on the page.
+"""Formats figures for people, identically in the terminal and on the page.
 
-This module refuses to know which figures there are.
+This module does not depend on which figures there are.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from moray.bench.reports.schema import Measure
 
 
 def number(value: Measure, digits: int = 3) -> str:
-    """Two or three significant digits, no exponent for everyday sizes, "-" for what was not measured."""
+    """Format with `digits` significant digits, larger values as integers, with no exponent below 1e9; "-" for None."""
     if value is None:
         return "-"
     if value == 0 or 1e-3 <= abs(value) < 10 ** (digits - 1):
@@ -20,35 +20,35 @@ def number(value: Measure, digits: int = 3) -> str:
 
 
 def times(value: Measure) -> str:
-    """A factor."""
+    """Format a factor."""
     return "-" if value is None else f"{number(value)}x"
 
 
 def percent(value: Measure) -> str:
-    """A share."""
+    """Format a share as a percentage."""
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
 def count(value: int | None) -> str:
-    """A whole number."""
+    """Format a whole number."""
     return "-" if value is None else f"{value:,}"
 
 
 def temperature(value: Measure) -> str:
-    """A temperature as it was set."""
+    """Format a temperature as it was set."""
     return "-" if value is None else f"{value:g}"
 
 
 def duration(seconds: Measure) -> str:
-    """Hours, minutes and seconds."""
+    """Format as hours, minutes and seconds."""
     return "-" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def interval(bounds: Sequence[Measure] | None) -> str:
-    """Low and high of a figure."""
+    """Format the low and high end of an interval."""
     return "-" if bounds is None else " to ".join(number(bound) for bound in bounds)
 
 
 def pair(speedup: Measure, tau: Measure) -> str:
-    """Speed-up and tau in one cell."""
+    """Format speed-up and tau in one cell."""
     return "-" if speedup is None and tau is None else f"{number(speedup)} / {number(tau)}"

@@ -1,8 +1,8 @@
-"""The activation cache on Ray Data: chats -> tokenised parts -> shards of activations.
+"""Makes the activation cache on Ray Data: chats -> tokenised parts -> shards of activations.
 
-Two streaming stages with the plan between them. Parts hold tokens only (4 bytes each), so the exact number
-of tokens, shards and bytes is known before the target runs: what does not fit is refused, batches can be cut by
-length, and a resumed job knows what is missing.
+Two streaming stages with the plan between them. Parts hold only tokens (4 bytes each), so the exact number of tokens,
+shards and bytes is known before the target runs: a cache that does not fit is refused, chats of similar length share a
+batch, and a resumed job knows which shards are missing.
 """
 
 import json
@@ -15,7 +15,7 @@ import ray.data
 from moray.activations.capture.extract import ShardWriter
 from moray.activations.format.channels import CHANNELS_FILE, read_channels
 from moray.activations.format.manifest import LAYOUT_FILE, Manifest, read_manifest, write_layout, write_manifest
-from moray.activations.format.scan import find_parts, remove_damaged, scan
+from moray.activations.format.scan import CacheScan, find_parts, remove_damaged, scan
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, CacheSpec
@@ -41,39 +41,30 @@ def cache_activations(
     """Make or complete the activation cache at `output`, or add columns to it. Needs a Ray session.
 
     Raises:
-        ConfigError: there is not enough room for it; nothing has been cached.
+        ConfigError: it does not fit; nothing has been cached.
         MismatchError: something else is cached at `output`.
         DataError: too many bad rows, or activations that are not finite.
-        StorageFullError: there is no room left; the same command goes on once there is.
+        StorageFullError: the disk is full; the same command resumes once there is space.
     """
     store = CacheStore(output)
     wanted = CacheSpec.of(target, chats, cache)
-    wanted.check_room(store)
+    wanted.check_disk_space(store)
     with told_if_cache_full(store) as goal:
         added = _begin_or_resume(store, wanted)
         found = scan(store)
         remove_damaged(store, found)
-        if not added and store.exists("manifest.json") and not found.damaged:
-            try:
-                manifest = read_manifest(store)
-            except DamagedError:
-                print(f"'{output}/manifest.json' is damaged: it will be written again")
-            else:
-                is_whole = manifest.plan == store.read_plan() and manifest.shards == found.counting
-                if is_whole and not find_parts(store, len(wanted.chunks)).damaged:
-                    end_growth(store, wanted.plan())
-                    return manifest
+        if not added and (whole := _whole_manifest(store, wanted, found)) is not None:
+            end_growth(store, wanted.plan())
+            return whole
         with own_errors():
             counts = tokenise(store, target, wanted.chunks, chats.max_bad_rows, wanted.max_length, capture)
             planned = CachePlan.of(store, cache)
             if added:
                 add_columns(store, wanted, planned, added, capture, goal)
-            _prepare(store, wanted, planned, capture, goal)
+            _check_and_announce(store, wanted, planned, capture, goal)
             _run_target(store, target, cache, capture, planned)
         if added:
-            for name in (LAYOUT_FILE, "run.yaml"):  # of the old columns; who called this writes another record
-                store.delete(name)
-            store.write_json("plan.json", grown_plan(store, wanted.plan()))
+            _replace_plan(store, grown_plan(store, wanted.plan()))
         store.clear_temporary()  # left by target replicas that died
         manifest = write_manifest(store, counts)
         end_growth(store, wanted.plan())
@@ -86,12 +77,12 @@ def lay_out_cache(
     """Tokenise and plan a cache whose shards are made while a drafter trains, if at all. Needs a Ray session.
 
     Args:
-        output: where its plan and tokens lie, and its shards if they are kept.
-        target: what will make it.
-        chats: what of.
-        cache: which taps, and how they are encoded on their way or in the cache.
-        capture: how many tokenise.
-        is_kept: whether shards will be written: then there must be room for them.
+        output: folder or URI of its plan and tokens, and of its shards if they are kept.
+        target: whose activations they are.
+        chats: to tokenise.
+        cache: which taps to make, and their codecs, which also encode them on their way to a trainer.
+        capture: how many tasks tokenise.
+        is_kept: whether shards will be written; then they must fit.
 
     Raises:
         As `cache_activations`.
@@ -99,7 +90,7 @@ def lay_out_cache(
     store = CacheStore(output)
     wanted = CacheSpec.of(target, chats, cache)
     if is_kept:
-        wanted.check_room(store)
+        wanted.check_disk_space(store)
     with told_if_cache_full(store) as goal, own_errors():
         store.begin_or_resume(wanted.plan())
         finish_replaced(store)
@@ -109,12 +100,33 @@ def lay_out_cache(
         counts = tokenise(store, target, wanted.chunks, chats.max_bad_rows, wanted.max_length, capture)
         planned = CachePlan.of(store, cache)
         if is_kept:
-            _prepare(store, wanted, planned, capture, goal)
+            _check_and_announce(store, wanted, planned, capture, goal)
         row_groups = {
             plan.name: [[planned.lengths[plan.part][row] for row in batch] for batch in plan.batches]
             for plan in planned.shards
         }
         write_layout(store, row_groups, calibration(store, wanted, planned, capture)["hidden_rms"], counts)
+
+
+def _whole_manifest(store: CacheStore, wanted: CacheSpec, found: CacheScan) -> Manifest | None:
+    """The manifest of a cache to which nothing is missing; None if something is."""
+    if found.damaged or not store.exists("manifest.json"):
+        return None
+    try:
+        manifest = read_manifest(store)
+    except DamagedError:
+        print(f"'{store.uri}/manifest.json' is damaged: it will be written again")
+        return None
+    has_all_shards = manifest.plan == store.read_plan() and manifest.shards == found.counting
+    has_all_parts = not find_parts(store, len(wanted.chunks)).damaged
+    return manifest if has_all_shards and has_all_parts else None
+
+
+def _replace_plan(store: CacheStore, plan: dict[str, Any]) -> None:
+    """Put the plan with the new columns in place, once all shards have them."""
+    for name in (LAYOUT_FILE, "run.yaml"):  # they describe the old columns; the caller writes another run.yaml
+        store.delete(name)
+    store.write_json("plan.json", plan)
 
 
 def _begin_or_resume(store: CacheStore, wanted: CacheSpec) -> list[str]:
@@ -132,32 +144,47 @@ def _begin_or_resume(store: CacheStore, wanted: CacheSpec) -> list[str]:
     return added
 
 
-def _prepare(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig, goal: Goal) -> None:
-    """Between the stages: refuse what does not fit, run the calibration pass, and print the plan."""
+def _check_and_announce(
+    store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig, goal: Goal
+) -> None:
+    """Between the stages: refuse a cache that does not fit, run the calibration pass, and print the forecast.
+
+    Raises:
+        ConfigError: the disk or `cache.max_bytes` is too small; a cache without shards is removed again, so that the
+            advice in the message can be followed with the same output.
+    """
     cache = wanted.cache
-    plan = forecast(wanted.spec, cache, count_work(planned.shards, planned.lengths, wanted.rows), len(planned.shards))
+    work = count_work(planned.shards, planned.lengths, wanted.rows)
+    plan = forecast(wanted.spec, cache, work, len(planned.shards))
     committed = scan(store).planned
     if planned.tokens_of.keys() <= committed:
         return
     disk = measure_disk_space(store, cache)
-    if not committed:  # the text alone can be made again
+    if not committed:  # only text is there, and it can be made again
         disk = replace(disk, written=0)
     try:
         check_fits(wanted.spec, cache, plan, disk, store.uri)
     except ConfigError:
-        if not committed:  # so that what is advised can be typed for the same output
-            store.filesystem.delete_dir(store.path("tokens"))
-            for name in (FORECAST_FILE, CALIBRATION_FILE, CHANNELS_FILE, "plan.json"):
-                store.delete(name)
+        if not committed:
+            _remove_text(store)
         raise
     goal.total = plan.total
     if committed:
-        read_channels(store, wanted.columns)  # raises: new ones would not be those of the shards that are there
+        read_channels(
+            store, wanted.columns
+        )  # raises if they are lost: new ones would not fit the shards that are there
     is_new = not store.exists(FORECAST_FILE)
     plan = replace(plan, tokens_per_second=calibration(store, wanted, planned, capture)["tokens_per_second"])
     if is_new:
         store.write_json(FORECAST_FILE, plan.record(disk, capture.num_targets))
     print("\n".join(plan.lines(disk, capture.num_targets)))
+
+
+def _remove_text(store: CacheStore) -> None:
+    """Remove a cache that has no shards yet."""
+    store.filesystem.delete_dir(store.path("tokens"))
+    for name in (FORECAST_FILE, CALIBRATION_FILE, CHANNELS_FILE, "plan.json"):
+        store.delete(name)
 
 
 class _ShardActor:

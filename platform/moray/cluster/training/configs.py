@@ -110,7 +110,7 @@ class DistillConfig(Config):
     optim: Optim
     """Optimiser: muon for the matrices and AdamW for the rest, or adamw for all parameters."""
     schedule: Schedule = SpikeSchedule(type="spike")
-    """Learning-rate schedule: spike as published, or linear to `final` times the base rate."""
+    """Learning-rate schedule: spike as published, or linear to `min_lr_ratio` times the base rate."""
     train: TrainConfig = TrainConfig()
     parallel: Parallel = DdpConfig(type="ddp")
     """How workers share the training state: ddp (each holds all of it) or deepspeed (ZeRO)."""

@@ -130,7 +130,7 @@ def _trainer(
         "config": config.model_dump_json(),
         "progress_actor": progress_actor,
         "output": str(output),
-        "num_lanes": run_data_shards(config),
+        "num_data_shards": run_data_shards(config),
         "stop_step": stop_step,
     }
     return _Trainer(

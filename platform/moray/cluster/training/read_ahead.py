@@ -1,7 +1,7 @@
 """Windows of the cache read (or made) ahead of a training worker, by plain Ray tasks and actors.
 
 The trainer waits in Ray's C++, without the GIL. A Ray Data pipeline would run its executor as a thread of the trainer,
-where it polls while windows wait to be asked for, and takes the GIL from the training step (platform/RESULTS.md).
+where it polls while windows wait to be asked for, and takes the GIL from the training step (docs/notebook.md).
 """
 
 from collections import deque

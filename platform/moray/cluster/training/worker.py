@@ -103,7 +103,7 @@ def _train(settings: dict[str, Any]) -> None:
     worker = _Worker(
         context.get_world_rank(),
         context.get_world_size(),
-        settings["num_lanes"],
+        settings["num_data_shards"],
         Path(settings["output"]),
         settings["progress_actor"],
     )
