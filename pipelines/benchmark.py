@@ -1,42 +1,43 @@
-"""Benchmarks: ratios measured side by side in one run.
+"""Benchmarks that measure the alternatives side by side in one run and report their ratios.
 
     python -m pipelines.benchmark decode --json runs/benchmark.json
     python -m pipelines.benchmark decode configs/benchmarks/decode-demo.yaml compile=default
 
-`decode` measures drafters phase by phase; without a YAML file those of the demo. `shaped` measures a target of random
-weights in the sizes of a real one, with synthetic acceptance:
+`decode` times each phase of a decoding cycle, by default for the demo's drafters. `shaped` measures a target with
+random weights in the shape of a real model, with synthetic acceptance:
 
     python -m pipelines.benchmark shaped configs/benchmarks/llama-3-8b-shaped.yaml --json runs/shaped.json
 
-`tree` measures how often each candidate of a drafter is right, and searches the sparse tree that makes the most of it;
-what it writes stands behind the other YAML files of a command with a key `trees`:
+`tree` measures how often each of a drafter's candidates is right and builds the best sparse tree from that. Append the
+YAML file that it writes to the files of any command with the key `trees`:
 
     python -m pipelines.benchmark tree configs/benchmarks/tree-demo.yaml output=runs/demo/medusa-tree.yaml
 
-`cache` measures tokenising, capturing with every codec and reading back; `train` a drafter's training from the cache,
-with the target beside it, and as the published recipe has it:
+`cache` measures tokenising, capturing with each codec and reading back. `train` compares training a drafter from the
+cache, with the target running alongside, and by the published recipe:
 
     python -m pipelines.benchmark cache --json runs/cache.json
     python -m pipelines.benchmark train --json runs/train.json
 
-`engine` measures what drafts are worth as the engine fills up, drafted and plain in turn, without HTTP:
+`engine` measures the speed-up from drafting as the engine fills up. Drafted and plain decoding alternate; no HTTP is
+involved:
 
     python -m pipelines.benchmark engine --json runs/engine.json
 
-`staleness` measures what tau is worth when a drafter's memory is some tokens late, as it is while running ahead:
+`staleness` measures how tau drops when a drafter's memory lags some tokens behind, as it does when running ahead:
 
     python -m pipelines.benchmark staleness --json runs/staleness.json
 
-`peers` measures Moray beside transformers and, where `make peers` has installed them, llama.cpp, vLLM and OpenVINO:
+`peers` compares Moray with transformers and, if `make peers` has installed them, llama.cpp, vLLM and OpenVINO:
 
     python -m pipelines.benchmark peers configs/benchmarks/peers-smollm2.yaml --json runs/peers.json
 
-`serve` loads an OpenAI-compatible endpoint, ours or another, and times its answers; without a YAML file with the demo's
-questions, speculation on and off:
+`serve` puts load on an OpenAI-compatible endpoint, ours or another, and times its answers. By default it sends the
+demo's questions with speculation on and off:
 
     python -m pipelines.benchmark serve --url http://127.0.0.1:8000 --json runs/serve.json
 
-and with more requests than it has places for, where it says how the application is started:
+This YAML file overloads the endpoint with more requests than it has slots for, and says how to start the application:
 
     python -m pipelines.benchmark serve configs/benchmarks/serve-overload.yaml --json runs/serve-overload.json
 """
@@ -65,7 +66,7 @@ _DEMO_SERVE = _BENCHMARKS / "serve-demo.yaml"
 
 
 def main(config: DecodeBenchmarkConfig) -> None:
-    """Measure drafters phase by phase; without a YAML file those of the demo."""
+    """Time each phase of a decoding cycle per drafter; by default for the demo's drafters."""
     from rich.console import Console
 
     from moray.bench.lossless import check_lossless, row_name
@@ -78,7 +79,7 @@ def main(config: DecodeBenchmarkConfig) -> None:
 
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:
-    """Measure a target of random weights in the sizes of a real one, with synthetic acceptance."""
+    """Measure a target with random weights in the shape of a real model, with synthetic acceptance."""
     from rich.console import Console
 
     from pipelines.benchmarks.shaped import benchmark_shape, print_shaped
@@ -87,7 +88,7 @@ def main_shaped(config: ShapedBenchmarkConfig) -> None:
 
 
 def main_engine(config: EngineBenchmarkConfig) -> None:
-    """Measure what drafts are worth to many sequences at a time; without a YAML file on the demo."""
+    """Measure the speed-up from drafting at several batch sizes; by default on the demo."""
     from rich.console import Console
 
     from pipelines.benchmarks.engine import benchmark_engine, print_engine_benchmark
@@ -97,7 +98,7 @@ def main_engine(config: EngineBenchmarkConfig) -> None:
 
 
 def main_staleness(config: StalenessConfig) -> None:
-    """Measure tau with memory that is late; without a YAML file of the demo's MoA and EAGLE."""
+    """Measure tau when a drafter's memory lags behind; by default for the demo's MoA and EAGLE."""
     from rich.console import Console
 
     from pipelines.benchmarks.staleness import benchmark_staleness, print_staleness
@@ -107,7 +108,7 @@ def main_staleness(config: StalenessConfig) -> None:
 
 
 def main_peers(config: PeersBenchmarkConfig) -> None:
-    """Measure Moray and other engines side by side."""
+    """Compare Moray with other engines side by side."""
     from rich.console import Console
 
     from moray.bench.peers.benchmark import benchmark_peers
@@ -127,7 +128,7 @@ def main_peers(config: PeersBenchmarkConfig) -> None:
 
 
 def main_tree(config: TreeSearchConfig) -> None:
-    """Measure a drafter's hit rates and search its best sparse tree; without a YAML file Medusa's on the demo."""
+    """Measure a drafter's hit rates and find its best sparse tree; by default for the demo's Medusa."""
     from rich.console import Console
 
     from moray.bench.recording import check_writable
@@ -147,7 +148,7 @@ def main_tree(config: TreeSearchConfig) -> None:
 
 
 def main_cache(config: CacheBenchmarkConfig) -> None:
-    """Measure caching, stage by stage and codec by codec; without a YAML file on the demo."""
+    """Measure caching by stage and codec; by default on the demo."""
     from rich.console import Console
 
     from pipelines.benchmarks.cache import benchmark_cache, print_cache_benchmark
@@ -157,7 +158,7 @@ def main_cache(config: CacheBenchmarkConfig) -> None:
 
 
 def main_train(config: TrainBenchmarkConfig) -> None:
-    """Measure training from the cache, online and by the published recipe; without a YAML file on the demo."""
+    """Compare training from the cache, online and by the published recipe; by default on the demo."""
     from rich.console import Console
 
     from pipelines.benchmarks.train import benchmark_training, print_train_benchmark
@@ -167,9 +168,9 @@ def main_train(config: TrainBenchmarkConfig) -> None:
 
 
 def main_serve(config: ServeBenchmarkConfig) -> None:
-    """Load an OpenAI-compatible endpoint and time its answers; without a YAML file the demo's.
+    """Put load on an OpenAI-compatible endpoint and time its answers; by default the demo's endpoint.
 
-    After Ctrl-C, what was measured is printed and written all the same; the exit code says that it is not all.
+    Ctrl-C still prints and writes the levels measured so far; the exit code shows that the run is incomplete.
     """
     from rich.console import Console
 

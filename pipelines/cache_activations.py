@@ -2,21 +2,21 @@
 
     python -m pipelines.cache_activations configs/targets/demo.yaml configs/activations/demo.yaml
 
-Killed at any instant, or out of disk space, the same command goes on where it was. `plan` tells what it would take,
-without writing anything; what is there may be checked, looked at and joined:
+If the command is killed or runs out of disk space, run it again: it resumes where it stopped. `plan` estimates tokens,
+bytes and hours without writing anything; `verify`, `stats` and `compact` work on an existing cache:
 
     python -m pipelines.cache_activations plan configs/targets/demo.yaml configs/activations/demo.yaml
     python -m pipelines.cache_activations verify runs/demo/activations verify.sample_chats=4
     python -m pipelines.cache_activations stats runs/demo/activations --json runs/stats.json
     python -m pipelines.cache_activations compact runs/demo/activations shard_mib=512
 
-With more columns than the cache has, what is missing is added to it, shard by shard; the rest stays as it is:
+If you ask for more columns than the cache has, the missing ones are added shard by shard and the rest stays as it is:
 
     python -m pipelines.cache_activations target.model=MODEL chats.path=CHATS output=runs/mine/activations \\
         'cache.hidden_depths=[-1,-2,-3,-4]'
 
-`verify` hashes every shard, names each damaged one and, with verify.repair=true, removes it, so that the caching
-command makes that one again. `compact` must not run while a drafter trains from the cache.
+`verify` hashes every shard and names the damaged ones. With verify.repair=true it also removes them, so that the
+caching command writes them again. `compact` must not run while a drafter trains from the cache.
 """
 
 import sys
@@ -33,7 +33,7 @@ from moray.targets.spec import TargetConfig
 
 
 class CacheActivationsConfig(Config):
-    """Everything `pipelines.cache_activations` can be told."""
+    """Configuration of `pipelines.cache_activations`."""
 
     target: TargetConfig
     chats: ChatsConfig
@@ -45,11 +45,11 @@ class CacheActivationsConfig(Config):
 
 
 def main(config: CacheActivationsConfig) -> None:
-    """Make or complete the cache and say what is in it."""
+    """Create or complete the cache and print what it holds."""
     from moray.activations.format.store import CacheStore
     from moray.cluster.session import ray_session
 
-    CacheStore(config.output).check()  # a wrong bucket is said before Ray starts
+    CacheStore(config.output).check()  # reports a wrong bucket before Ray starts
     with ray_session(config.ray):
         from moray.cluster.caching.capture import cache_activations
         from moray.provenance import run_yaml
@@ -57,7 +57,7 @@ def main(config: CacheActivationsConfig) -> None:
         store = CacheStore(config.output)
         before = _identity(store)
         manifest = cache_activations(config.output, config.target, config.chats, config.cache, config.capture)
-        if before is None or before != _identity(store):  # else another run has made it, and its record stays
+        if before is None or before != _identity(store):  # otherwise an earlier run made it: keep that run's record
             target = {"target": manifest.plan["target"]["fingerprint"], "text": manifest.plan["text_fingerprint"]}
             store.write_text("run.yaml", run_yaml(config, fingerprints=target))
     rows = sum(shard.rows for shard in manifest.shards.values())
@@ -67,12 +67,12 @@ def main(config: CacheActivationsConfig) -> None:
 
 
 def _identity(store: Any) -> str | None:
-    """Of a cache that is complete and says who made it."""
+    """Hash of the manifest if the cache is complete and has a run.yaml, else None."""
     return store.sha256("manifest.json") if store.exists("manifest.json") and store.exists("run.yaml") else None
 
 
 def main_plan(config: CacheActivationsConfig) -> None:
-    """Project tokens, bytes and hours from a sample, for every codec; writes nothing."""
+    """Estimate tokens, bytes and hours from a sample for every codec; writes nothing."""
     from rich.console import Console
 
     from moray.activations.planning.plan_report import Workers, print_plan
@@ -85,7 +85,7 @@ def main_plan(config: CacheActivationsConfig) -> None:
 
 
 def main_verify(config: VerifyCacheConfig) -> None:
-    """Hash every shard, run a sample of chats again, name what is damaged and, if asked for, remove it."""
+    """Hash every shard, recompute a sample of chats, name damaged shards and optionally remove them."""
     from moray.cluster.caching.verify import verify_cache
 
     verify_cache(config)
@@ -93,7 +93,7 @@ def main_verify(config: VerifyCacheConfig) -> None:
 
 
 def main_stats(config: CacheStatisticsConfig) -> None:
-    """Say what a cache holds: chats, tokens, bytes per token, lengths, padding."""
+    """Print what a cache holds: chats, tokens, bytes per token, lengths, padding."""
     from pathlib import Path
 
     from moray.activations.format.manifest import read_manifest
@@ -111,12 +111,12 @@ def main_stats(config: CacheStatisticsConfig) -> None:
 
 
 def main_compact(config: CompactCacheConfig) -> None:
-    """Join small shards into large ones; killed at any instant, the same command goes on."""
+    """Merge small shards into large ones; after a kill, the same command resumes."""
     from moray.activations.format.manifest import read_manifest
     from moray.activations.format.store import CacheStore
     from moray.cluster.session import ray_session
 
-    read_manifest(CacheStore(config.output))  # what is not there is said before Ray starts
+    read_manifest(CacheStore(config.output))  # reports a missing cache before Ray starts
     with ray_session(config.ray):
         from moray.cluster.caching.compact import compact
 

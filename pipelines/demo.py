@@ -1,9 +1,9 @@
-"""The whole chain, stage after stage, as a user would type it.
+"""Run the whole chain stage by stage, as a user would type it.
 
     python -m pipelines.demo configs/demo.yaml
 
-Each stage is one of the other entry points, shown with its arguments. What is trained and cached is not made
-again: an interrupted demo goes on where it was.
+Each stage is one of the other entry points, shown with its arguments. Finished training and caching is not repeated:
+an interrupted demo resumes where it stopped.
 """
 
 import importlib
@@ -21,12 +21,12 @@ from moray.errors import ConfigError
 
 
 class DemoConfig(Config):
-    """Which stages to run, and what to decode at the end."""
+    """The stages to run, and the prompt to decode at the end."""
 
     stages: tuple[tuple[str, ...], ...] = Field(min_length=1)
-    """Commands to run in turn, each a list: the name of an entry point of pipelines, then its arguments."""
+    """Commands to run in order; each is a list of an entry point of pipelines and its arguments."""
     live: LiveConfig | None = None
-    """A prompt that is decoded in the terminal after the stages; null for none."""
+    """Prompt to decode in the terminal after the stages; null for none."""
     ray: RayConfig = RayConfig()
 
 
@@ -58,7 +58,7 @@ def main(config: DemoConfig) -> None:
 
 
 def load_stage(name: str, arguments: Sequence[str]) -> tuple[Callable[[Any], None], Config]:
-    """A stage's `main` and its configuration: every stage is checked before the first one runs."""
+    """Load a stage's `main` and its configuration, so that all stages are checked before the first one runs."""
     names = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "benchmark", "demo"}
     if name not in names:
         raise ConfigError(f"stages names '{name}'; the stages are {', '.join(sorted(names))}")

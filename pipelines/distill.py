@@ -2,7 +2,7 @@
 
     python -m pipelines.distill configs/targets/demo.yaml configs/drafters/moa-demo.yaml
 
-Killed at any instant, the same command goes on from its last checkpoint.
+After a kill, the same command resumes from the last checkpoint.
 """
 
 from moray.cluster.training.configs import DistillConfig
@@ -10,7 +10,7 @@ from moray.config import run_entry_point
 
 
 def main(config: DistillConfig) -> None:
-    """Train or go on, then say where the drafter is."""
+    """Train or resume training, then print where the drafter is."""
     from moray.cluster.session import ray_session
     from moray.cluster.training.resume import is_complete
 

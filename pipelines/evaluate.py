@@ -1,10 +1,10 @@
-"""Measure drafters against plain decoding and Hugging Face `generate`, and check that nothing is lost.
+"""Measure drafters against plain decoding and Hugging Face `generate`, and check that their output is lossless.
 
     python -m pipelines.evaluate configs/targets/demo.yaml configs/evaluations/demo.yaml
 
-Writes answers.jsonl, report.json and report.html into `output` and prints the table; a text that had to be plain
-decoding's and is not makes the exit code 1. Killed at any instant, the same
-command goes on where it was. Two reports side by side, also as JSON with `--json out.json`:
+Writes answers.jsonl, report.json and report.html into `output` and prints the table. The exit code is 1 if a text that
+must equal plain decoding's differs. After a kill, the same command resumes where it stopped. To compare two reports,
+also as JSON with `--json out.json`:
 
     python -m pipelines.evaluate compare a.json b.json
 """
@@ -17,7 +17,7 @@ from moray.commands import Command, run_commands
 
 
 def main(config: EvaluateConfig) -> None:
-    """Load the target and the drafters, ask all questions, write and print the report."""
+    """Load the target and the drafters, ask all questions, then write and print the report."""
     from rich.console import Console
 
     from moray.bench.evaluation import evaluate

@@ -1,9 +1,9 @@
-"""Export a trained drafter as a folder in the style of the Hugging Face hub.
+"""Export a trained drafter as a Hugging Face style folder.
 
     python -m pipelines.export configs/targets/demo.yaml drafter=runs/demo/moa output=runs/demo/moa-export
 
-The folder holds all that a drafter replica needs, the target's frozen head included, and can be given to
-pipelines.evaluate in place of the run.
+The folder holds everything a drafter replica needs, including the target's frozen head. pipelines.evaluate accepts it
+in place of the training run's folder.
 """
 
 from moray.config import run_entry_point
@@ -11,7 +11,7 @@ from moray.distill.export.config import ExportConfig
 
 
 def main(config: ExportConfig) -> None:
-    """Check that drafter and target belong together, then write the folder."""
+    """Check that the drafter belongs to the target, then write the folder."""
     from moray.distill.export.export import export_drafter
     from moray.progress import Progress
 

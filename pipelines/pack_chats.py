@@ -1,8 +1,8 @@
-"""Pack chats into one small Parquet file, shuffled: prompts for the target to answer, or answers to keep.
+"""Shuffle chats and pack them into one small Parquet file: prompts for the target to answer, or answers to keep.
 
     python -m pipelines.pack_chats chats.path=runs/smollm2/answers output=answers.parquet max_bytes=3000000
 
-Reads whatever pipelines.cache_activations reads. The same command makes the same file.
+Reads every format that pipelines.cache_activations reads. The output is deterministic.
 """
 
 from moray.config import run_entry_point
@@ -10,7 +10,7 @@ from moray.data.pack import PackConfig
 
 
 def main(config: PackConfig) -> None:
-    """Pack, and say what became of the chats."""
+    """Pack the chats and print how many were packed."""
     from moray.data.pack import pack_chats
 
     told = pack_chats(config)

@@ -2,7 +2,7 @@
 
     python -m pipelines.regenerate configs/targets/demo.yaml configs/regenerate/demo.yaml
 
-Killed at any instant, the same command goes on with the parts that are missing.
+After a kill, the same command resumes with the missing parts.
 """
 
 from moray.cluster.caching.regenerate_config import RegenerateConfig
@@ -10,7 +10,7 @@ from moray.config import run_entry_point
 
 
 def main(config: RegenerateConfig) -> None:
-    """Answer all chats, or the rest of them, and say what became of them."""
+    """Answer all chats that are still unanswered and print the totals."""
     from moray.cluster.session import ray_session
 
     with ray_session(config.ray):

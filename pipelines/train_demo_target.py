@@ -1,10 +1,10 @@
-"""Make the demo's target, chats and questions, in a minute or two on two CPU cores.
+"""Train the demo's target and write its chats and questions, in a minute or two on two CPU cores.
 
     python -m pipelines.train_demo_target configs/targets/demo-training.yaml
 
 Writes a Hugging Face folder `<output>/target`, UltraChat-like `<output>/chats/{train,heldout}.jsonl` and
-Spec-Bench-like `<output>/questions.jsonl`. A finished output of the same configuration is left as it is;
-an interrupted one is made again.
+Spec-Bench-like `<output>/questions.jsonl`. A finished output of the same configuration is kept; an interrupted one is
+made from scratch.
 """
 
 from moray.config import run_entry_point
@@ -12,7 +12,7 @@ from moray.targets.demo.config import DemoTargetConfig
 
 
 def main(config: DemoTargetConfig) -> None:
-    """Train unless it is done; then say what came out."""
+    """Train unless the output is complete, then print the result."""
     from rich.console import Console
 
     from moray.provenance import write_run_yaml

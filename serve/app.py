@@ -1,9 +1,9 @@
-"""The Serve application: three deployments and who talks to whom. Wiring only.
+"""The Serve application: wires up the gateway, target and drafter deployments.
 
     serve run serve.app:build_app target.model=runs/demo/target drafters.moa=runs/demo/moa
     serve run configs/serve/local.yaml
 
-`python -m serve.deploy` puts it on a cluster.
+`python -m serve.deploy` deploys it on a cluster.
 """
 
 from typing import Any
@@ -27,23 +27,22 @@ _COMMON: dict[str, Any] = {
 }
 
 _LAST_ANSWERS_SECONDS = 120
-"""That a gateway may take to send what it has begun when it is to go: its streams end with it, while an answer whose
-target goes is taken up by another. One that has nothing left goes at once."""
+"""Seconds that a gateway being shut down has to finish its streams. They would be lost with it, whereas another target
+can resume an answer whose target is shut down. An idle gateway stops at once."""
 
 _REFUSED = 1000
-"""Calls that a target replica may have beyond those that run and wait in it: it refuses them at once, but for answers
-that another replica had begun. In Serve's own queue, which a full replica would leave them to, they would wait for a
-place as well, and not in their order."""
+"""Calls that a target replica accepts beyond those that run or wait in its engine. It refuses them at once, except for
+answers resumed from another replica. Without this headroom they would wait in Serve's own queue, in arbitrary order."""
 
 _WAITING = 1000
-"""Requests that may wait in each of Serve's proxies for a place in a gateway; Serve refuses more with 429."""
+"""Requests that may wait in each Serve proxy for a gateway; Serve refuses more with 429."""
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """Target and gateway, and a pool between them if there are drafters for one.
+    """Bind target and gateway, and a drafter pool if any drafters are pooled.
 
     Raises:
-        ConfigError: a value that is not accepted, or a tree that a drafter cannot draft.
+        ConfigError: a value is not accepted, or a drafter cannot draft the tree.
     """
     config = read_args(args)
     check_trees(config)
@@ -59,7 +58,7 @@ def build_app(args: dict[str, Any]) -> Application:
         max_ongoing_requests=1000,
         max_queued_requests=_WAITING,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
-        ray_actor_options={"num_cpus": 0},  # two cores are enough for a target and a drafter beside it
+        ray_actor_options={"num_cpus": 0},  # so that target and drafter fit on two cores
         **patient,
     )(serve.ingress()(Gateway))
     targets = target(TargetReplica).bind(config, pool, RaySink(), ends_process=True)

@@ -1,12 +1,12 @@
-"""Benchmarks of the application, which they deploy themselves on a Ray of their own; nothing has to run before.
+"""Benchmarks of the application; they start their own Ray and deploy the application themselves.
 
     python -m serve.benchmark scaling --json runs/scaling.json
     python -m serve.benchmark side-by-side --json runs/placement.json
     python -m serve.benchmark side-by-side configs/benchmarks/groups-demo.yaml --json runs/groups.json
 
-`scaling` adds targets and drafters, each alone and together, with passes and drafts of a synthetic cost, and prints
-what the model of pools predicts beside what is measured. `side-by-side` asks several applications in turn: without a
-YAML file, drafters in a pool against drafters in the target's process.
+`scaling` adds targets and drafters, separately and together, with synthetic costs of passes and drafts, and prints the
+pool model's predictions next to the measurements. `side-by-side` sends requests to several applications in turn; by
+default it compares drafters in a pool with drafters in the target's process.
 """
 
 import sys
@@ -20,7 +20,7 @@ _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 
 
 def main(config: ScalingBenchmarkConfig) -> None:
-    """Measure what more targets and drafters are worth, with synthetic costs; without a YAML file on the demo."""
+    """Measure scaling with targets and drafters, with synthetic costs; by default on the demo."""
     from rich.console import Console
 
     from serve.bench.scaling import benchmark_scaling, print_scaling
@@ -30,9 +30,9 @@ def main(config: ScalingBenchmarkConfig) -> None:
 
 
 def main_side_by_side(config: SideBySideConfig) -> None:
-    """Ask several applications in turn; without a YAML file the demo's, drafters in a pool and in process.
+    """Compare applications side by side; by default the demo with drafters in a pool and in process.
 
-    After Ctrl-C, what was measured is printed and written all the same; the exit code says that it is not all.
+    Ctrl-C still prints and writes the levels measured so far; the exit code shows that the run is incomplete.
     """
     from rich.console import Console
 

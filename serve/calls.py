@@ -1,14 +1,14 @@
-"""Ending calls of other deployments."""
+"""Cancels calls to other deployments."""
 
 from contextlib import suppress
 from typing import Any
 
 
 def end_call(call: Any) -> None:
-    """Cancel a streamed call, whatever has become of it; nothing is raised.
+    """Cancel a streamed call in any state, without raising.
 
-    Ray Serve 2.60 itself leaves one running whose replica has been chosen while nobody waited for that any longer, as
-    when a client leaves at this very moment; and where choosing has failed, cancelling raises why.
+    Works around two problems of Ray Serve 2.60: a call keeps running if its replica is chosen after the caller stopped
+    waiting, for example because the client left at that moment, and cancelling raises if choosing a replica failed.
     """
     with suppress(Exception):
         call.cancel()

@@ -1,4 +1,4 @@
-"""Configuration of the Serve application: what `args` of configs/serve/*.yaml holds. Torch-free, Ray-free."""
+"""Configuration of the Serve application: the `args` in configs/serve/*.yaml. Torch-free, Ray-free."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -15,52 +15,52 @@ from moray.trees.shapes import MAX_DEPTH, num_expanded_ahead
 
 
 class ApiConfig(Config):
-    """Limits and rules of the HTTP interface."""
+    """Limits and rules of the HTTP API."""
 
     model_name: str | None = Field(default=None, min_length=1)
     """Name of the model for clients; null for the last part of the target's name."""
     api_keys_file: str | None = None
     """File with one bearer key per line; null accepts every request."""
     max_body_bytes: int = Field(default=1 << 20, ge=1024)
-    """Most bytes of the body of one request."""
+    """Maximum size of a request body, in bytes."""
     max_body_seconds: float = Field(default=30.0, gt=0)
-    """Most seconds in which a request must arrive; one that takes longer is answered with 408."""
+    """Maximum seconds for a request body to arrive; a slower one is answered with 408."""
     max_choices: int = Field(default=8, ge=1)
-    """Most answers to one request: n times the number of its prompts."""
+    """Maximum number of answers per request: n times the number of its prompts."""
     default_max_tokens: int = Field(default=512, ge=1)
-    """Most tokens of an answer if its request names no limit; the context may allow fewer."""
+    """Maximum tokens per answer if the request sets no limit; the context may allow fewer."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Most requests per minute of one key, or of one address without keys; null for any number. Each gateway replica
-    counts its own requests, so n of them accept up to n times as many."""
+    """Maximum requests per minute per key, or per address without keys; null for no limit. Each gateway replica counts
+    its own requests, so n replicas accept up to n times as many."""
     num_retries: int = Field(default=5, ge=0)
-    """How often in a row an answer is resumed after its replica has died; 0 for never. A new token begins the count
-    again. If engines fail over it, it is resumed once without a new token in between."""
+    """How often in a row an answer is resumed after its replica died; 0 for never. Each new token resets the count. An
+    answer on which engines fail is resumed only once without a new token in between."""
     log_prompts: bool = False
-    """Write prompts and answers into the replicas' logs."""
+    """Write prompts and answers to the logs of the replicas."""
 
 
 class ServeConfig(Config):
-    """Target, drafters and interface of one application."""
+    """Target, drafters and HTTP API of one application."""
 
     target: TargetConfig
     drafters: Mapping[str, str | UsableConfig] = Field(default_factory=dict)
-    """Drafters by the names that requests choose, the first is the default; none decodes plainly. Each is the folder of
-    a trained drafter, or a drafter by type."""
+    """Drafters by the name that requests use; the first is the default, and with none decoding is plain. Each is the
+    folder of a trained drafter, or a drafter by type."""
     placement: Literal["pool", "in_process"] = "pool"
-    """Drafters in a deployment of their own (pool), or inside each target replica (in_process). Prompt lookup is always
+    """Run drafters in their own deployment (pool) or inside each target replica (in_process). Prompt lookup always runs
     inside."""
     engine: EngineConfig = EngineConfig()
     draft_timeout_ms: float = Field(default=100.0, gt=0)
-    """Most milliseconds that a cycle waits for drafts from the pool; it goes on without them."""
+    """Maximum milliseconds that a cycle waits for drafts from the pool before it continues without them."""
     run_ahead: bool = False
-    """Let drafters of the pool draft on below a chain while the target verifies it. They do so with memory that is one
-    cycle old. If the whole chain and the token that they expect next are accepted, the next draft is ready at once."""
+    """Let pooled drafters continue below a chain while the target verifies it. They use memory that is one cycle old.
+    If the whole chain and the next token they expect are accepted, the next draft is ready at once."""
     session_idle_seconds: float = Field(default=60.0, gt=0)
-    """Seconds without a request after which a drafter replica drops a sequence and frees its place."""
+    """Seconds without a request after which a drafter replica drops a sequence."""
     threads: int | None = Field(default=None, ge=1)
-    """Number of torch threads of every replica; null leaves it to torch."""
+    """Number of torch threads per replica; null leaves it to torch."""
     max_waiting: int = Field(default=64, ge=0)
-    """Most sequences that wait for a place in one target replica; more are refused with 429."""
+    """Maximum number of sequences that wait in one target replica; more are refused with 429."""
     api: ApiConfig = ApiConfig()
 
     @model_validator(mode="after")
@@ -95,14 +95,14 @@ class ServeConfig(Config):
 
     @property
     def pooled(self) -> dict[str, str | UsableConfig]:
-        """Drafters of the pool. Those without weights stay with the target, because messages would only slow them."""
+        """The drafters in the pool. Drafters without weights stay with the target, where no messages slow them down."""
         if self.placement != "pool":
             return {}
         return {name: entry for name, entry in self.drafters.items() if isinstance(entry, str) or entry.has_weights}
 
     @property
     def num_expanded(self) -> int:
-        """Most nodes that a drafter of the pool expands below one sequence."""
+        """Maximum number of nodes that a pooled drafter expands for one sequence."""
         return num_expanded_ahead(self.engine.tree.depth) if self.run_ahead else self.engine.tree.num_expanded
 
     @property
@@ -112,14 +112,14 @@ class ServeConfig(Config):
 
 
 def read_args(args: Mapping[str, Any]) -> ServeConfig:
-    """The configuration that Serve hands to the application.
+    """Parse the arguments that Serve passes to the application.
 
     Args:
-        args: nested values, as `args` of a YAML file has them, or the words behind `serve run serve.app:build_app`,
-            such as `target.model=runs/demo/target`: texts, which are read as overrides are everywhere.
+        args: nested values as in `args` of a YAML file, or texts from the command line of
+            `serve run serve.app:build_app`, such as `target.model=runs/demo/target`, which are parsed as overrides.
 
     Raises:
-        ConfigError: naming the key and the value.
+        ConfigError: a value is not accepted; the message names key and value.
     """
     values = {name: value for name, value in args.items() if not isinstance(value, str)}
     values = with_current_names(ServeConfig, values)

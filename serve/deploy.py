@@ -1,11 +1,11 @@
-"""Put the application on a running cluster, with the code of this folder.
+"""Deploy the application on a running cluster, with the code in this folder.
 
     python -m serve.deploy configs/serve/local.yaml
     ray job submit --runtime-env configs/runtime_env.yaml -- python -m serve.deploy configs/serve/cluster.yaml
 
-Reads YAML files in Ray Serve's own schema, waits until the application runs, and leaves it running; `serve status` and
-`serve shutdown` see to it. The same command again changes what differs: numbers of replicas without a restart.
-`serve deploy FILE` does the same with the code that the nodes have installed.
+Reads YAML files in Ray Serve's schema, waits until the application runs, and leaves it running; use `serve status` and
+`serve shutdown` to manage it. Run the command again to apply changes; numbers of replicas change without a restart.
+`serve deploy FILE` does the same with the code installed on the nodes.
 """
 
 import sys
@@ -24,23 +24,23 @@ from serve.config import read_args
 
 _SENT_ALONG = ("working_dir", "py_modules", "env_vars")
 _LOOPBACK = {"host": "127.0.0.1"}
-"""Ray itself would listen on every address."""
+"""Ray's own default is to listen on all addresses."""
 _POLL_SECONDS = 0.5
 
 
 class DeployConfig(Config):
-    """Ray Serve's schema, and where to."""
+    """Ray Serve's deployment schema, with the cluster to deploy on."""
 
     applications: tuple[dict[str, Any], ...] = Field(min_length=1)
     """Applications: name, route_prefix, import_path, args (keys of ServeConfig) and deployments."""
     http_options: dict[str, Any] = Field(default_factory=dict)
-    """Ray Serve's HTTP options: host, port and more; on loopback if no host is named."""
+    """Ray Serve's HTTP options: host, port and more; the default host is loopback."""
     proxy_location: str = "HeadOnly"
-    """Nodes that run an HTTP proxy: HeadOnly, EveryNode or Disabled. A Ray Serve that runs already keeps its own."""
+    """Nodes that run an HTTP proxy: HeadOnly, EveryNode or Disabled. If Ray Serve already runs, its setting stays."""
     logging_config: dict[str, Any] | None = None
-    """Ray Serve's logging options for all applications; null for Ray Serve's own."""
+    """Ray Serve's logging options for all applications; null for Ray Serve's defaults."""
     wait_seconds: float = Field(default=1800.0, gt=0)
-    """Most seconds to wait for nodes to start and replicas to load their weights."""
+    """Maximum seconds to wait for nodes to start and replicas to load their weights."""
     ray: RayConfig = RayConfig()
 
 
@@ -49,7 +49,7 @@ class DeployError(MorayError):
 
 
 def main(config: DeployConfig) -> None:
-    """Deploy, wait, and say where it answers."""
+    """Deploy, wait until the application runs, and print its address."""
     import os
 
     from moray.cluster.session import ray_session
@@ -65,10 +65,10 @@ def main(config: DeployConfig) -> None:
 
 
 def deploy(config: DeployConfig) -> Any:
-    """Deploy and wait where a connection to Ray is open; returns what Serve was told.
+    """Deploy and wait, over an open connection to Ray; returns the schema that was sent to Serve.
 
     Raises:
-        ConfigError: naming the key that Ray or we do not take.
+        ConfigError: a key or value is not accepted; the message names it.
         DeployError: an application has failed, or is not ready in time.
     """
     _check(config)
@@ -82,7 +82,7 @@ def deploy(config: DeployConfig) -> Any:
 
 
 def _check(config: DeployConfig) -> None:
-    """Say what is misspelt before anything starts; Ray leaves keys that it does not know alone."""
+    """Report misspelt keys before anything starts, because Ray ignores unknown ones."""
     from ray.serve import schema
 
     _check_keys("http_options", config.http_options, schema.HTTPOptionsSchema)
@@ -99,7 +99,7 @@ def _check(config: DeployConfig) -> None:
         names = {deployment.get("name") for deployment in application.get("deployments") or ()}
         args = read_args(application.get("args", {}))
         if args.drafters:
-            from serve.trees import check_trees  # which imports torch
+            from serve.trees import check_trees  # imports torch
 
             check_trees(args)
         if not args.pooled and "Drafter" in names:
@@ -130,7 +130,7 @@ def _check_keys(where: str, values: Any, schema: type[BaseModel]) -> None:
 
 
 def _schema(config: DeployConfig) -> Any:
-    """What Serve is told: the file, and the code that this job has brought."""
+    """The schema for Serve: the file's contents, with this job's runtime environment."""
     import ray
     from ray.serve.schema import ServeDeploySchema
 
@@ -146,15 +146,15 @@ def _values(config: DeployConfig, environment: Mapping[str, Any]) -> dict[str, A
 
 
 def _send(schema: Any, named: Mapping[str, Any]) -> None:
-    """Start Serve if it does not run, and send it the applications.
+    """Start Serve if it is not running, and send it the applications.
 
     Raises:
-        ConfigError: Serve runs already, with HTTP options other than the `named`: it would leave these alone.
+        ConfigError: Serve already runs with HTTP options that differ from `named`, which it would ignore.
         DeployError: Serve does not start.
     """
     import ray.exceptions
     from ray import serve
-    from ray.serve._private.api import serve_start  # as `serve deploy` of 2.60 does it; nothing public sends a schema
+    from ray.serve._private.api import serve_start  # as `serve deploy` of Ray 2.60 does; no public API sends a schema
 
     options = schema.http_options
     try:
@@ -164,7 +164,7 @@ def _send(schema: Any, named: Mapping[str, Any]) -> None:
             controller_options=schema.controller_options,
         )
     except (ray.exceptions.RayError, RuntimeError, TimeoutError) as error:
-        serve.shutdown()  # what runs without its proxy would keep these options for good
+        serve.shutdown()  # otherwise Serve would stay up without a proxy and keep these options
         said = str(getattr(error, "cause", error))
         if "failed to bind" in said.lower():
             where = f"{options.host}:{options.port}"
@@ -184,10 +184,10 @@ def _send(schema: Any, named: Mapping[str, Any]) -> None:
 
 
 def _wait(name: str, seconds: float, progress: Progress) -> None:
-    """Until the application runs.
+    """Wait until the application runs.
 
     Raises:
-        DeployError: it has failed, or is not ready in time.
+        DeployError: the application has failed, or is not ready in time.
     """
     from ray import serve
 
@@ -198,7 +198,7 @@ def _wait(name: str, seconds: float, progress: Progress) -> None:
         if state == "RUNNING":
             return
         message = _messages(application) if application else ""
-        if state == "DEPLOY_FAILED":  # what is unhealthy is being replaced
+        if state == "DEPLOY_FAILED":  # keep waiting if it is only unhealthy: Serve replaces unhealthy replicas
             raise DeployError(f"application '{name}' is {state}: {message}; `serve status` says more")
         if time.monotonic() > deadline:
             raise DeployError(
@@ -213,7 +213,7 @@ def _wait(name: str, seconds: float, progress: Progress) -> None:
 
 
 def _states(application: Any) -> str:
-    """How many replicas of each deployment are in which state."""
+    """The number of replicas per deployment and state."""
     return ", ".join(
         f"{name} {' '.join(f'{count} {state.lower()}' for state, count in deployment.replica_states.items())}"
         for name, deployment in application.deployments.items()
@@ -222,7 +222,7 @@ def _states(application: Any) -> str:
 
 
 def _messages(application: Any) -> str:
-    """The last line of what Serve says of each part that is in trouble, or is long in coming."""
+    """The last line of Serve's message for the application and for each deployment that is not healthy."""
     parts: Mapping[str, str] = {"": application.message} | {
         f"{name}: ": deployment.message
         for name, deployment in application.deployments.items()

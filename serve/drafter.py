@@ -1,10 +1,10 @@
-"""A drafter replica: drafters without their target, and the socket at which target replicas find them.
+"""A drafter replica: runs drafters without their target and serves target replicas over a socket.
 
-A target holds a lease for every sequence that is drafted here: a streamed call that lasts as long as the sequence. So
-Serve sees how busy the replica is (routing, autoscaling), and a target learns at once when it is gone. The token loop
-itself goes over the socket (see `decoding.remote.channel`). A lease is a call over gRPC, so that it ends here with the
-process that holds it (Ray 2.60 does not end its own streamed calls of processes that were killed); that of a machine
-that has vanished ends once nobody has asked for its sequence for long.
+A target holds a lease for every sequence that is drafted here: a streamed call that lasts as long as the sequence. The
+leases tell Serve how busy the replica is (for routing and autoscaling), and tell a target at once when the replica
+dies. The drafts themselves go over the socket (see `decoding.remote.channel`). Leases use gRPC, because Ray 2.60 does
+not end streamed calls of a killed process, whereas a gRPC call ends with the process that holds it. If a whole machine
+vanishes, its leases end after their sequences have been idle for some time.
 """
 
 import logging
@@ -32,17 +32,20 @@ _LOGGER = logging.getLogger("ray.serve")
 
 
 class DrafterReplica:
-    """The drafters of the application's pool; `serve.app` makes it a deployment."""
+    """Serves the drafters of the application's pool; `serve.app` makes it a deployment."""
 
     def __init__(
         self, config: ServeConfig, host: str | None = None, replica: str = "", sink: Sink | None = None
     ) -> None:
         """
         Args:
-            config: of the application.
-            host: address to listen at; None for the one by which Ray's nodes know this one.
-            replica: name of this process; its address if left out.
-            sink: of metrics.
+            config: configuration of the application.
+            host: address to listen on; None for this node's address in the Ray cluster.
+            replica: name of this process; its address if empty.
+            sink: receives the metrics.
+
+        Raises:
+            ConfigError: a drafter cannot draft the tree.
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -78,22 +81,22 @@ class DrafterReplica:
         return pack(self.host.handle(*unpack_request(frame)))
 
     async def lease(self, session: str) -> AsyncGenerator[Endpoint]:
-        """A place for a sequence, until whoever asked for it stops listening, is gone, or no longer uses it."""
+        """Reserve a slot for a sequence until the caller stops listening, dies, or leaves the sequence idle."""
         self._publisher.start()
         with self._places.lend(session):
             yield self.endpoint
             await self._places.until_unused(session)
 
     async def describe(self) -> dict[str, int]:
-        """How busy this replica is."""
+        """Report how busy this replica is."""
         return {"num_sessions": self.host.num_sessions, "num_leases": len(self._places)}
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self._server.close()
 
     def check_health(self) -> None:
-        """Called by Serve; a replica that answers nobody is replaced."""
+        """Called by Serve, which replaces the replica if this raises: the thread that answers targets has ended."""
         if not self._server.is_alive:
             raise RuntimeError("the thread that answers target replicas has ended")
 

@@ -1,7 +1,7 @@
-"""The engine in a thread of its own, with answers as asynchronous streams. Knows neither Ray nor HTTP.
+"""Runs the engine in its own thread and exposes answers as asynchronous streams. Independent of Ray and HTTP.
 
-The engine is only ever touched by its thread: requests and cancellations are put into an inbox, and each step's
-updates go to the event loop in one call.
+Only that thread touches the engine: requests and cancellations go through an inbox, and the updates of each step are
+passed to the event loop in one call.
 """
 
 import asyncio
@@ -17,38 +17,38 @@ from moray.errors import MorayError
 
 
 class Admission(Enum):
-    """What every answer begins with: whether there is a place for it, to run or to wait."""
+    """The first event of every answer: whether the request may run or wait here."""
 
     ADMITTED = "admitted"
     REFUSED = "refused"
 
 
 class EngineFailedError(MorayError):
-    """A defect has ended the engine; the request may be as good as any other."""
+    """An exception has ended the engine; the request itself is not necessarily at fault."""
 
 
 @dataclass(eq=False)
 class _Answer:
-    """What the event loop keeps of one request."""
+    """The event loop's state of one request."""
 
     request: Request
     updates: "asyncio.Queue[RequestOutput | Exception]" = field(default_factory=asyncio.Queue)
     number: int | None = None
-    """The engine's, known to its thread alone."""
+    """The engine's number of the request; used only in the engine's thread."""
 
 
 class EngineThread:
-    """Runs an engine for as long as it has something to do, and sleeps otherwise."""
+    """A thread that steps the engine while there is work, and sleeps otherwise."""
 
     def __init__(
         self, engine: Engine, max_waiting: int, on_failure: Callable[[BaseException], None] | None = None
     ) -> None:
-        """Must be made where an event loop runs; its streams belong to it.
+        """Start the thread; must be called inside the event loop that will consume the streams.
 
         Args:
-            engine: that nobody else touches from now on.
-            max_waiting: sequences beyond those that run.
-            on_failure: called in the event loop when a defect has ended the engine, once all streams know.
+            engine: must not be used by anything else from now on.
+            max_waiting: how many sequences may wait in addition to those that run.
+            on_failure: called in the event loop after an exception has ended the engine and all streams got the error.
         """
         self.engine = engine
         self._most = engine.config.max_num_seqs + max_waiting
@@ -58,22 +58,22 @@ class EngineThread:
         self._open: list[_Answer] = []
         self._on_failure = on_failure
         self.failure: BaseException | None = None
-        """What ended the thread, if anything has."""
+        """The exception that ended the thread, if any."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | RequestOutput]:
-        """Answer a request: its admission, and then updates if it is admitted. Whoever stops listening frees its place
-        at once.
+        """Answer a request: yields its admission and, if admitted, updates. Closing the generator cancels the request.
 
         Args:
-            request: what is asked.
-            is_resumed: another replica had let it in and was lost. It has waited for its place already, so it is let
-                in beyond the limit: refused, a half-written answer would end. There are at most as many as had places.
+            request: the request.
+            is_resumed: whether another replica had admitted the request and was lost. Such requests are admitted even
+                beyond the limit, because refusing one would cut off a half-written answer. Their number is bounded by
+                the requests that had been admitted.
 
         Raises:
             DataError: the request cannot be served.
-            EngineFailedError: before or meanwhile.
+            EngineFailedError: the engine failed, before or during the request.
         """
         if self.failure is not None:
             raise _failed(self.failure)
@@ -102,21 +102,21 @@ class EngineThread:
         return len(self._open)
 
     def close(self) -> None:
-        """End the thread after its present step."""
+        """End the thread after its current step."""
         self._inbox.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        """What the thread does; but for `_fail`, methods from here on are called in it."""
+        """Main loop of the thread. Except for `_fail`, all methods below are called in this thread."""
         try:
             while self._handle_inbox():
                 self._deliver(self.engine.step())
-        except BaseException as error:  # noqa: BLE001 - a thread's end is told to everybody
+        except BaseException as error:  # noqa: BLE001 - passed to all open streams
             self.failure = error
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _handle_inbox(self) -> bool:
-        """Do what was asked for, waiting for it if there is nothing else to do; False once it is time to end."""
+        """Run the tasks in the inbox, waiting for one if the engine is idle; returns False to end the thread."""
         while True:
             try:
                 task = self._inbox.get(block=not self.engine.is_busy)
@@ -155,7 +155,7 @@ class EngineThread:
 
 
 def _failed(error: BaseException) -> EngineFailedError:
-    return EngineFailedError(f"the engine has failed: {type(error).__name__}")  # its words may quote a prompt
+    return EngineFailedError(f"the engine has failed: {type(error).__name__}")  # the message may quote a prompt
 
 
 def _put(pairs: list[tuple[_Answer, RequestOutput]]) -> None:

@@ -1,4 +1,4 @@
-"""Places for sequences in the drafter pool: one lease each, kept by the event loop for the engine's thread."""
+"""Finds a drafter replica for each sequence: the event loop holds one lease per sequence for the engine's thread."""
 
 import asyncio
 import logging
@@ -11,14 +11,14 @@ from serve.calls import end_call
 
 _LOGGER = logging.getLogger("ray.serve")
 _PAUSE_SECONDS = 0.2
-"""Before a lease that was lost is asked for anew; twice as long each time that the same session has lost it."""
+"""Pause before a lost lease is requested again; doubled each time that the same session loses its lease."""
 _LONGEST_PAUSE_SECONDS = 10.0
 
 
 class LeaseClient(DrafterPool):
-    """Serve's router chooses the replica (see `cluster.sticky_router`); a lease keeps a session there.
+    """A drafter pool in which Serve's router picks the replica (see `cluster.sticky_router`) and a lease keeps it.
 
-    The interface is called in the engine's thread; all else runs in the event loop.
+    The interface is called from the engine's thread; everything else runs in the event loop.
     """
 
     def __init__(self, drafters: Any) -> None:
@@ -28,10 +28,10 @@ class LeaseClient(DrafterPool):
         self._found: dict[str, Endpoint] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pauses: dict[str, float] = {}
-        """Of sessions that have lost a lease: seconds before the next is asked for."""
+        """Seconds before the next request, by session, for sessions that have lost a lease."""
 
     def start(self) -> None:
-        """Called where the event loop runs that keeps the leases, before any is asked for."""
+        """Bind to the running event loop, which will hold the leases; must be called before any other method."""
         self._loop = asyncio.get_running_loop()
 
     def open(self, session: str) -> None:
@@ -50,7 +50,7 @@ class LeaseClient(DrafterPool):
 
     @property
     def num_leases(self) -> int:
-        """Leases that are held or asked for."""
+        """Number of leases held or requested."""
         return len(self._tasks)
 
     def _begin(self, session: str, pause: float) -> None:
@@ -74,8 +74,8 @@ class LeaseClient(DrafterPool):
     async def _hold(self, session: str, pause: float) -> None:
         while True:
             await asyncio.sleep(pause)
-            # A new name for each lease: by the old one Serve's router would find the replica that was just given up.
-            # Over gRPC it ends with this process, however that ends.
+            # A new session id per lease, because the router would map the old one to the replica that was just lost.
+            # A gRPC call ends with this process, however the process ends.
             drafters = self._drafters.options(stream=True, session_id=uuid.uuid4().hex, _by_reference=False)
             lease = drafters.lease.remote(session)
             try:
@@ -83,10 +83,10 @@ class LeaseClient(DrafterPool):
                     self._found[session] = endpoint
             except asyncio.CancelledError:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever happened to the replica, another is asked for
+            except Exception as error:  # noqa: BLE001 - whatever happened to the replica, request another
                 _LOGGER.warning("a drafter replica was lost: %s", type(error).__name__)
             finally:
                 self._found.pop(session, None)
                 end_call(lease)
-            # It has ended by itself: the replica is gone, or takes this process to need it no longer.
+            # The lease ended without being cancelled: the replica has died, or considers the sequence idle.
             pause = _PAUSE_SECONDS

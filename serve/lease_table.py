@@ -1,4 +1,4 @@
-"""Places of a drafter replica that targets hold: a lease for each, and how long it lasts."""
+"""The leases that targets hold on a drafter replica, and when they end."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,18 +8,18 @@ from moray.decoding.remote.host import DraftHost
 
 
 class LeaseTable:
-    """Leases by sequence, of one event loop."""
+    """The leases by session; used from one event loop only."""
 
     def __init__(self, host: DraftHost, idle_seconds: float) -> None:
         """
         Args:
-            host: where the sequences are drafted.
-            idle_seconds: a place that nobody has used for so long is given up.
+            host: drafts the sequences.
+            idle_seconds: a lease ends after its sequence has been idle for this long.
         """
         self._host = host
         self._idle_seconds = idle_seconds
         self._newest: dict[str, object] = {}
-        """By session. Its lease may be asked for anew before the old one has ended."""
+        """The newest lease by session; a session may request a new lease before its old one has ended."""
         self._num_held = 0
 
     def __len__(self) -> int:
@@ -27,7 +27,7 @@ class LeaseTable:
 
     @contextmanager
     def lend(self, session: str) -> Iterator[None]:
-        """A place for a sequence while the context lasts."""
+        """Hold a lease for a sequence for the duration of the context."""
         lease = self._newest[session] = object()
         self._num_held += 1
         self._host.open(session)
@@ -40,7 +40,7 @@ class LeaseTable:
                 self._host.close(session)
 
     async def until_unused(self, session: str) -> None:
-        """Wait until nobody has asked for a sequence for too long."""
+        """Wait until a sequence has been idle for too long, then expire it."""
         seconds = self._idle_seconds
         while seconds > 0:
             await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""What was found out a moment ago, for however many ask: one of them finds out, and the others wait for it."""
+"""A cache for one value: one caller refreshes it when it is stale, and concurrent callers wait for the result."""
 
 import asyncio
 import contextvars
@@ -10,14 +10,14 @@ Found = TypeVar("Found")
 
 
 class SingleFlightCache(Generic[Found]):
-    """A value that is at most some seconds old. That it could not be found out is remembered as long."""
+    """Caches the result of an asynchronous function for a few seconds; failures are cached just as long."""
 
     def __init__(self, find: Callable[[], Awaitable[Found]], fresh_seconds: float, max_seconds: float) -> None:
         """
         Args:
-            find: finds it out.
-            fresh_seconds: for which it is taken to be so.
-            most_seconds: that finding out may take.
+            find: computes the value.
+            fresh_seconds: how long a result stays valid.
+            max_seconds: time limit for `find`.
         """
         self._find = find
         self._fresh_seconds, self._max_seconds = fresh_seconds, max_seconds
@@ -25,16 +25,17 @@ class SingleFlightCache(Generic[Found]):
         self._found_at = float("-inf")
 
     async def get(self) -> Found:
-        """
+        """Return the cached value, computing it if there is none or it is stale.
+
         Raises:
-            Exception: what `find` has raised; TimeoutError where it took too long or was cancelled.
+            Exception: as raised by `find`; TimeoutError if it took too long or was cancelled.
         """
         found = self._found
         if found is None or (found.done() and time.monotonic() - self._found_at > self._fresh_seconds):
-            # In a context of its own: Serve would cancel the calls of whoever asked first once that client leaves.
+            # Run in a separate context: otherwise Serve cancels the calls when the client that came first disconnects.
             found = self._found = asyncio.create_task(self._look(), context=contextvars.Context())
             found.add_done_callback(_look_at_error)
-        await asyncio.wait((found,))  # it goes on for the others if one of them gives up
+        await asyncio.wait((found,))  # does not cancel the task if this caller gives up
         if found.cancelled():
             raise TimeoutError("it was cancelled")
         return found.result()
@@ -47,6 +48,6 @@ class SingleFlightCache(Generic[Found]):
 
 
 def _look_at_error(found: "asyncio.Task[Found]") -> None:
-    """Nobody may be left to be told of it, which asyncio would report as a mistake."""
+    """Retrieve the exception, because asyncio would otherwise log it if no caller is left to receive it."""
     if not found.cancelled():
         found.exception()

@@ -1,4 +1,4 @@
-"""A target replica: the engine, and who drafts for it. Plain Python; `serve.app` makes it a deployment."""
+"""A target replica: the engine and its drafters. Plain Python; `serve.app` makes it a deployment."""
 
 import asyncio
 import logging
@@ -26,22 +26,22 @@ from serve.metrics.sink import Nowhere, Sink
 
 _LOGGER = logging.getLogger("ray.serve")
 _LAST_SECONDS = 0.1
-"""In which those whom a failed engine was answering are told."""
+"""Seconds that open streams have to receive the error before the process of a failed engine exits."""
 
 
 class TargetReplica:
-    """Answers sequences of tokens; text is the gateway's business."""
+    """Answers token sequences; the gateway handles text."""
 
     def __init__(
         self, config: ServeConfig, drafters: Any = None, sink: Sink | None = None, ends_process: bool = False
     ) -> None:
         """
         Args:
-            config: of the application.
-            drafters: handle of the drafter deployment, where there is one.
-            sink: of metrics.
-            ends_process: once the engine has failed. Alive, a replica that refuses everybody at once would look the
-                least busy of all.
+            config: configuration of the application.
+            drafters: handle of the drafter deployment, if there is one.
+            sink: receives the metrics.
+            ends_process: exit the process once the engine has failed. Otherwise the replica would fail every request
+                at once, look the least busy of all, and attract more requests.
         """
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -64,7 +64,7 @@ class TargetReplica:
 
     @property
     def running(self) -> EngineThread:
-        """The engine in its thread, started by the first call: constructors run where no event loop does."""
+        """The engine's thread, started on first use, because constructors run without an event loop."""
         if self._thread is None:
             if self._places is not None:
                 self._places.start()
@@ -99,7 +99,7 @@ class TargetReplica:
             asyncio.get_running_loop().call_later(_LAST_SECONDS, os._exit, 1)
 
     async def describe(self) -> dict[str, Any]:
-        """What the gateway has to know, and how busy this replica is."""
+        """Report the limits that the gateway needs, and how busy this replica is."""
         engine = self._engine
         return {
             "max_model_len": engine.max_model_len,
@@ -116,6 +116,6 @@ class TargetReplica:
             yield event
 
     def check_health(self) -> None:
-        """Called by Serve; a replica whose engine has failed is replaced."""
+        """Called by Serve, which replaces the replica if this raises: the engine has failed."""
         if self._thread is not None and self._thread.failure is not None:
             raise RuntimeError("the engine has failed") from self._thread.failure

@@ -1,4 +1,4 @@
-"""Whether drafters can draft the application's tree, found out before a replica starts."""
+"""Checks before any replica starts that the drafters can draft the application's tree."""
 
 from moray.decoding.planning.fitting import fit_shape
 from moray.drafters.checkpoint import read_contract
@@ -10,10 +10,10 @@ from serve.config import ServeConfig
 def check_trees(config: ServeConfig) -> None:
     """Refuse a tree that is too deep for a drafter.
 
-    Of trained drafters whose folders are not on this machine nothing is known here: their replicas check the same.
+    Trained drafters whose folders are not on this machine are skipped here; their replicas make the same check.
 
     Raises:
-        ConfigError: naming the tree, its depth, the drafter and its most levels.
+        ConfigError: the tree is too deep; the message names the tree, the drafter and the maximum depth.
     """
     for name, entry in config.drafters.items():
         if not isinstance(entry, str | TrainedConfig):

@@ -1,10 +1,9 @@
-"""Say what one or many sweeps have found, finished or not: winners, how sure, and what each value was worth.
+"""Summarise sweeps, finished or not: their winners, how certain those are, and the objective by value.
 
     python -m sweeps.summarize runs/sweeps/target-layer-and-mask-width runs/sweeps/decoding-demo
 
-Takes any number of folders of `sweeps.tune` and `sweeps.tune_decoding`; reads them, changes nothing, and may run beside
-a sweep. With `--json out.json` the figures are written as well: those of the first kind as `sweeps`, of the other as
-`decoding`.
+Takes any number of folders of `sweeps.tune` and `sweeps.tune_decoding`. It only reads them and may run alongside a
+sweep. `--json out.json` also writes the figures: those of `sweeps.tune` under `sweeps`, the others under `decoding`.
 """
 
 import sys
@@ -16,7 +15,7 @@ from moray.config import Config, run_command
 
 
 class SummarizeConfig(Config):
-    """Which sweeps to look at."""
+    """The sweeps to summarise."""
 
     sweeps: tuple[str, ...] = Field(min_length=1)
     """Folders of the sweeps."""
@@ -25,7 +24,7 @@ class SummarizeConfig(Config):
 
 
 def main(config: SummarizeConfig) -> None:
-    """Print the sweeps side by side, those of trainings with the worth of every value."""
+    """Print an overview of the sweeps; sweeps of trainings also get the objective by value."""
     from pathlib import Path
 
     from rich.console import Console

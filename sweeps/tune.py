@@ -1,9 +1,9 @@
-"""Find out which settings of a drafter decode fastest, on Ray Tune.
+"""Find the drafter settings that decode fastest, with Ray Tune.
 
     python -m sweeps.tune configs/sweeps/target-layer-and-mask-width.yaml
 
-Writes summary.json, sweep.parquet, report.html and best/ (the winning drafter) into `output`. Killed at any instant,
-the same command with --resume goes on; what was measured is not measured again.
+Writes summary.json, sweep.parquet, report.html and best/ (the winning drafter) into `output`. After a kill, the same
+command with --resume continues without repeating measurements.
 """
 
 import sys
@@ -14,7 +14,7 @@ from sweeps.tuning.spaces import corners_of
 
 
 def main(config: SweepConfig) -> None:
-    """Run the sweep, or go on with it, then say who has won."""
+    """Run or resume the sweep, then print the winner."""
     from rich.console import Console
 
     from moray.bench.lossless import check_lossless
@@ -23,7 +23,7 @@ def main(config: SweepConfig) -> None:
     from sweeps.reports.lossless import lossless_rows
     from sweeps.trainings.console import print_summary
 
-    for choices in corners_of(config.space):  # what is misspelt is said before Ray starts
+    for choices in corners_of(config.space):  # reports misspelt keys before Ray starts
         config.trial(choices)
     console = Console()
     with ray_session(config.ray):

@@ -1,13 +1,13 @@
-"""Find out with which tree, and how many draft tokens, trained drafters decode fastest: by measurement, on Ray Tune.
+"""Find the tree and draft vocabulary with which trained drafters decode fastest, by measurement with Ray Tune.
 
     python -m sweeps.tune_decoding configs/sweeps/decoding-demo.yaml
 
-Nothing is trained. Writes summary.json, sweep.parquet, report.html and, for every drafter, best-<drafter>.yaml into
-`output`: behind its own files, pipelines.evaluate takes it as it is. Killed at any instant, the same command with
---resume goes on; what was asked is not asked again.
+Nothing is trained. Writes summary.json, sweep.parquet, report.html and a best-<drafter>.yaml per drafter into `output`;
+append the latter to the files of pipelines.evaluate. After a kill, the same command with --resume continues without
+asking answered questions again.
 
-On a machine without GPUs one measurement runs at a time (max_concurrent), for timings disturb each other; keep others
-off it, too.
+On a machine without GPUs only one measurement runs at a time (max_concurrent), because parallel ones distort each
+other's timings; keep other load off the machine, too.
 """
 
 import sys
@@ -17,7 +17,7 @@ from sweeps.decoding.configs import TuneDecodingConfig
 
 
 def main(config: TuneDecodingConfig) -> None:
-    """Run the sweep, or go on with it, then say what has won."""
+    """Run or resume the sweep, then print the winners."""
     from pathlib import Path
 
     from rich.console import Console

@@ -1,1 +1,1 @@
-"""What `pipelines.benchmark` runs: one module for each command, and the modules they share."""
+"""Implementation of `pipelines.benchmark`: one module per command, and the modules they share."""

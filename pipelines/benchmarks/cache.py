@@ -1,8 +1,8 @@
-"""What caching costs, stage by stage: tokenise, capture with every codec, read back.
+"""The cost of caching by stage: tokenise, capture with each codec, read back.
 
-Each stage runs in a process of its own, on one replica and without Ray, so that its peak of memory and its speed are
-its own; the functions are those that Ray's actors run. Capture is measured after a warm-up; loading is left out. What
-is read back was just written: it comes from the system's page cache, so its speed is that of decoding.
+Each stage runs in its own process, on one replica and without Ray, so that its peak memory and speed can be told
+apart; it calls the same functions as Ray's actors. Capture is timed after a warm-up, without loading. The data read
+back was just written and comes from the page cache, so the read speed is that of decoding the codec.
 """
 
 import tempfile
@@ -38,10 +38,10 @@ from pipelines.benchmarks.isolated import measure_alone
 
 
 def benchmark_cache(config: CacheBenchmarkConfig, console: Console) -> dict[str, Any]:
-    """Measure all stages with every pair of codecs; figures of the first pair stand at the top as well.
+    """Measure all stages with each pair of codecs; the figures of the first pair are repeated at the top level.
 
     Raises:
-        DataError: no chat could be used.
+        DataError: no chat is usable.
     """
     stages: list[dict[str, Any]] = []
     progress = Progress("benchmark cache", 1 + 2 * len(config.codecs), unit="stages", console=console)
@@ -86,7 +86,7 @@ def print_cache_benchmark(result: dict[str, Any], console: Console) -> None:
 
 
 def _tokenise(settings: str, folder: str) -> dict[str, Any]:
-    """Chats to parts."""
+    """Tokenise chats into parts."""
     config = CacheBenchmarkConfig.model_validate_json(settings)
     chunks = plan_chunks(config.chats, config.cache.chats_per_part)
     spec = read_spec(config.target.model)
@@ -108,7 +108,7 @@ def _cache_config(config: CacheBenchmarkConfig, kv: Any, hidden: Any) -> CacheCo
 
 
 def _open(folder: str, kv: str, hidden: str) -> CacheStore:
-    """The store of one pair of codecs; all share the parts."""
+    """Open the store of one pair of codecs; all pairs share the tokenised parts."""
     path = Path(folder) / f"{kv}-{hidden}"
     path.mkdir(exist_ok=True)
     if not (path / "tokens").exists():
@@ -117,7 +117,7 @@ def _open(folder: str, kv: str, hidden: str) -> CacheStore:
 
 
 def _capture(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]:
-    """Parts to shards."""
+    """Capture activations: parts to shards."""
     import torch
 
     config = CacheBenchmarkConfig.model_validate_json(settings)
@@ -137,7 +137,7 @@ def _capture(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]
         token_arrays(store.read_table(f"tokens/{plan.part}.parquet").take(plan.batches[0]))
         for plan in calibration_batches(plans)
     ]
-    calibration = calibrate(target, cache, batches)  # and the warm-up
+    calibration = calibrate(target, cache, batches)  # also serves as the warm-up
     if quantised_columns(columns):
         write_channels(store, calibration.channels)
     writer = ShardWriter(target, store, cache)
@@ -152,7 +152,7 @@ def _capture(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]
 
 
 def _read(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]:
-    """Shards to training batches, shuffled as an epoch is; nothing is trained."""
+    """Read shards into training batches, shuffled as in an epoch, without training on them."""
     import pyarrow as pa
     import torch
 
@@ -182,7 +182,7 @@ def _read(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]:
 
 
 def padding_waste(batches: Sequence[Sequence[int]]) -> float:
-    """Share of a padded batch's places that hold no token, over all batches of these chat lengths."""
+    """Share of padding positions over all padded batches, each given by the lengths of its chats."""
     tokens = sum(map(sum, batches))
     places = sum(len(lengths) * max(lengths) for lengths in batches)
     return 1.0 - tokens / max(1, places)

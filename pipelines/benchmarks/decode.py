@@ -1,9 +1,10 @@
-"""The decoding benchmark: what a cycle costs phase by phase, and how close decoding is to its limit.
+"""The decoding benchmark: what each phase of a cycle costs, and how close decoding is to its limit.
 
     S = tau / (v + gamma*c + o)        efficiency = S / (tau / (1 + gamma*c))
 
-v is a target pass over the tree, c a draft step and o everything else in a cycle, all in plain target steps and all
-measured in one run, method after method on the same prompts. S leaves the prefill out on both sides.
+v is the cost of a target pass over the tree, c of a draft step and o of everything else in a cycle, all in units of a
+plain target step and measured in one run, with the methods in turn on the same prompts. S excludes prefill on both
+sides.
 """
 
 from collections.abc import Sequence
@@ -27,10 +28,10 @@ from moray.progress import Progress, track
 
 
 def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[str, Any]:
-    """Measure every drafter with every tree, and return rows with phases.
+    """Measure every drafter with every tree; returns rows with phase times.
 
     Raises:
-        DataError: not one prompt fits into the target's context.
+        DataError: no prompt fits into the target's context.
     """
     evaluation = config.evaluation()
     questions, tokenizer, target = load_target(config)
@@ -60,20 +61,20 @@ _KEPT = (
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """What concerns decoding; the speed-up here is that of the cycles."""
+    """Keep the figures about decoding; `speedup_vs_plain` becomes the speed-up in cycles, without prefill."""
     kept = {name: row[name] for name in _KEPT}
     return kept | {"speedup_vs_plain": row["speedup_in_cycles"], "speedup_with_prefill": row["speedup_vs_plain"]}
 
 
 def print_benchmark(result: dict[str, Any], console: Console) -> None:
-    """Print costs, phases and notes."""
+    """Print costs, phase times and notes."""
     print_costs(result["rows"], result["plain_ms"], console)
     for note in result["notes"]:
         console.print(Text(f"note: {note}"))
 
 
 def print_costs(rows: Sequence[dict[str, Any]], plain_ms: float, console: Console) -> None:
-    """Print what cycles cost in plain steps, then their phases in milliseconds."""
+    """Print the cost of cycles in plain steps, then their phases in milliseconds."""
     costs = table_of_rows("Decoding: S = tau / (v + gamma c + o), efficiency = S / (tau / (1 + gamma c))")
     for name in ("tau", "S", "eff.", "gamma", "c", "v", "lossless"):
         costs.add_column(name, justify="right")
@@ -94,7 +95,7 @@ def print_costs(rows: Sequence[dict[str, Any]], plain_ms: float, console: Consol
 
 
 def table_of_rows(title: str) -> Table:
-    """An empty table whose lines begin with drafter and tree."""
+    """Create an empty table whose first columns are drafter and tree."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("drafter", no_wrap=True)
     table.add_column("tree", no_wrap=True)

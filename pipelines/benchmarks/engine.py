@@ -1,7 +1,7 @@
-"""What drafts are worth to the engine as it fills up: drafted against plain, at several numbers of sequences at a time.
+"""The speed-up from drafting as the engine fills up: drafted against plain decoding at several batch sizes.
 
-Both ways are the same engine, and take turns within one run; no HTTP and no Ray are in between. Prefill counts, as it
-does for whoever waits.
+Both sides use the same engine and take turns within one run, without HTTP or Ray in between. Times include the
+prefill, because a client waits for it too.
 """
 
 import time
@@ -34,10 +34,10 @@ _WARM_UP_TOKENS = 8
 
 
 def benchmark_engine(config: EngineBenchmarkConfig, console: Console) -> dict[str, Any]:
-    """Measure every drafter at every number of sequences.
+    """Measure every drafter at every batch size.
 
     Raises:
-        DataError: not one prompt fits into the target's context.
+        DataError: no prompt fits into the target's context.
     """
     questions, tokenizer, target = load_target(config)
     drafters = load_drafters(config.drafters, target, tokenizer)
@@ -89,7 +89,7 @@ def _measure(engine: Engine, config: EngineBenchmarkConfig, prompts: list[list[i
         synchronise(engine.target.device)
         return time.perf_counter() - begin, [generation.tokens for generation in made], tau(made)
 
-    for drafter in (None, "drafter"):  # the first time of anything is slow
+    for drafter in (None, "drafter"):  # warm-up: the first call of anything is slow
         answer(drafter, min(_WARM_UP_TOKENS, config.max_new_tokens))
     rounds = [
         (answer(None, config.max_new_tokens), answer("drafter", config.max_new_tokens)) for _ in range(config.rounds)
@@ -112,7 +112,7 @@ def _measure(engine: Engine, config: EngineBenchmarkConfig, prompts: list[list[i
 
 
 def print_engine_benchmark(result: dict[str, Any], console: Console) -> None:
-    """The rows as a table."""
+    """Print the rows as a table."""
     table = Table(title=f"drafted / plain, {result['tree']}", box=box.SIMPLE_HEAD)
     for heading in ("drafter", "at a time", "plain tokens/s", "speed-up", "quartiles", "tau", "equal texts"):
         table.add_column(heading, justify="left" if heading == "drafter" else "right")

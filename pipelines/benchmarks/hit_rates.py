@@ -1,14 +1,14 @@
-"""How often the target's next token is the k-th candidate of a drafter, level by level.
+"""How often the target's next token is a drafter's k-th candidate, by level of the draft tree.
 
-The target answers plainly and greedily; then every position of its answer is a root, and the drafter is led along the
-true continuation:
+The target answers with plain greedy decoding. Each position of the answer then serves as a root, and the drafter is
+teacher-forced along the true continuation:
 
     text        t0 ... t5   t6    t7    t8        t0..t5 given to `extend`, t6 the root
     step at     level 0: t6   level 1: t7   level 2: t8
     true next            t7            t8            t9      its rank among the candidates is counted
 
-So a rate holds for a node whose ancestors were right, whatever their ranks, which is what Medusa's search of a tree
-assumes (arXiv 2401.10774, section 2.3.3). One conversation is held at a time, and one chunk of its taps.
+A rate therefore applies to a node whose ancestors were all right, whatever their ranks, as Medusa's tree search assumes
+(arXiv 2401.10774, section 2.3.3). Memory holds only one conversation and one chunk of its taps at a time.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -35,25 +35,25 @@ _GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class HitRates:
-    """Of every level, how often each rank was the target's next token."""
+    """How often the candidate at each level and rank was the target's next token."""
 
     rates: tuple[tuple[float, ...], ...]
     """By level, then by rank; 0 where nothing was counted."""
     num_positions: tuple[int, ...]
-    """Of every level, the positions that were counted; those at which the drafter proposed nothing are misses."""
+    """Positions counted at each level. Positions where the drafter proposed nothing count as misses."""
 
 
 class HitCounter:
-    """Leads a drafter along texts and counts the ranks of the true tokens."""
+    """Teacher-forces a drafter along texts and counts the ranks of the true tokens."""
 
     def __init__(self, target: Target, drafter: Drafter, levels: int, ranks: int, capacity: int) -> None:
         """
         Args:
-            target: whose answers are true.
-            drafter: a state of its own is made for it.
-            levels: most levels below a root; a drafter of fewer has fewer.
-            ranks: candidates of each level.
-            capacity: most tokens of prompt and answer together.
+            target: the model whose answers are the truth.
+            drafter: the drafter to measure; it gets its own state.
+            levels: maximum levels below a root, capped by the drafter's `max_depth`.
+            ranks: candidates per level.
+            capacity: maximum tokens of prompt and answer together.
         """
         self.capacity = capacity
         self._drafter = drafter
@@ -65,10 +65,10 @@ class HitCounter:
         self._state = drafter.new_state(capacity, self._levels)
         self._hits = torch.zeros(self._levels, ranks, dtype=torch.long, device=target.device)
         self._counted = [0] * self._levels
-        self._num_known = 0  # tokens of the present text that the drafter was given
+        self._num_known = 0  # tokens of the current text that the drafter has seen
 
     def answer(self, prompt: list[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
-        """The target's own greedy answer to a prompt.
+        """Generate the target's greedy answer to a prompt.
 
         Raises:
             DataError: the prompt is empty or leaves no room in the context.
@@ -83,10 +83,10 @@ class HitCounter:
         self._drafter.reset(self._state)
         self._session.begin(self._drafter.observed)
         follow = partial(self._follow, text, len(prompt))
-        self._session.prefill(text[:-1].tolist(), follow)  # nothing follows the last token: it is no root
+        self._session.prefill(text[:-1].tolist(), follow)  # the last token has no successor, so it is no root
 
     def _follow(self, text: Int[Tensor, " seq"], first_root: int, tokens: Int[Tensor, " new"], taps: Taps) -> None:
-        """Give a chunk of the text to the drafter: the prompt at once, tokens of the answer each as a root first."""
+        """Feed a chunk of the text to the drafter, counting below each answer token before it is fed."""
         memory = self._drafter.observe(taps)
         begin, end = self._num_known, self._num_known + tokens.shape[0]
         for known, until in pairwise(sorted({begin, *range(max(begin, first_root), end), end})):
@@ -97,7 +97,7 @@ class HitCounter:
         self._num_known = end
 
     def _count_below(self, text: Int[Tensor, " seq"], root: int) -> None:
-        """Draft along the truth below one root; everything before it is known."""
+        """Draft below one root along the true tokens; the drafter has seen everything before the root."""
         for level in range(min(self._levels, text.shape[0] - 1 - root)):
             self._counted[level] += 1
             logits: Float[Tensor, "1 vocab"] | None = self._drafter.step(
@@ -110,7 +110,7 @@ class HitCounter:
 
     @property
     def measured(self) -> HitRates:
-        """What was counted so far; waits for the device."""
+        """The rates so far; waits for the device."""
         rates = [
             tuple(hits / max(1, counted) for hits in row)
             for row, counted in zip(self._hits.tolist(), self._counted, strict=True)
@@ -125,10 +125,10 @@ def count_questions(
     max_new_tokens: int,
     eos_ids: Collection[int],
 ) -> Iterator[int]:
-    """Ask all turns of all questions; one whose prompt leaves no room in the context ends its question.
+    """Ask all turns of all questions; skip the rest of a question once its prompt fills the context.
 
     Yields:
-        the tokens of each answer.
+        the number of tokens in each answer.
     """
     for question in questions:
         messages: list[Message] = []

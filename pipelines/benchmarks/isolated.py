@@ -1,4 +1,4 @@
-"""A measurement in a process of its own, so that its peak of memory is its own too."""
+"""Run a measurement in its own process, so that its peak memory can be measured separately."""
 
 import multiprocessing
 import os
@@ -16,10 +16,11 @@ _UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def measure_alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Call a module-level function in a fresh process; returns its figures and `peak_memory_bytes` of that process.
+    """Call a module-level function in a fresh process; returns its figures and that process's `peak_memory_bytes`.
 
     Raises:
-        MorayError: what the function raised; `DataError` if the process died.
+        MorayError: as raised by the function; `DataError` if the process died.
+        RuntimeError: the function raised any other exception; the message is its traceback.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -42,7 +43,7 @@ def measure_alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> d
 
 
 def peak_memory() -> int:
-    """Most bytes of memory that this process has held, since it began or since `forget_peak`."""
+    """Peak resident memory of this process in bytes, since it started or since `forget_peak`."""
     if _STATUS.exists():
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
@@ -50,13 +51,13 @@ def peak_memory() -> int:
 
 
 def forget_peak() -> None:
-    """Begin anew with the peak of memory, where the system can (Linux)."""
+    """Reset the peak memory counter, where the system supports it (Linux)."""
     if _STATUS.exists():
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process holds now."""
+    """Current resident memory of this process in bytes."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
@@ -69,5 +70,5 @@ def _run(sender: Any, function: Callable[..., dict[str, Any]], arguments: tuple[
         sender.send({"peak_memory_bytes": peak_memory()} | figures)
     except MorayError as error:
         sender.send(error)
-    except Exception:  # noqa: BLE001 - handed to the caller with its traceback
+    except Exception:  # noqa: BLE001 - passed to the caller with its traceback
         sender.send(traceback.format_exc())

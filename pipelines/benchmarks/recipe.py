@@ -1,10 +1,10 @@
-"""The published recipe of MoA's training, as a baseline: the loop that a cache and our trainer are measured against.
+"""The published training recipe of MoA: the baseline for training from a cache with our trainer.
 
-What the authors' code does in every step (arXiv 2410.03804, section 4 and the released trainer): micro-batches of one
-chat, whose gradients are accumulated; the target runs again each time, with all its logits; attention masks are dense
-floats of seq x seq; losses are computed over the whole vocabulary at every position and masked afterwards. Written
-from that description as a framework's users would, layer by layer, over the same drafter's weights: both loops train
-the same model on the same chats (a test compares their losses), and differ in how.
+This is what the authors' code does in every step (arXiv 2410.03804, section 4 and the released trainer): it
+accumulates gradients over micro-batches of one chat, runs the target again each time with all its logits, builds dense
+float masks of seq x seq, and computes losses over the whole vocabulary at every position before masking them. The code
+here is written from that description, layer by layer in plain torch, on the same drafter's weights. Both loops train
+the same model on the same chats (a test compares their losses) and differ only in how they compute it.
 """
 
 from collections.abc import Sequence
@@ -32,24 +32,24 @@ from moray.targets.spec import TargetConfig
 
 @dataclass(frozen=True)
 class Chat:
-    """One tokenised chat of the recipe's data loader."""
+    """One tokenised chat, as the recipe's data loader yields it."""
 
     tokens: Int[Tensor, " seq"]
     response_mask: Bool[Tensor, " seq"]
 
 
 class RecipeTrainer:
-    """Trains a MoA drafter (N = 0) chat by chat."""
+    """Trains a MoA drafter with N = 0, one chat at a time."""
 
     def __init__(
         self, target: nn.Module, drafter: MoA, losses: LossConfig, train: TrainConfig, lr: float = 3e-5
     ) -> None:
         """
         Args:
-            train: its precision and clipping are used.
+            train: provides the precision and the gradient clipping.
 
         Raises:
-            ConfigError: the drafter runs target layers, which the released code trains in another way.
+            ConfigError: the drafter runs target layers, which the released code trains differently.
         """
         if drafter.config.num_target_layers:
             raise ConfigError("the published recipe is written down for target_layers=0: give that")
@@ -61,7 +61,7 @@ class RecipeTrainer:
         self._optimiser = torch.optim.AdamW(drafter.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     def update(self, chats: Sequence[Chat], generator: torch.Generator) -> float:
-        """One update over the chats, one after the other; returns their mean loss."""
+        """Run one update over the chats, one at a time; returns their mean loss."""
         self._drafter.train()
         total = 0.0
         for chat in chats:
@@ -95,14 +95,14 @@ class RecipeTrainer:
         return ((self._losses.feature * feature + self._losses.kl * kl) * mask).sum() / mask.sum().clamp(min=1.0)
 
     def _predict(self, batch: TrainBatch, view: DraftView) -> Float[Tensor, "1 seq hidden"]:
-        """The drafter's features of all positions, layer by layer as the paper writes them (section 3.1)."""
+        """Compute the drafter's features at all positions, layer by layer as in the paper (section 3.1)."""
         drafter, kv = self._drafter, batch.taps.kv
         assert kv is not None
         seq = batch.tokens.shape[1]
         rotary, column = drafter.rotary.rows(0, seq), torch.arange(seq, device=kv.device)
         own, verified = _dense((column <= column[:, None])[None]), _dense(column <= view.start[:, :, None])
         x = _decoder_layer(drafter.sa, drafter.head.embed(batch.tokens).float(), rotary, own)
-        layers = kv[0].float()  # every token is a sequence of layers
+        layers = kv[0].float()  # each token becomes a sequence of layers
         everywhere = _dense(torch.ones(1, layers.shape[1], layers.shape[1], dtype=torch.bool, device=kv.device))
         mixed = _decoder_layer(drafter.lsa, layers, drafter.layer_rotary.rows(0, layers.shape[1]), everywhere)
         memory = _norm(drafter.to_memory(mixed.mean(dim=1))[None], drafter.ca.input_norm)
@@ -151,11 +151,11 @@ def _attend(
 
 
 def stock_model(config: TargetConfig) -> nn.Module:
-    """The target as transformers loads it, with its own attention."""
+    """Load the target as transformers does, with the stock attention."""
     model = load_causal_lm(config.model, getattr(torch, config.dtype), pick_device(config.device))
     return model.eval().requires_grad_(False)
 
 
 def _dense(seen: Bool[Tensor, "1 seq seq"]) -> Float[Tensor, "1 1 seq seq"]:
-    """What is added to attention scores: 0 where a position is seen."""
+    """Turn a boolean mask into the float mask added to attention scores: 0 where a position is visible."""
     return torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]

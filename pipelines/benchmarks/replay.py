@@ -1,7 +1,7 @@
-"""Synthetic acceptance: how many drafted tokens each cycle accepts, decided before anything is drafted.
+"""Synthetic acceptance: the number of draft tokens each cycle accepts is fixed before anything is drafted.
 
-Random weights accept nothing, so a benchmark of costs says itself how far each cycle gets: at a set rate, or as far
-as the cycles of an evaluation got. This module refuses to know what is benchmarked.
+A target with random weights accepts nothing, so a cost benchmark sets the accepted lengths itself: at a given rate, or
+replayed from the cycles of an evaluation. This module does not depend on what is benchmarked.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,22 @@ _GOLDEN_RATIO = 0.6180339887498949
 
 
 class Lengths(Protocol):
-    """How many draft tokens each cycle accepts."""
+    """Supplies the number of draft tokens that each cycle accepts."""
 
     def next(self, depth: int) -> int:
-        """Of the cycle that comes next, whose tree has `depth` levels: 0 to `depth`."""
+        """The accepted length of the next cycle, 0 to `depth`, where `depth` is the number of levels of its tree."""
         ...
 
     def restart(self) -> None:
-        """Begin again with the first cycle."""
+        """Start over with the first cycle."""
         ...
 
 
 class LengthsAtRate:
-    """Every draft token is accepted at the same rate if the one above it was.
+    """Accepts each draft token at the same rate, provided its parent was accepted.
 
-    Lengths are spread evenly over their distribution instead of drawn, so that few cycles give the tau asked for.
+    Lengths cover their distribution evenly instead of being drawn at random, so that a few cycles already give the
+    requested tau.
     """
 
     def __init__(self, rate: float) -> None:
@@ -56,25 +57,25 @@ class LengthsAtRate:
 
 
 class RecordedLengths:
-    """What the cycles of an evaluation accepted: in their order, cyclically, no deeper than the tree of the cycle.
+    """Replays the accepted lengths of an evaluation in order, starting over at the end, capped by each tree's depth.
 
-    Counted is what reached the answer, tokens emitted less the target's own: where an answer ended inside a path,
-    less than was accepted. So a whole round has the tau of the evaluation's report.
+    A length is the number of tokens emitted minus the target's own token. It is less than was accepted where an answer
+    ended inside a path. One full pass over the lengths therefore has the tau of the evaluation's report.
     """
 
     def __init__(self, lengths: Sequence[int], source: str) -> None:
         self._lengths = tuple(lengths)
         self.source = source
-        """Where they come from, in words."""
+        """Where the lengths come from, in words."""
         self._cycle = 0
 
     @classmethod
     def read(cls, config: RecordedAcceptanceConfig) -> "RecordedLengths":
-        """Read one drafter and tree from the answers of an evaluation.
+        """Read the lengths of one drafter and tree from the answers of an evaluation.
 
         Raises:
-            ConfigError: no such file.
-            DataError: the file is damaged, or holds nothing of that drafter, tree and temperature.
+            ConfigError: the file cannot be read.
+            DataError: the file is damaged, or holds no cycle of that drafter, tree and temperature.
         """
         path = Path(config.recorded)
         path = path / ANSWERS_FILE if path.is_dir() else path
@@ -109,7 +110,7 @@ class RecordedLengths:
 def _choose(
     config: RecordedAcceptanceConfig, path: Path, there: list[tuple[str, str, float]]
 ) -> tuple[str, str, float]:
-    """The one drafter, tree and temperature that is meant, of those that are there."""
+    """Pick the requested drafter, tree and temperature from those that the file holds."""
     drafters = list(dict.fromkeys(drafter for drafter, _, _ in there))
     if config.drafter not in drafters:
         raise DataError(
@@ -134,19 +135,19 @@ def _choose(
 
 
 class ReplayedAcceptance:
-    """Accepts the longest path of a tree as far as `lengths` say, whatever it says: a `sampling.accept.Accept`."""
+    """A `sampling.accept.Accept` that accepts the deepest path up to the given length, whatever its tokens are."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
 
     def restart(self) -> None:
-        """Begin again with the first cycle."""
+        """Start over with the first cycle."""
         self._lengths.restart()
 
     def __call__(
         self, tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampler, root_position: int
     ) -> Accepted:
-        # The same work and the same wait for the device as the greedy rule.
+        # Does the same work and the same device synchronisation as the greedy rule.
         rows = torch.stack([tree.tokens, tree.parents, tree.depths, logits.argmax(dim=-1)])
         tokens, parents, depths, chosen = rows.tolist()
         path: list[int] = []
@@ -159,10 +160,10 @@ class ReplayedAcceptance:
 
 
 def acceptance_rate(wanted: float, shape: AnyShape) -> float:
-    """The rate r with 1 + r + r^2 + ... + r^depth = tau.
+    """Solve 1 + r + r^2 + ... + r^depth = tau for the rate r.
 
     Raises:
-        ConfigError: the shape is too shallow for it.
+        ConfigError: the shape is too shallow for this tau.
     """
     if wanted > shape.depth + 1:
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""What decoding costs at the sizes of a real target, without its weights.
+"""What decoding costs with the shape of a real target, without its weights.
 
-Costs of passes and drafts depend on sizes alone, acceptance does not: random weights accept nothing, so acceptance
-here is SYNTHETIC (see `pipelines.benchmarks.replay`): at the rate that gives the tau asked for, or replayed from an
-evaluation. What comes out are milliseconds, the costs v, c and o, and efficiency at that tau; never a claim about a
-drafter's quality.
-Beside them stands the ceiling from bytes: a plain step cannot be faster than reading every weight once, so
+The cost of passes and drafts depends only on tensor sizes, but acceptance does not: random weights accept nothing.
+Acceptance here is therefore SYNTHETIC (see `pipelines.benchmarks.replay`): at the rate that gives the requested tau, or
+replayed from an evaluation. The results are milliseconds, the costs v, c and o, and the efficiency at that tau; they
+say nothing about a drafter's quality.
+They are compared with a ceiling from memory traffic: a plain step cannot be faster than reading every weight once, so
 
     S <= tau / (1 + gamma * c_bytes)        c_bytes = bytes of a draft step / bytes of a plain step
 """
@@ -49,11 +49,12 @@ _GREEDY = SamplingParams()
 
 
 def benchmark_shape(config: ShapedBenchmarkConfig) -> dict[str, Any]:
-    """Time passes, drafts and whole generations of a target of random weights.
+    """Time target passes, draft steps and whole generations of a target with random weights.
 
     Raises:
-        ConfigError: no such device, or a tree too shallow for the tau asked for.
-        DataError: the recorded answers cannot be read, or nothing of the drafter and tree is among them.
+        ConfigError: the device does not exist, a tree is too shallow for the requested tau, or the file of recorded
+            answers cannot be read.
+        DataError: the recorded answers are damaged, or hold no cycle of the drafter and tree.
     """
     with Progress(f"time a target of {config.shape.num_layers} layers") as progress:
         return _measure(config, progress)
@@ -84,7 +85,7 @@ def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any
         progress.update(note=f"{shape.name}, {len(generations)} of {len(config.trees)} trees done")
         decoder = decoder_of(drafter, shape, rule=rule)
         decoder.generate(prompt, _GREEDY, _WARM_UP_TOKENS, ())
-        rule.restart()  # what the warm-up and the tree before it took does not count
+        rule.restart()  # discard the lengths used by the warm-up and by the previous tree
         baselines.append(plain.generate(prompt, _GREEDY, config.max_new_tokens, ()))
         generations.append(decoder.generate(prompt, _GREEDY, config.max_new_tokens, ()))
     step = sum(b.seconds for b in baselines) / sum(len(b.tokens) - 1 for b in baselines)
@@ -106,10 +107,10 @@ def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any
 
 
 def _replays(config: ShapedBenchmarkConfig) -> tuple[str, list[float | None], list[ReplayedAcceptance]]:
-    """Where acceptance comes from, in words, and for every tree its rate (if there is one) and its rule."""
+    """The source of acceptance in words, and for each tree its rate (None if replayed) and its acceptance rule."""
     if config.acceptance is not None:
         recorded = RecordedLengths.read(config.acceptance)
-        rule = ReplayedAcceptance(recorded)  # one for all trees: each begins with a restart
+        rule = ReplayedAcceptance(recorded)  # shared by all trees, since each starts with a restart
         label = (
             f"SYNTHETIC: {recorded.source}, as deep as each tree goes (adaptive shapes may draft less deep); the "
             "weights are random"
@@ -125,12 +126,12 @@ def _replays(config: ShapedBenchmarkConfig) -> tuple[str, list[float | None], li
 
 
 def _speedup_renamed(costs: dict[str, Any]) -> dict[str, Any]:
-    """As the decoding benchmark has it: no prefill on either side."""
+    """Name the speed-up in cycles `speedup_vs_plain`, as the decoding benchmark does: no prefill on either side."""
     return costs | {"speedup_vs_plain": costs.pop("speedup_in_cycles")}
 
 
 def random_target(config: ShapedBenchmarkConfig, device: torch.device) -> Target:
-    """A Llama of the given sizes, made on the device it runs on."""
+    """Create a Llama of the given shape with random weights, directly on its device."""
     shape: ShapeConfig = config.shape
     positions = config.context + config.max_new_tokens + MAX_DEPTH
     llama = LlamaConfig(
@@ -150,7 +151,7 @@ def random_target(config: ShapedBenchmarkConfig, device: torch.device) -> Target
         model: Any = AutoModelForCausalLM.from_config(
             llama, dtype=getattr(torch, config.dtype), attn_implementation=backend
         )
-    # Sure of itself as real models are: from flat distributions no deep tree would grow.
+    # Scale the logits so that the model is as confident as a real one: flat distributions grow no deep trees.
     model.lm_head.weight.data.mul_(_CONFIDENCE)
     spec = TargetSpec(
         family="llama",
@@ -173,7 +174,7 @@ def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
 
 @torch.inference_mode()
 def _verify_times(target: Target, runner: TargetRunner, prompt: list[int], sizes: tuple[int, ...]) -> dict[str, float]:
-    """Milliseconds of a target pass behind the prompt, by its number of tokens."""
+    """Milliseconds of a target pass after the prompt, by its number of tokens."""
     runner.cache.arrange(len(prompt) + max(sizes), 0, 0)
     runner.read(0, [prompt], [0])
     times_by_size = {}
@@ -189,7 +190,7 @@ def _verify_times(target: Target, runner: TargetRunner, prompt: list[int], sizes
 
 @torch.inference_mode()
 def _draft_time(target: Target, drafter: Drafter, prompt: list[int]) -> float:
-    """Milliseconds of one level of a chain."""
+    """Milliseconds per level of a draft chain."""
     state = drafter.new_state(len(prompt) + _DRAFT_DEPTH, _DRAFT_DEPTH)
     session = TargetSession(target, len(prompt) + 1)
     session.begin(drafter.observed)
@@ -201,11 +202,11 @@ def _draft_time(target: Target, drafter: Drafter, prompt: list[int]) -> float:
 
 
 def _ceiling(config: ShapedBenchmarkConfig, target: Target, drafter: Drafter) -> dict[str, Any]:
-    """Bytes that a plain step and a draft step must read, and what follows from them (v = 1, o = 0)."""
+    """Bytes that a plain step and a draft step must read, and the costs that follow from them (v = 1, o = 0)."""
     size = target.dtype.itemsize
     embeddings = target.spec.vocab_size * target.spec.hidden_size
     plain_bytes = (sum(p.numel() for p in target.model.parameters()) - embeddings) * size
-    # Of a drafter of limited depth (Medusa) all levels are made in one step, whose cost they share.
+    # A drafter of limited depth (Medusa) produces all levels in one step, so they share its cost.
     levels = 1 if drafter.max_depth is None else min(_DRAFT_DEPTH, drafter.max_depth)
     draft_bytes = sum(weight.numel() * weight.element_size() for weight in drafter.step_weights()) / levels
     bandwidth = config.memory_bandwidth
@@ -219,7 +220,7 @@ def _ceiling(config: ShapedBenchmarkConfig, target: Target, drafter: Drafter) ->
 
 
 def _beside_ceiling(row: dict[str, Any], byte_cost: float) -> dict[str, Any]:
-    """The row, the speed-up that bytes allow at its tau and its levels per cycle, and its share of that."""
+    """Add the speed-up that memory traffic allows at the row's tau and draft steps, and the share of it reached."""
     ceiling = row["tau"] / (1.0 + row["draft_steps"] * byte_cost) if row["tau"] else None
     measured = row["speedup_vs_plain"]
     share = measured / ceiling if measured is not None and ceiling else None
@@ -227,7 +228,7 @@ def _beside_ceiling(row: dict[str, Any], byte_cost: float) -> dict[str, Any]:
 
 
 def print_shaped(result: dict[str, Any], console: Console) -> None:
-    """Print passes, drafts, rows and the ceiling."""
+    """Print pass and draft times, the rows and the ceiling."""
     console.print(Text(f"acceptance: {result['acceptance']}"))
     passes = ", ".join(f"{size} tokens {number(ms)} ms" for size, ms in result["verify_ms"].items())
     console.print(f"target pass: {passes}; draft step {number(result['draft_step_ms'])} ms", highlight=False)

@@ -1,4 +1,4 @@
-"""What `pipelines.benchmark shaped` measures: costs that depend on sizes alone. Torch-free."""
+"""Configuration of `pipelines.benchmark shaped`, which measures costs that depend only on tensor sizes. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -11,7 +11,7 @@ from moray.trees.shapes import Shape
 
 
 class ShapeConfig(Config):
-    """Sizes of a Llama of random weights."""
+    """Shape of a Llama with random weights."""
 
     num_layers: int = Field(ge=1)
     """Number of decoder layers."""
@@ -33,40 +33,40 @@ class RecordedAcceptanceConfig(Config):
     """Which cycles of an evaluation to replay."""
 
     recorded: str
-    """File answers.jsonl of an evaluation, or its folder."""
+    """The answers.jsonl of an evaluation, or the folder that holds it."""
     drafter: str
     """Drafter whose cycles are replayed, as the evaluation's report names it."""
     tree: str
     """Tree whose cycles are replayed, as the evaluation's report names it, such as chain-5."""
     temperature: float | None = Field(default=None, ge=0)
-    """Temperature whose cycles are replayed; null for the only one that was asked at."""
+    """Temperature whose cycles are replayed; null if the evaluation used only one."""
 
 
 class ShapedBenchmarkConfig(Config):
-    """What `pipelines.benchmark shaped` measures: costs that depend on sizes alone."""
+    """What `pipelines.benchmark shaped` measures: costs that depend only on tensor sizes."""
 
     shape: ShapeConfig
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Number format of the weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to run on; auto takes the GPU if there is one."""
+    """Device to run on; auto uses the GPU if there is one."""
     drafter: TrainableConfig
-    """What kind of drafter is built, with random weights."""
+    """Drafter to build with random weights."""
     trees: tuple[Shape, ...] = Field(min_length=1)
-    """Shapes of the draft trees; the drafter is measured with each of them."""
+    """Shapes of the draft trees; the drafter is measured with each one."""
     tau: float | None = Field(default=None, gt=1)
-    """Tokens per target pass that the SYNTHETIC acceptance is set to; null if acceptance is given. Random weights
-    accept nothing."""
+    """Tokens per target pass that the SYNTHETIC acceptance aims for; null if acceptance is given. Random weights
+    accept nothing by themselves."""
     acceptance: RecordedAcceptanceConfig | None = None
-    """Recorded acceptance lengths, replayed in order in place of tau, SYNTHETIC too; null to use tau."""
+    """Recorded acceptance lengths to replay instead of tau, also SYNTHETIC; null to use tau."""
     verify_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 8, 62), min_length=1)
-    """Numbers of tokens of the target passes that are timed."""
+    """Token counts at which target passes are timed."""
     context: int = Field(default=512, ge=1)
-    """Tokens that stand before the first one generated."""
+    """Number of prompt tokens before the first generated token."""
     max_new_tokens: int = Field(default=256, ge=16)
-    """Tokens that are generated."""
+    """Number of tokens to generate."""
     memory_bandwidth: float | None = Field(default=None, gt=0)
-    """Bytes per second of the device's memory, for the ceiling in milliseconds; null leaves it out."""
+    """Memory bandwidth in bytes per second, for a ceiling in milliseconds; null to leave it out."""
     compile: CompileMode = "off"
     """Whether target and drafters are compiled by torch.compile."""
     report: str | None = None

@@ -1,13 +1,14 @@
-"""What tau is worth when memory is late: drafts whose memory ends some tokens before the root.
+"""How tau depends on stale memory: drafts made with memory that ends some tokens before the root.
 
-The target answers plainly and greedily once. Then the drafter goes along each answer as it would in decoding, a chain
-below every root, but that of the last `lag` tokens before the root it knows the tokens and not the memory:
+The target generates each answer once with plain greedy decoding. The drafter then follows the answer as in decoding and
+drafts a chain below each root, except that for the last `lag` tokens before the root it has only the token ids and not
+their memory:
 
     text          t0 .. t4   t5   t6   t7        t0..t4 and their memory given to `extend`, t7 the root, lag 2
-    step          level 0: t5  level 1: t6  level 2: t7  level 3: d1  level 4: d2     its own from t7 on
-    counted       d1 d2 d3 as far as they are the answer's; the next root stands behind them and the token after
+    step          level 0: t5  level 1: t6  level 2: t7  level 3: d1  level 4: d2     drafted from t7 on
+    counted       d1 d2 d3 up to the first mismatch with the answer; the next root is the true token after the match
 
-It is what running ahead drafts with (see `decoding.remote.ahead`); a lag of 0 is ordinary decoding.
+Running ahead drafts with memory like this (see `decoding.remote.ahead`); a lag of 0 is ordinary decoding.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -43,25 +44,25 @@ _GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and the target's own greedy answer to it."""
+    """A prompt and the target's greedy answer to it."""
 
     prompt: list[int]
     tokens: list[int]
 
 
 class LateDrafter:
-    """Drafts chains along known texts, with memory that is late."""
+    """Drafts chains along known texts with stale memory."""
 
     def __init__(self, session: TargetSession, drafter: Drafter, depth: int, max_lag: int) -> None:
         """
         Args:
-            session: of the target, whose capacity is the most tokens of a text.
-            drafter: a state of its own is made for it.
-            depth: tokens of a chain.
-            most_lag: that `count` is asked for.
+            session: the target's session; its capacity is the maximum number of tokens in a text.
+            drafter: the drafter to measure; it gets its own state.
+            depth: tokens per chain.
+            max_lag: largest lag that `count` will be called with.
 
         Raises:
-            ConfigError: the drafter cannot draft so deep.
+            ConfigError: the drafter cannot draft that deep.
         """
         deepest = depth + max_lag
         if drafter.max_depth is not None and drafter.max_depth < deepest:
@@ -79,7 +80,7 @@ class LateDrafter:
 
     @torch.inference_mode()
     def take(self, answer: Answer) -> None:
-        """Observe the taps of a whole text, which `count` is about from now on."""
+        """Run the target over a whole text and keep the observed memory; later calls of `count` refer to this text."""
         self._text = torch.tensor([*answer.prompt, *answer.tokens], device=self._text.device)
         self._first_root = len(answer.prompt)
         pieces: dict[str, list[Tensor]] = {}
@@ -94,9 +95,9 @@ class LateDrafter:
 
     @torch.inference_mode()
     def count(self, lag: int) -> list[int]:
-        """Of each cycle, how many drafted tokens the answer agrees with.
+        """Count how many draft tokens match the answer in each cycle.
 
-        The last root is one behind which a whole chain of the answer is known: what is accepted there is known too.
+        The last root is the last one followed by a whole chain of answer tokens, so that every match can be checked.
         """
         self._drafter.reset(self._state)
         accepted: list[int] = []
@@ -108,11 +109,11 @@ class LateDrafter:
             known = end
             accepted.append(self._agreement(known, root))
             root += 1 + accepted[-1]
-            num_kept = min(1 + accepted[-1], lag + self._depth)  # expanded one right after the other, and true
+            num_kept = min(1 + accepted[-1], lag + self._depth)  # nodes that were expanded in sequence and are true
         return accepted
 
     def _agreement(self, known: int, root: int) -> int:
-        """How many tokens drafted below a root are the answer's, of a state that knows the tokens before `known`."""
+        """Count the leading draft tokens below a root that match the answer; the state covers tokens before `known`."""
         drafted: list[Tensor] = []
         for level in range(root + self._depth - known):
             place = known + level
@@ -129,11 +130,11 @@ class LateDrafter:
 
 
 def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, Any]:
-    """Measure tau at every lag, drafter by drafter.
+    """Measure tau at every lag for each drafter.
 
     Raises:
-        ConfigError: a drafter cannot draft as deep as it takes.
-        DataError: not one prompt fits into the target's context, or has as many tokens as memory may be late.
+        ConfigError: a drafter cannot draft as deep as depth and lag together require.
+        DataError: no prompt fits into the context and is longer than the largest lag.
     """
     questions, tokenizer, target = load_target(config)
     drafters = load_drafters(config.drafters, target, tokenizer)
@@ -166,7 +167,7 @@ def _answers(
     tokenizer: ChatTokenizer,
     target: Target,
 ) -> Iterator[Answer]:
-    """The target's answers to the first turns, of those that are long enough for one root."""
+    """Yield the target's answers to the first turns, skipping answers too short for a single root."""
     decoder = PlainDecoder(target, session.capacity, session)
     eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
     for question in questions:
@@ -178,7 +179,7 @@ def _answers(
 
 
 def _rows(name: str, counts: Mapping[int, list[tuple[float, float]]]) -> list[dict[str, Any]]:
-    """tau = (accepted + 1 per cycle) / cycles, over all answers; intervals are over answers."""
+    """Rows with tau = (accepted + 1 per cycle) / cycles over all answers, and intervals from resampling answers."""
     taus = {lag: sum(above for above, _ in pairs) / sum(below for _, below in pairs) for lag, pairs in counts.items()}
     return [
         {
@@ -195,7 +196,7 @@ def _rows(name: str, counts: Mapping[int, list[tuple[float, float]]]) -> list[di
 
 
 def print_staleness(result: dict[str, Any], console: Console) -> None:
-    """The rows as a table."""
+    """Print the rows as a table."""
     title = f"tau of chains of {result['settings']['depth']} whose memory ends `lag` tokens before the root"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("drafter", "lag", "cycles", "tau", "95 %", "relative", "95 %"):

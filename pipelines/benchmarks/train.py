@@ -1,16 +1,16 @@
-"""What training costs: from a cache, with the target running beside it, and as the published recipe has it.
+"""The cost of training: from a cache, online with the target running alongside, and by the published recipe.
 
-    cached   windows of the cache are read and decoded, the drafter is updated: what pipelines.distill does
-    online   the same batches, but the target runs over them to give their taps; nothing is read but tokens
-    recipe   the published loop (`pipelines.benchmarks.recipe`): chat by chat, the target again, dense masks, all logits
+    cached   reads and decodes windows of the cache and updates the drafter, as pipelines.distill does
+    online   the same batches, but reads only tokens and runs the target over them to get the taps
+    recipe   the published loop (`pipelines.benchmarks.recipe`): chat by chat, target again, dense masks, all logits
 
-All three take turns on the same chats in one process, a worker with the environment that workers have; each one's peak
-of memory is that of a process of its own. A cached epoch can be faster than an online one by no more than
-1 + target / training, which is given too.
+All three take turns on the same chats in one process that is set up like a training worker; peak memory is measured in
+a separate process for each. A cached epoch can be at most 1 + target / training times as fast as an online one; that
+limit is reported too.
 
-Against the recipe two ratios count: worker against worker, and, on CPUs, machine against machine, that is data-parallel
-workers, one per `workers` in the configuration, against the plain loop's one process with as many threads. On GPUs the
-first is all there is: the published code trains on several as well.
+Two ratios compare with the recipe: worker against worker and, on CPUs, machine against machine. The latter compares
+`workers` data-parallel workers with the recipe's single process using as many threads. On GPUs only the first ratio is
+measured, because the published code trains on several GPUs as well.
 """
 
 import tempfile
@@ -40,15 +40,15 @@ _MACHINE_TURNS = 5
 
 
 def benchmark_training(config: TrainBenchmarkConfig, console: Console) -> dict[str, Any]:
-    """Measure every drafter; figures of the first one stand at the top as well.
+    """Measure every drafter; the figures of the first one are repeated at the top level.
 
     Raises:
-        ConfigError: a YAML file that is no run.
-        DataError: a run's cache is not complete.
+        ConfigError: a YAML file is not a valid training configuration.
+        DataError: the cache of a run is incomplete.
     """
     runs = {path: _run_config(config, path) for path in config.runs}
     for run in runs.values():
-        read_manifest(CacheStore(run.activations))  # what is not there is said before anything is measured
+        read_manifest(CacheStore(run.activations))  # reports a missing cache before anything is measured
     settings = config.model_dump_json()
     rows = []
     with Progress("benchmark train", len(runs) * (1 + len(WAYS)), unit="measurements", console=console) as progress:
@@ -83,7 +83,7 @@ def benchmark_training(config: TrainBenchmarkConfig, console: Console) -> dict[s
 
 
 def print_train_benchmark(result: dict[str, Any], console: Console) -> None:
-    """Print one line per drafter, and what they took."""
+    """Print one row per drafter with its speeds and peak memory."""
     table = _table("Training, one worker: tokens/s")
     for name in (*WAYS, "cached /\nonline", "at most", "cached /\nrecipe", "padding", "MFU"):
         table.add_column(name, justify="right")
@@ -125,7 +125,7 @@ def _run_config(config: TrainBenchmarkConfig, path: str) -> DistillConfig:
 
 
 def _whole_machine(config: TrainBenchmarkConfig, path: str) -> dict[str, Any]:
-    """Tokens per second of all workers together, and of the recipe with as many threads, in turns."""
+    """Alternately measure all workers together and the recipe with as many threads, in tokens per second."""
     workers = config.workers
     cached, recipe = [], []
     settings = config.model_dump_json()
@@ -142,7 +142,7 @@ def _whole_machine(config: TrainBenchmarkConfig, path: str) -> dict[str, Any]:
 
 
 def _speed_of(settings: str, path: str, way: str, rank: int, workers: int, meeting: str | None) -> dict[str, Any]:
-    """One worker among others that train together, or one that has all their threads to itself."""
+    """Measure one of several workers that train together or, without `meeting`, one worker with all their threads."""
     config = TrainBenchmarkConfig.model_validate_json(settings)
     torch.set_num_threads(config.threads if meeting else config.threads * config.workers)
     if meeting is not None:
@@ -164,14 +164,14 @@ def _speed_of(settings: str, path: str, way: str, rank: int, workers: int, meeti
 
 
 def _row_of(settings: str, path: str) -> dict[str, Any]:
-    """All ways in turns."""
+    """Measure all ways to train in turn."""
     config = TrainBenchmarkConfig.model_validate_json(settings)
     torch.set_num_threads(config.threads)
     return WaysToTrain(_run_config(config, path), config).measure()
 
 
 def _memory_of(settings: str, path: str, way: str) -> dict[str, Any]:
-    """One round of one way to train, in a process of its own."""
+    """Measure the memory of one round of one way to train; runs in its own process."""
     config = TrainBenchmarkConfig.model_validate_json(settings)
     torch.set_num_threads(config.threads)
     bench = WaysToTrain(_run_config(config, path), config)

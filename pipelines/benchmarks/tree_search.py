@@ -1,4 +1,4 @@
-"""A sparse tree for one drafter on one target: measured hit rates, then the nodes that they promise most of."""
+"""Search a sparse tree for one drafter and target: measure hit rates, then pick the nodes most likely to be right."""
 
 import textwrap
 from pathlib import Path
@@ -26,11 +26,11 @@ _SHOWN_RANKS = 6
 
 
 def search_tree(config: TreeSearchConfig, console: Console) -> dict[str, Any]:
-    """Measure a drafter's hit rates and choose the tree of the largest expected tau.
+    """Measure a drafter's hit rates and choose the tree with the largest expected tau.
 
     Raises:
-        ConfigError: more ranks than the target has tokens.
-        DataError: not one prompt fits into the target's context, or the drafter was never right.
+        ConfigError: `ranks` exceeds the size of the target's vocabulary.
+        DataError: no prompt fits into the target's context, or the drafter was never right.
     """
     questions, tokenizer, target = load_target(config)
     if config.ranks > target.spec.vocab_size:
@@ -66,7 +66,7 @@ def search_tree(config: TreeSearchConfig, console: Console) -> dict[str, Any]:
 
 
 def tree_yaml(result: dict[str, Any]) -> str:
-    """The tree as a YAML file that commands with a key `trees` take as it is."""
+    """Format the tree as a YAML file for commands with a key `trees`."""
     about = (
         f"{result['tree']} for {result['drafter']}, found by pipelines.benchmark tree: the nodes with the largest "
         f"products of its hit rates on {result['num_tokens']} tokens of greedy answers to "
@@ -83,7 +83,7 @@ def tree_yaml(result: dict[str, Any]) -> str:
 
 
 def print_tree(result: dict[str, Any], console: Console) -> None:
-    """Print the hit rates, then the tree and what it promises."""
+    """Print the hit rates, then the tree and its expected tau."""
     title = f"How often {result['drafter']}'s candidate of a rank is the target's next token"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     shown = min(_SHOWN_RANKS, len(result["rates"][0]))
@@ -101,10 +101,10 @@ def print_tree(result: dict[str, Any], console: Console) -> None:
 
 
 def print_yaml(result: dict[str, Any], console: Console) -> None:
-    """Print the tree as YAML, to be copied."""
+    """Print the tree as YAML, ready to copy."""
     console.print(Text(tree_yaml(result)), soft_wrap=True)
 
 
 def write_tree(result: dict[str, Any], path: Path) -> None:
-    """Write the tree as YAML, whole or not at all."""
+    """Write the tree as YAML, atomically."""
     write_text_atomically(path, tree_yaml(result))

@@ -1,4 +1,4 @@
-"""One drafter and the ways to train it that `train_benchmark` compares, on the first windows of its cache."""
+"""The ways to train one drafter that `pipelines.benchmarks.train` compares, on the first windows of its cache."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,12 +50,15 @@ class WaysToTrain:
         self.num_padded = sum(self._padded(window, rows) for window, rows in self._batches())
 
     def measure(self) -> dict[str, Any]:
-        """What is reported of this drafter. Other users of a machine slow all ways of a round alike, so ratios are
-        taken round by round; of them, and of speeds, the median counts."""
+        """Measure all ways in turn and return this drafter's row of the report.
+
+        Other load on the machine slows all ways of a round alike, so ratios are computed per round; the row holds the
+        median of ratios and of speeds.
+        """
         steps: dict[str, Callable[[], None]] = {way: self.step_of(way) for way in self.ways}
         steps["target"] = self._run_target_alone
         for step in steps.values():
-            step()  # warms up
+            step()  # warm-up
         seconds: dict[str, list[float]] = {way: [] for way in steps}
         for _ in range(self._config.rounds):
             for way, step in steps.items():
@@ -66,7 +69,7 @@ class WaysToTrain:
         return self._row(seconds)
 
     def step_of(self, way: str) -> Callable[[], None]:
-        """One round of one way to train."""
+        """A function that runs one round of one way to train."""
         return {"cached": self._train_cached, "online": self._train_online, "recipe": self._train_recipe}[way]
 
     def _row(self, seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -93,8 +96,8 @@ class WaysToTrain:
             "tokens_measured": self.num_tokens,
         }
 
-    # Each way loads what it needs: memory is measured way by way. The cached way's drafter is there for all, for it
-    # says what is read.
+    # Each way loads only what it needs, because memory is measured per way. The cached way's drafter is always loaded,
+    # because it determines which taps are read.
 
     @cached_property
     def _target(self) -> Target:
@@ -116,7 +119,7 @@ class WaysToTrain:
 
     @property
     def _has_recipe(self) -> bool:
-        """Whether the published recipe trains such a drafter, with such losses."""
+        """Whether the published recipe supports this drafter and these losses."""
         drafter = self._run.drafter
         return (
             self._config.recipe
@@ -135,7 +138,7 @@ class WaysToTrain:
         return Replicas(drafter, Optimiser(drafter, run.optim, run.schedule), run.losses, run.train)
 
     def _first_windows(self, rank: int, workers: int) -> list[tuple[Window, list[list[int]]]]:
-        """As many batches as are asked for, and the windows they lie in."""
+        """The first `updates` batches, grouped by the windows that hold them."""
         plan = plan_epoch(self._manifest.lengths, self._run.train.batch_tokens, self._run.train.seed, 0, workers)[rank]
         chosen, left = [], self._config.updates
         for window in plan.windows:
@@ -159,7 +162,7 @@ class WaysToTrain:
         return len(lengths) * max(lengths)
 
     def _read(self, needs: TapNeeds) -> Iterator[pa.Table]:
-        """The rows of every batch, with just the columns that are needed."""
+        """Yield the rows of each batch, with only the columns that are needed."""
         columns = needed_columns(needs, self._manifest.columns)
         for window, batches in self._windows:
             table = read_window(window.row_groups, self._store.uri, columns)
@@ -189,7 +192,7 @@ class WaysToTrain:
         return (data_shard_batch(rows, TapNeeds(), self._decoder) for rows in self._read(TapNeeds()))
 
     def _taps(self, batch: TrainBatch) -> Taps:
-        """The target's taps of padded chats: padding stands behind the tokens, where causality hides it."""
+        """Compute the target's taps of right-padded chats; causal attention keeps the padding out of real tokens."""
         rows, width = batch.tokens.shape
         cache = self._target.new_cache(width, rows)
         positions = torch.arange(width, device=batch.tokens.device).expand(rows, width)
@@ -206,7 +209,7 @@ class WaysToTrain:
             self._recipe.update(chats, torch.Generator().manual_seed(step))
 
     def _flops_per_token(self) -> float:
-        """Multiplications and additions of one cached update, forwards and back, by torch's own count."""
+        """FLOPs per token of one cached update, forward and backward, by torch's own count."""
         rows = next(self._read(self._needs))
         batch = data_shard_batch(rows, self._needs, self._decoder)
         num_tokens = batch.text.num_tokens
@@ -215,18 +218,18 @@ class WaysToTrain:
         return counter.total / num_tokens
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished all queued work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median of ratios, each of two figures of the same round."""
+    """The median over rounds of the ratio of two figures."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 class _CountFlops(TorchDispatchMode):
-    """Counts as torch's FlopCounterMode does, which cannot follow gradients that are taken inside a forward pass."""
+    """Counts FLOPs like torch's FlopCounterMode, which cannot handle gradients computed inside a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible API over HTTP: routes, what they take and give, and who may ask how much."""
+"""The OpenAI-compatible HTTP API: routes, request and response formats, authentication and limits."""

@@ -1,6 +1,6 @@
-"""Who may ask, and how often: bearer keys and a rate limit in front of everything under `/v1`, and `/metrics`.
+"""Bearer keys and a rate limit in front of `/metrics` and everything under `/v1`.
 
-Keys are neither logged nor repeated to anybody: they are known by their number in the file.
+Keys are never logged or echoed; internally they are identified by their position in the file.
 """
 
 import hmac
@@ -19,10 +19,11 @@ _GUARDED = ("/v1", "/metrics")
 
 
 class Access:
-    """Middleware that answers 401 to who has no key, and 429 to who asks too often."""
+    """Middleware that answers 401 to requests without a valid key, and 429 to clients over the rate limit."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes], requests_per_minute: int | None) -> None:
-        """Without keys everybody may ask, and addresses are what is limited. Each gateway replica counts for itself."""
+        """Without keys, every request is allowed and the limit applies per address. Each gateway replica counts its
+        own requests."""
         self._app = app
         self._keys = tuple(keys)
         self._limit = None if requests_per_minute is None else RateLimit(requests_per_minute)
@@ -54,8 +55,8 @@ class Access:
 
     def _key_number(self, scope: Scope) -> int:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        key = given.strip(" \t").encode("latin-1")  # as the header's bytes were
-        equal = [hmac.compare_digest(key, known) for known in self._keys]  # all of them, so that time tells nothing
+        key = given.strip(" \t").encode("latin-1")  # recovers the bytes of the header
+        equal = [hmac.compare_digest(key, known) for known in self._keys]  # compares all keys: constant time
         if scheme.lower() != "bearer" or not any(equal):
             message = "no valid key came with the request: send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key")
@@ -63,10 +64,10 @@ class Access:
 
 
 def read_keys(path: str | None) -> tuple[bytes, ...]:
-    """The keys in a file, one on each line; none at all without a file.
+    """Read the keys in a file, one per line; without a file there are none.
 
     Raises:
-        ConfigError: naming the file and the line, and no key.
+        ConfigError: the file cannot be read, holds no key, or has a bad line; the message never shows a key.
     """
     if path is None:
         return ()

@@ -1,6 +1,6 @@
-"""From a checked HTTP request to the engine's requests, and from its updates to OpenAI's choices.
+"""Converts a validated HTTP request to engine requests, and engine updates to OpenAI's choices.
 
-Knows tokens and text, not HTTP: `serve.api.routes` moves the bytes.
+This module handles tokens and text; HTTP is in `serve.api.routes`.
 """
 
 import secrets
@@ -21,18 +21,18 @@ from serve.config import ServeConfig
 
 @dataclass
 class Usage:
-    """Tokens of a whole response."""
+    """Token counts of a whole response."""
 
     num_prompt: int = 0
     num_answer: int = 0
     num_accepted: int = 0
-    """Tokens of answers that were drafted."""
+    """Answer tokens that were drafted."""
     num_rejected: int = 0
-    """Drafted tokens that are in no answer, and that nobody pays for."""
+    """Draft tokens that did not make it into an answer; clients are not billed for them."""
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI words it."""
+        """The `usage` object in OpenAI's format."""
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_answer,
@@ -46,17 +46,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class LoggedToken:
-    """A token of an answer with its log-probabilities."""
+    """An answer token with its log-probabilities."""
 
     token: int
     logprobs: TokenLogprobs
     offset: int
-    """Where it begins in the answer's text, in characters."""
+    """Where the token begins in the answer's text, in characters."""
 
 
 @dataclass
 class Choice:
-    """One answer in the making."""
+    """One answer while it is being generated."""
 
     index: int
     request: Request
@@ -68,7 +68,7 @@ class Choice:
     logged: list[LoggedToken] = field(default_factory=list)
 
     def add(self, update: RequestOutput) -> tuple[list[Piece], list[LoggedToken]]:
-        """Take in an update; returns the text that it has made certain, and its tokens' log-probabilities."""
+        """Add an update; returns the text that is now final, and the log-probabilities of the update's tokens."""
         pieces = self.stream.push(update.tokens, update.num_accepted)
         offsets = self.stream.offsets
         self.usage.num_answer += len(update.tokens)
@@ -88,17 +88,17 @@ class Choice:
 def choices_for(
     body: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer, config: ServeConfig, capacity: int, vocab_size: int
 ) -> list[Choice]:
-    """The answers that a request asks for.
+    """Create the choices that a request asks for.
 
     Args:
         body: the request.
         tokenizer: the target's.
-        config: of the application.
-        capacity: most tokens of prompt and answer together.
-        vocab_size: the target's; its tokenizer may know fewer tokens, or more.
+        config: configuration of the application.
+        capacity: maximum tokens of prompt and answer together.
+        vocab_size: the target's; its tokenizer may have fewer tokens, or more.
 
     Raises:
-        ApiError: it asks for what cannot be had.
+        ApiError: the request asks for something that is not available.
     """
     check_model(body.model, config)
     _check_drafter(body.speculation.drafter, config)
@@ -129,7 +129,7 @@ def choices_for(
                 stop=body.stop_strings,
                 continues_prompt=continues,
                 ignore_eos=body.ignore_eos,
-                sequence=len(choices),  # not the same for equal prompts
+                sequence=len(choices),  # differs even for equal prompts
                 presence_penalty=body.presence_penalty,
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=bias,
@@ -142,9 +142,10 @@ def choices_for(
 
 
 def check_model(model: str, config: ServeConfig) -> None:
-    """
+    """Check that the requested model is the one served.
+
     Raises:
-        ApiError: another model is served.
+        ApiError: it is not.
     """
     if model != config.model_name:
         raise ApiError(404, f"model '{model}' is not served here; '{config.model_name}' is", "model", "model_not_found")

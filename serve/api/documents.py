@@ -1,6 +1,6 @@
-"""What the HTTP interface answers, for its OpenAPI document. Nothing is converted by these: tests hold answers to them.
+"""Response models for the OpenAPI document. Responses are not converted with them; tests check responses against them.
 
-Of streams the events are described, but not the JSON that they carry.
+For streams, the events are documented but not the JSON inside them.
 """
 
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Answer(BaseModel):
-    """Holds what it names and nothing else."""
+    """Base class that forbids extra fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -20,7 +20,7 @@ class ErrorDetails(_Answer):
     message: str
     type: str
     param: str | None
-    """Field of the request."""
+    """The field of the request that is wrong."""
     code: str | None
 
 
@@ -37,17 +37,17 @@ class Health(_Answer):
 
 
 class Model(_Answer):
-    """What is served."""
+    """A model that is served."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     drafters: list[str]
     synthetic_costs: str = ""
-    """Only where replicas sleep for a scaling experiment, and speeds mean nothing."""
+    """Set only if replicas sleep for a scaling experiment, so that speeds mean nothing."""
 
 
 class ModelList(_Answer):
@@ -58,14 +58,14 @@ class ModelList(_Answer):
 
 
 class PredictionDetails(_Answer):
-    """What became of the drafts."""
+    """Counts of accepted and rejected draft tokens."""
 
     accepted_prediction_tokens: int = Field(ge=0)
     rejected_prediction_tokens: int = Field(ge=0)
 
 
 class UsageBody(_Answer):
-    """Tokens of a request; refused drafts are not among the answer's."""
+    """Token counts of a request; rejected draft tokens do not count as completion tokens."""
 
     prompt_tokens: int = Field(ge=1)
     completion_tokens: int = Field(ge=0)
@@ -74,14 +74,14 @@ class UsageBody(_Answer):
 
 
 class TopLogprob(_Answer):
-    """A token that was likely."""
+    """One of the most likely tokens."""
 
     token: str
-    """Text of the token with its leading space; bytes such as `\\xf0` if it holds a part of a character."""
+    """Text of the token with its leading space, or bytes such as `\\xf0` if it is only part of a character."""
     logprob: float
     bytes: list[int] | None
-    """UTF-8 bytes that the token adds to the text, none for a special token; joined, they are the text. Null if Moray
-    does not know the tokenizer's kind."""
+    """UTF-8 bytes that the token adds to the text, empty for a special token; joined, they form the text. Null if Moray
+    does not support this kind of tokenizer."""
 
 
 class TokenLogprob(TopLogprob):
@@ -98,7 +98,7 @@ class ChatLogprobs(_Answer):
 
 
 class CompletionLogprobs(_Answer):
-    """The same, as completions word it."""
+    """The same in the format of the completions API."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -173,11 +173,11 @@ _ERRORS: dict[int, str] = {
 
 
 def responses(body: type[BaseModel] | None, *statuses: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """A route's answer (without a `body`, text) and errors, as FastAPI takes them."""
+    """The `responses` argument of a FastAPI route: its answer (plain text without a `body`) and its errors."""
     answer: dict[str, Any] = {} if body is None else {"model": body}
     if streams:
         answer["content"] = {"text/event-stream": {"schema": _EVENT}}
-    # "4XX" also keeps FastAPI from promising errors of its own.
+    # "4XX" also keeps FastAPI from documenting its own error format.
     others: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody, "description": "Any other refusal"}}
     errors = {status: {"model": ErrorBody, "description": _ERRORS[status]} for status in statuses}
     return {200: answer, **errors, **others}

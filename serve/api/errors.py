@@ -1,4 +1,4 @@
-"""Errors of the HTTP interface, in OpenAI's shape: {"error": {message, type, param, code}}."""
+"""Errors of the HTTP API in OpenAI's format: {"error": {message, type, param, code}}."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -25,19 +25,19 @@ _TYPES = {
 
 
 _MAX_PROBLEMS = 100
-"""Of one body that are looked at; `serve.api.schemas` keeps them few."""
+"""Maximum number of validation errors examined per body; `serve.api.schemas` keeps their number low."""
 _BREAKS = str.maketrans({code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)})
-"""Ends of lines to some readers of event streams, though not by the standard."""
+"""Characters that some event stream parsers treat as line ends, against the standard."""
 
 
 def encode(value: Any) -> bytes:
-    """JSON on one line, whatever the texts hold: what is no character becomes "?"."""
+    """Encode as JSON on one line; characters that UTF-8 cannot represent become "?"."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(_BREAKS).encode("utf-8", "replace")
 
 
 class JsonResponse(Response):
-    """JSON that can always be sent."""
+    """A JSON response that can always be encoded."""
 
     media_type = "application/json"
 
@@ -47,7 +47,7 @@ class JsonResponse(Response):
 
 
 class ApiError(MorayError):
-    """A request that cannot be answered, and what is said about it."""
+    """A request that cannot be answered, with the error that the client gets."""
 
     def __init__(
         self,
@@ -62,19 +62,19 @@ class ApiError(MorayError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """The error in OpenAI's format."""
         kind = _TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> Response:
-        """The whole answer."""
+        """The HTTP response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return JsonResponse(self.body, self.status, headers)
 
 
 def install(api: FastAPI) -> None:
-    """Let every error of an application be worded so."""
+    """Make an application report all errors in this format."""
     handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
         ApiError: _problem,
         RequestValidationError: _invalid,
@@ -102,7 +102,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}").response
     if first["loc"] == ("body",) and isinstance(error.body, bytes):
         return ApiError(400, "the body is not JSON: send it with Content-Type: application/json").response
-    # Of the types that a field may have, the one that the value was nearest to says most about it.
+    # A field may allow several types: report the errors with the deepest path, those of the closest type.
     located = [(_path(error.body, each), each) for each in found if each["loc"][:2] == first["loc"][:2]]
     path = max((path for path, _ in located), key=len)
     same = [each for other, each in located if other == path]
@@ -115,7 +115,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
 
 
 def _path(body: Any, problem: Any) -> tuple[str, ...]:
-    """Where in the body a problem is: its location without the names of types."""
+    """The path of a problem within the body: pydantic's location without the names of union members."""
     parts: list[str] = []
     location = problem["loc"][1:]
     for depth, part in enumerate(location, start=1):

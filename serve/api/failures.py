@@ -1,7 +1,7 @@
-"""What is done about defects: 500 in OpenAI's shape, and a log without a word of what was asked or answered.
+"""Handles unexpected exceptions: answers 500 in OpenAI's format and logs them without any prompt or answer text.
 
-Messages of exceptions may quote what they failed on, so a log holds their kinds and places alone, unless prompts may
-be logged.
+Exception messages may quote the data that they failed on, so the log holds only their types and stack frames, unless
+logging of prompts is enabled.
 """
 
 import logging
@@ -15,7 +15,7 @@ _LOGGER = logging.getLogger("ray.serve")
 
 
 class FailureGuard:
-    """Middleware behind which no exception escapes to a server that would log all of it."""
+    """Middleware that catches all exceptions, so that the server cannot log their messages."""
 
     def __init__(self, app: ASGIApp, log_prompts: bool) -> None:
         self._app = app
@@ -34,20 +34,20 @@ class FailureGuard:
 
         try:
             await self._app(scope, receive, watched_send)
-        except Exception as error:  # noqa: BLE001 - the last place that can answer
+        except Exception as error:  # noqa: BLE001 - last chance to send a response
             refusal = report(error, self._log_prompts)
             if not has_begun:
                 await refusal.response(scope, receive, send)
 
 
 def report(error: Exception, log_prompts: bool) -> ApiError:
-    """Log a defect; returns what the client is told of it."""
+    """Log an unexpected exception; returns the error for the client."""
     _LOGGER.error("a request has failed: %s", describe(error, log_prompts))
     return ApiError(500, "the server has failed on this request; its log says where")
 
 
 def describe(error: BaseException, log_prompts: bool) -> str:
-    """Kind and place of an error, and of what caused it; its words only if prompts may be logged."""
+    """The type and stack frames of an error and of its cause; its message only if prompts may be logged."""
     if log_prompts:
         return "".join(traceback.format_exception(error))
     places = "".join(traceback.format_tb(error.__traceback__))

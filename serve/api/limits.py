@@ -1,4 +1,4 @@
-"""How large and how slow a request may be: bodies are read to their end, or refused, before all else sees them."""
+"""Limits on the size and the arrival time of request bodies, which are read completely before any handler runs."""
 
 import asyncio
 
@@ -8,16 +8,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve.api.errors import ApiError
 
 _MAX_DISCARDED = 8 << 20
-"""Bytes of a refused body that are still read: a client that cannot send does not read our refusal either."""
+"""Bytes of a refused body that are still read, because a client that cannot finish sending may not read the refusal."""
 _MAX_DISCARDING = 2.0
-"""Seconds."""
+"""Maximum seconds spent on that."""
 
 
 class BodyLimit:
-    """Middleware that answers 413 to bodies that are too large, whether they say so or not, and 408 to endless ones."""
+    """Middleware that answers 413 if a body is too large, declared or actual, and 408 if it arrives too slowly."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
-        """`max_bytes` is the most that one body may hold, `max_seconds` the longest that it may take to arrive."""
+        """`max_bytes` limits the size of a body, `max_seconds` the time that it may take to arrive."""
         self._app = app
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
@@ -38,10 +38,10 @@ class BodyLimit:
         return None
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The whole body; None where the client has left.
+        """Read the whole body; None if the client has disconnected.
 
         Raises:
-            ApiError: it is too large, or takes too long.
+            ApiError: the body is too large or takes too long.
         """
         body = bytearray()
         is_too_large, is_whole = self._says_too_large(headers), False
@@ -68,7 +68,7 @@ class BodyLimit:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """`receive` as it was before the body was read."""
+    """A `receive` that delivers the body again, as if it had not been read."""
     left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -1,7 +1,7 @@
-"""Work that ends when its client goes away. Knows ASGI's messages and nothing else.
+"""Cancels work when its client disconnects. Depends only on ASGI messages.
 
-Nobody tells a handler that its client has gone: it is the next message behind the request's body. Starlette looks
-for it while it streams, and not at all before.
+ASGI signals a disconnect as the next message after the request body, and a handler has to read it itself. Starlette
+does so only while it streams.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ Result = TypeVar("Result")
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any longer."""
+    """The client has disconnected."""
 
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, or as much of it as there is time for.
+    """Run the work and cancel it if the client disconnects.
 
     Raises:
-        ClientGoneError: once the work has been cancelled and has ended.
+        ClientGoneError: the client has disconnected; the cancelled work has ended by then.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -44,12 +44,12 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events that end when the client goes away."""
+    """A stream of server-sent events that ends when the client disconnects."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any]) -> None:
-        """`source` is what the events are made of: it is closed even if the client has gone before the first."""
+        """`source` is the generator behind `events`; it is closed even if the client leaves before the first event."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._source = events, source
@@ -58,7 +58,7 @@ class EventStream(Response):
         try:
             async with aclosing(self._source):
                 await until_client_leaves(receive, self._send_all(send))
-        except (ClientGoneError, OSError):  # a server may also refuse to send
+        except (ClientGoneError, OSError):  # a server may also raise OSError on send
             return
 
     async def _send_all(self, send: Send) -> None:

@@ -1,6 +1,6 @@
-"""The chat page: a handful of static files, read once and sent with strict headers.
+"""The chat page: a handful of static files, read once at start-up and sent with strict security headers.
 
-Only names that were found at the start are answered, so no request can reach another file.
+Only file names found at start-up are served, so no request can reach another file.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    "Cache-Control": "no-cache",  # kept, but asked about each time: a new release shows at once
+    "Cache-Control": "no-cache",  # cached but revalidated each time, so that a new release shows at once
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
         "require-trusted-types-for 'script'"
@@ -44,7 +44,7 @@ class _File:
         return cls(body, {**_HEADERS, **own})
 
     def response(self, request: Request) -> Response:
-        """The file, or word that the client has it already."""
+        """The file, or 304 if the client has the current version."""
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
         if "*" in known or self.headers["ETag"] in known:
             return Response(status_code=304, headers={k: v for k, v in self.headers.items() if k != "Content-Type"})
@@ -52,7 +52,7 @@ class _File:
 
 
 def install(api: FastAPI) -> None:
-    """Serve the page at `/`, and what it is made of under `/page/`."""
+    """Serve the page at `/` and its assets under `/page/`."""
     files = {path.name: _File.read(path) for path in _FOLDER.iterdir() if path.suffix in _TYPES}
     start = files.pop(_START)
 

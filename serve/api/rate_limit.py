@@ -1,4 +1,4 @@
-"""How often somebody may ask: one token bucket for each, in bounded memory. Knows no HTTP."""
+"""Rate limiting with one token bucket per client, in bounded memory. Independent of HTTP."""
 
 import time
 from collections import OrderedDict
@@ -8,10 +8,10 @@ MAX_BUCKETS = 10_000
 
 
 class RateLimit:
-    """So many requests a minute for everybody, all of them at once if they like.
+    """Allows each client `per_minute` requests per minute, including all of them in one burst.
 
-    A bucket that would be full again says nothing and is dropped. Beyond `max_buckets` the one that was used longest
-    ago goes as well: then somebody may ask a little too often, but nobody can fill the memory.
+    Buckets that are full again carry no information and are dropped. Beyond `max_buckets`, the least recently used one
+    is dropped too: a client may then exceed its limit slightly, but memory stays bounded.
     """
 
     def __init__(
@@ -22,10 +22,10 @@ class RateLimit:
         self._max_buckets = max_buckets
         self._clock = clock
         self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
-        """What is left and when it was, by who asked; who asked last is last."""
+        """(remaining tokens, time of the last update) by client; the most recently used client is last."""
 
     def take(self, who: Hashable) -> float:
-        """Count a request; returns 0 if it may be answered, else the seconds until the next one may."""
+        """Count a request; returns 0 if it is allowed, else the seconds until the next one is."""
         now = self._clock()
         left, since = self._buckets.pop(who, (self._most, now))
         left = min(self._most, left + (now - since) * self._per_second)
@@ -36,7 +36,7 @@ class RateLimit:
 
     @property
     def num_buckets(self) -> int:
-        """Those that are remembered."""
+        """Number of buckets in memory."""
         return len(self._buckets)
 
     def _drop(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP interface: routes, streaming, and what goes on the wire. No decoding, no Ray."""
+"""The routes and streams of the HTTP API. No decoding and no Ray here."""
 
 import asyncio
 import logging
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("ray.serve")
 _MAX_CHARACTERS_INLINE = 20_000
-"""Of a prompt: some milliseconds of tokenising."""
+"""Maximum characters of a prompt that is tokenised in the event loop, which takes a few milliseconds."""
 _ANSWER_ERRORS = (400, 401, 404, 413, 429, 500, 503)
 
 
 def build_api(gateway: "Gateway") -> FastAPI:
-    """The application of one gateway.
+    """Build the FastAPI application of one gateway.
 
     Raises:
-        ConfigError: the file of keys cannot be used.
+        ConfigError: the key file is not usable.
     """
     config = gateway.config.api
     keys = read_keys(config.api_keys_file)
@@ -46,13 +46,13 @@ def build_api(gateway: "Gateway") -> FastAPI:
     api.add_middleware(HeadAsGet)
     api.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, max_seconds=config.max_body_seconds)
     api.add_middleware(Access, keys=keys, requests_per_minute=config.requests_per_minute)
-    api.add_middleware(FailureGuard, log_prompts=config.log_prompts)  # the last is the outermost
+    api.add_middleware(FailureGuard, log_prompts=config.log_prompts)  # the last one added is the outermost
     needs_key = [Security(HTTPBearer(auto_error=False))] if keys else []
     guarded = APIRouter(prefix="/v1", dependencies=needs_key)
 
     @api.get("/health", responses=responses(Health, 503))
     async def health() -> Any:
-        """Whether answers can be had."""
+        """Report whether a target is ready to answer."""
         await gateway.check()
         return {"status": "ok"}
 
@@ -63,17 +63,17 @@ def build_api(gateway: "Gateway") -> FastAPI:
         dependencies=needs_key,
     )
     async def metrics() -> Response:
-        """All replicas' numbers, for Prometheus."""
+        """Metrics of all replicas, in Prometheus format."""
         return Response(await gateway.metrics(), media_type=CONTENT_TYPE)
 
     @guarded.get("/models", responses=responses(ModelList, 401, 429, 503))
     async def models() -> Any:
-        """The one model, and its drafters."""
+        """List the one model and its drafters."""
         return {"object": "list", "data": [await _model(gateway)]}
 
     @guarded.get("/models/{model:path}", responses=responses(Model, 401, 404, 429, 503))
     async def model(model: str) -> Any:
-        """One model."""
+        """Describe one model."""
         check_model(model, gateway.config)
         return await _model(gateway)
 
@@ -107,12 +107,12 @@ async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | Comp
     wording = Wording(body, gateway.config.model_name)
     events = _events(gateway, choices)
     try:
-        if body.stream:  # what is refused is refused with its status, before a stream begins
+        if body.stream:  # wait for the first event, so that a refusal gets its status code instead of a stream
             first = await until_client_leaves(request.receive, anext(events))
             return EventStream(_sse(gateway, wording, first, events, choices), events)
         await until_client_leaves(request.receive, _exhaust(events))
     except ClientGoneError:
-        return Response(status_code=499)  # to nobody
+        return Response(status_code=499)  # never sent: the client has left
     _log(gateway, choices)
     return JsonResponse(wording.whole(choices))
 
@@ -120,7 +120,7 @@ async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | Comp
 async def _choices(
     gateway: "Gateway", body: ChatRequest | CompletionRequest, description: dict[str, Any]
 ) -> list[Choice]:
-    """See `choices_for`; long texts are tokenised in a thread, so that the streams of others go on meanwhile."""
+    """See `choices_for`; long texts are tokenised in a thread, so that other streams are not blocked."""
     limits = description["max_model_len"], description["vocab_size"]
     if body.num_characters <= _MAX_CHARACTERS_INLINE:
         return choices_for(body, gateway.tokenizer, gateway.config, *limits)
@@ -141,7 +141,7 @@ def _log(gateway: "Gateway", choices: list[Choice]) -> None:
 
 
 async def _events(gateway: "Gateway", choices: list[Choice]) -> AsyncGenerator[tuple[Choice, Any]]:
-    """All choices' updates as they come."""
+    """Yield the updates of all choices as they arrive."""
     if len(choices) == 1:
         async with aclosing(gateway.generate(choices[0].request)) as updates:
             async for update in updates:
@@ -154,7 +154,7 @@ async def _events(gateway: "Gateway", choices: list[Choice]) -> AsyncGenerator[t
             async with aclosing(gateway.generate(choice.request)) as updates:
                 async for update in updates:
                     merged.put_nowait((choice, update))
-        except Exception as error:  # noqa: BLE001 - handed to whoever listens
+        except Exception as error:  # noqa: BLE001 - re-raised by the consumer below
             merged.put_nowait(error)
 
     tasks = [asyncio.create_task(follow(choice)) for choice in choices]
@@ -178,7 +178,7 @@ async def _sse(
     events: AsyncGenerator[tuple[Choice, Any]],
     choices: list[Choice],
 ) -> AsyncGenerator[bytes]:
-    """Server-sent events: a chunk per update, usage if it was asked for, and the end."""
+    """Yield server-sent events: a chunk per update, usage if requested, and the end marker."""
     try:
         async with aclosing(events):
             for choice in choices:
@@ -187,10 +187,10 @@ async def _sse(
             yield _data(wording.chunk(*first))
             async for choice, event in events:
                 yield _data(wording.chunk(choice, event))
-    except errors.ApiError as error:  # too late for a status
+    except errors.ApiError as error:  # too late for a status code
         yield _data(error.body)
         return
-    except Exception as error:  # noqa: BLE001 - reported, and told to the client
+    except Exception as error:  # noqa: BLE001 - logged and reported to the client
         yield _data(report(error, gateway.config.api.log_prompts).body)
         return
     _log(gateway, choices)

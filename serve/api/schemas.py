@@ -1,7 +1,7 @@
-"""Requests of the HTTP interface, as OpenAI's clients send them.
+"""Request schemas of the HTTP API, as OpenAI's clients send them.
 
-What would change the result and is not done is refused by name; what does not change it is taken and left alone.
-Fields that are null count as left out.
+Unsupported fields that would change the result are refused by name; those that would not are accepted and ignored. A
+field that is null counts as left out.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from moray.decoding.sampling.stop import MAX_LENGTH, MAX_STRINGS
 _IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
 )
-"""Fields that change no token of an answer."""
+"""Fields that are accepted and ignored, because they do not affect the tokens of an answer."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "verbosity": ("medium",),
 }
-"""Fields that are not supported but for values that ask for nothing."""
+"""Unsupported fields, with the values that are accepted because they have no effect."""
 
 _OTHER_CONTENTS = {
     "tool_calls": "calls of tools",
@@ -37,21 +37,21 @@ _OTHER_CONTENTS = {
     "refusal": "a refusal",
     "audio": "speech",
 }
-"""What may stand in a message instead of its content."""
+"""Fields that a message may have instead of content."""
 
 _STOP_STRING: JsonDict = {"type": "string", "minLength": 1, "maxLength": MAX_LENGTH}
 _STOP_SCHEMA: JsonDict = {"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STRINGS}]}
 _BIAS_SCHEMA: JsonDict = {"propertyNames": {"type": "string", "pattern": "^[0-9]{1,10}$"}}
-"""What is checked with words of our own is documented apart."""
+"""JSON schema of fields whose checks are validators with our own error messages."""
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list of which the first wrong item is told: a body may hold hundreds of thousands, each of them an error."""
+"""A list that reports only its first wrong item, because a body may hold hundreds of thousands of them."""
 
 
 class _Strict(BaseModel):
-    """Numbers are numbers and texts are texts: nothing is converted."""
+    """Base class with strict types: values are not converted, for example from text to number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -65,7 +65,7 @@ class _Strict(BaseModel):
         left = {key: value for key, value in values.items() if value is not None and key not in cls.ignored}
         left = {key: value for key, value in left.items() if not cls._is_neutral(key, value)}
         known = cls.model_fields.keys()
-        unknown = [key for key in left if key not in known][:1]  # one is told; a body may hold any number
+        unknown = [key for key in left if key not in known][:1]  # report only one, since a body may hold any number
         return {key: value for key, value in left.items() if key in known or key in unknown}
 
     @classmethod
@@ -74,7 +74,7 @@ class _Strict(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Says of nulls, and of what is taken and left alone, what `_leave_out` does with it."""
+        """Document what `_leave_out` does: fields may be null, and some are accepted and ignored."""
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
         fields, required = schema["properties"], schema.get("required", [])
@@ -91,24 +91,24 @@ class StreamOptions(_Strict):
     """How an answer is streamed."""
 
     include_usage: bool = False
-    """End the stream with a chunk that counts the tokens."""
+    """End the stream with a chunk that holds the token counts."""
     include_obfuscation: bool = False
-    """Accepted and without effect."""
+    """Accepted, but has no effect."""
 
 
 class Speculation(_Strict):
-    """Moray's own: how to draft, and whether to say what became of the drafts."""
+    """Moray's own options: how to draft, and whether to report the outcome of drafts."""
 
     enabled: bool = True
-    """False decodes plainly."""
+    """Whether to draft; false decodes plainly."""
     drafter: str | None = Field(default=None, max_length=100)
-    """One of those in `/v1/models`; the first if left out."""
+    """One of the drafters in `/v1/models`; the first if left out."""
     trace: bool = False
-    """Say of every chunk of a stream which text was drafted, and which drafts were refused."""
+    """Report in every chunk of a stream which text was drafted and which drafts were rejected."""
 
 
 class _Sampled(_Strict):
-    """What both kinds of requests have in common."""
+    """Fields that both kinds of requests share."""
 
     ignored = _IGNORED
     neutral = _NEUTRAL
@@ -123,27 +123,27 @@ class _Sampled(_Strict):
     )
     """Added to logits, by token id."""
     max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
-    """Most tokens of the answer; null for the server's default."""
+    """Maximum number of tokens in the answer; null for the server's default."""
     n: int = Field(default=1, ge=1, le=1024)
     """Number of answers."""
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     """Seed of the draws; the same request with the same seed gets the same answer."""
     stop: str | Items[str] = Field(default_factory=list, json_schema_extra=_STOP_SCHEMA)
-    """Strings that end the answer, which leaves them out."""
+    """Strings that end the answer and are not part of it."""
     stream: bool = False
     """Send the answer as server-sent events, piece by piece."""
     stream_options: StreamOptions | None = None
-    """Options of a stream; only with `stream`."""
+    """Options of the stream; used only with `stream`."""
     temperature: float = Field(default=1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample only from the most likely tokens that together have this probability."""
     top_k: int = Field(default=0, ge=-1, lt=1 << 31)
-    """Draw from this many likeliest tokens; 0 or -1 for all."""
+    """Sample only from this many of the most likely tokens; 0 or -1 for all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Leave out tokens below this share of the likeliest token's probability."""
+    """Exclude tokens below this share of the most likely token's probability."""
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token, up to the most tokens."""
+    """Continue after an end-of-sequence token, up to the maximum number of tokens."""
     speculation: Speculation = Speculation()
     """How to draft for this request."""
 
@@ -163,7 +163,7 @@ class _Sampled(_Strict):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Always several."""
+        """The stop strings as a tuple, even if only one was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
@@ -177,7 +177,7 @@ class TextPart(_Strict):
 class ChatMessage(_Strict):
     """One turn of a chat."""
 
-    ignored = frozenset(("annotations",))  # of texts that are there: no template reads them
+    ignored = frozenset(("annotations",))  # no chat template reads them
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"tool_calls": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Items[TextPart]
@@ -186,7 +186,7 @@ class ChatMessage(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_contents(cls, values: Any) -> Any:
-        """Refuse tool calls, audio and the like: OpenAI's answers may hold them in place of text."""
+        """Refuse tool calls, audio and other content that OpenAI's answers may have in place of text."""
         found = [key for key in _OTHER_CONTENTS if isinstance(values, dict) and values.get(key)]
         if found:
             what = _OTHER_CONTENTS[found[0]]
@@ -196,7 +196,7 @@ class ChatMessage(_Strict):
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text of the message."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -206,15 +206,15 @@ class ChatRequest(_Sampled):
     messages: Items[ChatMessage] = Field(min_length=1, max_length=4096)
     """The chat; the last turn is the one to answer."""
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
-    """The same as `max_tokens`, which it replaces."""
+    """Like `max_tokens`, and takes precedence over it."""
     logprobs: bool = False
     """Return the log-probability of every token."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    """Also return this many likeliest tokens at each position; needs `logprobs`."""
+    """Also return this many of the most likely tokens at each position; needs `logprobs`."""
 
     @property
     def num_characters(self) -> int:
-        """Of all contents."""
+        """Characters of all messages together."""
         return sum(len(message.text) for message in self.messages)
 
     @model_validator(mode="after")
@@ -228,13 +228,13 @@ class CompletionRequest(_Sampled):
     """Body of `/v1/completions`."""
 
     prompt: str | Items[str] | Items[Token] | Items[Items[Token]]
-    """Text or token ids to continue; several get an answer each."""
+    """Text or token ids to continue; each of several prompts gets its own answer."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    """Return log-probabilities, with this many likeliest tokens at each position."""
+    """Return log-probabilities, with this many of the most likely tokens at each position."""
 
     @property
     def num_characters(self) -> int:
-        """Of all texts; what is given as tokens has none."""
+        """Characters of all text prompts; token ids do not count."""
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         return sum(len(text) for text in texts if isinstance(text, str))
 

@@ -1,4 +1,4 @@
-"""OpenAI's words for answers: whole ones, and the chunks of streamed ones."""
+"""Formats answers as OpenAI's JSON: whole responses and the chunks of streamed ones."""
 
 import time
 import uuid
@@ -9,11 +9,11 @@ from serve.api.answers import Choice, LoggedToken, Usage
 from serve.api.schemas import ChatRequest, CompletionRequest
 
 _MIN_LOGPROB = -9999.0
-"""The log-probability that OpenAI's schema gives for very unlikely tokens."""
+"""The log-probability that OpenAI's schema specifies for very unlikely tokens."""
 
 
 class Wording:
-    """OpenAI's words for one response."""
+    """Formats one response as OpenAI's JSON."""
 
     def __init__(self, body: ChatRequest | CompletionRequest, model: str) -> None:
         self._body = body
@@ -32,7 +32,7 @@ class Wording:
         return {**self._common, "object": kind, "choices": words, "usage": choices[0].usage.body}
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        """What a stream begins with."""
+        """The chunks that start a stream."""
         return (
             [self._chunk({"index": choice.index, "delta": {"role": "assistant", "content": ""}})]
             if self._is_chat
@@ -40,7 +40,7 @@ class Wording:
         )
 
     def chunk(self, choice: Choice, event: Any) -> dict[str, Any]:
-        """One update of a stream."""
+        """The chunk for one update of a stream."""
         update, pieces, logged = event
         text = "".join(piece.text for piece in pieces)
         words: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": None}
@@ -60,7 +60,7 @@ class Wording:
         return chunk
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """The last chunk of a stream that counts."""
+        """The last chunk of a stream, which holds the usage."""
         return {**self._chunk(None), "usage": usage.body}
 
     def _chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
@@ -87,13 +87,13 @@ class Wording:
 
 
 def _text_behind_others(tokenizer: ChatTokenizer, tokens: list[int]) -> str:
-    """What tokens would have added to a text; a first space may be missing where their bytes are not known."""
+    """The text that tokens would have added; the leading space may be missing if their bytes are not known."""
     known = [data for data in map(tokenizer.token_bytes.of, tokens) if data is not None]
     return b"".join(known).decode("utf-8", "replace") if len(known) == len(tokens) else tokenizer.decode(tokens)
 
 
 def _chat_token(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, Any]:
-    """A token and its rivals as chats have them."""
+    """A token and its alternatives in the format of the chat API."""
 
     def named(token: int, value: float) -> dict[str, Any]:
         data = tokenizer.token_bytes.of(token)
@@ -105,8 +105,10 @@ def _chat_token(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, Any]
 
 
 def _top_by_key(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, float]:
-    """The likeliest tokens as completions have them, by text. The answer's own token has its text for itself, and of
-    others with equal texts the likeliest has it: the rest are named by their ids, so that none takes another's place.
+    """The most likely tokens by text, in the format of the completions API.
+
+    Of several tokens with the same text, the answer's own token keeps the text as its key, otherwise the most likely
+    one. The others are keyed by their ids, so that no entry overwrites another.
     """
     owners = {_key(tokenizer, logged.token): logged.token}
     top: dict[str, float] = {}
@@ -119,14 +121,14 @@ def _top_by_key(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, floa
 
 
 def _key(tokenizer: ChatTokenizer, token: int) -> str:
-    """A token's name in completions, where no bytes stand beside it."""
+    """A token's key in the completions API, which has no separate field for bytes."""
     name = token_name(tokenizer, token)
     data = tokenizer.token_bytes.of(token)
     return f"bytes:{name}" if data is not None and not _is_text(data) else name
 
 
 def token_name(tokenizer: ChatTokenizer, token: int) -> str:
-    r"""A token's text, with its leading space; with a part of a character, its bytes, as in "\xf0\x9f"."""
+    r"""A token's text with its leading space, or its bytes, as in "\xf0\x9f", if it is only part of a character."""
     special = tokenizer.token_bytes.spelling(token)
     if special is not None:
         return special

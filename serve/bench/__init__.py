@@ -1,1 +1,1 @@
-"""Benchmarks that deploy the application themselves, as the load generator of the library may not."""
+"""Benchmarks that deploy the application themselves, which the library's load generator must not do."""

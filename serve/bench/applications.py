@@ -1,4 +1,4 @@
-"""Applications for as long as a benchmark runs: deployed, scaled, and their processes found and put on cores."""
+"""Deploys and scales applications for the duration of a benchmark, and pins their processes to cores."""
 
 import logging
 import os
@@ -17,10 +17,10 @@ _POLL_SECONDS = 0.2
 
 
 class Applications:
-    """What is deployed, each application under a path of its own."""
+    """The deployed applications, each under its own path."""
 
     def __init__(self, config: LoadConfig) -> None:
-        """Needs an open connection to Ray."""
+        """Requires an open connection to Ray."""
         self._config = config
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -28,14 +28,14 @@ class Applications:
         self._cores = _cores()
 
     def url(self, name: str) -> str:
-        """Where an application answers."""
+        """The address of an application."""
         return f"http://127.0.0.1:{self._port}/{name}"
 
     def deploy(self, args: Mapping[str, dict[str, Any]], pool: PoolConfig) -> None:
-        """Deploy applications by name, or scale those that are the same but for their numbers of replicas.
+        """Deploy applications by name; those that differ only in their numbers of replicas are scaled.
 
         Raises:
-            DeployError: they do not run in time.
+            DeployError: an application does not run in time.
         """
         applications = tuple(
             {
@@ -53,7 +53,7 @@ class Applications:
         self._wait(applications, time.monotonic() + seconds)
 
     def _wait(self, applications: Sequence[dict[str, Any]], deadline: float) -> None:
-        """Until there are as many replicas as were asked for, and no more: those taken away have to end."""
+        """Wait until exactly the requested replicas run, which includes the end of removed ones."""
         from ray import serve
 
         while True:
@@ -72,7 +72,7 @@ class Applications:
             time.sleep(_POLL_SECONDS)
 
     def pin(self, name: str, cores: Mapping[Any, Sequence[int]]) -> None:
-        """Let processes run on some cores alone: by deployment of an application, and all others that began here."""
+        """Pin processes to cores: an application's replicas by deployment, this process and all others as "others"."""
         import psutil
 
         if not self._cores:
@@ -81,16 +81,17 @@ class Applications:
         for process in (here, *here.children(recursive=True)):
             try:
                 part = _part(process.cmdline(), name)
-                for thread in process.threads():  # a thread keeps what it had when its process gets another
+                for thread in process.threads():  # existing threads do not inherit a new affinity
                     os.sched_setaffinity(thread.id, cores.get(part, self._cores))
             except (psutil.Error, ProcessLookupError):
-                continue  # it has ended meanwhile
+                continue  # the process has ended
 
 
 def check_cores(ways: Mapping[str, WayConfig]) -> None:
-    """
+    """Check that this machine has all cores that the ways name.
+
     Raises:
-        ConfigError: this machine has not all the cores that are named.
+        ConfigError: it does not.
     """
     there = _cores()
     for name, way in ways.items():
@@ -102,16 +103,16 @@ def check_cores(ways: Mapping[str, WayConfig]) -> None:
 
 
 def _cores() -> set[int]:
-    """Those that this process may use; empty on systems that do not let it choose."""
+    """The cores that this process may use; empty on systems without CPU affinity."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 @contextmanager
 def running(config: LoadConfig) -> Iterator[Applications]:
-    """Ray and Serve for the length of a benchmark.
+    """Run Ray and Serve for the duration of a benchmark.
 
     Raises:
-        ConfigError: an address names a cluster, or Serve runs already: neither is the benchmark's to end.
+        ConfigError: an address names a cluster, or Serve runs already; the benchmark must not shut down either.
     """
     from moray.cluster.own_serve import check_own_ray, own_serve
     from moray.cluster.session import ray_session
@@ -132,7 +133,7 @@ def _deployments(args: Mapping[str, Any], pool: PoolConfig) -> list[dict[str, An
 
 
 def _part(words: Sequence[str], application: str) -> str:
-    """The deployment whose replica a process is."""
+    """The deployment that a process is a replica of, else "others"."""
     title = " ".join(words)
     for deployment in ("Gateway", "Target", "Drafter"):
         if f"ServeReplica:{application}:{deployment}" in title:

@@ -1,4 +1,4 @@
-"""What `serve.benchmark` deploys and how it is loaded. Torch-free, Ray-free."""
+"""Configuration of `serve.benchmark`: what it deploys, and the load. Torch-free, Ray-free."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,36 +13,36 @@ from serve.config import ServeConfig, read_args
 
 
 class LoadConfig(Config):
-    """What is asked, and how large the Ray is that is started for it."""
+    """The application, the load, and the resources of the Ray cluster started for the benchmark."""
 
     application: ServeConfig
-    """What is deployed, but for what is varied."""
+    """The application to deploy, without the settings that the benchmark varies."""
     questions: str
-    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
+    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
     num_questions: int | None = Field(default=None, ge=1)
     """Number of different questions, one of each category in turn; null for all."""
     num_requests: int = Field(default=48, ge=1)
-    """Requests of every way, in every round."""
+    """Requests per way and round."""
     max_tokens: int = Field(default=96, ge=1)
-    """Tokens of every answer: all go on to there."""
+    """Number of tokens in every answer, because end-of-sequence tokens are ignored."""
     rounds: int = Field(default=2, ge=1)
-    """Rounds in which all ways take turns, forwards and backwards."""
+    """Rounds in which all ways take turns; every other round reverses the order."""
     wait_seconds: float = Field(default=300.0, gt=0)
-    """Most seconds to wait for replicas to start."""
+    """Maximum seconds to wait for replicas to start."""
     ray: RayConfig = RayConfig()
     report: str | None = None
     """JSON file to write, the same as --json FILE; null for none."""
 
     def requests_to(self, url: str, **fields: Any) -> ServeBenchmarkConfig:
-        """The load generator's settings."""
+        """The settings of the load generator."""
         same = self.model_dump(include={"questions", "num_questions", "num_requests", "max_tokens", "rounds"})
         return validate(ServeBenchmarkConfig, {"url": url, "ignore_eos": True, **same, **fields})
 
     def args_with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """`args` of an application that differs so.
+        """The application's `args` with some changes.
 
         Raises:
-            ConfigError: naming the key and the value.
+            ConfigError: a changed value is not accepted; the message names key and value.
         """
         args = merge(self.application.model_dump(mode="json", exclude_unset=True), dict(changes))
         read_args(args)
@@ -59,24 +59,23 @@ class PoolConfig(Config):
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The numbers in words."""
         return f"{self.targets} target{'s'[: self.targets > 1]}, {self.drafters} drafter{'s'[: self.drafters > 1]}"
 
 
 class ScalingBenchmarkConfig(LoadConfig):
-    """What more replicas are worth, with passes and drafts of synthetic cost."""
+    """Scaling with the number of replicas, where passes and drafts have synthetic costs."""
 
     pools: tuple[PoolConfig, ...] = Field(min_length=1)
-    """Pools that are measured one after another; ratios are taken over the first. One application is scaled up and
-    down."""
+    """Pools to measure one after another; ratios are relative to the first. One application is scaled up and down."""
     regimes: Mapping[str, SyntheticCosts] = Field(min_length=1)
-    """What passes and drafts cost, by name of the regime."""
+    """Costs of passes and drafts, by name of the regime."""
     num_streams: int = Field(default=16, ge=1)
-    """Requests under way at any time."""
+    """Number of requests in flight at any time."""
 
     @model_validator(mode="after")
     def _check(self) -> "ScalingBenchmarkConfig":
-        default = next(iter(self.application.drafters), None)  # requests name none
+        default = next(iter(self.application.drafters), None)  # used because the requests name no drafter
         if default not in self.application.pooled:
             raise ValueError(
                 "application.placement must be pool, and the first drafter have weights: nothing else can be scaled"
@@ -90,26 +89,26 @@ Part = Literal["Gateway", "Target", "Drafter", "others"]
 
 
 class WayConfig(Config):
-    """One way to be measured."""
+    """One way to measure."""
 
     application: str
-    """Name of the application that is asked, one of applications."""
+    """Name of the application to send requests to, one of applications."""
     cores: Mapping[Part, tuple[int, ...]] = Field(default_factory=dict)
-    """Cores that the processes of each part may run on, numbered as the system does; none named, any. Where the
-    processes of a deployment run, and all others: Ray, its proxy and the load generator."""
+    """Cores to pin the processes of each part to, by system number; parts left out may use any core. A part is a
+    deployment, or others: Ray, its proxy and the load generator."""
 
 
 class SideBySideConfig(LoadConfig):
-    """Several applications that run at the same time and are asked in turn, on this machine alone."""
+    """Several applications that run at the same time and get requests in turn, on this machine only."""
 
     applications: Mapping[str, dict[str, Any]] = Field(min_length=1)
-    """What differs from application in each of several applications, by name."""
+    """Applications by name, each given as its differences from application."""
     ways: Mapping[str, WayConfig] = Field(min_length=1)
-    """Ways to be measured, by name."""
+    """Ways to measure, by name."""
     pairs: tuple[tuple[str, str], ...] = Field(min_length=1)
-    """Pairs of ways of which ratios are taken: the first over the second."""
+    """Pairs of ways to report ratios for: the first over the second."""
     levels: tuple[LevelConfig, ...] = Field(min_length=1)
-    """Loads that are measured one after another."""
+    """Loads to measure one after another."""
 
     @model_validator(mode="after")
     def _check(self) -> "SideBySideConfig":
@@ -127,7 +126,7 @@ class SideBySideConfig(LoadConfig):
         return self
 
     def requests_to_all(self, urls: Mapping[str, str]) -> ServeBenchmarkConfig:
-        """The load generator's settings, with the address of each way."""
+        """The settings of the load generator, with the address of each way."""
         levels = self.model_dump(mode="json")["levels"]
         first = next(iter(urls.values()))
         return self.requests_to(first, urls=dict(urls), levels=levels, variants={name: {} for name in urls})

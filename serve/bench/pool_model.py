@@ -1,22 +1,22 @@
-"""What numbers of target and drafter replicas promise: a model of who waits for whom, in one function.
+"""A throughput model for pools: predicts tokens per second from the numbers of target and drafter replicas.
 
-Assumed, and nothing else: every pass and every draft takes exactly what its number of sequences says; `num_sequences`
-are decoded all the time, and are spread evenly over targets, groups and drafters; a replica does one thing after
-another, first come first served; every draft comes in time. Prompts, accepting and HTTP cost nothing.
+Assumptions: the time of a pass or draft depends only on its number of sequences; `num_sequences` are always being
+decoded, spread evenly over targets, groups and drafters; a replica does one thing at a time, first come first served;
+every draft arrives in time; prefill, accepting and HTTP cost nothing.
 
-A group of sequences (all those of a target, or with two groups half of them) is drafted for, verified, drafted for,
-verified. One such cycle takes the longest of
+A group of sequences (all of a target's, or half of them with two groups) alternates between drafting and verifying. One
+such cycle takes the maximum of
 
-    alone       draft + way there and back + pass     it waits for nobody
-    targets     groups * pass                         its target has the other group's pass to do
-    drafters    targets * groups * draft              a drafter drafts for every group of every target, in turn
+    alone       draft + round trip + pass             it never waits
+    targets     groups * pass                         its target also runs the other group's pass
+    drafters    targets * groups * draft              a drafter serves every group of every target in turn
 
     tokens/s = tau * num_sequences / cycle
 
-which is exact for times that do not vary (a closed cycle of stations with fixed times), and a bound for times that do.
-For one target, one drafter and one group that is S = tau / (v + gamma c + o); two groups reach for
-S <= tau / max(v, gamma c + rtt), and get there if half a group is served in half the time: where passes and drafts take
-as long for half of the sequences, two groups gain nothing.
+This is exact for constant times (a closed cycle of stations with fixed service times) and an upper bound otherwise. For
+one target, one drafter and one group it is S = tau / (v + gamma c + o). Two groups approach
+S <= tau / max(v, gamma c + rtt) and reach it if half the sequences take half the time; if half the sequences take as
+long as all of them, two groups gain nothing.
 """
 
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ from moray.decoding.synthetic import SyntheticCosts
 
 @dataclass(frozen=True)
 class Pools:
-    """How many replicas share how many sequences."""
+    """The numbers of replicas and of sequences that they share."""
 
     num_targets: int
     num_drafters: int
     num_sequences: int
     num_micro_batches: int = 1
-    """Of each target's sequences: 2 for alternating half-batches."""
+    """Groups per target: 2 for alternating half-batches."""
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One cycle of a group, in seconds."""
+    """The three lower bounds on the cycle of a group, in seconds."""
 
     alone: float
     targets: float
@@ -45,24 +45,24 @@ class Cycle:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Duration of the cycle, the largest of the three."""
         return max(self.alone, self.targets, self.drafters)
 
     @property
     def bound(self) -> str:
-        """What it waits for: "drafters" or "targets" if more of those would shorten it, else "alone"."""
+        """The bottleneck: "drafters" or "targets" if more of those would shorten the cycle, else "alone"."""
         if self.alone >= self.seconds:
             return "alone"
         return "drafters" if self.drafters > self.targets else "targets"
 
 
 def cycle_of(pools: Pools, costs: SyntheticCosts, channel_seconds: float = 0.0) -> Cycle:
-    """What a cycle takes.
+    """Compute the cycle of a group.
 
     Args:
-        pools: who shares the work.
-        costs: of a pass and of a draft.
-        channel_seconds: the way to a drafter and back, which occupies neither side.
+        pools: numbers of replicas and sequences.
+        costs: costs of a pass and of a draft.
+        channel_seconds: round trip to a drafter, during which neither side is busy.
     """
     group = pools.num_sequences / (pools.num_targets * pools.num_micro_batches)
     verify = costs.verify.seconds(group)
@@ -75,6 +75,6 @@ def cycle_of(pools: Pools, costs: SyntheticCosts, channel_seconds: float = 0.0) 
 
 
 def tokens_per_second(pools: Pools, costs: SyntheticCosts, tau: float, channel_seconds: float = 0.0) -> float:
-    """What all sequences together get; infinite where nothing costs anything."""
+    """Throughput of all sequences together; infinite if all costs are zero."""
     seconds = cycle_of(pools, costs, channel_seconds).seconds
     return tau * pools.num_sequences / seconds if seconds else float("inf")

@@ -1,7 +1,7 @@
-"""What more targets and more drafters are worth, each alone and together, beside what the model of pools says.
+"""Scaling with the numbers of targets and drafters, separately and together, compared with the pool model.
 
-Passes and drafts have a synthetic cost, so that a few cores are enough: replicas sleep most of the time. The model is
-given that cost and the numbers of replicas and of streams; nothing is fitted.
+Passes and drafts have synthetic costs: replicas sleep most of the time, so a few cores are enough. The model gets these
+costs and the numbers of replicas and streams; nothing is fitted.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ LABEL = "synthetic per-step cost"
 _NAME = "scaling"
 _WARM_UP_TOKENS = 16
 _COUNTED = {"speculation": {"trace": True}}
-"""Every chunk then says how many tokens it has."""
+"""Request fields that make every chunk report its number of tokens."""
 
 
 def benchmark_scaling(config: ScalingBenchmarkConfig, console: Console) -> dict[str, Any]:
-    """Measure every regime at every number of replicas.
+    """Measure every regime with every pool.
 
     Raises:
         DeployError: the application does not run in time.
-        DataError: a request fails.
+        DataError: a request failed, or there are too few requests to keep all streams busy.
     """
     questions = read_questions(config.questions, config.num_questions)
     with running(config) as applications:
@@ -58,7 +58,7 @@ def _regime(
     questions: Sequence[Question],
     console: Console,
 ) -> dict[str, Any]:
-    """Scale up and down; every other round goes backwards, so that what drifts falls on all pools alike."""
+    """Measure all pools of one regime; every other round reverses their order, so that drift affects all alike."""
     args = config.args_with({"engine": {"synthetic": costs.model_dump()}})
     found: list[list[dict[str, Any]]] = [[] for _ in config.pools]
     for turn in range(config.rounds):
@@ -105,7 +105,7 @@ def _row(
     found: list[dict[str, Any]],
     first: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """One number of replicas, beside the first and beside the model."""
+    """The figures of one pool, with ratios to the first pool and the model's predictions."""
     ratios = [own["tokens_per_second"] / base["tokens_per_second"] for own, base in zip(found, first, strict=True)]
     pools, base = _pools(config, pool), _pools(config, config.pools[0])
     tau = statistics.median(own["tau"] for own in found)
@@ -129,7 +129,7 @@ def _pools(config: ScalingBenchmarkConfig, pool: PoolConfig) -> Pools:
 
 
 def print_scaling(result: dict[str, Any], console: Console) -> None:
-    """A table for every regime."""
+    """Print a table per regime."""
     for name, regime in result["regimes"].items():
         costs = validate(SyntheticCosts, regime["costs"])
         console.print(f"{name}, {result['label'].upper()}", highlight=False)

@@ -1,6 +1,6 @@
-"""Applications side by side: alive at the same time, asked the same questions in turn, on cores of their own if wanted.
+"""Compares applications that run at the same time, ask the same questions in turn and may be pinned to cores.
 
-So drafters in a pool are compared with drafters in the target's process, and one group with two.
+For example, this compares drafters in a pool with drafters in the target's process, or one group with two.
 """
 
 from typing import Any
@@ -22,17 +22,17 @@ _SHOWN = {
     "output_throughput": "tokens/s, of all",
     "mean_ttft": "time to first token",
 }
-"""Ratios in the table; that of speeds is the inverse of that of times per token."""
+"""Ratios to print; the ratio of speeds is the inverse of the ratio of times per token."""
 
 
 def benchmark_side_by_side(config: SideBySideConfig, console: Console) -> dict[str, Any]:
-    """Measure every way at every level; after Ctrl-C what is returned says of fewer levels.
+    """Measure every way at every level; after Ctrl-C, return the levels completed so far.
 
     Raises:
-        KeyboardInterrupt: before the first level was over.
-        ConfigError: a core is not there, or Ray or Serve are not the benchmark's own.
+        KeyboardInterrupt: interrupted before the first level was complete.
+        ConfigError: a core does not exist, or Ray or Serve is not the benchmark's own.
         DeployError: an application does not run in time.
-        DataError: a warm-up fails.
+        DataError: a warm-up failed.
     """
     check_cores(config.ways)
     with running(config) as applications:
@@ -68,7 +68,7 @@ def _ratios(variants: dict[str, Any], above: str, below: str) -> dict[str, Any]:
 
 
 def print_side_by_side(result: dict[str, Any], console: Console) -> None:
-    """What every way gave, and the ratios that were asked for."""
+    """Print the figures of every way, and the requested ratios."""
     for level in result["levels"]:
         load = name_of(LevelConfig(**{key: level[key] for key in LevelConfig.model_fields}))
         table = Table(title=load, box=box.SIMPLE_HEAD)

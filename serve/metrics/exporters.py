@@ -1,7 +1,7 @@
-"""What has been published of one application, on all nodes, as one text that Prometheus reads: the body of `/metrics`.
+"""The body of `/metrics`: gathers the metrics of one application from all nodes, in Prometheus text format.
 
-Every node of Ray exports what its replicas have told it, at a port of its own that also changes. Whoever scrapes the
-gateway in their place needs one address and sees one application.
+Each Ray node exports the metrics of its replicas on its own port, which also changes. Scraping the gateway instead
+needs only one address and shows only one application.
 """
 
 import asyncio
@@ -17,25 +17,25 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LOGGER = logging.getLogger("ray.serve")
 _PREFIXES = ("ray_moray_", "ray_serve_")
 _SECONDS = 3.0
-"""In which a node has to answer; its series are missing otherwise, for a scrape does not wait long either."""
+"""Time limit for a node to answer; after it, the node's series are left out, because a scrape has a timeout too."""
 _HEADER = re.compile(r"# (HELP|TYPE) (\S+)")
 
 
 @dataclass
 class _Family:
-    """All that is said of one metric."""
+    """All lines about one metric."""
 
     headers: dict[str, str] = field(default_factory=dict)
-    """The lines of HELP and TYPE."""
+    """The HELP and TYPE lines."""
     samples: list[str] = field(default_factory=list)
 
 
 def of_application(texts: Iterable[str], application: str) -> str:
-    """Join what nodes export: samples of one application, each metric's in one group, as the format demands.
+    """Merge the exports of nodes: keep the samples of one application, grouped by metric as the format requires.
 
     Args:
-        texts: of the nodes.
-        application: the tag that samples must have.
+        texts: the exports, one per node.
+        application: value of the tag `application` that samples must have.
     """
     escaped = application.replace("\\", "\\\\").replace('"', '\\"')
     marks = f'{{application="{escaped}"', f',application="{escaped}"'
@@ -56,14 +56,14 @@ def of_application(texts: Iterable[str], application: str) -> str:
 
 
 class Exporters(ABC):
-    """Where what was published can be read."""
+    """A source of the published metrics."""
 
     @abstractmethod
     async def read(self) -> str:
-        """What is known of this replica's application.
+        """Return the metrics of this replica's application.
 
         Raises:
-            ConnectionError: nobody says.
+            ConnectionError: no node answers.
         """
 
 
@@ -75,7 +75,7 @@ class NoExporters(Exporters):
 
 
 class RayExporters(Exporters):
-    """Those of all nodes that live. Nodes that do not answer in time are left out."""
+    """Reads from all live Ray nodes, leaving out those that do not answer in time."""
 
     async def read(self) -> str:
         import ray

@@ -1,4 +1,4 @@
-"""How long clients wait: every sequence's stream is watched on its way through the gateway."""
+"""Measures client latencies: watches every sequence's stream as it passes through the gateway."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -11,10 +11,10 @@ from serve.metrics.sink import Sink
 
 
 async def watched(updates: AsyncGenerator[RequestOutput], sink: Sink) -> AsyncGenerator[RequestOutput]:
-    """The same updates; what they took, and how they ended, goes to the sink."""
+    """Pass the updates through, and record their latencies and how they ended in the sink."""
     begin = first = last = time.perf_counter()
     num_tokens = first_tokens = 0
-    reason = "abort"  # unless it ends otherwise
+    reason = "abort"  # default, if the stream is closed early
     try:
         async with aclosing(updates):
             async for update in updates:

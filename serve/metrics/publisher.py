@@ -1,7 +1,7 @@
-"""From what a replica has counted to a sink, once a second.
+"""Publishes a replica's counts to a sink once a second.
 
-Whoever counts does so in plain numbers that only grow, in its own thread; they are read here, from another one. A
-reading may be a moment old, or between two numbers that belong together: what is missing comes with the next one.
+The counts are plain numbers that only grow, written in one thread and read here from another. A reading may be slightly
+old, or catch only one of two related counts; the next reading makes up for it.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ _LOGGER = logging.getLogger("ray.serve")
 
 @dataclass(frozen=True)
 class Reading:
-    """What something stands at."""
+    """The current value of a series."""
 
     series: Series
     value: float
-    """Of a gauge; of a counter, all so far; of a histogram, how often `at` was seen so far."""
+    """A gauge's value, a counter's total so far, or how often a histogram has observed `at` so far."""
     tags: tuple[str, ...] = ()
     at: float = 0.0
 
 
 class Publisher:
-    """Tells a sink what has been added since the last time."""
+    """Reports to a sink what has changed since the last reading."""
 
     def __init__(self, sink: Sink, read: Callable[[], Iterable[Reading]]) -> None:
         self._sink = sink
@@ -36,7 +36,7 @@ class Publisher:
         self._task: asyncio.Task[None] | None = None
 
     def publish(self) -> None:
-        """Read, and tell. A counter that seems to have gone back has only been read too early: it is let be."""
+        """Read and report once. A counter that seems to have decreased was merely read too early and is skipped."""
         for reading in self._read():
             if reading.series.kind == "gauge":
                 self._sink.set(reading.series, reading.value, *reading.tags)
@@ -53,7 +53,7 @@ class Publisher:
                     self._sink.observe(reading.series, reading.at, *reading.tags)
 
     def start(self, seconds: float = 1.0) -> None:
-        """Publish every so many seconds from now on, in the event loop that runs; started already, it goes on."""
+        """Publish periodically in the running event loop; does nothing if already started."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(seconds))
 
@@ -61,6 +61,6 @@ class Publisher:
         while True:
             try:
                 self.publish()
-            except Exception:  # whoever watches must not harm who is watched
+            except Exception:  # monitoring must not break the replica
                 _LOGGER.exception("metrics could not be published")
             await asyncio.sleep(seconds)

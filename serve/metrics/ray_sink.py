@@ -1,4 +1,4 @@
-"""Numbers go to Ray, which exports them on every node for Prometheus."""
+"""A sink that passes metrics to Ray, which exports them on every node for Prometheus."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from serve.metrics.sink import Sink
 
 
 class RaySink(Sink):
-    """Ray's metrics are made when they are first used: in the replica, whose tags they take."""
+    """Passes metrics to Ray. Creates each Ray metric on first use, inside the replica, so that it gets its tags."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What engines and drafters count, in the words of `serve.metrics.series`."""
+"""Maps the counts of engines and drafters to `serve.metrics.series`."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from serve.metrics.publisher import Reading
 
 
 def read_engine(engine: Engine) -> Iterator[Reading]:
-    """Of a target replica, with the drafters that it uses."""
+    """The readings of a target replica and its connections to drafters."""
     yield Reading(series.RUNNING, engine.num_running)
     yield Reading(series.WAITING, engine.num_waiting)
     yield Reading(series.KV_USAGE, engine.kv_used)
@@ -38,7 +38,7 @@ def _counts(stats: EngineStats) -> Iterator[Reading]:
 
 
 def _phases(stats: EngineStats, channel: float) -> Iterator[Reading]:
-    """The engine waits for drafts within proposing; here no second is in two phases."""
+    """Time by phase. The engine counts waiting for drafts as part of propose; here it is a phase of its own."""
     seconds = {**stats.seconds, "channel": channel}
     seconds["propose"] -= channel
     seconds["observe"] += seconds.pop("tell")
@@ -58,7 +58,7 @@ def _channel(name: str, stats: RemoteStats) -> Iterator[Reading]:
 
 
 def read_host(host: DraftHost) -> Iterator[Reading]:
-    """Of a drafter replica."""
+    """The readings of a drafter replica."""
     stats = host.stats
     yield Reading(series.DRAFTER_SESSIONS, host.num_sessions)
     yield Reading(series.DRAFTER_REQUESTS, stats.num_requests)

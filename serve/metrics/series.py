@@ -1,11 +1,11 @@
-"""Everything that is published: names, kinds, tags and what they mean. No Ray, no torch.
+"""All published metrics with their names, kinds, tags and meanings. No Ray, no torch.
 
-First what target replicas publish, then drafter replicas, then gateways. Words are vLLM's where it has them, with our
-prefix. Ray puts `ray_` before every name and `_total` behind a counter's, and adds the tags `application`, `deployment`
-and `replica`.
+The metrics of target replicas come first, then those of drafter replicas, then those of gateways. Names follow vLLM
+where it has the same metric, with our prefix. Ray prefixes every name with `ray_`, appends `_total` to counters, and
+adds the tags `application`, `deployment` and `replica`.
 
-Ray's exporter knows of a histogram only its buckets: the `_sum` that it shows is made up from their middles. What has
-to be exact (tau, means) is therefore two counters.
+Ray's exporter keeps only the buckets of a histogram and estimates `_sum` from their midpoints. Figures that must be
+exact (tau, means) are therefore published as two counters.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Literal
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _BATCH_SIZES = (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5)
-"""Between whole numbers, so that a bucket's middle is near what it holds."""
+"""Bounds between whole numbers, so that the midpoint of a bucket is near the values in it."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Series:
     meaning: str
     tags: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    """Upper ends, of a histogram."""
+    """Upper bounds of the buckets of a histogram."""
 
     @property
     def exported(self) -> str:
-        """The name that Prometheus sees, but for a histogram's `_bucket`, `_count` and `_sum`."""
+        """The name in Prometheus, without a histogram's suffixes `_bucket`, `_count` and `_sum`."""
         return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 
@@ -98,4 +98,4 @@ ANSWERS = _counter("http_responses", "Answers over HTTP by path and status code"
 RETRIES = _counter("retries", "Sequences taken up again after their target replica was lost")
 
 ALL: dict[str, Series] = {series.name: series for series in list(globals().values()) if isinstance(series, Series)}
-"""By name."""
+"""All series by name."""

@@ -1,4 +1,4 @@
-"""Where numbers go: an interface, and nowhere."""
+"""The interface for publishing metrics, and an implementation that discards them."""
 
 from abc import ABC, abstractmethod
 
@@ -6,23 +6,23 @@ from serve.metrics.series import Series
 
 
 class Sink(ABC):
-    """Takes what is counted. Tags are the values of `Series.tags`, in their order."""
+    """Receives metrics. Tags are the values of `Series.tags`, in the same order."""
 
     @abstractmethod
     def add(self, series: Series, value: float, *tags: str) -> None:
-        """Let a counter grow by more than 0."""
+        """Increase a counter by `value`, which must be positive."""
 
     @abstractmethod
     def set(self, series: Series, value: float, *tags: str) -> None:
-        """What a gauge shows from now on."""
+        """Set a gauge."""
 
     @abstractmethod
     def observe(self, series: Series, value: float, *tags: str) -> None:
-        """One more value of a histogram."""
+        """Add one value to a histogram."""
 
 
 class Nowhere(Sink):
-    """Forgets everything: for replicas that are used without Ray."""
+    """Discards everything, for replicas that are used without Ray."""
 
     def add(self, series: Series, value: float, *tags: str) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What was answered over HTTP: status codes by path."""
+"""Counts HTTP responses by path and status code."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -7,7 +7,7 @@ from serve.metrics.sink import Sink
 
 
 class StatusCounter:
-    """An application around another, whose answers it counts. Paths that are nobody's count as one."""
+    """ASGI middleware that counts responses. All paths without a route count as "other"."""
 
     def __init__(self, app: ASGIApp, sink: Sink) -> None:
         self._app = app

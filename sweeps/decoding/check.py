@@ -1,4 +1,4 @@
-"""What speaks against a sweep over decoding choices, found before anything starts; and what its drafters can do."""
+"""Checks a sweep over decoding choices before anything starts, and finds out what its drafters support."""
 
 import hashlib
 import os
@@ -25,25 +25,28 @@ from sweeps.tuning.configs import LadderConfig
 
 
 def num_questions(sweep: TuneDecodingConfig, limit: int | None) -> int:
-    """How many are asked; `limit` may be more than there are.
+    """The number of questions to ask: `limit`, or fewer if there are not that many.
 
     Raises:
-        DataError: there is no such file, or no question in it.
+        DataError: the file does not exist or holds no question.
     """
     return len(read_questions(sweep.questions, limit))
 
 
 def sizes_of(ladder: LadderConfig, most: int) -> list[int]:
-    """How many questions the rungs ask: `most` on the last one, and a part of the next on each other."""
+    """The number of questions on each rung: `most` on the last, and 1 / reduction of the next on each earlier one.
+
+    Rungs with equal numbers are merged.
+    """
     return sorted({max(1, most // ladder.reduction**number) for number in range(ladder.rungs)})
 
 
 def limits_of(sweep: TuneDecodingConfig) -> dict[str, Limits]:
-    """What each drafter can do, by name.
+    """The limits of each drafter, by name.
 
     Raises:
         DataError: a folder holds no drafter.
-        MismatchError: a drafter, or the cache, belongs to another target or tokenizer.
+        MismatchError: a drafter or the cache belongs to another target or tokenizer.
     """
     spec = read_spec(sweep.target.model)
     text = ChatTokenizer.load(sweep.target.model, sweep.target.template).fingerprint
@@ -66,10 +69,10 @@ def limits_of(sweep: TuneDecodingConfig) -> dict[str, Limits]:
 
 
 def fingerprints(sweep: TuneDecodingConfig) -> dict[str, str]:
-    """Of all that decides what is measured.
+    """Fingerprints of everything that determines what is measured.
 
     Raises:
-        DataError: something of it is not there.
+        DataError: a file or folder is missing.
     """
     spec = read_spec(sweep.target.model)
     found = {
@@ -85,13 +88,13 @@ def fingerprints(sweep: TuneDecodingConfig) -> dict[str, str]:
 
 
 def concurrency(sweep: TuneDecodingConfig) -> int:
-    """How many measurements run at a time.
+    """The number of measurements that run at the same time.
 
-    One, on this machine without GPUs: what runs beside a measurement takes memory bandwidth and caches from it, and
-    plain decoding and speculation need not lose alike.
+    On a single machine without GPUs the default is one, because parallel measurements compete for memory bandwidth and
+    caches, and may slow plain and speculative decoding differently.
 
     Raises:
-        ConfigError: there is no room for one.
+        ConfigError: the resources do not suffice for a single measurement.
     """
     present = ray.cluster_resources()
     rooms = [present.get("CPU", 0.0) / sweep.cpus]

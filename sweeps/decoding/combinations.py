@@ -1,10 +1,10 @@
-"""What a drafter is decoded with: a tree and a draft vocabulary, made from the values that a sweep has chosen.
+"""Combinations of a tree and a draft vocabulary, built from the values that a sweep chooses.
 
     tree.type dynamic, tree.depth 5, tree.breadth 4, tree.nodes 16, draft_vocab_size 512
-    tree.type chain,   tree.depth 5, tree.breadth 4, tree.nodes 16     -> chain of 5, which knows no breadth
+    tree.type chain,   tree.depth 5, tree.breadth 4, tree.nodes 16     -> chain of 5, which has no breadth
 
-Most of a grid over keys of trees comes to nothing, or to the same tree again: it is left out and counted. This module
-refuses to know who searches, and what is measured. It imports neither torch nor ray.
+Most of a grid over tree keys is invalid or yields the same tree again; such points are left out and counted. This
+module does not depend on how the search works or what is measured, and imports neither torch nor ray.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from moray.trees.shapes import AdaptiveShape, AnyShape, DynamicShape, Shape, Spa
 from sweeps.tuning.spaces import Choices, Space, Verdict, draw, grid
 
 KEYS = ("tree", "tree.type", "tree.depth", "tree.breadth", "tree.nodes", "draft_vocab_size")
-"""What may be searched."""
+"""The keys that may be searched."""
 
 BUILT = {"chain": ("depth",), "dynamic": ("depth", "breadth", "nodes"), "adaptive": ("depth", "breadth", "nodes")}
 """Types of tree that `tree.type` builds, and the keys that each reads."""
@@ -33,17 +33,17 @@ _MAX_DRAWS = 500
 
 
 class UnfitError(Exception):
-    """Choices that cannot be decoded with; the message says why."""
+    """The choices form no valid combination; the message says why."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a trained drafter can do."""
+    """The limits of a trained drafter."""
 
     name: str
     max_depth: int | None
     num_tokens: int
-    """Of its draft vocabulary, as trained."""
+    """Size of its draft vocabulary, as trained."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ class Combination:
     drafter: str
     tree: AnyShape
     draft_vocab_size: int | None
-    """None: as trained."""
+    """None keeps the vocabulary as trained."""
 
     @classmethod
     def of(cls, choices: Choices) -> "Combination":
-        """Take back `choices`."""
+        """The inverse of `choices`."""
         return cls(choices["drafter"], parse_tree(choices["tree"]), choices["draft_vocab_size"])
 
     @property
     def choices(self) -> dict[str, Any]:
-        """As a trial's folder keeps it."""
+        """The combination as plain values, as stored in a trial's folder."""
         return {"drafter": self.drafter, **self.decoding}
 
     @property
@@ -72,9 +72,9 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """For people; another one for another combination."""
+        """A readable name that is unique to the combination."""
         tree = self.tree.name
-        if isinstance(self.tree, SparseShape):  # whose name tells no more than its nodes
+        if isinstance(self.tree, SparseShape):  # its name holds only the number of nodes
             tree += f"-{hashlib.sha256(str(self.tree.paths).encode()).hexdigest()[:6]}"
         tokens = "" if self.draft_vocab_size is None else f", {self.draft_vocab_size} tokens"
         return f"{self.drafter}, {tree}{tokens}"
@@ -82,14 +82,14 @@ class Combination:
 
 @dataclass
 class Listing:
-    """Different combinations, and why others were left out."""
+    """Distinct combinations, and counts of the choices that were left out."""
 
     combinations: list[Combination] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    """How many, by reason."""
+    """Number of choices left out, by reason."""
 
     def add(self, choices: Choices, limits: Limits) -> Verdict:
-        """Combine, and keep or count."""
+        """Combine choices and keep the result if it is new, else count them as left out."""
         try:
             found = combine(choices, limits)
         except UnfitError as error:
@@ -107,17 +107,17 @@ class Listing:
 
 
 def parse_tree(values: Mapping[str, Any]) -> AnyShape:
-    """A tree from its configuration as plain values."""
+    """Parse a tree from its configuration as plain values."""
     return _SHAPE.validate_json(json.dumps(dict(values)))
 
 
 def combine(choices: Choices, limits: Limits) -> Combination:
-    """What chosen values come to for one drafter.
+    """Build the combination that chosen values give for one drafter.
 
-    Keys that a type of tree does not read are not looked at; an adaptive tree goes as deep as the drafter can.
+    Keys that the type of tree does not use are ignored; an adaptive tree is limited to the drafter's maximum depth.
 
     Raises:
-        UnfitError: they come to nothing.
+        UnfitError: the values form no valid combination.
     """
     tree = _tree(choices)
     if is_too_deep(tree, limits.max_depth):
@@ -138,12 +138,12 @@ def combine(choices: Choices, limits: Limits) -> Combination:
 
 
 def listed(space: Space, limits: Limits) -> Listing:
-    """Every different combination of a grid."""
+    """All distinct combinations of a grid."""
     return _listing(grid(space), limits)
 
 
 def drawn(space: Space, limits: Limits, count: int, seed: int) -> Listing:
-    """So many different combinations at random, or fewer if there are no more."""
+    """Draw up to `count` distinct combinations at random."""
     rng, found = random.Random(seed), Listing()
     while len(found.combinations) < count and draw_another(space, limits, found, rng) is not None:
         pass
@@ -151,7 +151,7 @@ def drawn(space: Space, limits: Limits, count: int, seed: int) -> Listing:
 
 
 def draw_another(space: Space, limits: Limits, known: Listing, rng: random.Random) -> dict[str, Any] | None:
-    """Draw until something comes that is not known, and add it; None if nothing does."""
+    """Draw until a combination is new and add it to `known`; returns its choices, or None after too many draws."""
     for _ in range(_MAX_DRAWS):
         choices = draw(space, rng)
         if known.add(choices, limits) == "new":
@@ -178,7 +178,7 @@ def _tree(choices: Choices) -> AnyShape:
         return parse_tree(choices["tree"])
     values = {name: choices.get(f"tree.{name}") for name in BUILT[choices["tree.type"]]}
     if choices["tree.type"] == "adaptive" and values["breadth"] in (None, 1):
-        values |= {"breadth": None, "nodes": None}  # it drafts chains
+        values |= {"breadth": None, "nodes": None}  # an adaptive tree of breadth 1 is a chain
     given = {name: value for name, value in values.items() if value is not None}
     try:
         return parse_tree({"type": choices["tree.type"], **given})

@@ -18,64 +18,63 @@ from sweeps.tuning.spaces import Space
 
 
 class _Trees(Config):
-    """Whole trees of a space, to be checked as any configuration."""
+    """Wraps the trees of a space, so that they are validated like any configuration."""
 
     tree: tuple[Shape, ...]
 
 
 class ConfirmShapesConfig(Config):
-    """How the winners are made sure of. The best shapes of every drafter are measured again, all in one process, on
-    the same questions in turn, with nothing beside."""
+    """How the winners are confirmed. The best shapes of every drafter are measured again in one process, in turn on the
+    same questions, with nothing else running."""
 
     finalists: int = Field(default=2, ge=1)
-    """Best shapes of each drafter that are measured again."""
+    """Number of best shapes per drafter to measure again."""
     num_questions: int | None = Field(default=None, ge=1)
-    """Number of questions of that measurement; null for as many as the ladder's last rung."""
+    """Number of questions of that measurement; null for as many as on the ladder's last rung."""
 
 
 class TuneDecodingConfig(Config):
-    """Which shapes to try on which trained drafters, how, and for how long."""
+    """The tree shapes to try on trained drafters, and how to search them."""
 
     target: TargetConfig
     drafters: tuple[str, ...] = Field(min_length=1)
-    """Folders of trained drafters; each gets a winner of its own."""
+    """Folders of trained drafters; each drafter gets its own winner."""
     space: Space = Field(min_length=1)
     """Lists or ranges of tree.type, tree.depth, tree.breadth, tree.nodes, tree and draft_vocab_size. `tree` lists whole
     trees; `draft_vocab_size` is the number of tokens that may be proposed (null: as trained)."""
     activations: str | None = None
-    """Cache that tells which tokens are frequent, for draft_vocab_size; null without that. Its responses are
-    counted."""
+    """Cache whose responses give the token frequencies for draft_vocab_size; null without draft_vocab_size."""
     search: Search = GridSearch(type="grid")
-    """How shapes are chosen: every one (grid), at random, or proposed by Optuna, for each drafter."""
+    """How shapes are chosen for each drafter: all (grid), at random, or proposed by Optuna."""
     ladder: LadderConfig = LadderConfig(rungs=3, reduction=2)
-    """How many questions a shape is asked before it is compared with the others; the last rung asks all."""
+    """Rungs at which shapes are compared, each with more questions; the last rung asks all."""
     objective: Objective = "speedup"
-    """What is maximised: speed-up over plain decoding, tokens per target pass, or tokens per second."""
+    """Figure to maximise: speed-up over plain decoding, tokens per target pass, or tokens per second."""
     questions: str
     """File of JSON Lines: Spec-Bench questions, rows of {prompt}, or chats whose user turns are asked."""
     num_questions: int | None = Field(default=None, ge=1)
     """Number of questions on the last rung, one of each category in turn; null for all."""
     max_new_tokens: int = Field(default=64, ge=2)
-    """Most tokens of an answer."""
+    """Maximum number of tokens per answer."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together; capped by the target's context."""
+    """Maximum tokens of prompt and answer together; capped by the target's context."""
     sampling: SamplingParams = SamplingParams()
     threads: int | None = Field(default=1, ge=1)
-    """Number of torch threads of a measurement; null leaves it to torch."""
+    """Number of torch threads per measurement; null leaves it to torch."""
     cpus: float = Field(default=1.0, gt=0)
-    """Logical CPUs of a measurement."""
+    """Logical CPUs per measurement."""
     gpus: float = Field(default=0.0, ge=0)
-    """GPUs of a measurement; 0 runs it on the CPU."""
+    """GPUs per measurement; 0 runs it on the CPU."""
     confirm: ConfirmShapesConfig = ConfirmShapesConfig()
     max_concurrent: int | None = Field(default=None, ge=1)
-    """Most measurements at a time; null for one on a machine without GPUs, else as many as fit. Timings disturb each
-    other on one machine."""
+    """Maximum parallel measurements; null for one on a machine without GPUs, else as many as fit. Parallel measurements
+    on one machine distort each other's timings."""
     max_failures: int = Field(default=2, ge=0)
-    """How often a measurement whose process died is tried again; 0 for never."""
+    """How often a measurement is retried if its process dies; 0 for never."""
     output: str
     """Folder of the sweep: its measurements, summary and report."""
     resume: bool = False
-    """Go on with the sweep in output, the same as --resume."""
+    """Resume the sweep in output, the same as --resume."""
     ray: RayConfig = RayConfig()
 
     @field_validator("drafters")
@@ -122,13 +121,13 @@ class TuneDecodingConfig(Config):
 
     @property
     def folders(self) -> dict[str, str]:
-        """Folders of the drafters by name."""
+        """The drafters' folders by name."""
         return {Path(folder).name: folder for folder in self.drafters}
 
     def evaluation(
         self, drafters: tuple[str, ...], trees: tuple[AnyShape, ...], output: str, num_questions: int
     ) -> EvaluateConfig:
-        """The evaluation that measures these folders with these trees, and keeps its answers in `output`."""
+        """The evaluation that measures drafter folders with these trees and stores its answers in `output`."""
         target = self.target if self.gpus else self.target.model_copy(update={"device": "cpu"})
         return EvaluateConfig(
             target=target,
@@ -147,7 +146,7 @@ class TuneDecodingConfig(Config):
 
 
 def _check_trees(trees: object, types: object) -> None:
-    """Refuse what is no tree, or no type of tree that other keys can build."""
+    """Refuse invalid trees, and types of tree that cannot be built from other keys."""
     try:
         validate(_Trees, {"tree": trees})
     except ConfigError as error:

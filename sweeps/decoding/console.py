@@ -1,4 +1,4 @@
-"""The summary of a sweep over decoding choices for the terminal."""
+"""Prints the summary of a sweep over decoding choices in the terminal."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from rich.table import Table
 from moray.bench.reports.wording import number
 
 _COLUMNS = ("speed-up", "tau", "tok/s", "draft", "verify")
-"""The last two: cost of a draft step and of a target pass over a tree, in steps of plain decoding."""
+"""The last two are the costs of a draft step and of verifying a tree, in units of a plain step."""
 
 
 def print_decoding(summary: dict[str, Any], console: Console) -> None:
@@ -70,7 +70,7 @@ def _print_answer(drafter: str, answer: dict[str, Any], summary: dict[str, Any],
 
 
 def _short(name: str) -> str:
-    """Of a combination, without its drafter: the title says it."""
+    """The name of a combination without its drafter, which the title already names."""
     return name.partition(", ")[2]
 
 

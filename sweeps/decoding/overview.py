@@ -1,6 +1,6 @@
-"""One or many sweeps over decoding choices at a glance, from what lies in their folders.
+"""Overviews of sweeps over decoding choices, read from their folders.
 
-The neighbour of `sweeps.reports.overview`, which knows sweeps of trainings. Knows neither Ray nor pictures.
+`sweeps.reports.overview` does the same for sweeps of trainings. Uses neither Ray nor plots.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 
 _KEYS = {"drafters", "space", "search", "objective", "ladder"}
 _OF_TRAININGS = {"distill", "distil"}
-"""What only a sweep over trainings has, and its name in earlier versions."""
+"""A key that only a sweep over trainings has, and its name in earlier versions."""
 _OF_FINALIST = ("name", "choices", "objective", "spread")
 
 
@@ -32,7 +32,7 @@ def is_decoding(folder: str) -> bool:
     """Whether a folder holds a sweep over decoding choices, finished or not.
 
     Raises:
-        DataError: its record of what was begun there is damaged.
+        DataError: the folder's run.yaml is damaged.
     """
     path = Path(folder)
     return (path / RUN_FILE).is_file() and _is_decoding(read_run_yaml(path).get("config"))
@@ -43,7 +43,7 @@ def _is_decoding(config: Any) -> bool:
 
 
 def decoding_overview(folder: str) -> dict[str, Any]:
-    """What a sweep over decoding choices has found for every drafter, or how far it is; see `is_decoding`.
+    """Results or progress of a sweep over decoding choices, per drafter; see `is_decoding`.
 
     Raises:
         DataError: the folder is damaged.
@@ -87,7 +87,7 @@ def _trials(folder: str) -> list[Trial]:
 
 
 def _of_drafter(answer: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The winner of a drafter, whom it left behind, and how sure that is; all None where there is no answer yet."""
+    """A drafter's winner, its runner-up and how certain the lead is; all None if there is no answer yet."""
     if answer is None:
         return {"winner": None, "runner_up": None, "evaluate": None, "sure": _sure({})}
     first, *others = ({key: row[key] for key in _OF_FINALIST} for row in answer["finalists"])
@@ -104,7 +104,7 @@ def _sure(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _progress(trials: Sequence[Trial], planned: int | None, rungs: int, worked_on: bool) -> dict[str, Any]:
-    """How many trials of a drafter there are to be, in which states those are that have begun, and which leads."""
+    """A drafter's number of planned trials, the states of those that have begun, and the leader."""
     best = next((trial for trial in ranked(trials) if trial.rows), None)
     return {
         "planned": planned,
@@ -118,7 +118,7 @@ def _progress(trials: Sequence[Trial], planned: int | None, rungs: int, worked_o
 
 
 def print_decoding_overviews(overviews: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print the drafters of all sweeps one below the other, then how far those sweeps are that are not finished."""
+    """Print a table of the drafters of all sweeps, then the progress of unfinished sweeps."""
     table = Table(title="Sweeps over decoding", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.caption, table.caption_justify = LEGEND, "left"
     for column in ("sweep", "winner, runner-up (95 % interval)"):

@@ -1,7 +1,7 @@
-"""The plots of a sweep over decoding choices: what each way to decode was worth, and what is gained at which cost.
+"""The plots of a sweep over decoding choices: the objective of each way to decode, and gain against cost.
 
-One of both for every drafter: ways to decode with different drafters are compared by their winners alone. A plot
-without its figures is left out with the reason. This module refuses to know the page.
+Each drafter gets both plots, because only the winners of different drafters are compared. A plot without figures is
+replaced by the reason. This module does not depend on the page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,12 +39,12 @@ def draw_plots(
     objective: str,
     top: int,
 ) -> list[Plot]:
-    """Draw what there are figures for, drafter by drafter.
+    """Draw the plots for each drafter.
 
     Args:
-        groups: trials by drafter, those that came furthest and are best first.
-        finalists: what was measured side by side, by drafter, as summary.json has it.
-        objective: of the sweep.
+        groups: trials by drafter, ranked by rung and then by objective, best first.
+        finalists: rows of the final side-by-side measurement by drafter, as in summary.json.
+        objective: objective of the sweep.
         top: the highest rung.
     """
     found = []
@@ -64,7 +64,7 @@ def draw_plots(
 
 
 def short_name(name: str, drafter: str) -> str:
-    """A combination's, without its drafter."""
+    """The name of a combination without its drafter."""
     return name.removeprefix(f"{drafter}, ")
 
 
@@ -76,7 +76,7 @@ def _bars(
     objective: str,
     top: int,
 ) -> Plot:
-    """A bar for every trial that was measured, in the order of the table; pale where it was asked less."""
+    """Draw a bar for every measured trial in the order of the table; pale if it was asked fewer questions."""
     word = WORDS[objective]
     title = f"{drafter}: {word} by way to decode"
     measured = [trial for trial in trials if figure(trial.last, "objective") is not None]

@@ -1,4 +1,4 @@
-"""What a sweep over decoding choices leaves behind: summary.json and sweep.parquet for programs, report.html for
+"""Writes the results of a sweep over decoding choices: summary.json and sweep.parquet for programs, report.html for
 people."""
 
 import json
@@ -23,7 +23,7 @@ from sweeps.reports.results import Trial
 from sweeps.reports.views import WORDS
 
 _SHARED = ("target", "questions", "num_questions", "sampling", "max_new_tokens", "max_context", "threads")
-"""Keys that an evaluation takes from the sweep."""
+"""Keys that an evaluation shares with the sweep."""
 _COLUMNS = (
     ("rung", "how far it came; with fewer questions than on the last rung a trial is not comparable"),
     ("questions", "that were asked up to there"),
@@ -41,13 +41,13 @@ _COLUMNS = (
 
 
 def write_decoding(summary: dict[str, Any], trials: Sequence[Trial], output: Path) -> None:
-    """Write all; summary.json comes last, for it says that the sweep is complete."""
+    """Write all files; summary.json comes last, because it marks the sweep as complete."""
     write_text_atomically(output / "report.html", render_html(summary, trials))
     write_tables(summary, list(trials), output)
 
 
 def render_html(summary: dict[str, Any], trials: Sequence[Trial]) -> str:
-    """The page: one file that needs no network, no script and no other file."""
+    """Render the page: one file that needs no network, no script and no other file."""
     answers, word = summary["drafters"], WORDS[summary["objective"]]
     names = dict.fromkeys([*answers, *(trial.choices["drafter"] for trial in trials)])
     groups = {name: ranked([trial for trial in trials if trial.choices["drafter"] == name]) for name in names}
@@ -85,7 +85,7 @@ def render_html(summary: dict[str, Any], trials: Sequence[Trial]) -> str:
 
 
 def sure_in_words(answer: Mapping[str, Any], word: str) -> list[str]:
-    """What a drafter's winner has reached, and whether it has won, in sentences."""
+    """Sentences about what a drafter's winner has reached, and how certain its lead is."""
     between = f" (95 % interval {interval(answer['spread'])})" if answer["spread"] else ""
     found = [f"{word.capitalize()} {number(answer['objective'])}{between}, measured again after the search."]
     if len(answer["finalists"]) < 2 or answer["ahead_interval"] is None:
@@ -95,14 +95,14 @@ def sure_in_words(answer: Mapping[str, Any], word: str) -> list[str]:
 
 
 def _between_in_words(between: Mapping[str, Any] | None, word: str) -> list[str]:
-    """Which drafter is the best one; nothing where there is one."""
+    """Sentences about which drafter is best; empty if there is only one."""
     if between is None:
         return []
     return lead_in_words(between["best"], f"{between['second']}, each at its best,", between, word, "prompts")
 
 
 def left_out_rows(left_out: Mapping[str, Mapping[str, int]]) -> list[tuple[str, int, str]]:
-    """What was not tried: (drafter, how many, why), most frequent first for every drafter."""
+    """Choices that were not tried, as (drafter, count, reason), most frequent first for each drafter."""
     return [
         (drafter, count, reason)
         for drafter, reasons in left_out.items()
@@ -111,16 +111,16 @@ def left_out_rows(left_out: Mapping[str, Mapping[str, int]]) -> list[tuple[str, 
 
 
 def evaluate_command(config: Mapping[str, Any], path: str) -> str:
-    """The command that measures a winner as its sweep did, for a shell.
+    """The shell command that measures a winner in the same way as its sweep.
 
     Args:
-        config: the sweep's, as plain values.
-        path: of the winner's YAML file.
+        config: the sweep's configuration as plain values.
+        path: the winner's YAML file.
     """
     asked = config["confirm"]["num_questions"] or config["num_questions"]
     given = {key: config[key] for key in _SHARED} | {"num_questions": asked}
     drafter = Path(path).stem.removeprefix("best-")
-    given["output"] = str(Path(path).parent / "evaluations" / f"{drafter}-as-in-the-sweep")  # apart from the file's own
+    given["output"] = str(Path(path).parent / "evaluations" / f"{drafter}-as-in-the-sweep")  # not the YAML file's own
     if not config["gpus"]:
         given["target"] = given["target"] | {"device": "cpu"}
     defaults = flatten({"target": _defaults(TargetConfig), "sampling": SamplingParams().model_dump()})
@@ -134,12 +134,12 @@ def evaluate_command(config: Mapping[str, Any], path: str) -> str:
 
 
 def _defaults(config_class: type[TargetConfig | EvaluateConfig]) -> dict[str, Any]:
-    """Of the keys that have one."""
+    """The defaults of the keys that have one."""
     return {key: field.default for key, field in config_class.model_fields.items() if not field.is_required()}
 
 
 def _as_yaml(value: Any) -> str:
-    """A value as an override writes it; texts without quotes where YAML takes them for what they are."""
+    """Format a value for an override; texts get no quotes if YAML reads them as the same text."""
     try:
         is_plain = isinstance(value, str) and yaml.safe_load(value) == value
     except yaml.YAMLError:

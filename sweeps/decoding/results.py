@@ -1,6 +1,6 @@
-"""From what trials and the confirmation left on disk to the answer of a sweep over decoding choices, and its files.
+"""Computes the results of a sweep over decoding choices from trials and the final measurement, and writes its files.
 
-This module refuses to know how it is shown.
+This module does not depend on how the results are shown.
 """
 
 import shutil
@@ -24,18 +24,18 @@ from sweeps.decoding.configs import TuneDecodingConfig
 from sweeps.reports.results import Finalist, Trial, how_sure, read_trials
 
 PLAN_FILE = "plan.json"
-"""How many trials of each drafter there are to be (`trials`), and how many questions each rung asks (`questions`)."""
+"""File with the planned number of trials per drafter (`trials`) and of questions per rung (`questions`)."""
 
 _COMMAND = "python -m pipelines.evaluate TARGET.yaml EVALUATION.yaml {path}"
 
 
 def read_shapes(output: str) -> list[Trial]:
-    """All trials that have begun, first come first, by the names of their combinations."""
+    """All trials that have begun, oldest first, named after their combinations."""
     return [replace(trial, name=Combination.of(trial.choices).name) for trial in read_trials(output)]
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """First those that came furthest, of these the best first; those without figures come last."""
+    """Sort trials by the highest rung reached, then by objective; those without figures come last."""
 
     def merit(trial: Trial) -> tuple[int, float]:
         return trial.last.get("rung", -1), trial.last.get("objective") or 0.0
@@ -44,8 +44,8 @@ def ranked(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def finalists_of(sweep: TuneDecodingConfig, trials: Sequence[Trial]) -> list[Trial]:
-    """The best few of every drafter: those that came furthest, and of these those with the highest objective. One that
-    was stopped may be among them, for all are asked all questions again; one whose text was not the target's is not."""
+    """The best few trials of every drafter, by rung reached and then by objective. Stopped trials may be included,
+    because finalists are asked all questions again; trials that were not lossless are excluded."""
     found = []
     for name in sweep.folders:
         able = [
@@ -56,19 +56,19 @@ def finalists_of(sweep: TuneDecodingConfig, trials: Sequence[Trial]) -> list[Tri
             and one.rows
             and one.last["lossless"] is not False
         ]
-        found += sorted(ranked(able)[: sweep.confirm.finalists], key=lambda one: one.name)  # the same, whoever is ahead
+        found += sorted(ranked(able)[: sweep.confirm.finalists], key=lambda one: one.name)  # in a stable order
     return found
 
 
 def answers_by_drafter(
     sweep: TuneDecodingConfig, trials: Sequence[Trial], figures: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The winner of every drafter and how sure it is, as it stands in summary.json; the best drafter first.
+    """The winner of every drafter and how certain its lead is, as in summary.json; the best drafter first.
 
     Args:
-        sweep: whose objective counts.
+        sweep: provides the objective.
         trials: the finalists.
-        figures: of each of them, measured side by side.
+        figures: the figures of each finalist, measured side by side.
     """
     found = {}
     for name in sweep.folders:
@@ -109,7 +109,7 @@ def between_drafters(
     trials: Sequence[Trial],
     figures: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any] | None:
-    """How sure it is which drafter is the best, each with its winner; None if there is one drafter."""
+    """Which drafter is best, each with its winner, and how certain that is; None if there is only one drafter."""
     if len(answers) < 2:
         return None
     names = {answer["name"] for answer in answers.values()}
@@ -120,7 +120,7 @@ def between_drafters(
 
 
 def spread_of(objective: str, figures: Mapping[str, Any]) -> list[float] | None:
-    """95 % interval of the objective, by bootstrap over the prompts; None if it is not known."""
+    """95 % interval of the objective by bootstrap over prompts; None if unknown."""
     if objective == "tokens_per_second":
         found = ratio_interval([(tokens, seconds) for tokens, seconds, *_ in figures.get("answers", ())])
     else:
@@ -129,9 +129,9 @@ def spread_of(objective: str, figures: Mapping[str, Any]) -> list[float] | None:
 
 
 def write_best(sweep: TuneDecodingConfig, drafter: str, combination: Combination) -> Path:
-    """Write what pipelines.evaluate takes behind its own files to measure a winner: `best-<drafter>.yaml`.
+    """Write `best-<drafter>.yaml`, to append to the files of pipelines.evaluate in order to measure the winner.
 
-    A drafter whose vocabulary was cut down is written beside it, for everything else that decodes.
+    If the winner reduces the draft vocabulary, also save the reduced drafter, so that other commands can use it.
     """
     output = Path(sweep.output)
     folder = sweep.folders[drafter]
@@ -149,7 +149,7 @@ def write_best(sweep: TuneDecodingConfig, drafter: str, combination: Combination
 
 
 def _restricted(sweep: TuneDecodingConfig, combination: Combination, folder: Path) -> Path:
-    """Save a drafter with the draft vocabulary that has won."""
+    """Save a drafter with the winning draft vocabulary."""
     assert sweep.activations is not None
     assert combination.draft_vocab_size is not None
     source = Path(sweep.folders[combination.drafter])

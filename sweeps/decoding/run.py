@@ -1,4 +1,4 @@
-"""A sweep over decoding choices from beginning to end: check, search, make sure of the winners. Needs a Ray session."""
+"""Runs a sweep over decoding choices: check, search, confirm the winners, report. Requires a Ray session."""
 
 import hashlib
 import json
@@ -39,11 +39,11 @@ from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tu
 
 
 def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
-    """Run a sweep, or go on with it; returns what summary.json holds.
+    """Run or resume a sweep; returns the contents of summary.json.
 
     Raises:
-        ConfigError, DataError, MismatchError: what speaks against it; nothing has been started.
-        DataError: not one trial came to its end.
+        ConfigError, DataError, MismatchError: a check failed; nothing has been started.
+        DataError: no trial produced a usable measurement.
     """
     output = Path(sweep.output).absolute()
     limits = limits_of(sweep)
@@ -81,11 +81,11 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
 
 
 def is_complete(sweep: TuneDecodingConfig) -> bool:
-    """Whether the sweep is done; refuses one that is not, unless it is to go on.
+    """Whether the sweep is done. An unfinished sweep is refused unless `resume` is set.
 
     Raises:
         MismatchError: the folder holds another sweep.
-        ConfigError: it holds an unfinished one, and `resume` is not given.
+        ConfigError: the folder holds an unfinished sweep, and `resume` is not set.
     """
     return is_done(Path(sweep.output), _recorded(sweep), lambda: fingerprints(sweep), sweep.resume)
 
@@ -101,14 +101,14 @@ def _total(sweep: TuneDecodingConfig, listing: Listing) -> int:
 
 
 def num_planned(sweep: TuneDecodingConfig, listing: Listing, drafter: str) -> int:
-    """How many trials of a drafter there will be, or at most if they are proposed: those that it had begun before the
-    sweep went on with another space are among them."""
+    """The number of trials of a drafter, or its maximum if a searcher proposes them. Includes trials that began before
+    the sweep was resumed with another space."""
     own = [one for one in read_shapes(sweep.output) if one.choices["drafter"] == drafter]
     return _total(sweep, listing) + sum(_is_left(sweep, {drafter: listing}, one) for one in own)
 
 
 def _is_left(sweep: TuneDecodingConfig, listings: Mapping[str, Listing], trial: Trial) -> bool:
-    """Whether it was begun before the sweep went on with another space, which has no place for it."""
+    """Whether the trial is left over from an earlier space and is not part of the current one."""
     if isinstance(sweep.search, OptunaSearch):
         return not lies_in(TrialFolder(trial.folder).record["drawn"], sweep.space)
     listing = listings.get(trial.choices["drafter"], Listing())
@@ -138,11 +138,11 @@ def _plan(
 
 
 def _search(sweep: TuneDecodingConfig, limits: Limits, listing: Listing, plan: Plan) -> None:
-    """Find the best ways to decode with one drafter; others have rungs of their own."""
+    """Search the best ways to decode with one drafter; each drafter is searched separately."""
     if isinstance(sweep.search, OptunaSearch):
         records = [folder.record for folder in trial_folders(sweep.output)]
         begun = [record["drawn"] for record in records if record["choices"]["drafter"] == limits.name]
-        begun = [choices for choices in begun if lies_in(choices, sweep.space)]  # others are of another space
+        begun = [choices for choices in begun if lies_in(choices, sweep.space)]  # drop those of an earlier space
         inner = optuna_searcher(sweep.search, sweep.space, begun)
 
         rng = random.Random(sweep.search.seed)
@@ -155,12 +155,12 @@ def _search(sweep: TuneDecodingConfig, limits: Limits, listing: Listing, plan: P
         tune_proposed(plan, sweep.space, sweep.search.num_trials, searcher)
     elif listing.combinations:
         points = [one.choices for one in listing.combinations]
-        random.Random(0).shuffle(points)  # else a scheduler would meet one key's values one after the other
+        random.Random(0).shuffle(points)  # otherwise the scheduler would see the values of one key in sequence
         tune_listed(plan, points)
 
 
 def _confirm(sweep: TuneDecodingConfig, finalists: list[Trial], console: Console) -> list[dict[str, Any]]:
-    """Measure the best of all drafters side by side, with nothing beside them."""
+    """Measure the finalists of all drafters side by side, with nothing else running."""
     points = [trial.choices for trial in finalists]
     count = num_questions(sweep, sweep.confirm.num_questions or sweep.num_questions)
     digest = hashlib.sha256(json.dumps([points, count], sort_keys=True).encode()).hexdigest()[:8]
@@ -200,5 +200,5 @@ def _write(
 
 
 def _recorded(sweep: TuneDecodingConfig) -> TuneDecodingConfig:
-    """A sweep as it is noted."""
+    """The sweep's configuration as recorded in its folder."""
     return sweep.model_copy(update={"resume": False})

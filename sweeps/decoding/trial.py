@@ -1,8 +1,8 @@
-"""One trial: a trained drafter decodes with one tree and one draft vocabulary, and is asked more questions on every
-rung. Runs in an actor of Ray Tune, which holds the target for the trials after it.
+"""One trial: a trained drafter decodes with one tree and one draft vocabulary, and each rung asks more questions. Runs
+in a Ray Tune actor, which keeps the target loaded for later trials.
 
-Every answer is kept as it comes, with its timings; figures of a rung are made from all answers up to there. So a trial
-that was killed goes on with the next question.
+Every answer is stored at once with its timings, and the figures of a rung cover all answers so far. A killed trial
+therefore resumes with the next question.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,20 +34,20 @@ from sweeps.tuning.folders import ENDED, trial_folder
 from sweeps.tuning.spaces import Choices
 
 Ask = Callable[[int], list[dict[str, Any]]]
-"""ask(count): figures of all combinations over the first so many questions."""
+"""ask(count) returns the figures of all combinations over the first `count` questions."""
 
 
 def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int], progress_actor: Any) -> None:
-    """Ask the questions of every rung and report it to Ray Tune, until it stops this process or the last one is done.
+    """Ask the questions of each rung and report it to Ray Tune, until Tune stops this process or the last rung is done.
 
-    Our own errors end the trial and are noted in its folder; those of the machine are raised, for Tune to try again.
+    Our own errors end the trial and are recorded in its folder; errors of the machine are raised, so that Tune retries.
 
     Args:
-        choices: as a searcher drew them.
-        config: the sweep's, as JSON.
-        limits: of the drafter.
-        sizes: questions, by rung.
-        progress_actor: the sweep's.
+        choices: the choices as the searcher drew them.
+        config: the sweep's configuration as JSON.
+        limits: limits of the drafter.
+        sizes: number of questions by rung.
+        progress_actor: the sweep's progress actor.
     """
     sweep, combination = TuneDecodingConfig.model_validate_json(config), combine(choices, limits)
     folder = trial_folder(sweep.output, combination.choices)
@@ -71,7 +71,7 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
                             f"{sweep.objective} is not known of {size} questions, whose answers are one token long: "
                             "give other questions, or fewer rungs"
                         )
-                except UnreachableError:  # may answer again
+                except UnreachableError:  # may be temporary: let Tune retry
                     raise
                 except MorayError as error:
                     folder.end("failed", str(error))
@@ -86,23 +86,23 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
 
 
 def measure_together(config: str, points: Sequence[Choices], folder: str, count: int) -> list[dict[str, Any]]:
-    """Figures of some combinations, asked the same questions in turn, in this process alone."""
+    """Measure several combinations in this process, in turn on the same questions; returns their figures."""
     with asking(config, [Combination.of(choices) for choices in points], Path(folder), count) as ask:
         return ask(count)
 
 
 @contextmanager
 def asking(config: str, combinations: Sequence[Combination], folder: Path, most: int) -> Iterator[Ask]:
-    """Load what decodes, and keep its answers in a folder.
+    """Load target and drafters, and provide an `Ask` that stores the answers in a folder.
 
     Args:
-        config: the sweep's, as JSON.
-        combinations: which are asked in turn.
-        folder: made if need be.
-        most: questions that will be asked.
+        config: the sweep's configuration as JSON.
+        combinations: the combinations to ask in turn.
+        folder: where to store the answers; created if missing.
+        most: maximum number of questions that will be asked.
 
     Raises:
-        MorayError: something does not go together, or not one question fits into the context.
+        MorayError: target, drafters and trees do not fit together, or no question fits into the context.
     """
     sweep = TuneDecodingConfig.model_validate_json(config)
     paths = tuple(dict.fromkeys(sweep.folders[one.drafter] for one in combinations))
@@ -130,7 +130,7 @@ def asking(config: str, combinations: Sequence[Combination], folder: Path, most:
 
 @lru_cache(maxsize=1)
 def _load(config: str, most: int) -> tuple[list[Question], ChatTokenizer, Target]:
-    """Questions, tokenizer and target, which all trials of a process share."""
+    """Load questions, tokenizer and target once per process, shared by all its trials."""
     sweep = TuneDecodingConfig.model_validate_json(config)
     return load_target(sweep.evaluation(sweep.drafters, (ChainShape(type="chain", depth=1),), "", most))
 
@@ -138,7 +138,7 @@ def _load(config: str, most: int) -> tuple[list[Question], ChatTokenizer, Target
 def _drafters(
     sweep: TuneDecodingConfig, combinations: Sequence[Combination], target: Target, tokenizer: ChatTokenizer
 ) -> dict[str, Drafter]:
-    """The drafter of every combination by its name, loaded once for each draft vocabulary."""
+    """The drafter of each combination by the combination's name; each pair of drafter and vocabulary is loaded once."""
     loaded: dict[tuple[str, int | None], Drafter] = {}
     for one in combinations:
         if (one.drafter, one.draft_vocab_size) not in loaded:

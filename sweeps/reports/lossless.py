@@ -1,11 +1,11 @@
-"""Which measurements of a sweep promise plain decoding's text: those of its trials, and those of its finalists."""
+"""Collects the losslessness of all measurements in a sweep, of both trials and finalists."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 
 def lossless_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, bool | None]]:
-    """Pairs of a measurement's name and whether its text equals plain decoding's, as `check_lossless` takes them.
+    """Yield pairs of a measurement's name and whether its text equals plain decoding's, for `check_lossless`.
 
     Args:
         summary: the summary.json of a sweep of trainings or of decoding.

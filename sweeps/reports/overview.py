@@ -1,4 +1,4 @@
-"""One or many sweeps at a glance, from what lies in their folders. Knows neither Ray nor pictures."""
+"""Overviews of sweeps of trainings, read from their folders. Uses neither Ray nor plots."""
 
 import dataclasses
 from collections import Counter
@@ -25,11 +25,11 @@ from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.spaces import Space, size
 
 LEGEND = "sure: how often the winner stays ahead of the next when prompts and seeds are drawn again; ?: may be chance"
-"""What the columns of the tables mean that need a word."""
+"""Explains the columns that are not self-explanatory."""
 
 
 def overview(folder: str) -> dict[str, Any]:
-    """What a sweep has found, or how far it is.
+    """Results or progress of a sweep of trainings.
 
     Raises:
         DataError: the folder holds no sweep, or a damaged one.
@@ -65,7 +65,7 @@ def overview(folder: str) -> dict[str, Any]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The sweep's configuration, as it was begun or gone on with last."""
+    """The sweep's configuration, as of its start or last resumption."""
     if (path / RUN_FILE).is_file():
         config = read_run_yaml(path).get("config")
         config = with_current_names(SweepConfig, config, notice=False) if isinstance(config, dict) else {}
@@ -82,7 +82,7 @@ def _runner_up(sure: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _progress(search: Searched, config: dict[str, Any], worked_on: bool) -> dict[str, Any]:
-    """How many trials there are to be, in which states those are that have begun, and who leads."""
+    """The number of planned trials, the states of those that have begun, and the leader."""
     best = search.ranked[:1]
     return {
         "planned": _planned(search.space, config["search"]),
@@ -104,7 +104,7 @@ def _leader(trial: Trial) -> dict[str, Any]:
 
 
 def print_overviews(overviews: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print the sweeps side by side, then sweep by sweep what each value was worth."""
+    """Print a table of the sweeps, the progress of unfinished ones, then per sweep the objective by value."""
     console.print(_side_by_side(overviews))
     for found in overviews:
         if not found["complete"]:
@@ -137,19 +137,19 @@ def _side_by_side(overviews: Sequence[dict[str, Any]]) -> Table:
 
 
 def named(name: str, value: float, spread: Sequence[float] | None) -> str:
-    """One of the best, what it has reached, and between which bounds if they are known."""
+    """Format a trial's name with its objective and, if known, its interval."""
     return f"{name}: {number(value)}" + (f" ({interval(spread)})" if spread else "")
 
 
 def sure_cell(sure: dict[str, Any]) -> str:
-    """In how many resamples the winner stays ahead; `?` where the 95 % interval of its lead holds 0."""
+    """Share of resamples in which the winner stays ahead; `?` if the 95 % interval of its lead contains 0."""
     if sure["stays_ahead"] is None:
         return "-"
     return f"{percent(sure['stays_ahead'])}{'' if sure['ahead_interval'][0] > 0 else ' ?'}"
 
 
 def how_far(name: str, objective: str, progress: Mapping[str, Any]) -> str:
-    """How far a sweep, or a part of one, has come that is not finished."""
+    """Describe the progress of an unfinished sweep, or of a part of one."""
     words = {} if progress["worked_on"] else {"running": "interrupted"}
     ended, others = [], []
     for state, count_of in progress["states"].items():

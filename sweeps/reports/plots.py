@@ -1,7 +1,7 @@
-"""The plots of a sweep: what each combination was worth, how trials learnt, and what is gained at which cost.
+"""The plots of a sweep of trainings: the objective of each combination, learning curves, and gain against cost.
 
-A trial that was stopped early is drawn as such wherever it stands beside finished ones. A plot without its figures is
-left out with the reason. This module refuses to know the page.
+Wherever trials that were stopped early appear next to finished ones, they are marked. A plot without figures is
+replaced by the reason. This module does not depend on the page.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NUM_NAMED = 6  # lines of a plot that have a colour and a name
-_NUM_NUMBERED = 10  # points of a front
-_NUM_COLOURS = 24  # few enough for a bar of shapes, not of pixels
+_NUM_NAMED = 6  # maximum number of lines with a colour and a name
+_NUM_NUMBERED = 10  # maximum number of numbered points on a front
+_NUM_COLOURS = 24  # few enough that the colour bar is drawn as shapes instead of pixels
 _FADED = 0.3
 _FRONT = "What is gained, and what drafting costs"
 
 
 def draw_plots(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> list[Plot]:
-    """Draw every plot that the trials have figures for, in the order of the page."""
+    """Draw all plots in the order of the page."""
     return [
         *(_map(search, key) for key in ("tau", "speedup")),
         _curves(search),
@@ -38,14 +38,14 @@ def draw_plots(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> list[Plo
 
 
 def _map(search: Searched, key: str) -> Plot:
-    """A coloured table: the first two keys with lists; pale and hatched where a trial was stopped."""
+    """Draw a heat map over the first two keys with lists; pale and hatched where a trial was stopped."""
     name, word = f"map-{key}", WORDS[key]
     lists = list(search.lists)
     if not lists:
         return Plot(name, f"Map of {word}", "", missing="no key of the space has a list of at least two values")
     down, across = lists[0], lists[1] if len(lists) > 1 else None
     if across and len(search.lists[across]) > len(search.lists[down]):
-        down, across = across, down  # a page is longer than wide
+        down, across = across, down  # the longer list goes down, because a page is taller than wide
     names = [short(one, search.space) for one in (down, across) if one]
     title = f"Map of {word}: {' by '.join(names)}"
     table = cells(search, down, across)
@@ -117,7 +117,7 @@ def _paint_cells(canvas: "Figure", axes: "Axes", search: Searched, table: list[l
 
 
 def _curves(search: Searched) -> Plot:
-    """Lines over training: the best in colour, all others thin."""
+    """Draw learning curves: the best trials in colour, all others as thin lines."""
     keys = ["tau", "speedup"] if search.objective == "tau" else ["objective", "tau"]
     title = f"Learning: {WORDS[search.objective]} and {WORDS['speedup' if search.objective == 'tau' else 'tau']}"
     ranked = [trial for trial in search.ranked if any(figure(row, keys[0]) is not None for row in trial.rows)]
@@ -166,15 +166,15 @@ def front_plot(
     brief: Callable[[Trial], str],
     naming: str,
 ) -> Plot:
-    """Tau against what drafting costs, and the front.
+    """Plot tau against drafting cost, with the Pareto front.
 
     Args:
-        name: of the plot, its own on the page.
-        title: for people.
-        trials: all that may be drawn.
-        is_whole: whether a trial came to the last rung; only such ones make the front.
-        brief: what tells a trial from the others, in at most 46 letters.
-        naming: what a brief name is made of.
+        name: name of the plot, unique on the page.
+        title: title of the plot.
+        trials: all trials that may be drawn.
+        is_whole: whether a trial reached the last rung; only these can be on the front.
+        brief: a short name of a trial, at most 46 characters.
+        naming: explains what the short names consist of.
     """
     known = [trial for trial in trials if _cost(trial.last) is not None and figure(trial.last, "tau")]
     if not known:
@@ -216,7 +216,7 @@ def front_plot(
 
 
 def _draw_speedups(axes: "Axes") -> None:
-    """Lines of equal ideal speed-up across what is shown."""
+    """Draw lines of equal ideal speed-up across the visible area."""
     from matplotlib.ticker import MaxNLocator
 
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
@@ -242,7 +242,7 @@ def _places(trials: Sequence[Trial]) -> tuple[list[float], list[float]]:
 
 
 def _apart(names: Sequence[str]) -> list[str]:
-    """Names by which things are told apart: one that comes again is numbered."""
+    """Make names unique by numbering repeated ones."""
     return [f"{name} ({names[:i].count(name) + 1})" if name in names[:i] else name for i, name in enumerate(names)]
 
 

@@ -1,4 +1,4 @@
-"""What a sweep leaves behind: summary.json and sweep.parquet for programs, report.html for people."""
+"""Writes the results of a sweep of trainings: summary.json and sweep.parquet for programs, report.html for people."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def write_sweep(summary: dict[str, Any], trials: list[Trial], output: Path) -> None:
-    """Write all; summary.json comes last, for it says that the sweep is complete."""
+    """Write all files; summary.json comes last, because it marks the sweep as complete."""
     write_text_atomically(output / "report.html", render_html(summary, trials))
     write_tables(summary, trials, output)
 
@@ -46,7 +46,7 @@ def write_tables(summary: dict[str, Any], trials: list[Trial], output: Path) -> 
 
 
 def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
-    """The page: one file that needs no network, no script and no other file."""
+    """Render the page: one file that needs no network, no script and no other file."""
     from sweeps.reports.plots import draw_plots
 
     search = searched(trials, read_space(summary["config"]["space"]), summary["objective"])
@@ -74,12 +74,12 @@ def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
 
 
 def is_batched(summary: dict[str, Any]) -> bool:
-    """Whether several sequences were decoded together: then figures are of rounds over all prompts."""
+    """Whether several sequences were decoded together, in which case figures are per round over all prompts."""
     return summary["config"].get("decoding", {}).get("batch_size", 1) > 1
 
 
 def how_sure_in_words(summary: dict[str, Any]) -> list[str]:
-    """Whether the winner has won, in sentences."""
+    """Sentences about how certain the winner's lead is."""
     sure, word = summary["sure"], WORDS[summary["objective"]]
     drawn = "rounds" if is_batched(summary) else "prompts"
     first, *others = sure["finalists"]
@@ -98,15 +98,15 @@ def how_sure_in_words(summary: dict[str, Any]) -> list[str]:
 def lead_in_words(
     first: str, second: str, sure: Mapping[str, Any], word: str, drawn: str, span: str = "95 % interval"
 ) -> list[str]:
-    """By how much one is ahead of another, and whether that may be chance.
+    """Sentences about how far one is ahead of another, and whether that may be chance.
 
     Args:
-        first: who is ahead.
-        second: of whom.
-        sure: what `how_sure` found of the two.
-        word: the objective, as people call it.
-        drawn: what was drawn again.
-        span: what the ends of `ahead_interval` are.
+        first: name of the one ahead.
+        second: name of the one behind.
+        sure: result of `how_sure` for the two.
+        word: the objective in words.
+        drawn: what was resampled.
+        span: what the bounds of `ahead_interval` are.
     """
     low, high = sure["ahead_interval"]
     gap = (
@@ -121,7 +121,7 @@ def _cells(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def setting_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Nested settings as (dotted key, text)."""
+    """Flatten nested settings to pairs of (dotted key, text)."""
     return [
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         for key, value in flatten(values).items()

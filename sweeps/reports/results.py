@@ -1,4 +1,4 @@
-"""From what trials left in their folders to the answer of a sweep. Knows neither Ray nor how anything was measured."""
+"""Computes the results of a sweep from the folders of its trials. Independent of Ray and of how trials are measured."""
 
 import math
 import random
@@ -19,7 +19,7 @@ Answers = Sequence[Sequence[float]]
 
 
 def objective_of(name: str, answers: Answers) -> float:
-    """The objective over some answers."""
+    """Compute the objective over some answers."""
     tokens, seconds, plain, cycles, emitted = (sum(column) for column in zip(*answers, strict=True))
     figures = {
         "speedup": plain / seconds if seconds else 0.0,
@@ -31,7 +31,7 @@ def objective_of(name: str, answers: Answers) -> float:
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial, as its folder tells."""
+    """One trial, as recorded in its folder."""
 
     name: str
     choices: dict[str, Any]
@@ -42,17 +42,17 @@ class Trial:
 
     @property
     def last(self) -> dict[str, Any]:
-        """What was measured on the highest rung that it has come to; empty if on none."""
+        """The figures on the highest rung that the trial has reached; empty if it has reached none."""
         return self.rows[-1] if self.rows else {}
 
     @property
     def training_tokens(self) -> int:
-        """Tokens that it was trained on, measured or not."""
+        """Tokens that the trial was trained on, including those after its last measurement."""
         reports = read_metrics(self.folder)
         return int(max(self.last.get("training_tokens", 0), reports[-1]["tokens"] if reports else 0))
 
     def summary(self) -> dict[str, Any]:
-        """As it stands in summary.json."""
+        """The trial as in summary.json."""
         figures = {key: value for key, value in self.last.items() if key != "answers"}
         return {
             "name": self.name,
@@ -66,7 +66,7 @@ class Trial:
 
 
 def read_trials(output: str) -> list[Trial]:
-    """All trials that have begun, first come first."""
+    """All trials that have begun, oldest first."""
     return [_read(folder) for folder in trial_folders(output)]
 
 
@@ -77,20 +77,20 @@ def _read(folder: TrialFolder) -> Trial:
 
 
 def best_trials(trials: Sequence[Trial], count: int) -> list[Trial]:
-    """The best of those that were trained to the end; one whose text was not the target's own is none of them."""
+    """The best trials that were trained to the end, without those that were not lossless."""
     finished = [trial for trial in trials if trial.state == "finished" and trial.last["lossless"] is not False]
     return sorted(finished, key=lambda trial: -trial.last["objective"])[:count]
 
 
 def first_message(trials: Sequence[Trial]) -> str:
-    """What went wrong first, to stand behind what follows from it; empty if nothing did."""
+    """The first trial's error message as the end of a sentence; empty if no trial has one."""
     bad = [trial for trial in trials if trial.message]
     return f"; the first of {len(bad)} that went wrong: {bad[0].name}: {bad[0].message}" if bad else ""
 
 
 @dataclass(frozen=True)
 class Finalist:
-    """One combination, trained from several seeds and measured beside the other finalists."""
+    """One combination, trained from one or more seeds and measured side by side with the other finalists."""
 
     name: str
     choices: dict[str, Any]
@@ -99,13 +99,13 @@ class Finalist:
     folders: dict[int, str]
 
     def objectives(self, name: str) -> list[float]:
-        """The objective, seed by seed."""
+        """The objective of each seed."""
         return [objective_of(name, figures["answers"]) for figures in self.seeds.values()]
 
 
 def how_sure(finalists: Sequence[Finalist], objective: str) -> dict[str, Any]:
-    """How far the best finalist is ahead of the next one, and how often it stays ahead when prompts and seeds are drawn
-    again (bootstrap, with the same prompts for both: they were measured in turn)."""
+    """How far the best finalist is ahead of the second, and how often it stays ahead when prompts and seeds are
+    resampled (paired bootstrap: both get the same prompts, because they were measured in turn)."""
     ranked = sorted(finalists, key=lambda finalist: -statistics.fmean(finalist.objectives(objective)))
     rows = [
         {
@@ -132,7 +132,7 @@ def how_sure(finalists: Sequence[Finalist], objective: str) -> dict[str, Any]:
 
 
 def _resampled_gaps(first: Finalist, second: Finalist, objective: str) -> list[float]:
-    rng = random.Random(0)  # the same measurements give the same answer
+    rng = random.Random(0)  # fixed seed, so that the same measurements give the same result
     ours, theirs = (list(finalist.seeds.values()) for finalist in (first, second))
     num_prompts = len(ours[0]["answers"])
     gaps = []
@@ -150,8 +150,8 @@ def _resampled_gaps(first: Finalist, second: Finalist, objective: str) -> list[f
 
 
 def rank_agreement(trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """How well the order of trials on every earlier rung told their order on the last one: Spearman's correlation over
-    the trials that came to both. Where trials were stopped on the way, those are the best ones alone."""
+    """How well the ranking on each earlier rung predicted the ranking on the last one: Spearman's correlation over the
+    trials that reached both. If trials were stopped early, these are only the best ones."""
     numbers = sorted({row["rung"] for trial in trials for row in trial.rows})
     found = []
     for number in numbers[:-1]:
@@ -174,7 +174,7 @@ def rank_agreement(trials: Sequence[Trial]) -> list[dict[str, Any]]:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Rank correlation; None for fewer than three pairs, or where all are equal."""
+    """Rank correlation; None for fewer than three pairs, or if all values of one side are equal."""
     if len(first) < 3:
         return None
     import pandas as pd
@@ -184,11 +184,11 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 Figure = Callable[[Mapping[str, Any]], float]
-"""figure(row): one number of what was measured on a rung."""
+"""figure(row) returns one figure of a rung's measurement."""
 
 
 def pareto(trials: Sequence[Trial], gain: Figure, cost: Figure) -> list[Trial]:
-    """The trials of which none other has as much gain for less cost, or more for as much; cheapest first."""
+    """The Pareto front: trials that no other trial dominates in gain and cost, cheapest first."""
     measured = sorted((one for one in trials if one.rows), key=lambda one: (cost(one.last), -gain(one.last)))
     front: list[Trial] = []
     for trial in measured:

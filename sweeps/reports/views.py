@@ -1,6 +1,6 @@
-"""What people are shown of a sweep's trials: how far each was trained, the cells of a map, what each value is worth.
+"""Views of a sweep's trials for reports: how long each was trained, the cells of a map, and the objective by value.
 
-This module refuses to know pictures and pages.
+This module does not depend on plots or pages.
 """
 
 import itertools
@@ -18,29 +18,29 @@ from sweeps.reports.results import Trial
 from sweeps.tuning.spaces import Range, Space, label, lies_in, short, show
 
 WORDS = {"speedup": "speed-up", "tau": "tau", "tokens_per_second": "tokens per second"}
-"""Objectives, as people call them."""
+"""Names of the objectives in reports."""
 
-_NUM_PARTS = 4  # of a range whose values are looked at together
+_NUM_PARTS = 4  # parts that a range is divided into, to group its values
 _SPACE: TypeAdapter[dict[str, list[Any] | Range]] = TypeAdapter(Space)
 
 
 def read_space(values: Mapping[str, Any]) -> Space:
-    """A space as a summary or a run.yaml holds it."""
+    """Parse a space from a summary or a run.yaml."""
     return _SPACE.validate_python(values)
 
 
 def figure(row: Mapping[str, Any], key: str) -> float | None:
-    """A figure of what was measured on a rung; None if it is missing or no number."""
+    """A figure of a rung's measurement; None if it is missing or not a finite number."""
     value = row.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class Searched:
-    """The trials of a search, and what it chose from.
+    """The trials of a search, with its space and objective.
 
-    Trainings from other seeds, for the winner's sake, are none; nor are trials that a sweep had before it went on with
-    another space.
+    It excludes the extra trainings from other seeds that confirm the winner, and trials that began before the sweep was
+    resumed with another space.
     """
 
     trials: Sequence[Trial]
@@ -49,20 +49,20 @@ class Searched:
 
     @property
     def top(self) -> float:
-        """Training tokens of the highest rung that a trial has come to."""
+        """Training tokens of the highest rung that any trial has reached."""
         return max((row["rung_tokens"] for trial in self.trials for row in trial.rows), default=0.0)
 
     def share(self, trial: Trial) -> float:
-        """How much of the training that leads to the highest rung a trial has had."""
+        """A trial's training as a share of the training needed for the highest rung."""
         return trial.last.get("rung_tokens", 0.0) / self.top if self.top else 0.0
 
     def is_whole(self, trial: Trial) -> bool:
-        """Whether it was trained as long as any: only such ones may be compared."""
+        """Whether a trial reached the highest rung; only such trials are comparable."""
         return bool(trial.rows) and trial.last["rung_tokens"] >= self.top
 
     @property
     def ranked(self) -> list[Trial]:
-        """Those with figures: first those trained longest, of these the best first."""
+        """The trials with figures, sorted by training length, then by objective, best first."""
         return sorted((trial for trial in self.trials if trial.rows), key=_merit, reverse=True)
 
     @property
@@ -72,11 +72,11 @@ class Searched:
 
     @property
     def naming(self) -> str:
-        """The keys whose values make a trial's brief name."""
+        """The keys whose values make up a trial's short name."""
         return " / ".join(short(key, self.space) for key in self._varied)
 
     def brief(self, trial: Trial, length: int) -> str:
-        """What tells a trial from the others: its label, or its values alone if there is no room for all labels."""
+        """A trial's short name: its label, or only its values if not all labels fit."""
         labels = [label({key: one.choices[key] for key in self._varied}) for one in (*self.trials, trial)]
         if max(map(len, labels)) <= length:
             return shorten(labels[-1], length)
@@ -90,7 +90,7 @@ class Searched:
 
 
 def searched(trials: Iterable[Trial], space: Space, objective: str) -> Searched:
-    """The search's own of all trials of a sweep."""
+    """Select the trials that belong to the current search from all trials of a sweep."""
     return Searched([trial for trial in trials if lies_in(trial.choices, space)], space, objective)
 
 
@@ -100,9 +100,9 @@ def _merit(trial: Trial) -> tuple[float, float]:
 
 
 def cells(search: Searched, down: str, across: str | None) -> list[list[Trial | None]]:
-    """A table of trials: a line for every value of one key, a column for every value of another (or one column).
+    """Arrange trials in a table with a row per value of `down` and a column per value of `across` (or one column).
 
-    Of several trials in one place the one stands there that was trained longest, of these the best.
+    If several trials share a cell, it shows the one trained longest, or the best of those.
     """
     found: dict[tuple[str, str], Trial] = {}
     for trial in search.trials:
@@ -119,7 +119,7 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Worth:
-    """What one value of a key, or one part of its range, has brought."""
+    """The objective of the trials with one value of a key, or with values in one part of its range."""
 
     key: str
     value: str
@@ -129,18 +129,18 @@ class Worth:
 
 
 def common_rung(search: Searched) -> int | None:
-    """The highest rung that every trial with figures has come to; what diverged or failed is left aside."""
+    """The highest rung that all trials with figures have reached, ignoring diverged and failed ones."""
     lasts = [trial.last["rung"] for trial in search.trials if trial.rows and trial.state not in ("diverged", "failed")]
     return min(lasts, default=None)
 
 
 def tokens_at(search: Searched, rung: int | None) -> float | None:
-    """Training tokens of a rung; None if no trial came to it."""
+    """Training tokens of a rung; None if no trial has reached it."""
     return next((row["rung_tokens"] for trial in search.trials for row in trial.rows if row["rung"] == rung), None)
 
 
 def worths(search: Searched, rung: int | None) -> list[Worth]:
-    """The objective on one rung by the values of every key that has more than one; none if no trial came to it."""
+    """The objective on one rung by value, for each key with several values; empty if no trial has reached the rung."""
     measured = [
         (trial, objective)
         for trial in search.trials
@@ -167,7 +167,7 @@ def worths(search: Searched, rung: int | None) -> list[Worth]:
 
 
 def _parts(dimension: Range) -> list[tuple[float, float]]:
-    """Parts of a range that are equally wide, on its own scale."""
+    """Divide a range into parts of equal width on its own scale."""
     ends = [at_height(dimension, part / _NUM_PARTS) for part in range(_NUM_PARTS + 1)]
     return list(itertools.pairwise(ends))
 
@@ -177,7 +177,7 @@ def _part_of(value: float, parts: Sequence[tuple[float, float]]) -> int:
 
 
 def height(dimension: Range, value: float) -> float:
-    """Where a value stands in its range, on the range's own scale: 0 at the low end, 1 at the high one."""
+    """Position of a value in its range, on the range's own scale: 0 at the low end, 1 at the high end."""
     low, high = dimension.low, dimension.high
     if dimension.type == "loguniform":
         return math.log(value / low) / math.log(high / low)
@@ -185,6 +185,6 @@ def height(dimension: Range, value: float) -> float:
 
 
 def at_height(dimension: Range, share: float) -> float:
-    """`height` taken back."""
+    """The inverse of `height`."""
     low, high = dimension.low, dimension.high
     return low * (high / low) ** share if dimension.type == "loguniform" else low + (high - low) * share

@@ -1,4 +1,4 @@
-"""What speaks against a sweep, found before anything starts: every corner of its space is looked at, on paper."""
+"""Checks a sweep before anything starts, by validating every corner of its space without training."""
 
 import os
 
@@ -25,16 +25,17 @@ from sweeps.tuning.spaces import corners_of, label
 from sweeps.tuning.tuner import WAITING_CPUS
 
 _READING_CPUS = 0.5
-"""Of the tasks that read for trials: what must be free beside the workers, or all wait for ever."""
+"""CPUs of the tasks that read data for trials; without this reserve beside the workers, all would wait forever."""
 
 
 def check_sweep(sweep: SweepConfig) -> list[Rung]:
-    """The ladder of a sweep against which nothing speaks.
+    """Check a sweep and return its ladder.
 
     Raises:
-        ConfigError: a misspelt key, a value that a drafter cannot have, a tree that is too deep for one.
-        DataError: no complete cache, columns that it lacks, too few chats for the ladder.
-        MismatchError: the cache is another target's.
+        ConfigError: a key is misspelt, a value is not valid for a drafter, the tree is too deep for one, the source is
+            not a cache, there are fewer questions than the batch size, or two rungs fall on the same update.
+        DataError: the cache is incomplete, lacks columns, or has too few chats for the ladder.
+        MismatchError: the cache belongs to another target.
     """
     corners = [(choices, sweep.trial(choices)) for choices in corners_of(sweep.space)]
     first = corners[0][1]
@@ -77,7 +78,7 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
             )
         wanted = steps[-1]
         whole = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": None})})
-        same = f"{whole.train!r} {drafters[id(config)].needs!r}"  # all that the length hangs on and trials differ in
+        same = f"{whole.train!r} {drafters[id(config)].needs!r}"  # everything trials vary that affects the length
         if same not in lengths:
             lengths[same] = run_length(whole, manifest, drafters[id(config)])
         there = lengths[same]
@@ -91,10 +92,10 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
 
 
 def concurrency(sweep: SweepConfig, config: DistillConfig) -> int:
-    """How many trials run at a time: as many as there is room for, on this machine no more than it has cores.
+    """The number of trials that run at the same time: as many as fit; on a single machine, limited by its cores.
 
     Raises:
-        ConfigError: there is no room for one.
+        ConfigError: a measurement asks for more CPUs or GPUs than there are.
     """
     num_workers(config)
     workers = config.workers

@@ -1,4 +1,4 @@
-"""Configuration of sweeps. Torch-free."""
+"""Configuration of sweeps of trainings. Torch-free."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,20 +39,20 @@ class DecodingConfig(Config):
     num_questions: int | None = Field(default=None, ge=1)
     """Number of questions to ask, one of each category in turn; null for all."""
     max_new_tokens: int = Field(default=64, ge=2)
-    """Most tokens of an answer."""
+    """Maximum number of tokens per answer."""
     rounds: int = Field(default=3, ge=1)
-    """How often each prompt is decoded each way; the fastest counts. Other trials can only make it slower."""
+    """How often each prompt is decoded each way; the fastest counts. Parallel trials can only make it slower."""
     batch_size: int = Field(default=1, ge=1)
-    """Sequences that are decoded together. What a drafter is worth falls as it grows: passes over many sequences have
-    less to spare. Give several times as many questions."""
+    """Number of sequences decoded together. The speed-up falls as it grows, because larger passes have less spare
+    compute for drafts. Give several times as many questions."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together; capped by the target's context."""
+    """Maximum tokens of prompt and answer together; capped by the target's context."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
     cpus: float = Field(default=1.0, gt=0)
-    """Logical CPUs of the task that measures."""
+    """Logical CPUs of the measuring task."""
     gpus: float | None = Field(default=None, ge=0)
-    """GPUs of the task that measures, 0 for the CPU; null for as many as a worker has."""
+    """GPUs of the measuring task, 0 for the CPU; null for as many as a worker has."""
 
     def evaluation(self, target: TargetConfig, folders: tuple[str, ...]) -> EvaluateConfig:
         """The evaluation that measures the drafters in these folders."""
@@ -72,39 +72,39 @@ class DecodingConfig(Config):
 
 
 class ConfirmConfig(Config):
-    """How the winner is made sure of. The best trials are trained again from other seeds, and all are measured side by
-    side, alone on the machine."""
+    """How the winner is confirmed. The best trials are trained again from other seeds, and all are measured side by
+    side with nothing else running."""
 
     finalists: int = Field(default=2, ge=1)
-    """Best trials that are trained again from other seeds."""
+    """Number of best trials to train again from other seeds."""
     seeds: int = Field(default=2, ge=1)
-    """Trainings of each finalist, the one of the sweep included."""
+    """Number of trainings per finalist, including the one from the search."""
 
 
 class SweepConfig(Config):
-    """Which distillations to compare, how, and for how long."""
+    """The distillations to compare, and how to search them."""
 
     distill: tuple[str, ...] = Field(min_length=1)
-    """Words of pipelines.distill that all trials share: YAML files, then overrides."""
+    """Arguments of pipelines.distill that all trials share: YAML files, then overrides."""
     space: Space = Field(min_length=1)
-    """Lists or ranges of values of any key of pipelines.distill, by its dotted name."""
+    """Values to try, as lists or ranges, by the dotted name of a key of pipelines.distill."""
     search: Search = GridSearch(type="grid")
-    """How trials are chosen: every combination (grid), at random, or proposed by Optuna."""
+    """How trials are chosen: all combinations (grid), at random, or proposed by Optuna."""
     ladder: LadderConfig = LadderConfig()
     training_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a trial trained to the end, counting every batch as full; null for what distill says."""
+    """Training tokens of a full trial, counting each batch as full; null for the length that distill sets."""
     objective: Objective = "speedup"
-    """What is maximised: speed-up over plain decoding, tokens per target pass, or tokens per second."""
+    """Figure to maximise: speed-up over plain decoding, tokens per target pass, or tokens per second."""
     decoding: DecodingConfig
     confirm: ConfirmConfig = ConfirmConfig()
     max_concurrent: int | None = Field(default=None, ge=1)
-    """Most trials at a time; null for as many as the machine or cluster has room for."""
+    """Maximum parallel trials; null for as many as fit on the machine or cluster."""
     max_failures: int = Field(default=2, ge=0)
-    """How often a trial whose process died is tried again; 0 for never."""
+    """How often a trial is retried if its process dies; 0 for never."""
     output: str
     """Folder of the sweep: its trials, summary, report and best drafter."""
     resume: bool = False
-    """Go on with the sweep in output, the same as --resume."""
+    """Resume the sweep in output, the same as --resume."""
     ray: RayConfig = RayConfig()
 
     renamed: ClassVar[Mapping[str, str]] = {"distil": "distill"}
@@ -129,10 +129,10 @@ class SweepConfig(Config):
         return self
 
     def trial(self, choices: Choices, output: str = "") -> DistillConfig:
-        """The distillation that a trial is, in full length.
+        """The configuration of the distillation that a trial runs, at full length.
 
         Raises:
-            ConfigError: a key or a value of the space is not one of pipelines.distill.
+            ConfigError: pipelines.distill does not accept a key or value of the space.
         """
         folder = output or str(Path(self.output) / "trials" / "any")
         words = [*self.distill, *overrides(choices), f"output={folder}", "validation=null"]

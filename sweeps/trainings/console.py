@@ -1,4 +1,4 @@
-"""A sweep's summary for the terminal."""
+"""Prints the summary of a sweep of trainings in the terminal."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a trained drafter is worth, measured in a Ray task: plain decoding and speculation in turn."""
+"""Measures trained drafters in a Ray task: plain decoding and speculation in turn."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +13,20 @@ from sweeps.tuning.figures import Answer, figures
 
 
 def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> dict[str, dict[str, Any]]:
-    """Figures of every drafter of an evaluation of one tree (JSON), with its answers, by name. Runs in a Ray task.
+    """Measure every drafter of an evaluation (JSON) with one tree; returns figures and answers by drafter name.
 
-    Every prompt is decoded `rounds` times by every method, greedily and so to the same answer, and the fastest time of
-    each counts: what else the machine does, other trials above all, can only make it slower. With more than
-    one sequence at a time, speeds are those of the whole batch, and a round over all prompts counts as an answer.
+    Runs in a Ray task. Every method decodes each prompt `rounds` times, greedily and therefore with the same answer,
+    and the fastest time counts, because other load such as parallel trials can only make it slower. With a batch size
+    above 1, speeds are those of the whole batch, and each round over all prompts counts as one answer.
 
     Raises:
-        DataError: not one prompt fits into the context, or fewer than `batch_size`.
+        DataError: no prompt fits into the context, or fewer than `batch_size` do.
     """
     from moray.bench.loading import load_target, nothing_fits
     from moray.drafters.loading import load_drafters
 
     config = EvaluateConfig.model_validate_json(evaluation)
-    device = "cuda" if gpus else "cpu"  # whatever the target's own setting: other GPUs are for the workers
+    device = "cuda" if gpus else "cpu"  # overrides the target's setting, because other GPUs are for the workers
     config = config.model_copy(update={"target": config.target.model_copy(update={"device": device})})
     questions, tokenizer, target = load_target(config)
     drafters: dict[str, Drafter] = load_drafters(config.drafters, target, tokenizer)
@@ -58,8 +58,8 @@ def _batch_figures(
     rounds: int,
     batch_size: int,
 ) -> dict[str, Any]:
-    """What takes the place of a single sequence's figures. Whether it is lossless is not among them: sums depend on a
-    batch's shapes, and near ties fall either way (`equal_share` tells how many did not)."""
+    """Figures of batched decoding that replace those of a single sequence. They leave `lossless` as it is: sums depend
+    on the shape of the batch, so near ties may fall either way (`equal_share` is the share of equal answers)."""
     from pipelines.benchmarks.batch_speedup import measure_batch_speedup
 
     (shape,) = config.trees
@@ -83,7 +83,7 @@ def _batch_figures(
 
 
 def fastest(measurement: Measurement, rounds: int) -> Measurement:
-    """Of each method's answers to each prompt, asked `rounds` times over, the fastest."""
+    """For each method and prompt, keep the fastest of its `rounds` answers."""
     count = len(measurement.asked) // rounds
 
     def best_of(method: Method) -> Method:
@@ -99,5 +99,5 @@ def fastest(measurement: Measurement, rounds: int) -> Measurement:
 
 
 def folder_key(folder: str) -> str:
-    """What `measure` calls the drafter of a folder."""
+    """The name under which `measure` returns the drafter in a folder."""
     return Path(folder).name

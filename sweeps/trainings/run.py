@@ -1,4 +1,4 @@
-"""A sweep from beginning to end: check, search, make sure of the winner, report. Needs a Ray session."""
+"""Runs a sweep of trainings: check, search, confirm the winner, report. Requires a Ray session."""
 
 import shutil
 import statistics
@@ -40,18 +40,18 @@ from sweeps.tuning.spaces import lies_in, size
 
 _FINAL_FILE = "final.json"
 _DISTILL_FILE, _OLD_DISTILL_FILE = "distill.yaml", "distil.yaml"
-"""What all trials share, with nothing left open; and the file's name before version 0.2."""
+"""File with the resolved configuration that all trials share, and its name before version 0.2."""
 _NOT_SHARED = ("ray", "workers", "output", "trackers")
-"""Keys of the trainings that may differ when a sweep goes on."""
+"""Keys of the trainings that may differ when a sweep is resumed."""
 _SEED = "train.seed"
 
 
 def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
-    """Run a sweep, or go on with it; returns what summary.json holds.
+    """Run or resume a sweep; returns the contents of summary.json.
 
     Raises:
-        ConfigError, DataError, MismatchError: what speaks against it; nothing has been started.
-        DataError: not one trial was trained to the end.
+        ConfigError, DataError, MismatchError: a check failed; nothing has been started.
+        DataError: no trial was trained to the end.
     """
     output = Path(sweep.output).absolute()
     rungs = check_sweep(sweep)
@@ -82,25 +82,25 @@ def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
 
 
 def is_complete(sweep: SweepConfig) -> bool:
-    """Whether the sweep is done; refuses one that is not, unless it is to go on.
+    """Whether the sweep is done. An unfinished sweep is refused unless `resume` is set.
 
     Raises:
         MismatchError: the folder holds another sweep.
-        ConfigError: it holds an unfinished one, and `resume` is not given.
+        ConfigError: the folder holds an unfinished sweep, and `resume` is not set.
     """
     _check_trainings(sweep, Path(sweep.output))
     return is_done(Path(sweep.output), _recorded(sweep), lambda: _fingerprints(sweep), sweep.resume)
 
 
 def summary_path(sweep: SweepConfig) -> Path:
-    """Where the answer of a complete sweep lies."""
+    """Path of the summary of a complete sweep."""
     return Path(sweep.output).absolute() / SUMMARY_FILE
 
 
 def _confirm(
     sweep: SweepConfig, best: list[Trial], last: Rung, progress_actor: Any, concurrent: int, console: Console
 ) -> list[Finalist]:
-    """Train the best again from other seeds, then measure all of them side by side, with nothing beside them."""
+    """Train the best trials again from other seeds, then measure all side by side with nothing else running."""
     points: dict[str, dict[int, dict[str, Any]]] = {}
     for trial in best:
         first = sweep.trial(trial.choices).train.seed
@@ -145,12 +145,12 @@ def _measure_together(sweep: SweepConfig, folders: tuple[str, ...], console: Con
 
 
 def _crown(sweep: SweepConfig, finalists: list[Finalist], output: Path) -> None:
-    """Copy the winner's best drafter to best/."""
+    """Copy the best of the winner's drafters to best/."""
     finalist = max(finalists, key=lambda one: statistics.fmean(one.objectives(sweep.objective)))
     seeds = dict(zip(finalist.seeds, finalist.objectives(sweep.objective), strict=True))
     source, best = Path(finalist.folders[max(seeds, key=lambda seed: seeds[seed])]), output / "best"
     best.mkdir(exist_ok=True)
-    (best / "drafter.json").unlink(missing_ok=True)  # it comes last: a folder without it holds no drafter
+    (best / "drafter.json").unlink(missing_ok=True)  # written last: a folder without it holds no drafter
     for name in ("drafter.safetensors", "metrics.jsonl", RUN_FILE, "drafter.json"):
         shutil.copyfile(source / name, best / f".{name}.tmp")
         (best / f".{name}.tmp").replace(best / name)
@@ -184,13 +184,13 @@ def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], o
 
 
 def _recorded(sweep: SweepConfig) -> SweepConfig:
-    """A sweep as it is noted: with the places of what it reads and writes."""
+    """The sweep's configuration as recorded in its folder, with absolute paths."""
     output = str(Path(sweep.output).absolute())
     return sweep.model_copy(update={"resume": False, "output": output, "decoding": _located(sweep.decoding)})
 
 
 def _check_trainings(sweep: SweepConfig, output: Path) -> None:
-    """Refuse to go on with other trainings: files that `distill` names may have been edited since."""
+    """Refuse to resume with different trainings, because the files that `distill` names may have been edited."""
     path = next((output / name for name in (_DISTILL_FILE, _OLD_DISTILL_FILE) if (output / name).is_file()), None)
     if path is None:
         return
@@ -203,8 +203,8 @@ def _check_trainings(sweep: SweepConfig, output: Path) -> None:
 
 
 def _shipped(sweep: SweepConfig, output: Path) -> SweepConfig:
-    """The sweep as its trials get it: they may have another working directory, and files that it names may be edited
-    while it runs."""
+    """The configuration for the trials, with absolute paths and a resolved copy of `distill`: trials may have another
+    working directory, and the files may be edited while the sweep runs."""
     path = output / _DISTILL_FILE
     write_text_atomically(path, yaml.safe_dump(sweep.trial({}).model_dump(mode="json"), sort_keys=False))
     return sweep.model_copy(

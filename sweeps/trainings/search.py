@@ -1,4 +1,4 @@
-"""What a sweep tries next, and in what order: a grid, draws, or Optuna's proposals."""
+"""Runs the trials of a sweep of trainings, chosen from a grid, at random, or by Optuna."""
 
 import random
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from sweeps.tuning.spaces import Choices, Space, Verdict, draw, folder_name, fro
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
 _MAX_DRAWS = 50
-"""Per trial, before it is believed that there is nothing new."""
+"""Draws per trial before giving up on finding a new combination."""
 
 
 def search(sweep: SweepConfig, rungs: Sequence[Rung], progress_actor: Any, concurrent: int) -> None:
-    """Run all trials of the search; their folders tell how each of them ended. Needs a Ray session."""
+    """Run all trials of the search; their folders record how each ended. Requires a Ray session."""
     plan = _plan(sweep, rungs, progress_actor, concurrent, sweep.ladder.reduction if sweep.ladder.stop else None)
     if isinstance(sweep.search, OptunaSearch):
         tune_proposed(plan, sweep.space, sweep.search.num_trials, _distinct(sweep, sweep.search))
@@ -28,12 +28,12 @@ def search(sweep: SweepConfig, rungs: Sequence[Rung], progress_actor: Any, concu
         points = _at_random(sweep.space, sweep.search.num_trials, random.Random(sweep.search.seed))
     else:
         points = list(grid(sweep.space))
-        random.Random(0).shuffle(points)  # else a scheduler would meet one key's values one after the other
+        random.Random(0).shuffle(points)  # otherwise the scheduler would see the values of one key in sequence
     tune_listed(plan, points)
 
 
 def _at_random(space: Space, count: int, rng: random.Random) -> list[Choices]:
-    """So many different combinations, or fewer if there are no more: two trials of one folder would meet there."""
+    """Draw up to `count` distinct combinations, because two trials with the same choices would share a folder."""
     found: dict[str, Choices] = {}
     for _ in range(count * _MAX_DRAWS):
         choices = draw(space, rng)
@@ -44,7 +44,7 @@ def _at_random(space: Space, count: int, rng: random.Random) -> list[Choices]:
 
 
 def _distinct(sweep: SweepConfig, search: OptunaSearch) -> DistinctSearcher:
-    """Optuna, told what has begun; whatever it proposes a second time is drawn at random instead."""
+    """Optuna, informed of the trials that have begun; if it keeps repeating proposals, new ones are drawn at random."""
     begun = [folder.record["choices"] for folder in trial_folders(sweep.output)]
     begun = [choices for choices in begun if lies_in(choices, sweep.space)]
     known: set[str] = set()
@@ -68,7 +68,7 @@ def _distinct(sweep: SweepConfig, search: OptunaSearch) -> DistinctSearcher:
 
 
 def train_all(sweep: SweepConfig, points: Sequence[Choices], last: Rung, progress_actor: Any, concurrent: int) -> None:
-    """Train and measure these, on the last rung alone."""
+    """Train these points and measure them on the last rung only."""
     tune_listed(_plan(sweep, [last], progress_actor, concurrent, None), points)
 
 

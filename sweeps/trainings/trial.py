@@ -1,9 +1,9 @@
-"""One trial: a distillation that climbs the ladder rung by rung, measured at each. Runs in an actor of Ray Tune.
+"""One trial: a distillation that climbs the ladder and is measured at each rung. Runs in a Ray Tune actor.
 
-Each rung is a Ray Train run of its own that goes on from the checkpoint of the one before. Between two of them, while
-the scheduler decides, a trial holds no resources: no worker group can be left behind by a trial that is stopped there,
-and trials cannot wait for each other's CPUs for ever. What has been measured lies in the trial's folder and is told
-again after a kill, whoever died (see `sweeps.tuning.folders`).
+Each rung is a separate Ray Train run that continues from the checkpoint of the one before. Between two rungs, while the
+scheduler decides, a trial holds no resources. A trial that is stopped there therefore leaves no worker group behind,
+and trials cannot deadlock waiting for each other's CPUs. Measurements are stored in the trial's folder and reported
+again after any kind of crash (see `sweeps.tuning.folders`).
 """
 
 import time
@@ -28,19 +28,19 @@ from sweeps.tuning.folders import ENDED, TrialFolder, trial_folder
 from sweeps.tuning.spaces import Choices
 
 _DRIVER = "DEFAULT"
-"""Scheduling strategy that leaves the placement group of Tune's actor, which has room for nothing else."""
+"""Scheduling strategy outside the placement group of Tune's actor, which has no room for anything else."""
 
 
 def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_actor: Any) -> None:
-    """Climb the ladder and report every rung to Ray Tune, until it stops this process or the last one is done.
+    """Climb the ladder and report each rung to Ray Tune, until Tune stops this process or the last rung is done.
 
-    Our own errors end the trial and are noted in its folder; those of the machine are raised, for Tune to try again.
+    Our own errors end the trial and are recorded in its folder; errors of the machine are raised, so that Tune retries.
 
     Args:
-        choices: of the trial.
-        config: the sweep's, as JSON.
-        rungs: of the ladder.
-        progress_actor: the sweep's.
+        choices: the trial's choices.
+        config: the sweep's configuration as JSON.
+        rungs: the rungs of the ladder.
+        progress_actor: the sweep's progress actor.
     """
     sweep = SweepConfig.model_validate_json(config)
     folder = trial_folder(sweep.output, choices)
@@ -55,7 +55,7 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_act
         if row is None:
             try:
                 row = _climb(sweep, sweep.trial(choices, str(folder.path)), folder, (rung, rungs[-1]), progress_actor)
-            except UnreachableError:  # may answer again
+            except UnreachableError:  # may be temporary: let Tune retry
                 raise
             except MorayError as error:
                 folder.end("diverged" if (folder.path / NONFINITE_FILE).is_file() else "failed", str(error))
@@ -68,7 +68,7 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_act
 def _climb(
     sweep: SweepConfig, config: DistillConfig, folder: TrialFolder, rungs: tuple[Rung, Rung], sweep_board: Any
 ) -> dict[str, Any]:
-    """Train up to the first of the rungs and measure there; the second is the ladder's last."""
+    """Train up to the first of the two rungs and measure there; the second is the last rung of the ladder."""
     begin = time.time()
     rung, last = rungs
     config = config.model_copy(
@@ -105,7 +105,7 @@ def _climb(
 
 
 def _track(config: DistillConfig, folder: TrialFolder, progress_actor: Any, row: Mapping[str, Any]) -> None:
-    """Tell the run's trackers, and its TensorBoard, what was measured."""
+    """Write the measured figures to the run's trackers and its TensorBoard."""
     from moray.distill.tracking.sinks import TensorBoard
 
     figures = {f"sweep/{name}": float(row[name]) for name in ("tau", "speedup", "tokens_per_second", "objective")}
@@ -115,13 +115,13 @@ def _track(config: DistillConfig, folder: TrialFolder, progress_actor: Any, row:
 
 
 def decoding_gpus(sweep: SweepConfig, config: DistillConfig) -> float:
-    """What a measurement takes of them."""
+    """The number of GPUs of a measurement."""
     given = sweep.decoding.gpus
     return config.workers.resources.get("GPU", 0.0) if given is None else given
 
 
 def measure_on_ray(sweep: SweepConfig, config: DistillConfig, folders: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Figures of the drafters in some folders by the folders' names, from a task that waits for its own resources."""
+    """Measure the drafters in some folders in a task with its own resources; returns figures by folder name."""
     decoding = sweep.decoding
     gpus = decoding_gpus(sweep, config)
     task: Any = ray.remote(measure).options(num_cpus=decoding.cpus, num_gpus=gpus, scheduling_strategy=_DRIVER)

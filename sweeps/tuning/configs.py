@@ -1,4 +1,4 @@
-"""What every sweep's configuration has: a way to search, a ladder, an objective. Torch-free."""
+"""Configuration that all sweeps share: search, ladder and objective. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -10,13 +10,13 @@ Objective = Literal["speedup", "tau", "tokens_per_second"]
 
 
 class GridSearch(Config):
-    """Every combination once."""
+    """Tries every combination once."""
 
     type: Literal["grid"]
 
 
 class RandomSearch(Config):
-    """Combinations drawn at random."""
+    """Draws combinations at random."""
 
     type: Literal["random"]
     num_trials: int = Field(ge=1)
@@ -26,13 +26,13 @@ class RandomSearch(Config):
 
 
 class OptunaSearch(Config):
-    """Bayesian: Optuna's tree-structured Parzen estimator looks at the objective of earlier trials."""
+    """Bayesian search: Optuna's tree-structured Parzen estimator learns from the objective of earlier trials."""
 
     type: Literal["optuna"]
     num_trials: int = Field(ge=1)
     """Number of combinations to try."""
     num_random: int = Field(default=8, ge=1)
-    """Trials drawn at random before the first that is proposed."""
+    """Number of random trials before the estimator proposes any."""
     seed: int = 0
     """Seed of the draws."""
 
@@ -41,14 +41,14 @@ Search = Annotated[GridSearch | RandomSearch | OptunaSearch, Field(discriminator
 
 
 class LadderConfig(Config):
-    """The rungs at which trials are measured. Training tokens, or questions, grow by `reduction` from one to the next.
+    """The rungs at which trials are measured. Each has `reduction` times the training tokens or questions of the last.
 
-    With `stop`, ASHA (arXiv 1810.05934) lets the best 1 / reduction of a rung go on, and the others stop there.
+    With `stop`, ASHA (arXiv 1810.05934) promotes the best 1 / reduction of the trials on a rung and stops the others.
     """
 
     rungs: int = Field(default=3, ge=1)
-    """Number of rungs, the times that a trial is measured at most."""
+    """Number of rungs, the maximum number of times that a trial is measured."""
     reduction: int = Field(default=3, ge=2)
-    """Factor by which training tokens, or questions, grow from one rung to the next."""
+    """Factor by which training tokens or questions grow from one rung to the next."""
     stop: bool = True
-    """Stop all but the best 1 / reduction of a rung (ASHA); false lets every trial go on."""
+    """Stop all but the best 1 / reduction of the trials on a rung (ASHA); false continues all trials."""

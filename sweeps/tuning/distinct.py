@@ -1,4 +1,4 @@
-"""A searcher that proposes only what can be tried, and nothing twice."""
+"""A searcher that proposes only valid combinations, each of them once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +11,21 @@ _MAX_ASKED = 50
 
 
 class DistinctSearcher(Searcher):
-    """Asks another searcher until it proposes something new. That one is told what is unfit, which keeps it from there,
-    and nothing of what comes again. When nothing new comes any more a spare proposal is taken; the search ends where
-    there is none."""
+    """Asks an inner searcher until it proposes something new.
+
+    Unfit proposals are completed without a result, so that the inner searcher learns to avoid them; repeated ones are
+    completed as errors, from which it learns nothing. If nothing new comes, a spare proposal is used; the search ends
+    if there is none.
+    """
 
     def __init__(
         self, inner: Searcher, judge: Callable[[dict[str, Any]], Verdict], spare: Callable[[], dict[str, Any] | None]
     ) -> None:
         """
         Args:
-            inner: who knows what is promising.
-            judge: judge(proposal); it may count.
-            spare: spare() is something new, however promising; None if there is nothing.
+            inner: proposes promising combinations.
+            judge: judge(proposal) returns whether it is new, known or unfit; it may record the proposal.
+            spare: spare() returns some new combination, promising or not; None if there is none.
         """
         super().__init__(metric=inner.metric, mode=inner.mode)
         self._inner, self._judge, self._spare = inner, judge, spare
@@ -31,11 +34,11 @@ class DistinctSearcher(Searcher):
         self._num_asked = 0
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict, **spec: Any) -> bool:
-        """Hand the space on."""
+        """Pass the space to the inner searcher."""
         return self._inner.set_search_properties(metric, mode, config, **spec)
 
     def suggest(self, trial_id: str) -> Any:
-        """Something new, or the word that there is nothing."""
+        """Propose something new, or `Searcher.FINISHED` if there is nothing."""
         for _ in range(_MAX_ASKED):
             name, self._num_asked = f"{trial_id}-{self._num_asked}", self._num_asked + 1
             proposal = self._inner.suggest(name)
@@ -53,19 +56,19 @@ class DistinctSearcher(Searcher):
         return spare
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
-        """Hand it on."""
+        """Pass the result to the inner searcher."""
         if trial_id in self._names:
             self._inner.on_trial_result(self._names[trial_id], result)
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Hand it on."""
+        """Pass the result to the inner searcher; a spare proposal is added as an evaluated point."""
         if trial_id in self._names:
             self._inner.on_trial_complete(self._names[trial_id], result, error)
         elif result and self.metric in result and not error:
             self._inner.add_evaluated_point(self._spares[trial_id], result[self.metric])
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing: what was tried lies in folders."""
+        """Do nothing, because the trial folders hold everything that was tried."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Nothing, too."""
+        """Do nothing, as in `save`."""

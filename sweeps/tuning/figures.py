@@ -1,4 +1,4 @@
-"""What a measurement tells of every drafter and tree, as trials keep it."""
+"""The figures that trials keep of a measurement, per drafter and tree."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,12 @@ FIGURES = {
     "num_prompts": "num_prompts",
     "num_tokens": "num_tokens",
 }
-"""Ours, and what an evaluation's report calls them."""
+"""Names of figures in sweeps, and in an evaluation's report."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one prompt took, for comparisons of trials prompt by prompt."""
+    """Tokens, times and cycles of one answer, to compare trials prompt by prompt."""
 
     tokens: int
     seconds: float
@@ -34,13 +34,13 @@ class Answer:
     emitted: float
 
     def row(self) -> list[float]:
-        """As it is kept."""
+        """The values as a list, as stored in a trial's folder."""
         return [self.tokens, self.seconds, self.plain_seconds, self.cycles, self.emitted]
 
 
 def figures(measurement: Measurement, config: EvaluateConfig) -> list[dict[str, Any]]:
-    """Figures of every drafter and tree over what was asked so far, with their answers; `config` asked at one
-    temperature."""
+    """Figures of every drafter and tree over all answers so far, with the answers themselves; `config` must have a
+    single temperature."""
     from moray.bench.summary import summarise
 
     rows = summarise(measurement, config.samplings, config.target.dtype)["rows"]

@@ -1,7 +1,7 @@
-"""What a sweep keeps of its trials on disk: the one truth, from which it goes on and reports.
+"""The trials of a sweep on disk: the single source of truth for resuming and reporting.
 
-trials/<name>/trial.json    its choices, and how it ended
-trials/<name>/rungs.json    what was measured, rung by rung
+trials/<name>/trial.json    the trial's choices, and how it ended
+trials/<name>/rungs.json    the measurements, rung by rung
 trials/<name>/ ...          the folder of its distillation
 """
 
@@ -19,46 +19,47 @@ TRIAL_FILE, RUNGS_FILE = "trial.json", "rungs.json"
 
 State = Literal["running", "stopped", "finished", "diverged", "failed"]
 """`stopped` by the scheduler; `finished` on the last rung; `diverged` if a loss or gradient is not finite; `failed` if
-its processes died too often or something spoke against it, and then tried again on resumption."""
+processes died too often or an error ended the trial. Failed trials are retried when the sweep is resumed."""
 
 ENDED = ("stopped", "finished", "diverged")
 
 
 @dataclass(frozen=True)
 class TrialFolder:
-    """What is kept of a trial."""
+    """The folder of one trial."""
 
     path: Path
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What was measured, in the order of the rungs."""
+        """The measurements, in the order of the rungs."""
         return read_json(self.path / RUNGS_FILE) if (self.path / RUNGS_FILE).is_file() else []
 
     @property
     def record(self) -> dict[str, Any]:
-        """Choices, state, message, and when it began; empty if it has not."""
+        """Choices, state, message and start time; empty if the trial has not begun."""
         return read_json(self.path / TRIAL_FILE) if (self.path / TRIAL_FILE).is_file() else {}
 
     @property
     def state(self) -> State | None:
-        """How far it is; None if it has not begun."""
+        """State of the trial; None if it has not begun."""
         return self.record.get("state")
 
     def begin(self, choices: Mapping[str, Any], drawn: Mapping[str, Any] | None = None) -> None:
-        """Note that it runs, now or again; `drawn` is what a searcher had proposed, where that is not the choices."""
+        """Record that the trial has started or restarted; `drawn` is the searcher's proposal, if it differs."""
         first = {"choices": dict(choices), "begun": time.time()} | ({"drawn": dict(drawn)} if drawn else {})
         write_json_atomically(self.path / TRIAL_FILE, {**first, **self.record, "state": "running", "message": None})
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Keep what was measured on a rung."""
+        """Store the measurement of a rung, replacing an earlier one."""
         rows = [other for other in self.rows if other["rung"] != row["rung"]]
         write_json_atomically(self.path / RUNGS_FILE, [*rows, dict(row)])
 
     def end(self, state: State, message: str | None = None) -> None:
-        """Note how it ended. What has ended already stays as it did, whatever a scheduler says later.
+        """Record how the trial ended; has no effect on a trial that is not running.
 
-        What only further training would need is removed: optimiser states are larger than drafters.
+        If the trial has ended, also remove what only further training would need, because optimiser states are larger
+        than drafters.
         """
         if self.state == "running":
             write_json_atomically(self.path / TRIAL_FILE, {**self.record, "state": state, "message": message})
@@ -72,6 +73,6 @@ def trial_folder(output: str, choices: Mapping[str, Any]) -> TrialFolder:
 
 
 def trial_folders(output: str) -> list[TrialFolder]:
-    """All trials that have begun, first come first."""
+    """All trials that have begun, oldest first."""
     found = [TrialFolder(path.parent) for path in (Path(output).absolute() / "trials").glob(f"*/{TRIAL_FILE}")]
     return sorted(found, key=lambda folder: folder.record["begun"])

@@ -1,4 +1,4 @@
-"""What a sweep's trials are doing now: they report it to an actor, and the driver shows it."""
+"""Live progress of a sweep: trials report to an actor, and the driver displays it."""
 
 import threading
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ _POLL_SECONDS = 1.0
 
 @ray.remote
 class SweepProgressActor:
-    """Knows the progress actors of the trials that are training."""
+    """Keeps the current rung and the progress actor of each running trial."""
 
     def __init__(self) -> None:
         self._trials: dict[str, tuple[int, Any]] = {}
 
     def watch(self, name: str, progress_actor: Any, rung: int) -> None:
-        """A trial trains, or is measured (without a progress actor), on its way to a rung."""
+        """Record that a trial is training for a rung, or being measured on it if `progress_actor` is None."""
         self._trials[name] = (rung, progress_actor)
 
     def forget(self, name: str) -> None:
-        """A trial has come to its rung."""
+        """Record that a trial has completed its rung."""
         self._trials.pop(name, None)
 
     def trials(self) -> dict[str, tuple[int, Any]]:
@@ -38,7 +38,7 @@ class SweepProgressActor:
 
 @contextmanager
 def follow_sweep(progress_actor: Any, output: str, total: int, objective: str) -> Iterator[None]:
-    """Show how far the sweep and each running trial are while the block runs."""
+    """Display the progress of the sweep and of each running trial while the block runs."""
     stop = threading.Event()
     ended, best = _standing(output, objective)
     with Progress("sweep", total, done=ended, unit="trials", note=best) as progress:
@@ -51,7 +51,7 @@ def follow_sweep(progress_actor: Any, output: str, total: int, objective: str) -
                 except ray.exceptions.GetTimeoutError:
                     continue  # on a busy machine the actor may be slow to answer
                 except ray.exceptions.RayError:
-                    return  # the cluster is going down: the sweep itself reports why
+                    return  # the cluster is shutting down; the sweep itself reports why
                 ended, best = _standing(output, objective)
                 progress.update(done=ended, note=best)
 
@@ -67,7 +67,7 @@ def follow_sweep(progress_actor: Any, output: str, total: int, objective: str) -
 
 
 def _parts(running: dict[str, tuple[int, Any]]) -> dict[str, Part]:
-    """How far each trial is, by the readable part of its name and, where that is not enough, all of it."""
+    """Progress of each trial, by the readable part of its name, or by the full name where that is ambiguous."""
     short = {name: name.rpartition("-")[0] for name in running}
     names = {name: text if list(short.values()).count(text) == 1 else name for name, text in short.items()}
     return {names[name]: _part(rung, progress_actor) for name, (rung, progress_actor) in running.items()}
@@ -89,7 +89,7 @@ def _part(rung: int, progress_actor: Any) -> Part:
 
 
 def _standing(output: str, objective: str) -> tuple[int, str]:
-    """How many trials have ended, and which is the best of the highest rung."""
+    """The number of trials that have ended, and a description of the best one on the highest rung."""
     folders = trial_folders(output)
     ended = sum(folder.state in ENDED for folder in folders)
     rows = [(row["rung"], row["objective"], index) for index, one in enumerate(folders) for row in one.rows[-1:]]

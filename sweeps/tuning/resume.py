@@ -1,4 +1,4 @@
-"""Whose folder a sweep's output is, whether it is done there, and how long it has run. Without Ray."""
+"""Ownership of a sweep's output folder: checks, locking, resumption and total run time. Without Ray."""
 
 import fcntl
 import threading
@@ -18,26 +18,27 @@ from sweeps.tuning.folders import trial_folders
 SUMMARY_FILE, _CLOCK_FILE, _LOCK_FILE = "summary.json", "clock.json", ".lock"
 
 _HOW = ("ray", "output", "resume", "max_concurrent", "max_failures", "fingerprint.distil")
-"""Keys of a sweep that decide how, and not what, it does. Before version 0.2 `fingerprint.distil` was a hash of what
+"""Keys that affect how a sweep runs but not its results. Before version 0.2 `fingerprint.distil` was a hash of what
 `sweeps.trainings.run` now compares key by key."""
 _MAY_DIFFER = (*_HOW, "space", "search", "confirm")
-"""Keys, and groups of keys, that may differ when a sweep goes on: other trials stand beside those it has."""
+"""Keys and groups of keys that may differ when a sweep is resumed; new trials are then added to the existing ones."""
 
 
 def is_done(output: Path, sweep: Config, fingerprints: Callable[[], Mapping[str, str]], resume: bool) -> bool:
-    """Whether the sweep is done; refuses one that is not, unless it is to go on. With `resume` one whose trials have
-    failed is not.
+    """Whether the sweep is done. An unfinished sweep is refused unless `resume` is set.
+
+    With `resume`, a finished sweep with failed trials does not count as done.
 
     Args:
-        output: of the sweep.
+        output: folder of the sweep.
         sweep: its configuration.
-        fingerprints: of what it reads.
-        resume: go on.
+        fingerprints: computes the fingerprints of its inputs.
+        resume: whether to resume the sweep.
 
     Raises:
         MismatchError: the folder holds another sweep.
-        ConfigError: it holds an unfinished one, or a finished one of another space, and `resume` is not given; or
-            another process works on it.
+        ConfigError: the folder holds an unfinished sweep, or a finished one with another space, search or confirm, and
+            `resume` is not set; or another process is working on it.
     """
     output = output.absolute()
     if not (output / RUN_FILE).is_file():
@@ -49,7 +50,7 @@ def is_done(output: Path, sweep: Config, fingerprints: Callable[[], Mapping[str,
         if not others:
             return not (resume and any(folder.state == "failed" for folder in trial_folders(str(output))))
         why = f"a finished sweep with another {', '.join(others)}: add --resume to try what is new"
-    with alone(output):  # what still runs is not to be resumed
+    with alone(output):  # a sweep that is still running cannot be resumed
         pass
     if not resume:
         raise ConfigError(f"'{output}' holds {why}, or give another output")
@@ -57,33 +58,33 @@ def is_done(output: Path, sweep: Config, fingerprints: Callable[[], Mapping[str,
 
 
 def _others(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys that decide what is done and whose values are others."""
+    """The keys that affect the results and whose values differ."""
     return [key for key in now if key not in _HOW and as_runs(before.get(key)) != as_runs(now[key])]
 
 
 def begin_or_resume_sweep(output: Path, sweep: Config, fingerprints: Mapping[str, str]) -> None:
-    """Note whose folder it is; call it `alone` there, after `is_done`, when nothing speaks against the sweep.
+    """Claim the folder for a sweep; call this inside `alone`, after `is_done` and all checks.
 
     Raises:
-        MismatchError: another sweep was quicker.
+        MismatchError: another sweep has claimed the folder first.
     """
     check_run(output, sweep, fingerprints, irrelevant=_MAY_DIFFER)
     (output / SUMMARY_FILE).unlink(missing_ok=True)
-    write_run_yaml(output, sweep, None, fingerprints)  # what may differ is noted as it is now
+    write_run_yaml(output, sweep, None, fingerprints)  # records the current values of the keys that may differ
 
 
 def seconds_run(output: Path) -> float:
-    """How long it has run, kills and resumptions together."""
+    """Total run time of the sweep in seconds, across interruptions."""
     path = output / _CLOCK_FILE
     return read_json(path)["seconds"] if path.is_file() else 0.0
 
 
 @contextmanager
 def alone(output: Path) -> Iterator[None]:
-    """Keep other processes out of a sweep's folder for the block; the lock dies with its process.
+    """Lock a sweep's folder for the duration of the block; the lock ends with the process.
 
     Raises:
-        ConfigError: another one works there.
+        ConfigError: another process is working there, or the file system does not support locks.
     """
     output.mkdir(parents=True, exist_ok=True)
     with (output / _LOCK_FILE).open("a+") as file:
@@ -101,7 +102,7 @@ def alone(output: Path) -> Iterator[None]:
 
 
 def is_worked_on(output: Path) -> bool:
-    """Whether a process works on a sweep now; a folder without one is left as it is."""
+    """Whether a process is working on a sweep now; creates nothing in a folder without a lock file."""
     if not (output / _LOCK_FILE).is_file():
         return False
     try:
@@ -113,7 +114,7 @@ def is_worked_on(output: Path) -> bool:
 
 @contextmanager
 def running_clock(output: Path) -> Iterator[None]:
-    """Count the seconds of the block."""
+    """Add the duration of the block to the sweep's run time, saving it every two seconds."""
     before, begin, stop = seconds_run(output), time.monotonic(), threading.Event()
 
     def note() -> None:

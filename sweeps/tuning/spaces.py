@@ -1,11 +1,11 @@
-"""What a sweep chooses from: values of configuration keys, by dotted name.
+"""The search space of a sweep: values of configuration keys, by dotted name.
 
     space:
       drafter.target_layers: [0, 1, 2]
       optim.lr: {type: loguniform, low: 1e-3, high: 1e-1}
 
-This module refuses to know what the keys mean, and who searches. Values travel to searchers as JSON text, because some
-of them (Optuna) take no lists. It imports neither torch nor ray.
+This module does not depend on what the keys mean or on the searcher. Values are passed to searchers as JSON text,
+because some of them (Optuna) do not accept lists. It imports neither torch nor ray.
 """
 
 import hashlib
@@ -25,21 +25,21 @@ _MAX_LABEL = 80
 _MAX_CORNERS = 512
 
 Choices = Mapping[str, Any]
-"""One value for every key of a space: what makes a trial."""
+"""One value for every key of a space; this defines a trial."""
 
 Verdict = Literal["new", "again", "unfit"]
-"""What a proposal is: to be tried, known already, or nothing that can be tried."""
+"""Judgement of a proposal: `new` is to be tried, `again` is already known, `unfit` is not valid."""
 
 
 class Range(Config):
     """Numbers between two bounds, both included."""
 
     type: Literal["uniform", "loguniform", "integers"]
-    """How numbers are drawn: evenly, evenly in their logarithm, or whole numbers evenly."""
+    """How numbers are drawn: uniform, uniform in the logarithm, or uniform over integers."""
     low: float
-    """Lowest number, included."""
+    """Lowest number, inclusive."""
     high: float
-    """Highest number, included."""
+    """Highest number, inclusive."""
 
     @model_validator(mode="after")
     def _check(self) -> "Range":
@@ -53,18 +53,18 @@ class Range(Config):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Its ends, as they would be chosen."""
+        """Both ends, as integers for a range of integers."""
         return (int(self.low), int(self.high)) if self.type == "integers" else (self.low, self.high)
 
 
 Dimension = list[Any] | Range
 """A list of values, or a range."""
 
-_KINDS = ["uniform", "loguniform", "integers"]  # no set: `type` may be a list, of values for a key of that name
+_KINDS = ["uniform", "loguniform", "integers"]  # not a set: `type` may be an unhashable list, for a key named `type`
 
 
 def _dimensions(values: Any) -> Any:
-    """Keys with dots, however a command line has nested them (`space.optim.lr=...`)."""
+    """Restore dotted keys that a command line override has nested (`space.optim.lr=...`)."""
     return _dotted(values, "") if isinstance(values, Mapping) else values
 
 
@@ -91,25 +91,25 @@ def _dotted(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 Space = Annotated[dict[str, Dimension], BeforeValidator(_dimensions)]
-"""What may be chosen, by dotted key."""
+"""The values to choose from, by dotted key."""
 
 
 def size(space: Space) -> int | None:
-    """How many combinations there are; None if a range makes them endless."""
+    """The number of combinations; None if there is a range."""
     if any(isinstance(dimension, Range) for dimension in space.values()):
         return None
     return math.prod(len(dimension) for dimension in space.values() if isinstance(dimension, list))
 
 
 def grid(space: Space) -> Iterator[dict[str, Any]]:
-    """Every combination, the last key changing fastest; of a range its ends."""
+    """Yield every combination, with the last key changing fastest; a range contributes only its ends."""
     values = [dimension.bounds if isinstance(dimension, Range) else dimension for dimension in space.values()]
     for combination in itertools.product(*values):
         yield dict(zip(space, combination, strict=True))
 
 
 def corners_of(space: Space) -> list[dict[str, Any]]:
-    """Every combination, or of very many the first ones: each value of a key stands in one of them."""
+    """Every combination or, if there are too many, a subset in which each value of each key occurs."""
     count = size(space)
     if count is not None and count <= _MAX_CORNERS:
         return list(grid(space))
@@ -120,7 +120,7 @@ def corners_of(space: Space) -> list[dict[str, Any]]:
 
 
 def draw(space: Space, rng: random.Random) -> dict[str, Any]:
-    """A combination at random; a loguniform range is drawn by its logarithm."""
+    """Draw a combination at random; a loguniform range is uniform in its logarithm."""
     return {key: _draw(dimension, rng) for key, dimension in space.items()}
 
 
@@ -136,7 +136,7 @@ def _draw(dimension: list[Any] | Range, rng: random.Random) -> Any:
 
 
 def lies_in(choices: Choices, space: Space) -> bool:
-    """Whether a search of the space could have chosen that."""
+    """Whether a search of the space could have made these choices."""
     return choices.keys() == space.keys() and all(
         dimension.low <= choices[key] <= dimension.high if isinstance(dimension, Range) else choices[key] in dimension
         for key, dimension in space.items()
@@ -149,22 +149,22 @@ def to_text(choices: Choices) -> dict[str, str]:
 
 
 def from_text(texts: Mapping[str, Any]) -> dict[str, Any]:
-    """`to_text` taken back; numbers that a searcher drew from a range are what they are."""
+    """The inverse of `to_text`; numbers that a searcher drew from a range stay as they are."""
     return {key: json.loads(value) if isinstance(value, str) else value for key, value in texts.items()}
 
 
 def overrides(choices: Choices) -> list[str]:
-    """The choices as words of a command line."""
+    """The choices as command line overrides."""
     return [f"{key}={json.dumps(value)}" for key, value in choices.items()]
 
 
 def label(choices: Choices) -> str:
-    """Short text for people: the last part of every key, and its value."""
+    """A short, readable text: the last part of each key with its value."""
     return ", ".join(f"{short(key, choices)} {show(value)}" for key, value in choices.items())
 
 
 def show(value: Any) -> str:
-    """A value as people would write it."""
+    """Format a value for people."""
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, list | tuple):
@@ -175,14 +175,14 @@ def show(value: Any) -> str:
 
 
 def folder_name(choices: Choices) -> str:
-    """Name of a trial's folder: readable, and another one for other choices."""
+    """Name of a trial's folder: readable and unique to its choices."""
     digest = hashlib.sha256(json.dumps(dict(choices), sort_keys=True).encode()).hexdigest()[:8]
     readable = re.sub(r"[^A-Za-z0-9.-]+", "_", label(choices)).strip("_")[:_MAX_LABEL]
     return f"{readable}-{digest}"
 
 
 def short(key: str, keys: Iterable[str]) -> str:
-    """The last part of a key, or more of it where another key ends alike."""
+    """The shortest suffix of a dotted key that no other key ends with."""
     parts = key.split(".")
     for count in range(1, len(parts)):
         name = ".".join(parts[-count:])

@@ -1,7 +1,7 @@
-"""Ray Tune, set up for trials that climb a ladder and keep what they measure in folders.
+"""Sets up Ray Tune for trials that climb a ladder and store their measurements in folders.
 
-Nothing of Tune's own state is needed to go on after a kill: trials tell again what lies in their folders, so a new
-search meets the same results in the same order of choices. This module refuses to know what a trial does.
+Resuming does not need Tune's own state: trials report the measurements in their folders again, so that a new search
+sees the same results for the same order of choices. This module does not depend on what a trial does.
 """
 
 import json
@@ -24,52 +24,52 @@ from sweeps.tuning.spaces import Choices, Range, Space, from_text, to_text
 
 METRIC = "objective"
 WAITING_CPUS = 0.01
-"""Of an actor that only waits: Ray refuses 0."""
+"""CPUs of an actor that only waits; Ray does not accept 0."""
 _TIDY_SECONDS = 10.0
 _LISTED = "choices"
-"""The one parameter of a search over a list: a whole combination, as JSON text."""
+"""The only parameter of a search over a list; it holds a whole combination as JSON text."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How trials are run, whatever they do."""
+    """How to run trials, independent of what they do."""
 
     output: str
     """Folder of the sweep."""
     run: Callable[[Choices], None]
-    """run(choices): climb all rungs, and report each to Tune with `METRIC` and `size_key`; may be stopped there."""
+    """run(choices) climbs all rungs and reports each to Tune with `METRIC` and `size_key`; Tune may stop it there."""
     size_key: str
     sizes: Sequence[int]
-    """How large the rungs are: they grow."""
+    """Sizes of the rungs, ascending."""
     reduction: int | None
-    """The best 1 / reduction of a rung go on; None: all do."""
+    """The best 1 / reduction of the trials on a rung continue; None lets all continue."""
     concurrent: int
     max_failures: int
     resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": WAITING_CPUS})
-    """Of a trial's own process; by default it waits for others."""
+    """Resources of a trial's own process, which by default only waits for others."""
     reuse: bool = False
-    """A process that has ended its trial takes the next one."""
+    """Whether a process runs the next trial after its own has ended."""
     tidy: Callable[[], object] | None = None
-    """Called now and then: gives back what trials whose processes died had reserved, or others might wait for it for
-    ever."""
+    """Called regularly to release what trials with dead processes had reserved; otherwise other trials might wait for
+    it forever."""
     choices: Callable[[dict[str, Any]], Choices] = dict
-    """choices(drawn): what a trial's folder is named by."""
+    """choices(drawn) returns the choices that a trial's folder is named after."""
 
 
 def tune_listed(plan: Plan, points: Sequence[Choices]) -> None:
-    """Try these, one after the other. Needs a Ray session, as all here."""
+    """Try these points in order. Like everything here, it requires a Ray session."""
     texts = [json.dumps(to_text(choices)) for choices in points]
     _tune(plan, {_LISTED: tune.grid_search(texts)}, BasicVariantGenerator(max_concurrent=plan.concurrent), 1)
 
 
 def tune_proposed(plan: Plan, space: Space, num_trials: int, searcher: Searcher) -> None:
-    """Try so many that a searcher proposes."""
+    """Try `num_trials` points that a searcher proposes."""
     _tune(plan, _sampled(space), ConcurrencyLimiter(searcher, max_concurrent=plan.concurrent), num_trials)
 
 
 def _tune(plan: Plan, space: dict[str, Any], searcher: Any, num_trials: int) -> None:
     storage = Path(plan.output).absolute() / "ray"
-    shutil.rmtree(storage / "tune", ignore_errors=True)  # of a search before: folders know better
+    shutil.rmtree(storage / "tune", ignore_errors=True)  # state of an earlier search; the trial folders replace it
     run = plan.run
 
     def trial(params: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def _tune(plan: Plan, space: dict[str, Any], searcher: Any, num_trials: int) -> 
 
 
 class _Keeper(tune.Callback):
-    """Notes in a trial's folder what Tune alone knows: that it was stopped, or has failed for good."""
+    """Records in a trial's folder what only Tune knows: that it was stopped, or has failed for good."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -124,7 +124,7 @@ def _scheduler(plan: Plan) -> TrialScheduler:
         return FIFOScheduler()
     return AsyncHyperBandScheduler(
         time_attr=plan.size_key,
-        max_t=plan.sizes[-1] * 2,  # a trial that has come to the last rung ends by itself
+        max_t=plan.sizes[-1] * 2,  # never reached: a trial ends by itself on the last rung
         grace_period=plan.sizes[0],
         reduction_factor=plan.reduction,
     )
@@ -135,7 +135,7 @@ def _chosen(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampled(space: Space) -> dict[str, Any]:
-    """The space as Tune draws from it."""
+    """The space in Tune's terms."""
     found: dict[str, Any] = {}
     for key, dimension in space.items():
         if isinstance(dimension, Range):
@@ -148,7 +148,7 @@ def _sampled(space: Space) -> dict[str, Any]:
 
 
 def optuna_searcher(search: OptunaSearch, space: Space, begun: Sequence[Choices]) -> Searcher:
-    """Optuna, which proposes first what has begun already."""
+    """Create an Optuna searcher that first proposes the trials that have already begun."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -158,5 +158,5 @@ def optuna_searcher(search: OptunaSearch, space: Space, begun: Sequence[Choices]
 
 
 def as_drawn(choices: Choices, space: Space) -> dict[str, Any]:
-    """Choices as a searcher would have drawn them from the space."""
+    """Convert choices to the form in which a searcher draws them from the space."""
     return {key: choices[key] if isinstance(d, Range) else json.dumps(choices[key]) for key, d in space.items()}

@@ -1,1 +1,1 @@
-"""Benchmarks: the questions that are asked and the report that is written about the answers."""
+"""Evaluations and benchmarks: questions, measurements, load generation, comparisons with other engines, and reports."""

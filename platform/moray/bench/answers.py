@@ -1,8 +1,8 @@
-"""The answers of an evaluation on disk: one line per asked turn, so that a killed run goes on where it was.
+"""The answers of an evaluation on disk: one line per turn asked, so that a killed run can resume.
 
-Lines stand in the order of asking, which the configuration decides; run.yaml beside them says whose they are. Only
-whole lines count: what a kill left half-written is dropped and asked again. This module refuses to know how answers
-are made and what is computed from them.
+Lines are in the order of asking, which the configuration determines; the run.yaml next to them identifies the
+evaluation. Only whole lines count: a line left half-written by a kill is dropped and its turn is asked again. This
+module does not depend on how answers are generated or what is computed from them.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ ANSWERS_FILE = "answers.jsonl"
 
 
 class MethodAnswer(Config):
-    """What one method did with a turn."""
+    """One method's answer to a turn."""
 
     method: str
     tree: str
@@ -35,7 +35,7 @@ class MethodAnswer(Config):
 
 
 class AnsweredTurn(Config):
-    """One line: a turn of a question, asked at one temperature, and what every method did with it."""
+    """One line of the file: a turn of a question, asked at one temperature, with the answers of all methods."""
 
     question_id: str
     turn: int
@@ -44,7 +44,7 @@ class AnsweredTurn(Config):
 
 
 class AnswerLog:
-    """Hands out the answers that are there, in their order, then takes new ones."""
+    """Returns the recorded answers in order, then appends new ones."""
 
     def __init__(self, path: Path, file: BinaryIO, recorded: Sequence[AnsweredTurn]) -> None:
         self.num_recorded = len(recorded)
@@ -56,10 +56,10 @@ class AnswerLog:
     def take(
         self, question_id: str, turn: int, temperature: float, methods: Sequence[tuple[str, str]]
     ) -> tuple[MethodAnswer, ...] | None:
-        """The answers of all methods (name, tree) to the turn that comes next, or None if it was not asked yet.
+        """Return the answers of all methods (name, tree) to the next turn, or None if it has not been asked yet.
 
         Raises:
-            DataError: the next line answers something else.
+            DataError: the next line belongs to another turn, temperature or set of methods.
         """
         if not self._ahead:
             return None
@@ -78,7 +78,11 @@ class AnswerLog:
         return line.answers
 
     def append(self, question_id: str, turn: int, temperature: float, answers: tuple[MethodAnswer, ...]) -> None:
-        """Write one line, and wait until it is on the disk."""
+        """Append one line and wait until it is on disk.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
         line = AnsweredTurn(question_id=question_id, turn=turn, temperature=temperature, answers=answers)
         try:
             self._file.write(line.model_dump_json().encode() + b"\n")
@@ -92,10 +96,10 @@ class AnswerLog:
 
 @contextmanager
 def open_answers(config: EvaluateConfig, fingerprints: Mapping[str, str]) -> Iterator[AnswerLog]:
-    """Open the answers of an evaluation, or begin with none; `config.output` is made and claimed.
+    """Open the answers of an evaluation, or start with none; creates and claims `config.output`.
 
     Raises:
-        MismatchError: the folder holds another evaluation's answers; the first differing key is named.
+        MismatchError: the folder holds another evaluation's answers, or a run of another kind.
         DataError: the answers are damaged, another process is writing them, or the folder cannot be written.
     """
     folder = Path(config.output)
@@ -107,7 +111,7 @@ def open_answers(config: EvaluateConfig, fingerprints: Mapping[str, str]) -> Ite
         raise DataError(f"output '{folder}' cannot be written: {error.strerror}; name another folder") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released whenever and however the process ends
         except OSError:
             raise DataError(f"another evaluation is writing '{path}'; wait for it or give another output") from None
         file.seek(0)
@@ -123,17 +127,17 @@ def open_answers(config: EvaluateConfig, fingerprints: Mapping[str, str]) -> Ite
 
 
 def read_answers(path: Path) -> Iterator[AnsweredTurn]:
-    """Every whole line of an evaluation's answers, read one by one.
+    """Read the whole lines of an evaluation's answers, one at a time.
 
     Raises:
-        ConfigError: no such file.
+        ConfigError: the file cannot be read.
         DataError: a line is damaged, or the file holds something else.
     """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"}\n") and not file.peek(1):
-                    return  # what a kill left half-written
+                    return  # half-written line left by a kill
                 yield _read_line(line, f"{path}:{number}", "name the answers.jsonl of an evaluation")
     except OSError as error:
         raise ConfigError(
@@ -142,13 +146,13 @@ def read_answers(path: Path) -> Iterator[AnsweredTurn]:
 
 
 def _check_unclaimed(folder: Path) -> None:
-    """Refuse a folder whose record belongs to a run of another kind, which could then not go on."""
+    """Refuse a folder whose run.yaml belongs to another kind of run, because overwriting it would break resuming it."""
     if (folder / RUN_FILE).is_file() and "questions" not in read_run_yaml(folder).get("config", {}):
         raise MismatchError(f"output '{folder}' holds a run that is no evaluation; give another folder")
 
 
 def _whole_lines(content: bytes) -> list[bytes]:
-    """Lines with their line ends, without a last one that is not whole: a crash of the machine can leave zeros."""
+    """Split into lines with their line ends and drop an incomplete last one; a machine crash can leave zeros there."""
     lines = content.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"}\n"):
         lines.pop()

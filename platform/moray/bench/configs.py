@@ -1,4 +1,4 @@
-"""What is measured, and how: evaluations, benchmarks, a tree's search, comparisons, live decoding. Torch-free."""
+"""Configuration of evaluations, benchmarks, tree search, comparisons and live decoding. Torch-free."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +13,13 @@ from moray.trees.shapes import MAX_DEPTH, AdaptiveShape, Shape
 
 
 class EvaluateConfig(Config):
-    """Which drafters and trees to measure, on what, and how."""
+    """The drafters and trees to measure, on which questions, and how."""
 
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
     """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also accepted:
-    {type: pretrained, model: ...}, and {type: trained, folder: ..., N: 1, name: ...}, which fixes one N of a
-    drafter that is trained for several."""
+    {type: pretrained, model: ...}, and {type: trained, folder: ..., num_target_layers: 1, name: ...}, which fixes one N
+    of a drafter that is trained for several."""
     trees: tuple[Shape, ...] = Field(default=(AdaptiveShape(type="adaptive", depth=8),), min_length=1)
     """Shapes of the draft trees; every drafter is measured with each of them."""
     questions: str
@@ -32,26 +32,26 @@ class EvaluateConfig(Config):
     """Temperatures at which each question is asked; empty for sampling.temperature alone."""
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = Field(default=128, ge=1)
-    """Most tokens of an answer."""
+    """Maximum number of tokens per answer."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, besides the end-of-sequence tokens."""
+    """Texts that end an answer, in addition to the end-of-sequence tokens."""
     compare_generate: bool = True
-    """Measure Hugging Face generate beside our own plain decoding."""
+    """Also measure Hugging Face generate, next to our own plain decoding."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together, for which the cache is allocated; capped by the target."""
+    """Maximum tokens of prompt and answer together, and size of the KV cache; capped by the target."""
     compile: CompileMode = "off"
     """Whether target and drafters are compiled by torch.compile."""
     exact_phases: bool = False
-    """Wait for the device after each phase, so that their times can be told apart; costs some overlap."""
+    """Synchronise with the device after each phase, so that phase times are exact; costs some overlap."""
     output: str
-    """Folder of answers.jsonl, report.json and report.html."""
+    """Folder for answers.jsonl, report.json and report.html."""
 
     @field_validator("sampling", mode="before")
     @classmethod
     def _begin_with_the_first_temperature(cls, value: Any, info: ValidationInfo) -> Any:
-        """Beside `temperatures` a `sampling.temperature` of 0 counts as not given; typical acceptance refuses it."""
+        """With typical acceptance, which refuses temperature 0, replace it by the first of `temperatures`."""
         match value, info.data:
             case {"acceptance_method": "typical"}, {"temperatures": (first, *_)}:
                 return value | {"temperature": value.get("temperature") or first}
@@ -66,12 +66,12 @@ class EvaluateConfig(Config):
                 f"sampling.temperature is {self.sampling.temperature} but temperatures are {list(self.temperatures)}; "
                 "give one of the two"
             )
-        _ = self.samplings  # what a temperature cannot be combined with is refused here
+        _ = self.samplings  # building them refuses settings that a temperature cannot be combined with
         return self
 
     @property
     def samplings(self) -> tuple[SamplingParams, ...]:
-        """How tokens are drawn, once per temperature."""
+        """The sampling parameters, one set per temperature."""
         temperatures = self.temperatures or (self.sampling.temperature,)
         given = self.sampling.model_dump()
         return tuple(SamplingParams.model_validate(given | {"temperature": value}) for value in temperatures)
@@ -83,8 +83,8 @@ class DecodeBenchmarkConfig(Config):
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
     """Folders of trained drafters, or drafters by type: {type: ngram}, {type: trained, folder: ...}. Also accepted:
-    {type: pretrained, model: ...}, and {type: trained, folder: ..., N: 1, name: ...}, which fixes one N of a
-    drafter that is trained for several."""
+    {type: pretrained, model: ...}, and {type: trained, folder: ..., num_target_layers: 1, name: ...}, which fixes one N
+    of a drafter that is trained for several."""
     trees: tuple[Shape, ...] = Field(default=(AdaptiveShape(type="adaptive", depth=8),), min_length=1)
     """Shapes of the draft trees; every drafter is measured with each of them."""
     questions: str
@@ -93,7 +93,7 @@ class DecodeBenchmarkConfig(Config):
     """Number of questions to ask, one of each category in turn; null for all."""
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = Field(default=128, ge=1)
-    """Most tokens of an answer."""
+    """Maximum number of tokens per answer."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
     compile: CompileMode = "off"
@@ -102,7 +102,7 @@ class DecodeBenchmarkConfig(Config):
     """JSON file to write, the same as --json FILE; null for none."""
 
     def evaluation(self) -> EvaluateConfig:
-        """The evaluation that measures it."""
+        """The evaluation that this benchmark runs."""
         shared = self.model_dump(exclude={"report", "compile"})
         own = {"output": "", "compare_generate": False, "exact_phases": True, "compile": self.compile}
         return EvaluateConfig.model_validate(shared | own)
@@ -117,18 +117,18 @@ class EngineBenchmarkConfig(Config):
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Shape of the draft trees."""
     batches: tuple[Annotated[int, Field(ge=1, le=1024)], ...] = Field(default=(1, 2, 4, 8, 16, 32), min_length=1)
-    """Numbers of sequences that run at the same time, measured one after another."""
+    """Numbers of sequences that are decoded at the same time, measured one after another."""
     questions: str
-    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
+    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
     num_questions: int | None = Field(default=None, ge=1)
     """Number of questions to ask, one of each category in turn; null for all."""
     num_answers: int | None = Field(default=None, ge=1)
-    """Answers in each round, at least as many as run at a time; null for one to every question."""
+    """Answers per round, raised to the batch size if that is larger; null for one per question."""
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = Field(default=96, ge=1)
-    """Most tokens of an answer."""
+    """Maximum number of tokens per answer."""
     rounds: int = Field(default=3, ge=1)
-    """How often every way to decode is measured."""
+    """Number of rounds; each measures plain and drafted decoding."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
     report: str | None = None
@@ -136,23 +136,23 @@ class EngineBenchmarkConfig(Config):
 
 
 class StalenessConfig(Config):
-    """What `pipelines.benchmark staleness` measures: tau of chains whose memory is late."""
+    """What `pipelines.benchmark staleness` measures: tau of chains that are drafted with stale memory."""
 
     target: TargetConfig
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
     """Folders of trained drafters, or drafters by type, as for pipelines.benchmark decode."""
     questions: str
-    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
+    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
     num_questions: int | None = Field(default=None, ge=1)
     """Number of questions to ask, one of each category in turn; null for all."""
     depth: int = Field(default=6, ge=1)
-    """Tokens of a draft."""
+    """Number of tokens per draft chain."""
     lags: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2, 4, 6, 8, 12), min_length=1)
-    """Tokens before the root at which memory ends; must hold 0, what the others are compared with."""
+    """How many tokens before the root the memory ends; must include 0, the baseline of the others."""
     max_new_tokens: int = Field(default=96, ge=2)
-    """Most tokens of an answer."""
+    """Maximum number of tokens per answer."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together; capped by the target's context."""
+    """Maximum tokens of prompt and answer together; capped by the target's context."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
     report: str | None = None
@@ -173,29 +173,29 @@ class StalenessConfig(Config):
 
 
 class TreeSearchConfig(Config):
-    """What `pipelines.benchmark tree` searches: a sparse tree for one drafter."""
+    """What `pipelines.benchmark tree` searches: the best sparse tree for one drafter."""
 
     target: TargetConfig
     drafter: str | UsableConfig
     """Folder of a trained drafter, or a drafter by type, such as {type: ngram}."""
     questions: str
-    """File of questions, as for pipelines.evaluate; use others than those of a later measurement."""
+    """File of questions, as for pipelines.evaluate; do not reuse those of a later measurement."""
     num_questions: int | None = Field(default=None, ge=1)
     """Number of questions to ask, one of each category in turn; null for all."""
     nodes: int = Field(default=63, ge=1, le=512)
-    """Nodes of the tree, its root not counted."""
+    """Number of nodes in the tree, not counting the root."""
     levels: int = Field(default=5, ge=1, le=32)
-    """Most levels below the root; a drafter of fewer has fewer."""
+    """Maximum number of levels below the root; capped by what the drafter can draft."""
     ranks: int = Field(default=10, ge=1, le=64)
-    """Number of likeliest tokens of a level that are looked at as candidates."""
+    """Number of most likely tokens per level that are considered as candidates."""
     max_new_tokens: int = Field(default=128, ge=2)
-    """Most tokens of an answer."""
+    """Maximum number of tokens per answer."""
     max_context: int = Field(default=8192, ge=2)
-    """Most tokens of prompt and answer together; capped by the target's context."""
+    """Maximum tokens of prompt and answer together; capped by the target's context."""
     threads: int | None = Field(default=1, ge=1)
     """Number of torch threads; null leaves it to torch."""
     output: str | None = None
-    """YAML file to write the tree to, for trees of other commands; null prints it."""
+    """YAML file to write the tree to, for the key trees of other commands; null prints it."""
     report: str | None = None
     """JSON file for rates and tree, the same as --json FILE; null for none."""
 
@@ -210,10 +210,10 @@ class TreeSearchConfig(Config):
 
 
 class CompareConfig(Config):
-    """Two reports to put side by side."""
+    """Two reports to compare."""
 
     a: str
-    """First report.json, what the other one is compared with."""
+    """First report.json, the baseline."""
     b: str
     """Second report.json; ratios are b / a."""
     report: str | None = None
@@ -229,7 +229,7 @@ class LiveConfig(Config):
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Shape of the draft trees."""
     prompt: str
-    """Text that the model is asked."""
+    """Text of the user's message."""
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int = Field(default=128, ge=1)
-    """Most tokens of an answer."""
+    """Maximum number of tokens in the answer."""

@@ -1,4 +1,4 @@
-"""One evaluation from configuration to report: load, ask, summarise."""
+"""Runs one evaluation from configuration to report: load, ask, summarise."""
 
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from moray.text import ChatTokenizer
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
-    """Run an evaluation, or go on with it, and return its report (see `bench.reports.schema`).
+    """Run or resume an evaluation and return its report (see `bench.reports.schema`).
 
     Raises:
-        DataError: not one prompt fits into the target's context.
+        DataError: no prompt fits into the target's context.
         MismatchError: `config.output` holds the answers of another evaluation.
     """
     questions, tokenizer, target = load_target(config, config.categories)
@@ -70,14 +70,14 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
 
 
 def _drop_phases(figures: dict[str, Any]) -> None:
-    """Leave out what cannot be told apart on a device that works behind the program's back."""
+    """Remove costs and phase times, which are not exact on a device that runs asynchronously."""
     unknown = dict.fromkeys(("draft_cost", "verify_cost", "efficiency", "phases_ms"))
     figures["rows"] = [row | unknown for row in figures["rows"]]
     figures["notes"].append("costs and phases of a cycle on a GPU need exact_phases=true, which costs some speed")
 
 
 def measurement_fingerprints(config: EvaluateConfig, target: Target, tokenizer: ChatTokenizer) -> dict[str, str]:
-    """What must be the same for answers and timings of two runs to stand in one report."""
+    """Everything that must match before answers and timings of two runs may be mixed in one report."""
     here = machine()
     trained = {f"drafter.{name}": value for name, value in fingerprints_of(config.drafters).items()}
     return trained | {
@@ -90,14 +90,14 @@ def measurement_fingerprints(config: EvaluateConfig, target: Target, tokenizer: 
 
 
 def _ask(runner: Runner, questions: list[Question], log: AnswerLog, total: int, console: Console) -> None:
-    """Ask whatever is not answered yet, and show how far it is."""
+    """Ask every turn that has no answer yet and show progress."""
     with Progress("evaluate", total, done=log.num_recorded, unit="turns", console=console) as progress:
         for num_turns in runner.ask(questions, log):
             progress.advance(num_turns)
 
 
 def _making(drafter: Drafter, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """How large a drafter is, and how much it was trained."""
+    """The size of a drafter and how long it was trained."""
     last = metrics[-1] if metrics else {}
     tokens = last.get("tokens")
     return {
@@ -108,6 +108,6 @@ def _making(drafter: Drafter, metrics: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _series(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """Training curves of a drafter, column by column."""
+    """Convert rows of training metrics into one series per column."""
     names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
     return {name: [row.get(name) for row in rows] for name in names}

@@ -1,4 +1,4 @@
-"""Watching speculation at work: one answer in the terminal, drafted tokens in one colour, the target's in another."""
+"""Decode one answer live in the terminal, with accepted draft tokens and the target's own tokens in two colours."""
 
 import torch
 from rich.console import Console
@@ -30,7 +30,7 @@ def show_live(config: LiveConfig, console: Console) -> None:
         for index, token in enumerate(tokens):
             before = tokenizer.decode(shown)
             shown.append(token)
-            # Decoding the whole answer each time keeps multi-token characters and leading spaces right.
+            # Decoding the whole answer each time gets multi-token characters and leading spaces right.
             style = ACCEPTED if index < accepted else CORRECTED
             console.print(Text(tokenizer.decode(shown)[len(before) :], style), end="")
 

@@ -1,4 +1,4 @@
-"""An error if a measured text differs from plain decoding, raised after the report has been written. Torch-free."""
+"""Raises an error if a measured text differs from plain decoding; called after the report is written. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,19 +7,19 @@ from moray.errors import LosslessError
 
 
 def row_name(row: Mapping[str, Any]) -> str:
-    """How an error names a row of a report."""
+    """The name of a report row in error messages."""
     return f"{row['drafter']} with {row['tree']} at temperature {row.get('temperature') or 0:g}"
 
 
 def check_lossless(lossless: Iterable[tuple[str, bool | None]]) -> None:
-    """Refuse texts that had to be plain decoding's and were not.
+    """Raise an error if any text that must equal plain decoding's does not.
 
     Args:
         lossless: pairs of a row's name and whether its text equals plain decoding's. None means that equality is not
             promised: in 16-bit formats, with the rule rejection, and with the rule typical.
 
     Raises:
-        LosslessError: naming the rows.
+        LosslessError: a row is False; the message names all such rows.
     """
     broken = [name for name, is_lossless in lossless if is_lossless is False]
     if broken:

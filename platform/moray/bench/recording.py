@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures, and whether its file can be written at all. Torch-free."""
+"""Provenance that every benchmark writes with its figures, and an early check of its output file. Torch-free."""
 
 import sys
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from moray.provenance import git_state, machine, versions, write_json_atomically
 
 
 def record(config: Config) -> dict[str, Any]:
-    """Where a benchmark's figures come from."""
+    """The provenance of a benchmark's figures: command, commit, machine, versions and settings."""
     return {
         "argv": list(sys.argv),
         "git": git_state(Path(__file__)),
@@ -22,7 +22,11 @@ def record(config: Config) -> dict[str, Any]:
 
 
 def check_writable(path: Path, key: str = "report") -> None:
-    """Refuse a file that cannot be written before anything is measured; `key` names it. No file is left behind."""
+    """Check that a file can be written, before anything is measured, and leave no new file behind.
+
+    Raises:
+        ConfigError: it cannot be written; the message names the configuration key `key`.
+    """
     was_there = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,11 +35,11 @@ def check_writable(path: Path, key: str = "report") -> None:
     except OSError as error:
         raise ConfigError(f"{key} is '{path}', which cannot be written: {error.strerror}; name another file") from None
     if not was_there:
-        path.resolve().unlink()  # an empty YAML file would pass for settings if the run fails
+        path.resolve().unlink()  # if the run fails, an empty YAML file would be accepted as settings
 
 
 def reported(report: str | None, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is measured, written to `report` too: a path that cannot be written is refused before."""
+    """Return the result of `measure` and also write it to `report`, whose path is checked before measuring."""
     if report:
         check_writable(Path(report))
     result = measure()

@@ -1,8 +1,8 @@
-"""Measuring drafters side by side: the same prompts, one after the other, in one process.
+"""Measures drafters side by side, on the same prompts in one process.
 
-For every prompt all methods run in turn (Hugging Face `generate`, our plain decoding, each drafter with each
-tree), so that machine noise hits them alike; temperatures alternate from prompt to prompt for the same reason. Plain
-decoding is both the baseline and the truth that every speculative answer is compared with.
+All methods (Hugging Face `generate`, our plain decoding, each drafter with each tree) run in turn on each prompt, so
+that machine noise affects them alike; temperatures alternate from prompt to prompt for the same reason. Plain decoding
+is both the baseline and the reference that every speculative answer is compared with.
 """
 
 import time
@@ -31,12 +31,12 @@ from moray.trees.shapes import AnyShape
 _WARM_UP_TOKENS = 16
 
 Run = Callable[[list[int], SamplingParams, int, int], Generation]
-"""run(prompt, params, max_new_tokens, sequence): one answer; `sequence` numbers the prompt (see `Sampler`)."""
+"""run(prompt, params, max_new_tokens, sequence) returns one answer; `sequence` numbers the prompt (see `Sampler`)."""
 
 
 @dataclass
 class Method:
-    """One way to decode, and everything it did."""
+    """One way to decode, and all its answers."""
 
     name: str
     tree: str
@@ -45,14 +45,14 @@ class Method:
     lossless: list[bool] = field(default_factory=list)
 
     def only(self, indices: Sequence[int]) -> "Method":
-        """The same method with some of its answers."""
+        """A copy with only some of the answers."""
         generations = [self.generations[i] for i in indices]
         return Method(self.name, self.tree, self.run, generations, [self.lossless[i] for i in indices])
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One turn of a question that was answered by all methods; index i of every method's generations."""
+    """One turn that all methods answered; the i-th of them belongs to index i of every method's generations."""
 
     category: str
     temperature: float
@@ -60,23 +60,23 @@ class Asked:
 
 @dataclass
 class Measurement:
-    """All methods over all prompts. `methods[0]` is plain decoding."""
+    """The answers of all methods to all prompts. `methods[0]` is plain decoding."""
 
     methods: list[Method]
     asked: list[Asked] = field(default_factory=list)
     num_skipped: int = 0
-    """Turns that did not fit into the context, counted at each temperature."""
+    """Turns that did not fit into the context, counted once per temperature."""
     notes: list[str] = field(default_factory=list)
-    """What was not measured, and why."""
+    """What was not measured, with the reason."""
 
     def at(self, temperature: float) -> "Measurement":
-        """What was asked at one temperature; skipped turns are not told apart."""
+        """The part measured at one temperature, without the count of skipped turns and the notes."""
         indices = [i for i, asked in enumerate(self.asked) if asked.temperature == temperature]
         return Measurement([method.only(indices) for method in self.methods], [self.asked[i] for i in indices])
 
 
 class Runner:
-    """Builds the decoders once and asks them question after question."""
+    """Builds all decoders once and asks them one question after another."""
 
     def __init__(
         self,
@@ -89,19 +89,22 @@ class Runner:
         """
         Args:
             target: shared by all methods.
-            drafters: by the names of their rows.
+            drafters: by the name of their rows.
             tokenizer: the target's.
-            config: what to measure, and how; its drafters are those given, whatever it calls them.
-            trees: of each drafter by name, in place of all of `config.trees`.
+            config: what to measure, and how; `drafters` takes the place of `config.drafters`.
+            trees: the trees of each drafter by name; None measures each with all of `config.trees`.
+
+        Raises:
+            ConfigError: all trees are too deep for their drafters.
         """
         self.capacity = min(target.spec.max_positions, config.max_context)
-        """Most tokens of prompt and answer together."""
+        """Maximum tokens of prompt and answer together."""
         self._config = config
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
         self._is_warm = False
         self._stop = StopStrings(config.stop, tokenizer.decode) if config.stop else None
-        # They take turns, so one cache serves them all.
+        # The decoders take turns, so they share one KV cache.
         runner = runner_for(target, self.capacity, max(shape.num_nodes for shape in config.trees))
         decoder_of = partial(
             SpeculativeDecoder, target, capacity=self.capacity, runner=runner, is_timed=config.exact_phases
@@ -130,20 +133,20 @@ class Runner:
     ) -> Iterator[int]:
         """Answer all turns of all questions with all methods, at each temperature.
 
-        Answers that `log` holds are taken from it, new ones are written to it. A turn that does not fit into the
-        context, with room for one answer token, ends its question at that temperature.
+        Answers recorded in `log` are reused, and new ones are appended to it. If a prompt leaves no room in the
+        context for an answer token, the rest of its question is skipped at that temperature.
 
         Args:
             questions: in the order of asking.
-            log: of this evaluation.
-            first_sequence: turns of the questions that were asked before these.
+            log: the answers of this evaluation on disk.
+            first_sequence: number of turns of the questions asked before these.
 
         Yields:
-            how many turns are done with, after each that was answered now or left out; a turn counts once for
-            each temperature.
+            the number of turns just answered or skipped; a turn counts once per temperature, and turns from `log` do
+            not count.
         """
         sequence = (
-            first_sequence  # of a question's first turn: it must not depend on what is skipped, resumed or at which T
+            first_sequence  # of a question's first turn; must not depend on skipping, resuming or the temperature
         )
         for question in questions:
             yield from self._ask_question(question, sequence, log)
@@ -173,11 +176,11 @@ class Runner:
                     yield 1
 
     def _answer(self, prompt: list[int], params: SamplingParams, sequence: int) -> tuple[MethodAnswer, ...]:
-        """What every method does with a prompt, in the order of `measurement.methods`."""
+        """Answer a prompt with every method; the result is in the order of `measurement.methods`."""
         if not self._is_warm:
             self._warm_up(prompt)
         methods = self.measurement.methods
-        # Another order for every prompt: none of the methods always runs on warm or on cold caches.
+        # Rotate the order per prompt, so that no method always runs with warm or cold caches.
         shift = sequence % len(methods)
         generations = {
             id(method): method.run(prompt, params, self._config.max_new_tokens, sequence)
@@ -188,14 +191,14 @@ class Runner:
         )
 
     def _warm_up(self, prompt: list[int]) -> None:
-        """Run everything once, untimed: the first call of anything is slow, in every process anew."""
+        """Run every method once, untimed, because first calls in a process are slow."""
         for method in self.measurement.methods:
             for params in self._config.samplings:
                 method.run(prompt, params, _WARM_UP_TOKENS, 0)
         self._is_warm = True
 
     def _record(self, asked: Asked, answers: tuple[MethodAnswer, ...]) -> list[int]:
-        """Add one turn to the measurement; returns plain decoding's tokens."""
+        """Add one turn to the measurement; returns the tokens of plain decoding."""
         truth = answers[0].generation.tokens
         for method, answer in zip(self.measurement.methods, answers, strict=True):
             method.generations.append(answer.generation)
@@ -209,8 +212,8 @@ class Runner:
         )
 
     def _hugging_face(self, target: Target) -> Run:
-        # What a model brings along (repetition penalties, its own top-p) is another task than ours; it would fill in
-        # for whatever is not named in the call.
+        # Drop the model's own defaults (repetition penalty, top-p and so on): they would apply to every option that
+        # the call below does not set.
         target.model.generation_config = GenerationConfig(
             eos_token_id=sorted(self._eos_ids), pad_token_id=next(iter(self._eos_ids), 0)
         )
@@ -220,7 +223,7 @@ class Runner:
             options: dict[str, object] = {"do_sample": not params.is_greedy}
             if not params.is_greedy:
                 options |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
-                torch.manual_seed(params.seed + sequence)  # the same text when it is asked again
+                torch.manual_seed(params.seed + sequence)  # the same prompt gives the same text again
             tokens = torch.tensor([prompt], device=target.device)
             limit = min(most, self.capacity - len(prompt))
             begin = time.perf_counter()

@@ -1,8 +1,7 @@
-"""Benchmark questions: Spec-Bench files, bare prompts and chats, all read into one shape.
+"""Reads benchmark questions from Spec-Bench files, bare prompts and chats.
 
-A figure can be compared with a published one only if it was taken on the same questions, so the files are
-read as others ship them. This module refuses to know tokenizers, chat templates and models; it needs
-neither torch nor ray.
+Figures are comparable with published ones only on the same questions, so files are read in their original formats. This
+module does not depend on tokenizers, chat templates or models, and imports neither torch nor ray.
 """
 
 import difflib
@@ -23,7 +22,7 @@ _MT_BENCH_IDS = frozenset(map(str, range(81, 161)))
 
 @dataclass(frozen=True)
 class Question:
-    """What one user asks, turn by turn; the answers between the turns are the model's own."""
+    """The user's turns of one conversation; the model supplies the answers between them."""
 
     question_id: str
     category: str
@@ -31,7 +30,7 @@ class Question:
 
     @property
     def task(self) -> str:
-        """Where published tables count it: MT-bench's eight categories of ten questions are one task there."""
+        """The task under which published tables count it: MT-bench's eight categories of ten form one task there."""
         is_mt_bench = self.category in _MT_BENCH and self.question_id in _MT_BENCH_IDS
         return "mt_bench" if is_mt_bench else self.category
 
@@ -39,20 +38,20 @@ class Question:
 def read_questions(path: str, limit: int | None = None, categories: tuple[str, ...] = ()) -> list[Question]:
     """Read benchmark questions from a file of JSON rows, one per line.
 
-    Rows may be mixed: Spec-Bench (`question_id`, `category`, `turns`), chats (`messages`; the user turns,
-    category "chat" unless the row names one) and bare prompts (`prompt`; the category is the file's stem
-    unless the row names one). A row without an id gets "<file stem>:<line>".
+    A file may mix three kinds of rows: Spec-Bench (`question_id`, `category`, `turns`), chats (`messages`, of which
+    the user turns count; default category "chat") and bare prompts (`prompt`; default category is the file's stem). A
+    row without an id gets "<file stem>:<line>".
 
     Args:
         path: the file; its suffix does not matter.
-        limit: how many questions to take: one per category in turn, in a fixed order within the category that is
-            not the file's order (files are often sorted). A smaller limit gives a prefix of a larger one.
-            None takes all, in the file's order.
+        limit: number of questions to take, one per category in turn. Within a category the order is fixed but not the
+            file's, because files are often sorted. A smaller limit gives a prefix of a larger one. None takes all, in
+            the file's order.
         categories: take only these; empty takes all.
 
     Raises:
-        ConfigError: for a limit below 1.
-        DataError: for a missing or empty file, a row that cannot be read, or an unknown category.
+        ConfigError: the limit is below 1.
+        DataError: the file is missing or empty, a row cannot be read, or a category is unknown.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; it must be at least 1, or null for every question")
@@ -66,7 +65,7 @@ def read_questions(path: str, limit: int | None = None, categories: tuple[str, .
             everything.append(question)
             continue
         chosen.append((_rank(question), question))
-        if len(chosen) >= 2 * limit + 1024:  # memory follows the limit, not the file
+        if len(chosen) >= 2 * limit + 1024:  # bounds memory by the limit instead of the file size
             _keep_first(chosen, limit)
     _check_categories(path, categories, known=sorted(by_category))
     if limit is None:
@@ -81,7 +80,7 @@ def _rank(question: Question) -> bytes:
 
 
 def _keep_first(ranked: list[tuple[bytes, Question]], count: int) -> None:
-    ranked.sort(key=lambda pair: pair[0])  # stable: rows that share an id keep the file's order
+    ranked.sort(key=lambda pair: pair[0])  # stable, so rows with the same id keep the file's order
     del ranked[count:]
 
 
@@ -105,12 +104,12 @@ def _check_categories(path: str, wanted: tuple[str, ...], known: list[str]) -> N
 
 
 def _rows(path: Path) -> Iterator[Question]:
-    """Every question of a file, read line by line."""
+    """Yield the questions of a file, read line by line."""
     if not path.is_file():
         raise DataError(_explain_missing(path))
     number = 0
     try:
-        # newline="\n": texts hold U+2028 and other characters that str.splitlines would cut a row at.
+        # newline="\n", because texts may hold U+2028 and other characters that str.splitlines treats as line ends.
         with path.open(encoding="utf-8-sig", newline="\n") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
@@ -177,7 +176,7 @@ def _identify(row: dict[str, Any], path: Path, number: int) -> str:
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether no half of a surrogate pair stands alone: JSON can write one, no tokenizer can read it."""
+    """Whether the text has no lone surrogate, which JSON can express but no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
-"""How far a figure can be trusted: medians, quartiles and bootstrap intervals over the prompts.
+"""Statistical spread of figures: quartiles and bootstrap intervals over prompts.
 
-This module refuses to know what the figures mean.
+This module does not depend on what the figures mean.
 """
 
 import random
@@ -18,7 +18,7 @@ def ratio_interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float] 
 def ratio_of_ratios_interval(
     above: Sequence[tuple[float, float]], below: Sequence[tuple[float, float]]
 ) -> tuple[float, float] | None:
-    """95 % interval of the quotient of two such ratios, with the same places drawn from both."""
+    """95 % interval of the quotient of two such ratios, by paired bootstrap: the same indices are drawn from both."""
 
     def quotient(chosen: Sequence[int]) -> float | None:
         top, bottom = _ratio([above[i] for i in chosen]), _ratio([below[i] for i in chosen])
@@ -41,8 +41,8 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _interval(count: int, figure: Callable[[Sequence[int]], float | None]) -> tuple[float, float] | None:
-    """The middle 95 % of a figure over resampled prompts; resamples in which it is undefined do not count."""
-    rng = random.Random(0)  # the same answers give the same report
+    """The middle 95 % of a figure over resampled prompts, ignoring resamples in which it is undefined."""
+    rng = random.Random(0)  # fixed seed, so that the same answers give the same report
     drawn = (figure(rng.choices(range(count), k=count)) for _ in range(_NUM_RESAMPLES if count else 0))
     values = sorted(value for value in drawn if value is not None)
     if not values:

@@ -1,4 +1,4 @@
-"""From raw generations to the figures of a report: tau, speed-ups, efficiency, per method and category."""
+"""Computes the figures of a report from raw generations: tau, speed-ups and efficiency per method and category."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from moray.decoding.stats import PHASES, Generation, acceptance_by_position, dep
 
 
 def summarise(measurement: Measurement, samplings: Sequence[SamplingParams], dtype: str) -> dict[str, Any]:
-    """The rows, baselines and categories of a report (see `bench.reports.schema`), temperature by temperature.
+    """Compute the rows, baselines, categories and notes of a report (see `bench.reports.schema`) per temperature.
 
-    Speeds are tokens per second of prefill and decoding together. Efficiency is S / (tau / (1 + gamma c))
-    with S over plain decoding, gamma the levels drafted per cycle and c the cost of one draft level over one
-    plain target step, all measured in this run. A figure that is not defined (no answer took a cycle) is None.
-    A temperature at which nothing was asked has no rows.
+    Speeds are tokens per second including prefill. Efficiency is S / (tau / (1 + gamma c)), where S is the speed-up
+    over plain decoding without prefill, gamma the number of levels drafted per cycle and c the cost of one draft level
+    relative to one plain target step, all measured in this run. A figure that is undefined, for example because no
+    answer needed a cycle, is None. A temperature at which nothing was asked has no rows.
 
     Args:
-        measurement: everything that was asked.
-        samplings: what it was asked with, once per temperature.
-        dtype: of the target.
+        measurement: all answers.
+        samplings: the sampling parameters, one set per temperature.
+        dtype: number format of the target.
     """
     figures: dict[str, list[Any]] = {"rows": [], "baselines": [], "categories": [], "notes": [*measurement.notes]}
     if measurement.num_skipped:
@@ -38,12 +38,12 @@ def summarise(measurement: Measurement, samplings: Sequence[SamplingParams], dty
 
 
 def _summarise_one(measurement: Measurement, params: SamplingParams, dtype: str, where: str) -> dict[str, list[Any]]:
-    """The same for one temperature; `where` names it in notes."""
+    """Like `summarise` for one temperature; `where` names it in notes."""
     plain = measurement.methods[0]
     generate = next((method for method in measurement.methods if method.name == "generate"), None)
     drafted = [method for method in measurement.methods if method.tree]
-    # Rejection sampling keeps the distribution, not the text; 16 bits round one token and eight differently. A
-    # difference then proves nothing.
+    # A different text proves nothing with rejection sampling, which preserves the distribution but not the text, or in
+    # 16-bit formats, where passes over one token and over eight round differently.
     is_exact = (params.is_greedy or params.acceptance_method == "gumbel_coupled") and dtype == "float32"
     temperature = {"temperature": params.temperature}
     rows = [_row(method, plain, generate, is_exact) | temperature for method in drafted]
@@ -66,7 +66,7 @@ def _summarise_one(measurement: Measurement, params: SamplingParams, dtype: str,
 
 
 def _notes(measurement: Measurement, params: SamplingParams, dtype: str, where: str) -> list[str]:
-    """What a reader must know to read the figures right."""
+    """Notes that a reader needs to interpret the figures."""
     notes = []
     if not params.is_lossless:
         notes.append(f"typical acceptance is lossy{where}: the text need not follow the target's distribution")
@@ -87,7 +87,7 @@ def _notes(measurement: Measurement, params: SamplingParams, dtype: str, where: 
 
 
 def slower_than_plain(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A note that names the trees that are always drafted and were slower than plain decoding beyond noise."""
+    """A note that names the non-adaptive trees that were significantly slower than plain decoding, if any."""
     found = [row for row in rows if not row["tree"].startswith("adaptive") and _is_slower(row)]
     listed = ", ".join(
         f"{row['drafter']} {row['tree']} at T {row['temperature']:g} ({row['speedup_vs_plain']:.2f})" for row in found
@@ -97,14 +97,14 @@ def slower_than_plain(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _is_slower(row: dict[str, Any]) -> bool:
-    """Whether the whole 95 % interval of its speed-up lies below 1."""
+    """Whether the whole 95 % interval of the speed-up is below 1."""
     return row["speedup_spread"] is not None and row["speedup_spread"][1] < 1
 
 
 def cycle_costs(generations: Sequence[Generation], step_seconds: float) -> dict[str, Any]:
-    """What cycles cost, in plain steps of `step_seconds`, and how near they come to their limit.
+    """Compute the cost of cycles in units of a plain step (`step_seconds`), and their efficiency.
 
-    A figure that is not defined (nothing was drafted, no answer took a cycle) is None. Prefill is left out.
+    A figure that is undefined, because nothing was drafted or no answer needed a cycle, is None. Prefill is excluded.
     """
     cycles = max(1, sum(g.num_cycles for g in generations))
     seconds = sum(g.seconds for g in generations)
@@ -127,7 +127,7 @@ def cycle_costs(generations: Sequence[Generation], step_seconds: float) -> dict[
 
 
 def _row(method: Method, plain: Method, generate: Method | None, is_exact: bool) -> dict[str, Any]:
-    """All figures of one drafter and tree; `is_exact` says whether equal text can be asked for."""
+    """Compute all figures of one drafter and tree; `is_exact` says whether its text must equal plain decoding's."""
     generations = method.generations
     step_seconds = sum(g.seconds for g in plain.generations) / max(1, sum(len(g.tokens) - 1 for g in plain.generations))
     timings, plain_timings = list(map(_timing, generations)), list(map(_timing, plain.generations))
@@ -179,5 +179,5 @@ def _speed(generations: Sequence[Generation]) -> float:
 
 
 def _timing(generation: Generation) -> tuple[int, float]:
-    """Tokens, and the seconds that they took with the prefill."""
+    """Tokens of an answer, and its seconds including prefill."""
     return len(generation.tokens), generation.seconds + generation.prefill_seconds

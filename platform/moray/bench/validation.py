@@ -1,15 +1,15 @@
-"""Simulated against real tau: what a drafter's training says it is worth, and what decoding with it gives.
+"""Compares simulated tau, estimated by a drafter's training pass, with real tau, measured by decoding.
 
-The target answers held-out prompts with the drafter's help, greedily: that is the real tau. On exactly these answers
-the drafter's training pass then predicts every token from 1 to `depth` steps behind the last verified one:
+The target answers held-out prompts greedily with the drafter's help, which gives the real tau. On exactly these answers
+the drafter's training pass then predicts every token from 1 to `depth` steps after the last verified one:
 
     answer      a0  a1  a2  a3  a4  a5  a6
     verified     x   .   .   x   .   .   x      depth 2, first of three phases
     steps            1   2       1   2          the other two phases shift this by one
 
-so that each position counts once for each step, as in decoding, where any token may be the last verified one. The
-simulated tau 1 + a_1 + a_1 a_2 + ... is then wrong only where training is not like decoding: acceptances that depend
-on each other, and drafts that go on from drafted states. This module refuses to know Ray.
+Each position thus counts once per step, as in decoding, where any token may be the last verified one. The simulated
+tau 1 + a_1 + a_1 a_2 + ... is then wrong only where training differs from decoding: acceptances may depend on each
+other, and drafts continue from drafted states. This module does not depend on Ray.
 """
 
 from collections.abc import Sequence
@@ -37,16 +37,16 @@ from moray.trees.shapes import ChainShape
 
 
 def read_prompts(config: ValidationConfig) -> list[list[Message]]:
-    """What users ask first in the held-out chats, in the file's order.
+    """Read the first prompts of the held-out chats (the messages before the first answer), in the file's order.
 
     Raises:
-        ConfigError: there is no such file.
-        DataError: it holds no chat that begins with a question.
+        ConfigError: the file does not exist.
+        DataError: no chat has a question before an answer.
     """
     prompts: list[list[Message]] = []
     try:
         chunks = plan_chunks(ChatsConfig(path=config.chats))
-    except ConfigError as error:  # which speaks of chats.path
+    except ConfigError as error:  # its message names chats.path
         raise ConfigError(f"validation.chats: {error}") from None
     for chunk in chunks:
         for chat in read_chunk(chunk):
@@ -63,7 +63,7 @@ def read_prompts(config: ValidationConfig) -> list[list[Message]]:
 
 
 class Validator:
-    """Answers the held-out prompts with any drafter of one target."""
+    """Validates any drafter of one target on the held-out prompts."""
 
     def __init__(self, target: Target, tokenizer: ChatTokenizer, config: ValidationConfig) -> None:
         """
@@ -80,17 +80,18 @@ class Validator:
         self._target = target
         self._config = config
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
-        # One more than an answer takes: the pass over it needs room behind it.
+        # One more than an answer takes, because the training pass over it needs one spare position.
         self._capacity = min(most, max(map(len, self._prompts)) + config.max_new_tokens + 1)
 
     @torch.inference_mode()
     def validate(self, drafter: Drafter, losses: LossConfig) -> dict[str, float]:
-        """Figures of a drafter, which must be in the target's precision.
+        """Measure a drafter, which must have the target's precision. Returns these figures:
 
-        real_tau, acceptance_step_k     of decoding
-        simulated_tau, accuracy_step_k  of the training pass on the same answers
+        real_tau, acceptance_step_k     from decoding
+        simulated_tau, accuracy_step_k  from the training pass on the same answers
         tau_gap                         simulated - real
         loss                            of the training pass, with views drawn as in training
+        chats, answer_tokens            how much was decoded
 
         Raises:
             DataError: every answer ended at its first token.
@@ -134,7 +135,7 @@ class Validator:
 
 
 def _batch(session: TargetSession, prompt: list[int], answer: list[int], drafter: Drafter) -> TrainBatch:
-    """Prompt and answer as a training batch of one, with the target's taps from one more pass over them."""
+    """Make a training batch of one from prompt and answer; one more target pass over them provides the taps."""
     ids = [*prompt, *answer][: session.capacity - 1]
     pieces: list[Taps] = []
     session.begin(drafter.needs)
@@ -148,10 +149,10 @@ def _batch(session: TargetSession, prompt: list[int], answer: list[int], drafter
 
 
 def _every_step(batch: TrainBatch, depth: int) -> tuple[TrainBatch, DraftView, Bool[Tensor, "phases seq"]]:
-    """A batch of one, `depth` + 1 times, verified every `depth` + 1 tokens in all phases; and which positions count.
+    """Repeat a batch of one `depth` + 1 times, verified every `depth` + 1 tokens, one row per phase.
 
-    What is drafted from the end of the prompt comes up in all phases but one, in one of them in full length: there
-    it counts.
+    Returns the batch, its view and the positions that count. Drafts from the end of the prompt appear in all phases
+    but one; they count only in the phase that has them in full length.
     """
     period, device = depth + 1, batch.tokens.device
     taps = batch.taps
@@ -171,8 +172,8 @@ def _every_step(batch: TrainBatch, depth: int) -> tuple[TrainBatch, DraftView, B
 
 
 def _accuracy_by_step(sums: Sequence[LossSums], depth: int) -> list[float]:
-    """Accuracy of steps 1..depth. A step that training does not look at (a chain of EAGLE is trained by its first
-    step alone) counts as the last one before it that it does."""
+    """Accuracy of steps 1..depth. A step without a training signal gets the accuracy of the last step that has one;
+    for example, an EAGLE chain is trained only on its first step."""
     correct = torch.stack([each.correct_by_step for each in sums]).sum(dim=0).tolist()
     counts = torch.stack([each.count_by_step for each in sums]).sum(dim=0).tolist()
     known = [right / count for right, count in zip(correct, counts, strict=True) if count][:depth]

@@ -1,4 +1,4 @@
-"""How checkpoints are validated while a drafter trains. Torch-free."""
+"""Configuration of checkpoint validation during training. Torch-free."""
 
 import math
 
@@ -8,23 +8,23 @@ from moray.config import Config
 
 
 class ValidationConfig(Config):
-    """Held-out chats that every checkpoint drafts for, beside training and never in its way."""
+    """Validation of checkpoints on held-out chats, in parallel with training and without blocking it."""
 
     chats: str
-    """File, folder or glob pattern of held-out chats, none of them trained on."""
+    """File, folder or glob pattern of held-out chats; the drafter must not be trained on them."""
     max_chats: int = Field(default=32, ge=1)
-    """Most chats that are read for validation."""
+    """Maximum number of chats to read for validation."""
     max_new_tokens: int = Field(default=64, ge=2)
-    """Most tokens of an answer."""
+    """Maximum number of tokens per answer."""
     depth: int = Field(default=5, ge=1, le=32)
-    """Tokens of the chains that are drafted; a drafter of fewer levels drafts fewer."""
+    """Number of tokens per draft chain; capped by what the drafter can draft."""
     every_checkpoints: int | None = Field(default=1, ge=1)
-    """Validate every n-th checkpoint, and always the last; null for the last alone. With null it runs when the workers
-    have gone and their CPUs and GPUs are free."""
+    """Validate every n-th checkpoint and always the last; null for only the last. With null, validation runs after the
+    workers have ended and their CPUs and GPUs are free."""
     cpus: float = Field(default=1.0, gt=0)
-    """Logical CPUs of the validator."""
+    """Logical CPUs for the validator."""
     gpus: float = Field(default=0.0, ge=0)
-    """GPUs of the validator; 0 runs target and drafter on the CPU."""
+    """GPUs for the validator; 0 runs target and drafter on the CPU."""
     threads: int = Field(default=1, ge=1)
     """Number of torch threads of the validator."""
 

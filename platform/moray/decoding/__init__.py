@@ -1,1 +1,1 @@
-"""Decoding, lossless unless asked otherwise: one loop for one sequence or many, with drafts or without."""
+"""Decoding, lossless unless requested otherwise: one loop for one sequence or many, with or without drafts."""

@@ -1,7 +1,7 @@
-"""torch.compile behind one switch, with a fallback that says so.
+"""torch.compile behind one switch, with a fallback that reports itself.
 
-What is compiled are the parts without state: norms and MLPs of target and drafters, whose only changing size is
-the number of tokens. Attention stays as it is, for its caches grow with every cycle, and so does a pretrained drafter.
+Only stateless parts are compiled: norms and MLPs of target and drafters, whose only changing size is the number of
+tokens. Attention is not compiled, because its caches grow with every cycle; nor are pretrained drafters.
 """
 
 import logging
@@ -20,12 +20,12 @@ def compile_models(target: Target, drafters: Iterable[Drafter], mode: CompileMod
     """Compile target and drafters in place, and try them out.
 
     Returns:
-        what is in force now, in words: if compiling fails, everything is as before and the reason is in it.
+        one line on what is in force now; if compiling failed, everything is as before and the line gives the reason.
     """
     if mode == "off":
         return "torch.compile is off"
     modules = [module for model in [target.model, *drafters] for module in _stateless(model)]
-    logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # it warns of every kernel that it leaves alone
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # it warns about every kernel that it skips
     try:
         for module in modules:
             module.compile(dynamic=True)

@@ -1,4 +1,4 @@
-"""Generating one answer at a time: a facade over an engine of one row, which is the loop that also serves."""
+"""Generates one answer at a time: a facade over an engine with one row, the same loop that also serves."""
 
 import time
 from collections.abc import Callable, Collection
@@ -23,23 +23,24 @@ _NO_DRAFT = ChainShape(type="chain", depth=1)
 OnTokens = Callable[[list[int], int], None]
 """on_tokens(tokens, accepted): newly emitted tokens, of which the first `accepted` were drafted.
 
-A stop string's own tokens are among them: code that shows text as it comes must hold back what may begin one.
+They include the tokens of a stop string: code that shows text as it comes must hold back what may begin one.
 """
 
 
 def runner_for(target: Target, capacity: int, max_nodes: int) -> TargetRunner:
-    """Key/value memory for one sequence, which decoders that take turns can share.
+    """A KV cache and passes for one sequence, which decoders that take turns can share.
 
     Args:
         target: may be shared.
-        capacity: most tokens of prompt and answer together.
-        max_nodes: most nodes of a tree below its root.
+        capacity: maximum number of tokens of prompt and answer together.
+        max_nodes: maximum number of nodes of a tree below its root.
     """
     return TargetRunner(target, capacity + max_nodes + 1)
 
 
 class SpeculativeDecoder:
-    """Target and drafter in one process. By a lossless rule output equals the target's own (see `sampling.accept`)."""
+    """Target and drafter in one process. With a lossless rule, output equals the target's own (see
+    `sampling.accept`)."""
 
     def __init__(
         self,
@@ -55,18 +56,18 @@ class SpeculativeDecoder:
         """
         Args:
             target: may be shared.
-            drafter: may be shared; each decoder has a drafting state of its own. None: the target alone, one token per
-                pass.
-            shape: of the trees. An adaptive one measures costs before the first generation, and chooses between the
-                drafter's N, if it has several, where any other keeps to the first.
-            capacity: most tokens of prompt and answer together; None for the target's context.
-            runner: one to share with other decoders that take turns with this one, in place of one of its own.
-            rule: which path is accepted, in place of what the sampling parameters ask for.
-            is_timed: wait for the device after each phase, so that phases can be told apart; it costs some overlap.
+            drafter: may be shared; each decoder has its own drafting state. None decodes with the target alone, one
+                token per pass.
+            shape: shape of the trees. An adaptive one measures costs before the first generation, and chooses between
+                the drafter's N if it has several; any other shape uses the first N.
+            capacity: maximum number of tokens of prompt and answer together; None for the target's context.
+            runner: shared with other decoders that take turns with this one; None for one of its own.
+            rule: acceptance rule that overrides the one in the sampling parameters.
+            is_timed: wait for the device after each phase, so that phases can be timed separately; costs some overlap.
 
         Raises:
-            ConfigError: the shape does not go with the vocabulary, the drafter or the shared runner.
-            DataError: the capacity is more than the target's context.
+            ConfigError: the shape does not fit the vocabulary, the drafter or the shared runner.
+            DataError: the capacity exceeds the target's context.
         """
         context = target.spec.max_positions
         self.capacity = context if capacity is None else capacity
@@ -94,7 +95,7 @@ class SpeculativeDecoder:
 
     @property
     def shape(self) -> AnyShape:
-        """Of the trees: an adaptive one no deeper than the drafter drafts."""
+        """Shape of the trees; an adaptive one is limited to the drafter's depth."""
         return self._engine.drafting[self._name].shape if self.drafter is not None else _NO_DRAFT
 
     def generate(
@@ -128,7 +129,7 @@ class SpeculativeDecoder:
         try:
             return self._answer(on_tokens)
         finally:
-            self._engine.cancel(number)  # after an error it would go on with the next prompt
+            self._engine.cancel(number)  # after an error it would still run with the next prompt
 
     def _answer(self, on_tokens: OnTokens | None) -> Generation:
         engine, generation = self._engine, Generation([])
@@ -141,7 +142,7 @@ class SpeculativeDecoder:
                 generation.add(update)
                 if on_tokens is not None:
                     on_tokens(update.tokens, update.num_accepted)
-            if generation.num_cycles <= 1:  # what the drafter is told of the prompt belongs to the prefill
+            if generation.num_cycles <= 1:  # sending the prompt to the drafter counts as prefill
                 told = engine.stats.seconds["tell"] - before["tell"]
         end = time.perf_counter()
         generation.prefill_seconds = prefilled - begin + told

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from moray.config import Config
 
 _GREEDY_BELOW = 1e-5
-"""Lower temperatures are taken as 0; logits divided by still less are not finite."""
+"""Lower temperatures are treated as 0; logits divided by much less would not be finite."""
 
 CompileMode = Literal["off", "default"]
 """What torch.compile does to target and drafters (see `decoding.compiling`)."""
@@ -20,36 +20,37 @@ class SamplingParams(Config):
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy, and so is anything below 1e-5."""
     top_k: int = Field(default=0, ge=0)
-    """Number of likeliest tokens that are drawn from; 0 for every token."""
+    """Number of likeliest tokens to draw from; 0 for all tokens."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Share of the probability, likeliest tokens first, that is drawn from; 1 for every token."""
+    """Draw from the likeliest tokens that make up this share of the probability; 1 for all tokens."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Tokens below this share of the likeliest one's probability are dropped; 0 drops none. See arXiv 2407.01082."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the random numbers."""
     acceptance_method: Literal["gumbel_coupled", "rejection", "typical"] = "gumbel_coupled"
     """How drafts are tested when sampling; gumbel_coupled and rejection are lossless, typical is NOT. "gumbel_coupled":
-    the token is the Gumbel-max sample of the target with noise that depends on seed and position alone, so the text is
-    the same for every drafter and tree. "rejection": the classic test (chain sampled from q; a tree's children as point
-    masses). "typical": NOT lossless, only by name: a draft is kept if the target finds it probable enough (Medusa,
-    arXiv 2401.10774, section on typical acceptance), so the text does not follow the target's distribution."""
+    the token is the target's Gumbel-max sample, with noise that depends on seed and position alone, so the text is the
+    same for every drafter and tree. "rejection": the classic test (a chain is sampled from q; a tree's children count
+    as point masses). "typical": NOT lossless, so it must be named: a draft is kept if the target finds it probable
+    enough (Medusa, arXiv 2401.10774, section on typical acceptance), so the text does not follow the target's
+    distribution."""
     typical_epsilon: float = Field(default=0.09, ge=0, le=1)
-    """typical only: probability from which a draft is kept in any case. A draft x is kept if p(x) >
-    min(typical_epsilon, typical_delta * exp(-entropy of p))."""
+    """typical only: probability above which a draft is always kept. A draft x is kept if p(x) > min(typical_epsilon,
+    typical_delta * exp(-entropy of p))."""
     typical_delta: float = Field(default=0.3, ge=0)
-    """typical only: factor of exp(-entropy), the probability from which a draft is kept if that is lower."""
+    """typical only: factor of exp(-entropy); a draft more probable than the product is kept."""
 
     renamed: ClassVar[Mapping[str, str]] = {"rule": "acceptance_method"}
     renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {"acceptance_method": {"coupled": "gumbel_coupled"}}
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the next token is the likeliest one."""
+        """Whether the next token is always the likeliest one."""
         return self.temperature < _GREEDY_BELOW
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the text follows the target's distribution (and is its very text, where greedy or Gumbel-coupled)."""
+        """Whether the text follows the target's distribution (and is its exact text, if greedy or Gumbel-coupled)."""
         return self.acceptance_method != "typical"
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Plain decoding, one token per pass of the target: the reference that every other way to decode is compared with."""
+"""Plain decoding, one token per pass of the target: the reference for every other way to decode."""
 
 import time
 from collections.abc import Collection
@@ -15,14 +15,14 @@ from moray.targets.model import Target
 
 
 class PlainDecoder:
-    """The target alone, in a loop of its own."""
+    """The target alone, in its own simple loop."""
 
     def __init__(self, target: Target, capacity: int, session: TargetSession | None = None) -> None:
         """
         Args:
             target: may be shared.
-            capacity: most tokens of prompt and answer together.
-            session: one to share with other decoders that take turns with this one, in place of one of its own.
+            capacity: maximum number of tokens of prompt and answer together.
+            session: shared with other decoders that take turns with this one; None for one of its own.
         """
         self.target = target
         self._session = session or TargetSession(target, capacity)

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it says while it answers. Torch-free: requests cross processes."""
+"""Requests to the engine, and its outputs while it answers. Torch-free: requests cross processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,38 +13,38 @@ MAX_TOP_LOGPROBS = 20
 
 
 class Request(Config):
-    """One sequence to answer. From it alone the sequence can be taken up anywhere, at any token."""
+    """One sequence to answer. It alone is enough to continue the sequence anywhere, from any token."""
 
     prompt: tuple[int, ...] = Field(min_length=1)
     params: SamplingParams = SamplingParams()
-    """`acceptance_method` is "gumbel_coupled": of the methods for sampling, it makes the text a function of the
-    seed."""
+    """Sampling parameters; `acceptance_method` is "gumbel_coupled". Of the sampling methods, only this one makes the
+    text a function of the seed."""
     max_new_tokens: int = Field(ge=1)
-    """Those already `generated` among them."""
+    """Maximum number of tokens of the answer, those already `generated` included."""
     stop: tuple[str, ...] = ()
     continues_prompt: bool = False
-    """The answer's text, in which stop strings are looked for, goes on with the prompt's (see `SettledText`)."""
+    """Whether the answer's text continues the prompt's when stop strings are searched (see `SettledText`)."""
     ignore_eos: bool = False
-    """An end-of-sequence token does not end the answer."""
+    """Whether to go on after an end-of-sequence token."""
     sequence: int = 0
-    """Numbers answers to the same prompt: each is drawn with noise of its own."""
+    """Numbers the answers to the same prompt: each is drawn with its own noise."""
     generated: tuple[int, ...] = ()
-    """The first tokens of the answer, where it was begun elsewhere."""
+    """The first tokens of the answer, if another engine has begun it."""
     presence_penalty: float = 0.0
-    """Taken off the logit of every token that the answer holds."""
+    """Subtracted from the logit of every token that is in the answer."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of a token as often as the answer holds it."""
+    """Subtracted from the logit of a token once for each time that it is in the answer."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of tokens."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """Report the target's log-probability of every token, and of so many of the likeliest; None: of none."""
+    """Report log-probabilities of every token and of this many of the likeliest ones; None for no report."""
     drafter: str | None = ""
-    """Name of one of the engine's draft sources; "" is its first, None decodes plainly."""
+    """Name of one of the engine's draft sources; "" for the first, None for plain decoding."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities under the target's own distribution, before temperature and all filters."""
+    """Log-probabilities under the target's own distribution, before temperature and filters."""
 
     token: float
     top: list[tuple[int, float]]
@@ -56,18 +56,18 @@ class RequestOutput:
     """What one step has added to an answer."""
 
     number: int
-    """That `Engine.submit` gave."""
+    """The number that `Engine.submit` returned."""
     tokens: list[int]
     num_accepted: int = 0
-    """So many of them, from the first on, were drafted."""
+    """How many of them, from the first on, were drafted."""
     num_path: int = 0
-    """Draft tokens that the target accepted; more than `num_accepted` where the answer ended among them."""
+    """Draft tokens that the target accepted; more than `num_accepted` if the answer ended within them."""
     num_levels: int = 0
     """Levels drafted for this cycle (see `TokenTree.num_levels`)."""
     num_target_layers: int = 0
-    """N of this cycle's draft (see `Drafter.layer_counts`); without a draft it says nothing."""
+    """N of this cycle's draft (see `Drafter.layer_counts`); meaningless without a draft."""
     rejected: list[int] = field(default_factory=list)
-    """Drafted tokens of this cycle that were not accepted."""
+    """Tokens drafted in this cycle that were not accepted."""
     finish_reason: str | None = None
     """"stop", "length", or None while the answer goes on."""
     logprobs: list[TokenLogprobs] | None = None

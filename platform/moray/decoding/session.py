@@ -1,4 +1,4 @@
-"""One sequence's side of the target without drafts: its cache, its mask, and the passes over them."""
+"""One sequence with the target and no drafts: its cache, its mask, and the passes over them."""
 
 from collections.abc import Callable
 
@@ -15,13 +15,13 @@ PREFILL_CHUNK = 256
 
 
 class TargetSession:
-    """Target, cache and mask for one sequence at a time, which are allocated here, once."""
+    """Target, cache and mask for one sequence at a time; all memory is allocated once, at the start."""
 
     def __init__(self, target: Target, capacity: int) -> None:
         """
         Args:
             target: shared by any number of sessions.
-            capacity: most tokens of prompt and answer together.
+            capacity: maximum number of tokens of prompt and answer together.
         """
         if capacity > target.spec.max_positions:
             raise DataError(
@@ -37,7 +37,7 @@ class TargetSession:
         self._lower = torch.ones(PREFILL_CHUNK, PREFILL_CHUNK, dtype=torch.bool, device=target.device).tril()
 
     def begin(self, needs: TapNeeds) -> None:
-        """A new sequence is to come, of which a drafter observes these taps."""
+        """Start a new sequence, of which a drafter observes these taps."""
         self._needs = needs
         self.cache.reset()
         self._mask.reset()
@@ -47,7 +47,7 @@ class TargetSession:
     ) -> Float[Tensor, "1 vocab"]:
         """Read the prompt of a sequence; return the logits of its first generated token.
 
-        `on_chunk` receives each chunk's tokens and taps, so that memory stays bounded.
+        `on_chunk` receives the tokens and taps of each chunk, so that memory stays bounded.
 
         Raises:
             DataError: the prompt is empty or leaves no room in the context.
@@ -69,7 +69,7 @@ class TargetSession:
         return self.target.logits(output.last[0, -1:])
 
     def decode(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
-        """Plain decoding: one token in, the next one's logits out, its keys and values kept."""
+        """Decode one step: take one token, keep its keys and values, and return the logits of the next token."""
         position = self.cache.length
         positions = self._positions[None, position : position + 1]
         output = self.target.forward(token[None], positions, None, self.cache)
@@ -90,6 +90,6 @@ class TargetSession:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a GPU has done all that was asked of it; a CPU always has."""
+    """Wait until a GPU has finished all queued work; nothing to do on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

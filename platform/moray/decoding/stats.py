@@ -1,4 +1,4 @@
-"""What a generation did, cycle by cycle: the raw material of tau, acceptance and efficiency."""
+"""What a generation did, cycle by cycle: the raw data for tau, acceptance and efficiency."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ PHASES = ("propose", "verify", "accept", "commit", "observe")
 
 
 _LayerCounts = Annotated[list[int], Field(validation_alias=AliasChoices("layer_counts", "efforts"))]
-"""Answers recorded before version 0.2 call them efforts."""
+"""Answers recorded before version 0.2 call this field efforts."""
 
 
 @dataclass
 class Generation:
-    """One answer and how it was made."""
+    """One answer and how it was generated."""
 
     tokens: list[int]
     finish_reason: str = "length"
@@ -25,13 +25,13 @@ class Generation:
     accepted: list[int] = field(default_factory=list)
     """Draft tokens accepted in each cycle."""
     emitted: list[int] = field(default_factory=list)
-    """Tokens emitted by each cycle, the target's own one included; fewer where the answer ended."""
+    """Tokens emitted by each cycle, including the target's own; fewer if the answer ended in it."""
     drafted: list[int] = field(default_factory=list)
-    """Levels drafted in each cycle. Of an adaptive tree the deepest may hold nothing that was worth verifying."""
+    """Levels drafted in each cycle. The deepest levels of an adaptive tree may hold no nodes worth verifying."""
     layer_counts: _LayerCounts = field(default_factory=list)
-    """The N of each cycle's draft (see `Drafter.layer_counts`); of a cycle without a draft it says nothing."""
+    """The N of each cycle's draft (see `Drafter.layer_counts`); meaningless for a cycle without a draft."""
     seconds: float = 0.0
-    """Decoding time; prefill is not in it."""
+    """Decoding time, without prefill."""
     prefill_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds by phase of the cycle."""
@@ -42,7 +42,7 @@ class Generation:
         return len(self.accepted)
 
     def add(self, update: RequestOutput) -> None:
-        """Take in what a step of the engine has added: the first token, which the prefill gives, or a cycle."""
+        """Add the output of one engine step: the first token, which the prefill produces, or a cycle."""
         if self.tokens:
             self.accepted.append(update.num_path)
             self.emitted.append(len(update.tokens))
@@ -65,13 +65,13 @@ def acceptance_by_position(generations: Sequence[Generation]) -> list[float]:
 
 
 def depth_shares(generations: Sequence[Generation]) -> list[float]:
-    """Share of the cycles by levels drafted: index 0 is those without a draft."""
+    """Share of the cycles by levels drafted; index 0 is the share without a draft."""
     drafted = [levels for generation in generations for levels in generation.drafted]
     return [drafted.count(levels) / len(drafted) for levels in range(max(drafted, default=-1) + 1)]
 
 
 def layer_count_shares(generations: Sequence[Generation]) -> dict[int, float]:
-    """Of the cycles that drafted something, the share of each N."""
+    """Share of each N among the cycles that drafted something."""
     used = [
         num_target_layers
         for generation in generations

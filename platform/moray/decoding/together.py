@@ -1,4 +1,4 @@
-"""Many prompts through one engine, where nobody waits for a single answer: for making data, and for measuring."""
+"""Many prompts through one engine, when no client waits for a single answer: for making data, and for measuring."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from moray.decoding.stats import Generation
 def answer_together(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
     """Answer requests, as many at a time as the engine takes; the first token of each comes from its prefill.
 
-    What is known of a single one is what became of its drafts: time and phases are those of all (see `Engine.stats`).
+    Each generation records only its drafts; times and phases are known for all together (see `Engine.stats`).
     """
     generations = [Generation([]) for _ in requests]
     number_of = {engine.submit(request): index for index, request in enumerate(requests)}

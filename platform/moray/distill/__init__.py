@@ -1,1 +1,1 @@
-"""Distillation: masks, losses, optimisers, one training loop and its checkpoints. Knows torch, not Ray."""
+"""Distillation: masks, losses, optimizers, one training loop and its checkpoints. Uses torch, not Ray."""

@@ -1,6 +1,6 @@
-"""Resumable checkpoints of training: a drafter (`drafters.checkpoint`), and beside it, written atomically:
+"""Resumable checkpoints of training: a drafter (`drafters.checkpoint`) and, next to it, written atomically:
 
-training.safetensors  optimiser state
+training.safetensors  optimizer state
 training.json         updates, tokens, seconds
 """
 
@@ -22,7 +22,7 @@ from moray.targets.loading import describe_nonfinite
 
 
 def save_training(folder: Path, optimiser_state: Mapping[str, Tensor], progress: Progress) -> None:
-    """Write what a run needs, beside its drafter, to go on exactly where it was."""
+    """Write, next to the drafter, what a run needs to continue exactly where it was."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu() for name, tensor in optimiser_state.items()}
     replace_file(folder / "training.safetensors", lambda path: save_file(state, path))
@@ -30,7 +30,7 @@ def save_training(folder: Path, optimiser_state: Mapping[str, Tensor], progress:
 
 
 def load_training(folder: Path, optimiser: Optimiser | Parallel) -> Progress:
-    """Restore an optimiser and say how far the run was."""
+    """Restore an optimizer's state; return how far the run had come."""
     try:
         state = load_file(folder / "training.safetensors")
         problem = describe_nonfinite(state.items())
@@ -43,10 +43,10 @@ def load_training(folder: Path, optimiser: Optimiser | Parallel) -> Progress:
 
 
 def whole_checkpoint_step(folder: Path) -> int | None:
-    """Updates made up to a resumable checkpoint, or None if not all of its files are there in full."""
+    """Number of updates up to a resumable checkpoint, or None if any of its files is missing or incomplete."""
     try:
         for name in ("drafter.safetensors", "training.safetensors"):
-            with safe_open(folder / name, framework="pt"):  # compares the file's size with what its header says
+            with safe_open(folder / name, framework="pt"):  # compares the file's size with its header
                 pass
         json.loads((folder / "drafter.json").read_text(encoding="utf-8"))
         return int(json.loads((folder / "training.json").read_text(encoding="utf-8"))["step"])

@@ -1,4 +1,4 @@
-"""Configuration of losses, optimisers, schedules and the training run. Torch-free."""
+"""Configuration of losses, optimizers, schedules and the training run. Torch-free."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
@@ -17,7 +17,7 @@ class LossConfig(Config):
     kl: float = Field(default=0.1, ge=0)
     """Weight of KL(target || drafter) over the vocabulary; 0 leaves it out."""
     total_variation: float = Field(default=0.0, ge=0)
-    """Weight of the total variation distance, 1 - sum min(p, q); 0 leaves it out. It is the chance that a drafted
+    """Weight of the total variation distance, 1 - sum min(p, q); 0 leaves it out. It is the probability that a drafted
     token is rejected."""
 
     renamed: ClassVar[Mapping[str, str]] = {"acceptance": "total_variation"}
@@ -34,7 +34,7 @@ class AdamWConfig(Config):
 
     type: Literal["adamw"]
     lr: float = Field(default=3e-5, gt=0)
-    """Base learning rate, which the schedule multiplies."""
+    """Base learning rate, which the schedule scales."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the running means of gradients and of their squares, per update."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -42,36 +42,36 @@ class AdamWConfig(Config):
 
 
 class MuonConfig(Config):
-    """Muon for matrices between hidden states, AdamW for all else: far fewer steps on small budgets."""
+    """Muon for matrices between hidden states, AdamW for everything else: far fewer steps on small budgets."""
 
     type: Literal["muon"]
     lr: float = Field(default=0.02, gt=0)
-    """Base learning rate of the matrices, which the schedule multiplies."""
+    """Base learning rate of the matrices, which the schedule scales."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of the matrices' updates; 0 for none."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of the matrices; 0 for none."""
     vector_lr: float = Field(default=3e-3, gt=0)
-    """AdamW's learning rate, for norms, biases, embeddings and projections onto a vocabulary."""
+    """AdamW's learning rate, for norms, biases, embeddings and vocabulary projections."""
 
 
 Optim = Annotated[AdamWConfig | MuonConfig, Field(discriminator="type")]
 
 
 class SpikeSchedule(Config):
-    """The published schedule: linear warm-up to `peak` times the base rate, linear decay to the base rate
-    over `decay_epochs`, then constant."""
+    """The published schedule: linear warm-up to `peak` times the base rate, linear decay to the base rate over
+    `decay_epochs`, then constant."""
 
     type: Literal["spike"]
     warmup_steps: int = Field(default=50, ge=1)
-    """Updates over which the rate climbs to its peak."""
+    """Updates over which the rate rises to its peak."""
     peak: float = Field(default=20.0, ge=1)
     """Highest learning rate, as a multiple of the base rate."""
     decay_epochs: float = Field(default=1.0, gt=0)
-    """Epochs, from the start of training, after which the rate is down at the base rate."""
+    """Epochs, from the start of training, after which the rate is back at the base rate."""
 
     def factor(self, step: int, steps_per_epoch: int, total_steps: int) -> float:
-        """What the base learning rate is multiplied with at `step` (0-based)."""
+        """Factor on the base learning rate at `step` (0-based)."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         decayed = (step - self.warmup_steps) / max(1.0, self.decay_epochs * steps_per_epoch - self.warmup_steps)
@@ -79,18 +79,18 @@ class SpikeSchedule(Config):
 
 
 class LinearSchedule(Config):
-    """Linear warm-up to the base rate, linear decay to `min_lr_ratio` times it at the last step."""
+    """Linear warm-up to the base rate, linear decay to `min_lr_ratio` times that rate at the last step."""
 
     type: Literal["linear"]
     warmup_steps: int = Field(default=20, ge=1)
-    """Updates over which the rate climbs to the base rate."""
+    """Updates over which the rate rises to the base rate."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate of the last update, as a multiple of the base rate; 0 decays to nothing."""
+    """Learning rate of the last update, as a multiple of the base rate; 0 decays to zero."""
 
     renamed: ClassVar[Mapping[str, str]] = {"final": "min_lr_ratio"}
 
     def factor(self, step: int, steps_per_epoch: int, total_steps: int) -> float:
-        """What the base learning rate is multiplied with at `step` (0-based)."""
+        """Factor on the base learning rate at `step` (0-based)."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
@@ -101,53 +101,53 @@ Schedule = Annotated[SpikeSchedule | LinearSchedule, Field(discriminator="type")
 
 
 class DdpConfig(Config):
-    """Every worker holds all weights and all optimiser state."""
+    """Every worker holds all weights and the whole optimizer state."""
 
     type: Literal["ddp"]
 
 
 class DeepSpeedConfig(Config):
-    """DeepSpeed ZeRO (arXiv 1910.02054): workers share what each would hold. AdamW in float32 or bfloat16."""
+    """DeepSpeed ZeRO (arXiv 1910.02054): workers shard what each would hold. AdamW in float32 or bfloat16."""
 
     type: Literal["deepspeed"]
     stage: Literal[1, 2, 3]
-    """What workers share: 1 the optimiser state, 2 gradients too, 3 weights too."""
+    """What is sharded over workers: 1 the optimizer state, 2 also gradients, 3 also weights."""
     offload_optimizer: bool = False
-    """Keep the optimiser state, and update, in the CPU's memory."""
+    """Keep the optimizer state in the CPU's memory, and update the weights there."""
     persistence_threshold: int = Field(default=100_000, ge=0)
-    """Stage 3: weights of at most this many elements stay whole on every worker; 0 shares all."""
+    """Stage 3: weights of at most this many elements stay whole on every worker; 0 shards all."""
 
 
 Parallel = Annotated[DdpConfig | DeepSpeedConfig, Field(discriminator="type")]
 
 
 class TrainConfig(Config):
-    """Length, batch size and bookkeeping of a training run."""
+    """Length, batch size and logging of a training run."""
 
     epochs: int = Field(default=1, ge=1)
-    """Passes over the cache."""
+    """Number of passes over the cache."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Most optimiser updates, which may end the run early; null for all epochs."""
+    """Maximum number of optimizer updates, which may end the run early; null for all epochs."""
     batch_tokens: int = Field(default=16384, ge=16)
-    """Most tokens, padding included, that one worker computes at once."""
+    """Maximum tokens, padding included, that one worker computes at once."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    """Batches of every worker in one update. Their number times that of the workers is the run's number of data shards,
-    which it keeps when it goes on with fewer workers."""
+    """Batches of every worker in one update. Multiplied by the number of workers, it gives the run's number of data
+    shards, which stays the same if the run continues with fewer workers."""
     seed: int = 0
     """Seed of the initial weights, the order of batches and the masks."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient; what is longer is scaled down to it."""
+    """Maximum norm of the gradient; a larger gradient is scaled down to it."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Number format of the forward pass, by autocast; float16 with a loss scale; weights stay float32."""
+    """Dtype of the forward pass, by autocast; float16 uses a loss scale; weights stay float32."""
     activation_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, about a third more work. Only the inputs of each
-    block of layers are kept; the gradients are the same."""
+    """Recompute activations in the backward pass: less memory, about a third more work. Only the inputs of each block
+    of layers are kept; the gradients are the same."""
     save_steps: int = Field(default=500, ge=1)
-    """Optimiser updates from one checkpoint to the next; the last update is saved in any case."""
+    """Optimizer updates from one checkpoint to the next; the last update is always saved."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Number of checkpoints that are kept, the latest ones."""
+    """Number of latest checkpoints to keep."""
     logging_steps: int = Field(default=10, ge=1)
-    """Optimiser updates from one report of figures to the next."""
+    """Optimizer updates from one report of metrics to the next."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "accumulate": "gradient_accumulation_steps",

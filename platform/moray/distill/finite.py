@@ -1,4 +1,4 @@
-"""Stops a run whose loss or gradient is no number, and says whose fault it was."""
+"""Stops a run whose loss or gradient is not finite, and reports which data caused it."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _NAMED = 3
 
 
 class NonFiniteError(DataError):
-    """A loss or gradient is not finite; `record` tells all about it."""
+    """A loss or gradient is not finite; `record` holds the details."""
 
     def __init__(self, message: str, record: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class NonFiniteError(DataError):
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write a run's `nonfinite.json`. Losses that are no numbers stand there as text."""
+    """Write a run's `nonfinite.json`. Losses that are not finite are written as text."""
     write_json_atomically(folder / NONFINITE_FILE, json.loads(json.dumps(record), parse_constant=lambda name: name))
 
 
@@ -42,13 +42,13 @@ class _Pending:
 
 
 class FiniteWatch:
-    """Looks at every update when the next one is on its way, so that the device never waits for it."""
+    """Checks every update while the next one is running, so that the device never waits for the check."""
 
     def __init__(self) -> None:
         self._pending: _Pending | None = None
 
     def follow(self, update: int, result: UpdateResult, learning_rate: float) -> None:
-        """Begin to look at `update` (1 for the first)."""
+        """Start checking `update` (1 for the first)."""
         flag, copied = result.may_go_on, None
         if flag.is_cuda:
             flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
@@ -57,10 +57,10 @@ class FiniteWatch:
         self._pending = _Pending(update, result, learning_rate, flag, copied)
 
     def check(self) -> None:
-        """Look at the update that was given last. All workers call it together.
+        """Check the update passed to the last `follow`. All workers call it together.
 
         Raises:
-            NonFiniteError: on every worker, if it is not finite on one.
+            NonFiniteError: on every worker, if the update is not finite on any of them.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -86,7 +86,7 @@ def _record(pending: _Pending) -> dict[str, Any]:
         "update": pending.update,
         "grad_norm": float(pending.result.grad_norm),
         "learning_rate": pending.learning_rate,
-        "data_shards": guilty or data_shards,  # a gradient that overflowed by itself may be any data shard's
+        "data_shards": guilty or data_shards,  # if only the gradient overflowed, it may be any of them
     }
 
 

@@ -1,4 +1,4 @@
-"""The training loop: a `for` over updates. It knows torch; iterators, reporting and saving are handed in, so
+"""The training loop: a `for` over updates. It uses only torch; the caller passes iterators, reporting and saving, so
 the same loop runs under Ray Train, Ray Tune, in a test and on a laptop."""
 
 import resource
@@ -20,12 +20,12 @@ from moray.distill.step import UpdatePlace, num_rounds, run_update
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, interruptions and resumptions together."""
+    """How far a run has come, including the parts before resumptions."""
 
     step: int = 0
     """Finished updates."""
     tokens: int = 0
-    """Tokens of all data shards' batches so far, padding not counted."""
+    """Tokens in the batches of all data shards so far, without padding."""
     seconds: float = 0.0
     """Time spent in the loop."""
 
@@ -46,13 +46,13 @@ class Span:
     steps_per_epoch: int
     epochs: int
     num_data_shards: int = 1
-    """Of all workers: see `activations.reading.epochs`."""
+    """Data shards of all workers: see `activations.reading.epochs`."""
     stop_step: int | None = None
-    """Where this part of the run ends, and another may go on; None for `total_steps`, which schedules follow."""
+    """Where this part of the run ends, though another may follow; None for `total_steps`, which the schedules use."""
 
     @property
     def last_step(self) -> int:
-        """Updates that have been made when this part is done."""
+        """Number of updates made when this part is done."""
         return self.total_steps if self.stop_step is None else min(self.total_steps, self.stop_step)
 
 
@@ -68,13 +68,13 @@ def train(
     """Train from `span.first` to the end of `updates`, each of which holds one batch of every data shard of this
     worker.
 
-    Draws depend on seed, step and data shard alone: a resumed run, with as many workers or fewer, repeats what an
-    unbroken one would have done. But for reports and checkpoints, all that the host waits for in the loop is which
-    positions count (`losses`, and MoA's tokens that are no padding).
+    Random draws depend on seed, step and data shard alone: a resumed run, with as many workers or fewer, repeats what
+    an uninterrupted run would have done. Apart from reports and checkpoints, the host waits in the loop only for which
+    positions count (`losses`, and MoA's tokens that are not padding).
 
     Raises:
-        NonFiniteError: a loss or gradient is not finite. It is noticed an update late, before anything of it is
-            reported or saved.
+        NonFiniteError: a loss or gradient is not finite. This is noticed one update late, before anything of that
+            update is reported or saved.
     """
     device = next(parallel.drafter.parameters()).device
     parallel.drafter.train()
@@ -99,7 +99,7 @@ def train(
             is_reported,
         )
         result = run_update(parallel, data_shards, place)
-        watch.check()  # the update before this one
+        watch.check()  # checks the update before this one
         step += 1
         watch.follow(step, result, parallel.learning_rate)
         tokens += result.num_tokens
@@ -118,7 +118,7 @@ def train(
 
 
 def _peak_memory(device: torch.device) -> float:
-    """The most memory that any worker has taken so far: the GPU's, or the whole process's on a CPU."""
+    """Maximum memory that any worker has used so far: on its GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         most = torch.cuda.max_memory_allocated(device)
     else:

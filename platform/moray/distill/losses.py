@@ -1,4 +1,4 @@
-"""Distillation losses and the accuracy that stands for acceptance, summed over a batch's positions."""
+"""Distillation losses, and the accuracy that approximates acceptance, summed over a batch's positions."""
 
 from dataclasses import dataclass
 
@@ -35,17 +35,18 @@ def distillation_loss(
     weights: LossConfig,
     with_figures: bool = True,
 ) -> LossSums:
-    """Feature loss (Smooth L1), KL and probability of rejection at the given positions (MoA, section 3.4, table 6).
+    """Feature loss (smooth L1), KL and probability of rejection at the given positions (MoA, section 3.4, table 6).
 
-    Depths share the feature weight as they say themselves (see `Feature.weight`). A position that nothing is predicted
-    at from an earlier one (start(i) = i) does not count: it never occurs while decoding. Nothing over hidden size or
-    vocabulary is made but of positions that count.
+    Each depth has its own share of the feature weight (see `Feature.weight`). A position at which nothing is predicted
+    from an earlier one (start(i) = i) does not count, because it never occurs while decoding. Tensors over hidden size
+    or vocabulary are created only for positions that count.
 
-    Without figures, what only people read is left out, and zero: accuracies, and rejection unless it is trained.
+    Without figures, values that are only for logs are left out, and zero: accuracies, and rejection unless it is
+    trained.
     """
     column = torch.arange(positions.shape[1], device=positions.device)
     is_made = torch.stack([prediction.start != column for prediction in output.predictions]).any(dim=0)
-    rows, columns = (positions & is_made).nonzero(as_tuple=True)  # here the host waits
+    rows, columns = (positions & is_made).nonzero(as_tuple=True)  # the host waits here
     real = batch.taps.hidden[-1][rows, columns]
     feature = torch.zeros((), dtype=torch.promote_types(real.dtype, torch.float32), device=real.device)
     for depth, (predicted, scale, weight) in output.features.items():
@@ -67,8 +68,8 @@ def distillation_loss(
 
 
 def simulated_tau(accuracy_by_step: list[float]) -> float:
-    """Tokens per target pass of a greedy chain, if acceptances were independent given the step:
-    1 + a_1 + a_1 a_2 + ..., the bonus token being the 1."""
+    """Tokens per target pass of a greedy chain if acceptances were independent given the step: 1 + a_1 + a_1 a_2 + ...,
+    where the 1 is the bonus token."""
     tau, survival = 1.0, 1.0
     for accuracy in accuracy_by_step:
         survival *= accuracy

@@ -1,4 +1,4 @@
-"""Forward pass and losses as one module: what is wrapped for training on many workers."""
+"""Forward pass and losses as one module, which is what gets wrapped for training on many workers."""
 
 from contextlib import nullcontext
 from dataclasses import fields
@@ -17,8 +17,8 @@ from moray.errors import ConfigError
 class Objective(nn.Module):
     """A drafter with its losses.
 
-    Losses call a drafter's score functions, so they read weights too: a wrapper that gathers weights (ZeRO) or
-    watches them (DDP) must see both.
+    Losses call a drafter's score functions, so they read weights too: a wrapper that gathers weights (ZeRO) or tracks
+    them (DDP) must contain both.
     """
 
     def __init__(self, drafter: Drafter, losses: LossConfig, train: TrainConfig) -> None:
@@ -34,10 +34,10 @@ class Objective(nn.Module):
             )
 
     def forward(self, batch: TrainBatch, view: DraftView, with_figures: bool = True) -> tuple[Tensor, ...]:
-        """The fields of `LossSums`, as a tuple: wrappers look for tensors in no other object."""
+        """The fields of `LossSums` as a tuple, because wrappers look for tensors in no other type."""
         device_type = batch.tokens.device.type
         with nullcontext() if self._dtype is None else torch.autocast(device_type, dtype=self._dtype):
-            # Not `self.drafter(...)`: weights that it or its losses use outside of a layer then belong to this
+            # Not `self.drafter(...)`: weights that it or its losses use outside a layer then belong to this
             # module, which is entered first and left last.
             output = self.drafter.forward(batch, view)
         sums = distillation_loss(output, batch, loss_positions(batch), self.drafter, self._losses, with_figures)
@@ -45,7 +45,7 @@ class Objective(nn.Module):
 
 
 def _has_float16(device_type: str) -> bool:
-    """Whether products of half precision can be computed, forwards and back."""
+    """Whether float16 products can be computed on this device, forward and backward."""
     try:
         with torch.autocast(device_type, dtype=torch.float16):
             x = torch.ones(1, 1, 2, 8, device=device_type, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Optimisers behind one small face: set the learning rate, step, and go to and from flat tensors."""
+"""Optimizers behind one small interface: set the learning rate, step, and convert to and from flat tensors."""
 
 import torch
 import torch.distributed
@@ -10,10 +10,10 @@ from moray.errors import ConfigError, DataError
 
 
 class Optimiser:
-    """One or two torch optimisers over a drafter's parameters, with a shared schedule.
+    """One or two torch optimizers over a drafter's parameters, with a shared schedule.
 
-    Of several processes each makes a share of Muon's updates; all of them then call every method together. The state is
-    a flat mapping of tensors ("name/key"), so that checkpoints are safetensors and nothing is unpickled.
+    With several processes, each computes a share of Muon's updates; all must then call every method together. The state
+    is a flat mapping of tensors ("name/key"), so that checkpoints are safetensors and nothing is unpickled.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Optimiser:
         self._base_rates = [group["lr"] for optimiser in self._optimisers for group in optimiser.param_groups]
 
     def step(self, step: int, steps_per_epoch: int, total_steps: int, is_applied: bool = True) -> None:
-        """Set the learning rate of `step`, update (unless told not to), and clear the gradients."""
+        """Set the learning rate for `step`, update the weights unless `is_applied` is False, and clear the
+        gradients."""
         self.set_rate(step, steps_per_epoch, total_steps)
         for optimiser in self._optimisers:
             if is_applied:
@@ -53,7 +54,7 @@ class Optimiser:
             optimiser.zero_grad(set_to_none=True)
 
     def set_rate(self, step: int, steps_per_epoch: int, total_steps: int) -> None:
-        """Set the learning rate of `step`."""
+        """Set the learning rate for `step`."""
         factor = self._schedule.factor(step, steps_per_epoch, total_steps)
         groups = [group for optimiser in self._optimisers for group in optimiser.param_groups]
         for group, rate in zip(groups, self._base_rates, strict=True):
@@ -61,16 +62,16 @@ class Optimiser:
 
     @property
     def alone(self) -> torch.optim.Optimizer | None:
-        """The torch optimiser, if one has all parameters."""
+        """The torch optimizer if there is only one; otherwise None."""
         return self._optimisers[0] if len(self._optimisers) == 1 else None
 
     @property
     def learning_rate(self) -> float:
-        """The current rate of the first group."""
+        """The current learning rate of the first group."""
         return float(self._optimisers[0].param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All moments and step counts as "parameter/key" tensors."""
+        """All moments and step counts as tensors named "parameter/key"."""
         state: dict[str, Tensor] = {}
         for optimiser in self._optimisers:
             if isinstance(optimiser, SharedMuon):
@@ -82,10 +83,10 @@ class Optimiser:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what `state_dict` gave.
+        """Restore the output of `state_dict`.
 
         Raises:
-            DataError: the state names parameters that are not here.
+            DataError: the state names parameters that do not exist here.
         """
         owners = {
             self._names[parameter]: (optimiser, parameter)
@@ -98,11 +99,12 @@ class Optimiser:
             if name not in owners:
                 raise DataError(f"optimiser state '{full_name}' belongs to no parameter of this drafter")
             optimiser, parameter = owners[name]
-            # AdamW keeps its step count on the CPU; moments lie beside their parameter.
+            # AdamW keeps its step count on the CPU, and moments on their parameter's device.
             device = value.device if value.ndim == 0 else parameter.device
             optimiser.state[parameter][key] = value.to(device)
 
 
 def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """What Muon is for: matrices between hidden states. Embeddings and projections onto a vocabulary are lookups."""
+    """Whether Muon trains the parameter: matrices between hidden states. Embeddings and vocabulary projections are
+    lookups."""
     return parameter.ndim == 2 and not name.startswith(("embedding.", "projection"))

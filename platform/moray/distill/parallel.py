@@ -1,5 +1,5 @@
-"""How weights, gradients and optimiser state lie over the workers: the whole of them on each (DDP), or shared
-(`distill.zero`). Both keep checkpoints in one format, so a run may go on with the other."""
+"""How weights, gradients and optimizer state are placed on the workers: all of them on each (DDP), or sharded
+(`distill.zero`). Both use one checkpoint format, so a run can continue with the other."""
 
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
@@ -18,30 +18,30 @@ from moray.drafters.base import Drafter, DraftView
 
 
 def told_if_not_finite(loss: Tensor, factor: Tensor | float) -> Tensor:
-    """The factor, but NaN for a loss that is not finite: its gradients, which may be finite all the same (Smooth L1's
-    are), then tell every worker."""
+    """The factor, or NaN for a loss that is not finite. Its gradients may be finite all the same (those of smooth L1
+    are); NaN gradients tell every worker."""
     known = factor if isinstance(factor, Tensor) else loss.new_full((), factor)
     return torch.where(torch.isfinite(loss.detach()), known, torch.nan)
 
 
 def num_workers() -> int:
-    """Processes that train together."""
+    """Number of processes that train together."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def sum_over_workers(values: Tensor) -> Tensor:
-    """Added up in place, without waiting for it where that is possible."""
+    """Sum `values` over all workers, in place and, if possible, without waiting."""
     if num_workers() > 1:
         torch.distributed.all_reduce(values)
     return values
 
 
 class Parallel(ABC):
-    """Gradients are accumulated batch by batch; an update clips and applies them. Every method but the properties is
-    called by all workers together."""
+    """Accumulates gradients batch by batch; an update clips and applies them. All workers call every method together,
+    except for the properties."""
 
     has_equal_rounds = False
-    """Whether all workers must go through equally many batches in an update."""
+    """Whether all workers must process the same number of batches in an update."""
 
     drafter: Drafter
 
@@ -49,14 +49,14 @@ class Parallel(ABC):
     def accumulate(
         self, batch: TrainBatch, view: DraftView, factor: Tensor | float, is_last: bool, with_figures: bool = True
     ) -> LossSums:
-        """Add the gradients of this batch's summed losses times `factor`, so that those of all workers add up.
+        """Add the gradients of this batch's summed losses times `factor`, so that the gradients of all workers add up.
 
-        `is_last`: no more batches come before the update. `with_figures`: see `distillation_loss`.
+        `is_last`: whether this is the last batch before the update. `with_figures`: see `distillation_loss`.
         """
 
     @abstractmethod
     def update(self, step: int, steps_per_epoch: int, total_steps: int) -> tuple[Tensor, Tensor]:
-        """Clip and apply the gradients at the learning rate of `step`.
+        """Clip the gradients and apply them with the learning rate of `step`.
 
         Returns:
             The norm of all gradients, and whether training may go on: both the same on all workers.
@@ -65,23 +65,23 @@ class Parallel(ABC):
     @property
     @abstractmethod
     def learning_rate(self) -> float:
-        """Of the last update."""
+        """Learning rate of the last update."""
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """What `drafter.state_dict()` would give if all of it were here."""
+        """What `drafter.state_dict()` would return if this worker had all weights."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """The optimiser's state, whole (see `Optimiser.state_dict`)."""
+        """The whole optimizer state (see `Optimiser.state_dict`)."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what `state_dict` gave, here or with another number of workers."""
+        """Restore the output of `state_dict`, possibly from a run with another number of workers."""
 
 
 class Replicas(Parallel):
-    """Everything on every worker; gradients are averaged (DistributedDataParallel)."""
+    """Everything on every worker; DistributedDataParallel averages the gradients."""
 
     def __init__(self, drafter: Drafter, optimiser: Optimiser, losses: LossConfig, train: TrainConfig) -> None:
         self.drafter = drafter
@@ -115,14 +115,15 @@ class Replicas(Parallel):
         may_go_on = torch.isfinite(norm)
         is_applied = True
         if self._scale is not None:
-            is_applied = bool(may_go_on)  # waits for the device, as every loss scale does
+            is_applied = bool(may_go_on)  # waits for the device, as every loss scaler does
             may_go_on = self._judge(may_go_on)
         self._optimiser.step(step, steps_per_epoch, total_steps, is_applied)
         self._is_finite = torch.ones_like(self._is_finite)
         return norm, may_go_on
 
     def _judge(self, is_applied: Tensor) -> Tensor:
-        """Adapt the loss scale: gradients too large for half precision are skipped, losses that are not finite not."""
+        """Adapt the loss scale; return whether training may go on. After an overflow it may, unless a loss was not
+        finite or the scale is exhausted."""
         assert self._scale is not None
         if self._scale.adapt(bool(is_applied)):
             return torch.ones_like(is_applied)
@@ -146,9 +147,9 @@ class Replicas(Parallel):
 
 
 class LossScale:
-    """What losses are multiplied with so that small gradients survive half precision (arXiv 1710.03740, section 3.2).
+    """Factor on losses so that small gradients survive half precision (arXiv 1710.03740, section 3.2).
 
-    As torch's GradScaler, for any number of optimisers: they take a step together or not at all.
+    Like torch's GradScaler, for any number of optimizers: either all of them take a step or none does.
     """
 
     PREFIX = "loss_scale/"
@@ -160,7 +161,7 @@ class LossScale:
         self._good_steps = 0
 
     def adapt(self, is_applied: bool) -> bool:
-        """Halve after gradients that overflowed, double after many that did not; returns what was given."""
+        """Halve the scale after an overflow, double it after many steps without one; return `is_applied`."""
         self._good_steps = self._good_steps + 1 if is_applied else 0
         if not is_applied:
             self.value /= 2
@@ -170,7 +171,7 @@ class LossScale:
 
     @property
     def is_exhausted(self) -> bool:
-        """It cannot be the scale that makes gradients overflow."""
+        """Whether the scale is so small that it cannot be the cause of an overflow."""
         return self.value < self._LEAST
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The folder of a resumable run: whose it is, and whether it may go on there."""
+"""The folder of a resumable run: which run it belongs to, and whether it may be resumed."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -29,11 +29,11 @@ _IRRELEVANT = (
     "workers.threads_per_worker",
     "workers.use_gpu",
 )
-"""Keys, and groups of keys, that may differ between a run and its resumption: no weight depends on them, but for the
-order in which floating-point numbers are added up."""
+"""Keys, and groups of keys, that may differ between a run and its resumption: no weight depends on them, except through
+the order in which floating-point numbers are added."""
 
 _RENAMED_FINGERPRINTS = {"lanes": "data_shards"}
-"""Names of fingerprints before version 0.2, to those of today."""
+"""Names of fingerprints before version 0.2, with their present names."""
 
 
 def check_run(
@@ -43,14 +43,14 @@ def check_run(
     in_the_way: str = "the folder",
     irrelevant: Collection[str] = _IRRELEVANT,
 ) -> None:
-    """Refuse a folder that holds a run of another configuration or target; a folder without a run is fine.
+    """Reject a folder that holds a run of another configuration or target; a folder without a run is fine.
 
     Args:
         folder: of the run.
-        config: what is to run there now.
-        fingerprints: of what it reads, now.
-        in_the_way: what may be removed to begin anew, where that is less than the folder.
-        irrelevant: keys, and groups of keys, that may differ; those of a distillation unless others are given.
+        config: the configuration to run there now.
+        fingerprints: of the current inputs.
+        in_the_way: what to remove to start over, if that is less than the folder.
+        irrelevant: keys, and groups of keys, that may differ; by default those of a distillation.
 
     Raises:
         MismatchError: names the first differing key and both values.
@@ -71,11 +71,11 @@ def check_run(
 def first_difference(
     present: Mapping[str, Any], wanted: Mapping[str, Any], irrelevant: Collection[str]
 ) -> tuple[str, Any, Any] | None:
-    """The first dotted key, in alphabetical order, that two nested settings differ in, with both values.
+    """The first dotted key, in alphabetical order, in which two nested settings differ, with both values.
 
     Args:
-        present: as recorded.
-        wanted: as asked for now.
+        present: recorded settings.
+        wanted: current settings.
         irrelevant: keys, and groups of keys, that may differ.
     """
     before, now = flatten(present), flatten(wanted)
@@ -87,9 +87,9 @@ def first_difference(
 
 
 def recorded_config(config_class: type[Config], values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that a run recorded, maybe by an earlier version: with the names and keys of today.
+    """A configuration that a run recorded, possibly with an earlier version, converted to the current names and keys.
 
-    What is no configuration of this class is returned under today's names and otherwise as it is.
+    Values that are not a valid configuration of this class get the current names and are otherwise unchanged.
     """
     try:
         return validate(config_class, values, notice=False).model_dump(mode="json")
@@ -98,6 +98,7 @@ def recorded_config(config_class: type[Config], values: dict[str, Any]) -> dict[
 
 
 def begin_run(folder: Path, config: Config, seed: int | None, fingerprints: Mapping[str, str]) -> None:
-    """Note whose folder this is. Call it when the configuration has proved to work, before anything is made."""
+    """Record which run this folder belongs to. Call it once the configuration has proved to work, before writing
+    anything."""
     if not (folder / RUN_FILE).is_file():
         write_run_yaml(folder, config, seed, fingerprints)

@@ -1,10 +1,10 @@
-"""Muon whose work is shared out over data-parallel workers.
+"""Muon with its updates distributed over data-parallel workers.
 
     gradients, the same on all workers -> each worker updates its own matrices -> the owners broadcast them
 
-An update of a matrix takes fifteen products of matrices of its size, whatever the size of the batch. Where every worker
-makes all of them, they are a large part of a step with small batches. Shared out, the weights are the same, bit for
-bit.
+The update of a matrix takes fifteen products of matrices of its size, whatever the batch size. If every worker computes
+all updates, they are a large part of a step with small batches. Distributed, the resulting weights are bit-for-bit the
+same.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _MOMENTUM = "momentum_buffer"
 
 
 class SharedMuon(torch.optim.Muon):
-    """torch's Muon for processes of one group. All of them call `step` and `gather` together."""
+    """torch's Muon for the processes of one group, which must all call `step` and `gather` together."""
 
     def __init__(self, matrices: Sequence[Tensor], **settings: Any) -> None:
         """
@@ -32,17 +32,17 @@ class SharedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update this worker's matrices and take over the others'; their gradients are dropped."""
+        """Update this worker's matrices and receive the others; the others' gradients are dropped."""
         rank = torch.distributed.get_rank()
         for matrix, owner in self._owned:
             if owner != rank:
-                matrix.grad = None  # Muon leaves alone what has none
+                matrix.grad = None  # Muon skips matrices without a gradient
         loss = super().step(closure)
         _broadcast([(matrix.detach(), owner) for matrix, owner in self._owned])
         return loss
 
     def gather(self) -> None:
-        """Bring the momentum of all matrices to every worker, for a checkpoint."""
+        """Send the momentum of all matrices to every worker, for a checkpoint."""
         for matrix, _ in self._owned:
             self.state[matrix].setdefault(_MOMENTUM, torch.zeros_like(matrix))
         _broadcast([(self.state[matrix][_MOMENTUM], owner) for matrix, owner in self._owned])
@@ -58,7 +58,7 @@ def share_out(costs: Sequence[float], num_workers: int) -> list[int]:
 
 
 def _cost(matrix: Tensor) -> float:
-    """Multiplications of one Newton-Schulz iteration: two products with the matrix, one of its Gram matrix."""
+    """Multiplications in one Newton-Schulz iteration: two products with the matrix, one of its Gram matrix."""
     small, large = sorted(matrix.shape)
     return float(2 * small**2 * large + small**3)
 

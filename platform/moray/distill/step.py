@@ -1,5 +1,5 @@
-"""One update: every data shard's batch in turn, its gradients weighed by the positions of all data shards of all
-workers."""
+"""One update: process the batch of every data shard in turn, and divide gradients by the number of positions in all
+data shards of all workers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,19 +18,19 @@ from moray.drafters.base import DraftView
 
 @dataclass(frozen=True)
 class DataShardResult:
-    """What one data shard gave to an update."""
+    """The contribution of one data shard to an update."""
 
     data_shard: int
     uids: tuple[str, ...]
     loss: Tensor
-    """Summed over its positions."""
+    """Sum over its positions."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
     """Sums of one update over this worker's data shards, still on the device: `metrics` waits for them.
 
-    Those that only people read are there if the update was to be reported.
+    Values that are only for logs are present only if the update is reported.
     """
 
     data_shards: tuple[DataShardResult, ...]
@@ -39,12 +39,12 @@ class UpdateResult:
     num_padded: int
     grad_norm: Tensor
     may_go_on: Tensor
-    """Whether neither a loss nor a gradient speaks against it; the same on all workers."""
+    """Whether losses and gradients allow training to go on; the same on all workers."""
     is_reported: bool
 
     def metrics(self, weights: LossConfig) -> dict[str, float]:
-        """Means over all workers for people: losses per position, accuracy by step, simulated tau. All workers
-        call it together, and of an update that is reported only."""
+        """Means over all workers, for logs: losses per position, accuracy by step, simulated tau. All workers call this
+        together, and only for a reported update."""
         assert self.is_reported, "the figures of this update were not computed"
         counts = self.sums.new_tensor([self.num_tokens, self.num_padded])
         values = sum_over_workers(torch.cat([self.sums, counts])).tolist()
@@ -69,7 +69,7 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class UpdatePlace:
-    """Which update this is, and all that its draws depend on."""
+    """Which update this is, and everything that its random draws depend on."""
 
     step: int
     """Updates made before it."""
@@ -77,21 +77,21 @@ class UpdatePlace:
     total_steps: int
     staircase_probability: float
     num_rounds: int
-    """Most batches that a worker has."""
+    """Maximum number of batches of a worker."""
     seed: int
     is_reported: bool = True
-    """Whether the figures that only people read are wanted: accuracies, and acceptance unless it is trained."""
+    """Whether to compute values that are only for logs: accuracies, and acceptance unless it is trained."""
 
 
 def run_update(parallel: Parallel, data_shards: list[DataShardBatch], place: UpdatePlace) -> UpdateResult:
-    """Go through this worker's data shards one after the other, then update.
+    """Process this worker's data shards one after the other, then update the weights.
 
-    Every draw in data shard l comes from a generator seeded by (seed, step, l), whoever computes it.
+    Every random draw in data shard l comes from a generator seeded with (seed, step, l), whichever worker processes it.
 
     Args:
         parallel: the drafter, and how it is trained.
         data_shards: one batch of each; emptied on the way, so that a data shard's taps are freed after its turn.
-        place: where in the run this is.
+        place: the position in the run.
     """
     device = next(parallel.drafter.parameters()).device
     views = [_view(parallel, batch, place) for batch in data_shards]
@@ -107,23 +107,23 @@ def run_update(parallel: Parallel, data_shards: list[DataShardBatch], place: Upd
         batch = data_shards.pop(0)
         whole, seen = batch.whole(device), _move(view, device)
         is_last = number + 1 == len(views)
-        for _ in range(num_idle if is_last else 0):  # keeps up with the others, and counts nothing
+        for _ in range(num_idle if is_last else 0):  # match the other workers' passes, with weight 0
             parallel.accumulate(whole, seen, 0.0, is_last=False, with_figures=False)
         sums = parallel.accumulate(whole, seen, factor, is_last, place.is_reported)
         packed += _pack(sums)
         results.append(DataShardResult(batch.data_shard, batch.uids, sums.total.detach()))
-        del batch, whole  # before the next data shard's taps are decoded
+        del batch, whole  # free memory before the next data shard's taps are decoded
     norm, may_go_on = parallel.update(place.step, place.steps_per_epoch, place.total_steps)
     return UpdateResult(tuple(results), packed, num_tokens, num_padded, norm, may_go_on, place.is_reported)
 
 
 def data_shards_of(rank: int, workers: int, num_data_shards: int) -> Sequence[int]:
-    """The data shards that a worker goes through: w, w + W, w + 2W, ..."""
+    """The data shards that a worker processes: w, w + W, w + 2W, ..."""
     return range(rank, num_data_shards, workers)
 
 
 def num_rounds(num_data_shards: int) -> int:
-    """Most data shards that a worker has."""
+    """Maximum number of data shards of a worker."""
     return -(-num_data_shards // num_workers())
 
 
@@ -136,7 +136,7 @@ def _view(parallel: Parallel, batch: DataShardBatch, place: UpdatePlace) -> Draf
 
 
 def _num_positions(batch: DataShardBatch, view: DraftView) -> int:
-    """Positions that the losses will count: known from text alone, so before anything is computed."""
+    """Positions that the losses will count; they depend on the text alone, so they are known before any computation."""
     column = torch.arange(view.start.shape[1])
     return int((loss_positions(batch.text) & (view.start != column)).sum())
 
@@ -147,13 +147,13 @@ def _move(view: DraftView, device: torch.device) -> DraftView:
 
 
 def _pack(sums: LossSums) -> Tensor:
-    """feature, kl, rejection, positions; then what is counted by steps ahead."""
+    """feature, kl, rejection, positions; then the counts by steps ahead."""
     scalars = torch.stack([sums.feature, sums.kl, sums.rejection, sums.count.float()])
     return torch.cat([scalars.float(), sums.correct_by_step.float(), sums.count_by_step.float()]).detach()
 
 
 def mix_seed(*parts: int) -> int:
-    """A seed in 63 bits from small integers."""
+    """Derive a seed of 63 bits from small integers."""
     value = 0x9E3779B97F4A7C15
     for part in parts:
         value = ((value ^ (part + 0x7F4A7C15)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF

@@ -1,9 +1,9 @@
-"""Losses that compare distributions over tokens. Nothing over the vocabulary outlives its chunk of positions.
+"""Losses that compare distributions over tokens. No tensor over the vocabulary outlives its chunk of positions.
 
     chunk of rows -> target's log p, once -> each prediction: logits -> losses, and at once their gradient in the logits
                   -> gradient in the rows' hidden states and in the projection's weights, which is all that is kept
 
-The losses are sums, so the backward pass has nothing left to do but multiply: no logit is kept for it or made again.
+The losses are sums, so the backward pass only has to multiply: no logits are kept or recomputed for it.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ MAX_STEPS_AHEAD = 8
 """Accuracy is reported for drafts of 1..8 steps past the last verified token."""
 
 _CHUNK_NUMBERS = {"cuda": 1 << 26, "cpu": 6 << 20}
-"""Logits of one chunk by device: 512 positions with 128k tokens on a GPU, 128 with 49k on a CPU, where 24 MiB stay in
-cache and in memory that malloc has at hand (above 32 MiB it takes every tensor from the system anew, page by page).
-Some eight tensors of this size live at once."""
+"""Logits in one chunk, by device: 512 positions with 128k tokens on a GPU, 128 with 49k on a CPU, where 24 MiB fit into
+cache and into memory that malloc reuses (above 32 MiB it gets every tensor from the system anew, page by page). About
+eight tensors of this size exist at once."""
 _MAX_CHUNK = 4096
 
 
@@ -37,7 +37,8 @@ class TokenLosses:
     kl: Float[Tensor, ""]
     rejection: Float[Tensor, ""]
     counts: Int[Tensor, "2 ahead"]
-    """By steps past the last verified token: how often the best token is the target's, and of how many."""
+    """By steps past the last verified token: how often the drafter's best token is the target's, and out of how
+    many."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class _Target:
     """The target's side of a chunk."""
 
     best: Int[Tensor, " rows"] | None
-    """Only with figures."""
+    """None without figures."""
     probs: Float[Tensor, "rows draft"]
-    """Of the draft vocabulary; they add up to 1 where that is the whole one."""
+    """Over the draft vocabulary; they add up to 1 only if that is the whole vocabulary."""
     known_log: Float[Tensor, "rows draft"]
-    """Logarithms of the same, renormalised."""
+    """Logarithms of `probs` after renormalising."""
     known: Float[Tensor, "rows draft"]
 
 
@@ -62,11 +63,11 @@ def token_losses(
     weights: LossConfig,
     with_figures: bool = True,
 ) -> TokenLosses:
-    """Sums at positions (rows, columns), of which `real` are the target's last hidden states.
+    """Sums at positions (rows, columns), where `real` holds the target's last hidden states.
 
-    With a draft vocabulary KL is taken to the target renormalised on it; rejection to the target as it is:
-    1 - sum min(p, q), the probability that a token sampled from q is rejected (arXiv 2211.17192, theorem 3.5).
-    Without figures, counts are zero, and so is rejection unless it has a weight.
+    With a draft vocabulary, KL is taken to the target renormalised on it, and rejection to the target as it is: 1 - sum
+    min(p, q), the probability that a token sampled from q is rejected (arXiv 2211.17192, theorem 3.5). Without figures,
+    counts are zero, and so is rejection unless it has a weight.
     """
     tensors = [tensor for prediction in predictions for tensor in (prediction.hidden, *prediction.trained)]
     job = _Job(predictions, real, rows, columns, drafter, weights, torch.is_grad_enabled(), with_figures)
@@ -102,9 +103,10 @@ class _Job:
 
 
 class _Sums(torch.autograd.Function):
-    """`TokenLosses` of a job, and gradients in every prediction's hidden states and trained weights, in that order.
+    """`TokenLosses` of a job, and gradients with respect to every prediction's hidden states and trained weights, in
+    that order.
 
-    The tensors stand in the predictions too; given to the function, they lead its gradients to those who wait for them.
+    The job holds these tensors too; they are also passed as arguments so that autograd can return their gradients.
     """
 
     @staticmethod
@@ -141,7 +143,7 @@ class _Sums(torch.autograd.Function):
 
 
 class _Gradients:
-    """Those of one prediction, as far as its chunks are done."""
+    """The gradients of one prediction, accumulated over its chunks."""
 
     def __init__(self, prediction: Prediction, num_positions: int) -> None:
         self.hidden = prediction.hidden.new_zeros(num_positions, prediction.hidden.shape[2])
@@ -162,10 +164,10 @@ def _add_chunk(
     counts: Tensor,
     gradients: _Gradients | None,
 ) -> None:
-    """Add one prediction's sums and gradients at one chunk of positions.
+    """Add the sums and gradients of one prediction for one chunk of positions.
 
-    Positions that it makes no prediction at (`start` is the position itself) are computed and count nothing: picking
-    the others out would make the host wait for the device.
+    Positions at which it makes no prediction (`start` is the position itself) are computed with weight 0: selecting the
+    others would make the host wait for the device.
     """
     row, column = job.rows[chunk], job.columns[chunk]
     ahead = column - prediction.start[row, column]
@@ -193,7 +195,7 @@ def _add_chunk(
 
 
 def _slope(probs: Float[Tensor, "rows draft"], target: _Target, weights: LossConfig) -> Float[Tensor, "rows draft"]:
-    """The gradient in the logits of softmax q = `probs`, row by row.
+    """The gradient with respect to the logits of softmax q = `probs`, row by row.
 
     Of KL(p || q): q - p. Of 1 - sum min(p, q), with s = 1 where q < p and else 0: -q (s - sum q s).
     """

@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO (arXiv 1910.02054): workers share optimiser state, gradients and weights instead of repeating them.
+"""DeepSpeed ZeRO (arXiv 1910.02054): workers shard optimizer state, gradients and weights instead of replicating them.
 
-Importing this module imports DeepSpeed, so it is imported only where it is asked for. Checkpoints are whole tensors
-in our own format, never DeepSpeed's pickles: a run goes on with another number of workers, stage, or with DDP.
+Importing this module imports DeepSpeed, so it is imported only if it is configured. Checkpoints are whole tensors in
+our own format, never DeepSpeed's pickles, so a run can continue with another number of workers, another stage, or DDP.
 """
 
 import logging
@@ -24,7 +24,7 @@ from moray.errors import ConfigError, DataError
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it; Ray Train has set it
+os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed needs it; Ray Train sets it
 
 import deepspeed
 import deepspeed.ops
@@ -34,7 +34,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Zero(Parallel):
-    """A drafter behind a DeepSpeed engine. Weights must be loaded before: from then on workers share them."""
+    """A drafter in a DeepSpeed engine. Load weights before creating it: from then on they are sharded over the
+    workers."""
 
     has_equal_rounds = True  # every forward and backward pass is a collective operation
 
@@ -43,12 +44,12 @@ class Zero(Parallel):
     ) -> None:
         """
         Raises:
-            ConfigError: an optimiser that ZeRO cannot share.
+            ConfigError: ZeRO cannot shard this optimizer.
         """
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if not isinstance(optimiser.alone, torch.optim.AdamW):
             raise ConfigError("parallel.type is deepspeed, which shares AdamW alone: give optim.type=adamw")
-        # A faster sum for CPUs, which would be compiled first: not every machine has what that takes.
+        # A faster all-reduce for CPUs; it has to be compiled, for which not every machine has the tools.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -72,7 +73,7 @@ class Zero(Parallel):
     ) -> LossSums:
         self._engine.set_gradient_accumulation_boundary(is_last)
         sums = LossSums(*self._engine(batch, view, with_figures))
-        # DeepSpeed averages over workers, too: undo that.
+        # DeepSpeed also averages over workers: undo that.
         factor = told_if_not_finite(sums.total, factor * num_workers())
         self._engine.backward(sums.total * factor, scale_wrt_gas=False)
         return sums
@@ -128,7 +129,7 @@ class Zero(Parallel):
                 safe_set_full_optimizer_state(parameter, state[f"{name}/{key}"].to(parameter.device), key)
 
     def _flat_parts(self) -> list[Tensor]:
-        """What the optimiser updates on this worker: parts of all weights, end to end."""
+        """The tensors that the optimizer updates on this worker: parts of all weights, concatenated."""
         if self._stage == 3:
             return self._zero.fp32_partitioned_groups_flat
         return [flat for group in self._zero.optimizer.param_groups for flat in group["params"]]
@@ -142,7 +143,7 @@ def _engine_config(train: TrainConfig, config: DeepSpeedConfig) -> dict[str, Any
         zero["stage3_param_persistence_threshold"] = config.persistence_threshold
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,  # which batch is the last is said in every update
+        "gradient_accumulation_steps": 1,  # every update says which batch is its last
         "gradient_clipping": train.max_grad_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

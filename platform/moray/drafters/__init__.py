@@ -1,2 +1,2 @@
-"""Drafters: small trainable models that propose tokens. `configs` holds the union of all of them, which is
-the whole registry; `base` says what a drafter is."""
+"""Drafters: small trainable models that propose tokens. `configs` holds the union of all drafters, which is the
+registry; `base` defines what a drafter is."""

@@ -1,7 +1,7 @@
-"""What every drafter is: observe beside the target, propose anywhere, and one forward pass for training.
+"""What every drafter does: observe next to the target, propose anywhere, and run one forward pass for training.
 
-One class serves training, single-device decoding, Ray Serve and edge clients. A drafter knows the sizes of
-its target (`TargetSpec`) and its frozen head, never the target itself.
+One class serves training, single-device decoding, Ray Serve and edge clients. A drafter knows the sizes of its target
+(`TargetSpec`) and its frozen head, never the target itself.
 """
 
 import logging
@@ -26,7 +26,7 @@ from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
 Memory = Mapping[str, Float[Tensor, "batch seq width"]]
-"""What crosses from target to drafter per verified token: named tensors, flat in their last dimension."""
+"""What is sent from target to drafter per verified token: named tensors, flat in their last dimension."""
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,28 @@ class DraftView:
     start: Int[Tensor, "batch seq"]
     """Latest verified position <= i."""
     staircase: Bool[Tensor, " batch"] | None
-    """Sequences whose self-attention must not look behind `start`; None: no sequence."""
+    """Sequences whose self-attention must not look further back than `start`; None for no sequence."""
     seed: int = 0
-    """Seed of what a drafter draws itself in this step, such as noise on features."""
+    """Seed for random numbers that a drafter draws itself in this step, such as noise on features."""
     layer_counts: tuple[int, ...] | None = None
-    """Of each sequence, which of the drafter's values of N trains; None: its first for all. Known to the host, for
-    sequences of one N go through the same layers together."""
+    """For each sequence, which of the drafter's values of N it trains; None: the first N for all. Known on the host,
+    because sequences with the same N go through the same layers together."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a drafter says about the token after every position of a training batch."""
+    """A drafter's prediction of the token after every position of a training batch."""
 
     hidden: Float[Tensor, "batch seq hidden"]
-    """What `project` reads."""
+    """Input of `project`."""
     start: Int[Tensor, "batch seq"]
-    """Last verified position that the prediction was made from; i itself where there is none."""
+    """Last verified position that the prediction was made from; i itself if there is none."""
     project: Callable[..., Float[Tensor, "rows draft"]]
     """project(rows of hidden, *trained): logits over the draft vocabulary."""
     weight: float = 1.0
-    """How much its losses count."""
+    """Weight of its losses."""
     trained: tuple[Tensor, ...] = ()
-    """The weights that `project` reads and that train; the loss takes their gradients."""
+    """The trainable weights that `project` reads; the loss takes their gradients."""
 
     def score(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
         """Logits over the draft vocabulary."""
@@ -69,9 +69,10 @@ class Feature(NamedTuple):
 
     predicted: Float[Tensor, "batch seq hidden"]
     scale: float | Float[Tensor, ""]
-    """That its loss is taken on: the rms of the feature."""
+    """Its loss is taken in this unit: the rms of the feature."""
     weight: float | Float[Tensor, " batch"]
-    """How much it counts, in each sequence; 0 where it is not predicted, and the depths of a sequence add up to 1."""
+    """Weight of its loss in each sequence: 0 where it is not predicted; over all depths, the weights of a sequence add
+    up to 1."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ _LOGGER = logging.getLogger(__name__)
 
 State = TypeVar("State")
 Block = TypeVar("Block")
-"""What a block of layers returns."""
+"""Return type of a block of layers."""
 
 
 class Drafter(nn.Module, ABC, Generic[State]):
@@ -96,14 +97,15 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def __init__(self, config: DrafterConfigBase, head: TargetHead) -> None:
         super().__init__()
         self.config = config
-        self.head = head  # frozen, and no nn.Module: never trained, moved or saved with the drafter
+        self.head = head  # frozen, and not an nn.Module: never trained, moved or saved with the drafter
         self.spec = head.spec
         self.vocabulary = DraftVocabulary(head, config.num_draft_tokens)
         self.layer_counts = config.layer_counts
-        """What decoding may choose from in every cycle, cheapest first (see `fix_num_target_layers`)."""
+        """The values of N that decoding can choose from in every cycle, cheapest first (see
+        `fix_num_target_layers`)."""
         self._has_warned = False
         self.recomputes = False
-        """Training keeps the inputs of each block of layers alone, and computes the rest again in the backward pass."""
+        """In training, keep only the inputs of each block of layers and recompute the rest in the backward pass."""
 
     @property
     @abstractmethod
@@ -112,17 +114,17 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
     @property
     def observed(self) -> TapNeeds:
-        """Taps that `observe` alone reads; training may need more, as what it has to predict."""
+        """Taps that `observe` alone reads; training may need more taps as prediction targets."""
         return self.needs
 
     @property
     def max_depth(self) -> int | None:
-        """Most levels that it can draft; None for any number."""
+        """Maximum number of levels that it can draft; None for no limit."""
         return self.config.max_depth
 
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
-        """Turn taps of verified tokens into memory. Runs beside the target; depends on no other token."""
+        """Turn taps of verified tokens into memory. Runs in the target's process; depends on no other token."""
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         """Predict the target's features and tokens at every position, all positions in parallel.
@@ -133,20 +135,20 @@ class Drafter(nn.Module, ABC, Generic[State]):
         raise ConfigError(f"drafter.type is {type(self).__name__.lower()}, which has nothing to train: evaluate it")
 
     def run_block(self, block: Callable[..., Block], *inputs: Any) -> Block:
-        """A block of `forward`: what is dear to keep of it is not kept where the drafter `recomputes`."""
+        """Run a block of `forward`; if the drafter `recomputes`, its activations are not kept."""
         if not self.recomputes or not torch.is_grad_enabled():
             return block(*inputs)
         return cast("Block", checkpoint(block, *inputs, use_reentrant=False))
 
     @abstractmethod
     def new_state(self, capacity: int, max_expanded: int) -> State:
-        """An empty drafting state for one sequence: preallocated for `capacity` tokens and one tree."""
+        """An empty drafting state for one sequence, preallocated for `capacity` tokens and one tree."""
 
     def set_num_target_layers(self, state: State, num_target_layers: int) -> None:
-        """Draft with this one of `layer_counts` from the next `propose` on. What a state holds serves them all."""
+        """Draft with this value of `layer_counts` from the next `propose` on. A state serves all values."""
 
     def fix_num_target_layers(self, num_target_layers: int) -> None:
-        """Draft with this one of `layer_counts` alone, in states yet to be made.
+        """Draft only with this value of `layer_counts`, in states created from now on.
 
         Raises:
             ConfigError: the drafter was not trained for it.
@@ -166,8 +168,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def extend(self, state: State, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
         """Append newly verified tokens and their memory ([1, new, width] each) to a state.
 
-        The first `num_kept` of them are what the last `propose` expanded first, in this order (see
-        `TokenTree.num_kept`): what was computed of them then need not be computed again.
+        The first `num_kept` of them are the nodes that the last `propose` expanded first, in this order (see
+        `TokenTree.num_kept`), so what was computed for them then can be reused.
         """
 
     @abstractmethod
@@ -183,8 +185,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
         ancestors: Bool[Tensor, "#sequences new expanded"] | None,
         depth: int,
     ) -> tuple[Sequence[int], Float[Tensor, "left new vocab"]]:
-        """`step` for several sequences, equally many nodes of each: which of them go on, and their scores. Here one
-        after the other; see `drafters.common.together`."""
+        """`step` for several sequences with the same number of nodes each: which of them go on, and their scores. This
+        version runs one after the other; see `drafters.common.together`."""
         seen = [None] * len(states) if ancestors is None else ancestors.expand(len(states), -1, -1).unbind()
         found: dict[int, Tensor] = {}
         for place, (state, new, sees) in enumerate(zip(states, tokens, seen, strict=True)):
@@ -200,14 +202,14 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def propose_many(
         self, states: Sequence[State], roots: Int[Tensor, " sequences"], shape: GrowableShape, select: SelectMany
     ) -> list[TokenTree]:
-        """Draft a tree for each of several sequences, all of one shape: the same as `propose` drafts for it alone."""
+        """Draft trees of one shape for several sequences, each the same as `propose` drafts for it alone."""
         return grow_many(roots, shape, self._step_of(states), select)
 
     def _step_of(self, states: Sequence[State]) -> StepMany:
-        """`step_many` as `grow_many` calls it.
+        """Adapt `step_many` to the interface that `grow_many` calls.
 
-        Scores of another shape than was asked for propose nothing, because their tokens may be outside the vocabulary.
-        Growing the tree checks on the device that they are finite.
+        Scores with an unexpected shape propose nothing, because their tokens may be outside the vocabulary. Growing the
+        tree checks on the device that scores are finite.
         """
 
         def step(
@@ -231,20 +233,20 @@ class Drafter(nn.Module, ABC, Generic[State]):
             )
 
     def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
-        """Take the target's feature sizes from the cache's statistics; called once, before training."""
+        """Set the sizes of the target's features from the cache's statistics; called once, before training."""
 
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
-        """Take the token counts of the cache's responses; called once, before training."""
+        """Choose the draft vocabulary from the token counts of the cache's responses; called once, before training."""
         self.vocabulary.choose(counts)
 
     def restrict_vocabulary(self, counts: Int[Tensor, " vocab"], size: int) -> None:
-        """Propose from now on only the `size` tokens that are most frequent in `counts`, without training again. Its
-        configuration says so, and it is saved so. Decoders must be made after it.
+        """From now on, propose only the `size` tokens that are most frequent in `counts`, without further training.
+        Configuration and saved checkpoints change accordingly. Decoders must be made after this call.
 
-        Scores of the tokens that stay are what they were, and the target decides as ever: nothing but tau is lost.
+        Scores of the remaining tokens do not change, and the target still decides: only tau can drop.
 
         Raises:
-            ConfigError: it has no draft vocabulary, or one of no more tokens than that.
+            ConfigError: the drafter has no draft vocabulary, or already one of at most that size.
         """
         if not isinstance(self.config, TrainableBase):
             name = type(self).__name__.lower()
@@ -255,19 +257,20 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self.config = self.config.model_copy(update={"draft_vocab_size": size})
 
     def keep_rows(self, kept: Int[Tensor, " kept"]) -> None:
-        """Keep these rows of vocabulary projections of its own; a drafter that scores with lm_head has none."""
+        """Keep only these rows of the drafter's own vocabulary projections; a drafter that scores with lm_head has
+        none."""
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Draft in the target's precision: half the bytes, and no output depends on it. Never for training."""
+        """Draft in the target's precision: half the bytes, and the output does not depend on it. Never for training."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
 
     def pack(self) -> str:
-        """Pack the weights for a CPU's kernels if that makes drafting faster, rounded to bfloat16 if that makes it
-        faster still: no output depends on it. Never for training.
+        """Pack the weights for a CPU's kernels if that makes drafting faster, and round them to bfloat16 if that is
+        faster still: the output does not depend on it. Never for training.
 
         Returns:
-            one line on what was chosen; empty for a small drafter, where nothing was measured.
+            one line on what was chosen; empty for a small drafter, for which nothing is measured.
         """
         if self.head.weight.device.type != "cpu":
             return ""
@@ -278,7 +281,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
         return kernels.reason
 
     def step_weights(self) -> list[Tensor]:
-        """The weights that one draft step reads: its cost in bytes. Shared rows of lm_head stand as they are stored."""
+        """The weights that one draft step reads, which is its cost in bytes. Shared rows of lm_head count as they are
+        stored."""
         return [*self.parameters(), self.vocabulary.rows]
 
     @property
@@ -288,7 +292,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
 
 def parents_of(ancestors: Bool[Tensor, "new expanded"]) -> Int[Tensor, " new"]:
-    """Of nodes that stand last among those expanded: each one's parent, its ancestor with the highest index."""
+    """The parents of the nodes expanded last: for each node, its ancestor with the highest index."""
     new, expanded = ancestors.shape
     above = ancestors[:, : expanded - new]
     return above.shape[1] - 1 - above.flip(1).byte().argmax(dim=1)

@@ -1,7 +1,7 @@
 """Drafters on disk: safetensors and JSON, written atomically, never pickled.
 
 drafter.safetensors   trainable weights and buffers
-drafter.json          its configuration, and what it was trained for (see `drafters.contract`)
+drafter.json          configuration, and what the drafter was trained for (see `drafters.contract`)
 """
 
 import json
@@ -24,19 +24,19 @@ from moray.targets.loading import describe_difference, describe_nonfinite
 EXPORTED_TYPE = "moray_drafter"
 """`model_type` in the config.json of an exported drafter (see `distill.export.export`)."""
 DRAFTER_PREFIX = "drafter."
-"""Of a drafter's own weights in an exported model.safetensors."""
+"""Prefix of a drafter's own weights in an exported model.safetensors."""
 
 
 def save_drafter(
     folder: Path, drafter: Drafter, text_fingerprint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a drafter that decodes and can be trained further.
+    """Write a drafter that can decode and be trained further.
 
     Args:
-        folder: made if need be.
+        folder: created if it does not exist.
         drafter: its frozen target parts are not saved.
-        text_fingerprint: of the tokenizer and chat template it was trained with.
-        weights: its state dict, where workers share it and it had to be gathered.
+        text_fingerprint: of the tokenizer and chat template that it was trained with.
+        weights: its state dict, if it was sharded over workers and had to be gathered.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = drafter.state_dict() if weights is None else weights
@@ -47,7 +47,7 @@ def save_drafter(
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether a folder holds what pipelines.export wrote, in place of a run or a checkpoint."""
+    """Whether a folder holds a drafter that pipelines.export wrote, rather than a run or a checkpoint."""
     try:
         description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return not (folder / "drafter.json").exists() and description["model_type"] == EXPORTED_TYPE
@@ -56,17 +56,17 @@ def is_exported(folder: Path) -> bool:
 
 
 def drafter_files(folder: Path) -> tuple[Path, Path]:
-    """The description and the weights of a drafter on disk, exported or not."""
+    """Paths of the description and the weights of a drafter on disk, exported or not."""
     if is_exported(folder):
         return folder / "config.json", folder / "model.safetensors"
     return folder / "drafter.json", folder / "drafter.safetensors"
 
 
 def read_contract(folder: Path) -> Contract:
-    """What a drafter on disk says of itself, and what it was trained for.
+    """Read the contract of a drafter on disk: its configuration, and what it was trained for.
 
     Raises:
-        DataError: no drafter there, an unfinished run, or a damaged description.
+        DataError: no drafter is there, its run is not finished, or its description is damaged.
     """
     path, _ = drafter_files(folder)
     try:
@@ -83,11 +83,11 @@ def read_contract(folder: Path) -> Contract:
 
 
 def load_drafter(folder: Path, head: TargetHead, text_fingerprint: str) -> Drafter:
-    """Rebuild a saved or exported drafter for the target that `head` belongs to, in eval mode.
+    """Load a saved or exported drafter for the target that `head` belongs to, in eval mode.
 
     Raises:
-        MismatchError: it was trained for another target, tokenizer, chat template or other taps; both values are named.
-        DataError: missing or damaged files.
+        MismatchError: it was trained for another target, tokenizer, chat template or other taps; names both values.
+        DataError: files are missing or damaged.
     """
     contract = read_contract(folder)
     contract.check_target(folder, head.spec, text_fingerprint)
@@ -98,7 +98,7 @@ def load_drafter(folder: Path, head: TargetHead, text_fingerprint: str) -> Draft
 
 
 def load_weights(folder: Path, drafter: Drafter) -> None:
-    """Fill a drafter with saved weights; they must match exactly.
+    """Load saved weights into a drafter; they must match exactly.
 
     Raises:
         DataError: see `fill`, or the file cannot be read.
@@ -107,7 +107,7 @@ def load_weights(folder: Path, drafter: Drafter) -> None:
     prefix = DRAFTER_PREFIX if is_exported(folder) else ""
     try:
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a mapping
             state = {name[len(prefix) :]: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise DataError(
@@ -120,7 +120,7 @@ def fill(drafter: Drafter, state: dict[str, Tensor], path: Path) -> None:
     """Give a drafter the weights and buffers that `path` holds.
 
     Raises:
-        DataError: a tensor is missing, unexpected, misshapen or not finite.
+        DataError: a tensor is missing, unexpected, not finite or of the wrong shape.
     """
     wanted = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
     problem = describe_difference({name: tensor.shape for name, tensor in state.items()}, wanted)

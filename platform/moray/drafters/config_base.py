@@ -1,6 +1,6 @@
-"""What the configurations of drafters have in common. Packages with drafters of their own build on this module.
+"""What the configurations of drafters have in common. Packages with their own drafters build on this module.
 
-Torch-free, so that a misspelt key is answered before torch is loaded; each configuration names the module that builds
+Torch-free, so that a misspelt key is reported before torch is loaded; each configuration names the module that builds
 its drafter.
 """
 
@@ -37,10 +37,10 @@ class DrafterConfigBase(Config):
     """What all drafters' configurations have in common."""
 
     has_weights: ClassVar[bool] = True
-    """Whether there is anything to hold and to compute that would be worth a process of its own."""
+    """Whether the drafter has weights and computations that are worth a process of their own."""
 
     def build(self, head: "TargetHead") -> "Drafter":
-        """A freshly initialised drafter for the target that `head` belongs to."""
+        """A newly initialised drafter for the target that `head` belongs to."""
         module_name, class_name = self.implementation()
         return getattr(importlib.import_module(module_name), class_name)(self, head)
 
@@ -55,18 +55,19 @@ class DrafterConfigBase(Config):
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """How many of them in a draft step, cheapest first: what is chosen from in every cycle. Most know one way."""
+        """Numbers of target layers that a draft step can use, cheapest first; one is chosen in every cycle. Most
+        drafters have one."""
         return (self.num_target_layers,)
 
     @property
     def max_depth(self) -> int | None:
-        """Most levels that the drafter can draft; None for any number."""
+        """Maximum number of levels that the drafter can draft; None for no limit."""
         return None
 
     @property
     def verified_period(self) -> tuple[int, int] | None:
-        """T-step training: a response position counts as verified every P tokens, P uniform over low..high-1.
-        None: every position is predicted from the one before it."""
+        """Bounds low, high of the period P in T-step training: every P-th response position counts as verified, P
+        uniform over low..high-1. None: every position is predicted from the one before it."""
         return None
 
     @property
@@ -76,7 +77,7 @@ class DrafterConfigBase(Config):
 
     @property
     def predicts_features(self) -> bool:
-        """Whether it predicts hidden states of the target, for `losses.feature` to compare."""
+        """Whether it predicts hidden states of the target, for the loss `losses.feature`."""
         return False
 
 
@@ -84,8 +85,8 @@ class TrainableBase(DrafterConfigBase):
     """Drafters that are distilled and score tokens with a vocabulary projection."""
 
     draft_vocab_size: int | None = Field(default=None, ge=2)
-    """Number of tokens that may be proposed, the most frequent in the cache's responses; null for all. With a large
-    vocabulary the projection is most of the cost of a draft step."""
+    """Number of tokens that can be proposed, the most frequent in the cache's responses; null for all. With a large
+    vocabulary, the projection is most of the cost of a draft step."""
 
     @property
     def num_draft_tokens(self) -> int | None:
@@ -96,11 +97,11 @@ class LayeredBase(TrainableBase):
     """Trainable drafters made of decoder layers."""
 
     norm_init: Literal["ones", "normal"] = "ones"
-    """Initial RMSNorm weights: ones, or normal, drawn from N(0, 0.02) as MoA's code does, at a cost in tau."""
+    """Initial RMSNorm weights: ones, or normal, drawn from N(0, 0.02) as in MoA's code, which lowers tau."""
 
 
 class ReadyBase(DrafterConfigBase):
     """Drafters that need no training."""
 
     name: str | None = Field(default=None, min_length=1)
-    """Name in tables; null for the type. Needed to measure two of one type."""
+    """Name in tables; null for the type. Required to measure two drafters of one type."""

@@ -1,6 +1,6 @@
 """Configuration of every drafter, and the tagged union that is the registry.
 
-Torch-free. A variant costs its class here, one module, one YAML; drafters of other packages are found by
+Torch-free. A new variant needs a class here, one module and one YAML file; drafters of other packages are found by
 `drafters.installed`.
 """
 
@@ -15,11 +15,11 @@ from moray.drafters.installed import installed_drafters
 
 
 class MoABase(LayeredBase):
-    """What is the same for one N of Target Layer Inference and for several."""
+    """Settings shared by MoA with one N of Target Layer Inference and with several."""
 
     mask_width: tuple[int, int] = (5, 15)
-    """Bounds low, high of P: in training a position is verified every P tokens, low <= P < high. The paper calls P T.
-    P is drawn uniformly from low to high - 1."""
+    """Bounds low, high of P: in training, every P-th position is verified, low <= P < high. P is drawn uniformly; the
+    paper calls it T."""
     staircase: bool = True
     """Curriculum on self-attention: early on, some sequences see no token before the last verified one."""
     layer_stride: int = Field(default=1, ge=1)
@@ -29,7 +29,7 @@ class MoABase(LayeredBase):
     self_attention: BlockConfig
     """Sizes of the layer in which drafted tokens attend to the tokens before them."""
     cross_attention: BlockConfig
-    """Sizes of the layer that attends to what the target computed of verified tokens."""
+    """Sizes of the layer that attends to what the target computed for verified tokens."""
 
     @model_validator(mode="after")
     def _check_width(self) -> "MoABase":
@@ -52,7 +52,7 @@ class MoAConfig(MoABase):
 
     type: Literal["moa"]
     target_layers: int = Field(default=0, ge=0)
-    """Target layers, the last ones, that the drafter runs itself: N of Target Layer Inference; 0 for none."""
+    """Number of last target layers that the drafter runs itself: N of Target Layer Inference; 0 for none."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.moa.moa", "MoA"
@@ -67,8 +67,8 @@ class DynamicMoAConfig(MoABase):
 
     type: Literal["dynamic-moa"]
     target_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=2)
-    """Every number of last target layers that the drafter can run itself, ascending. N of Target Layer Inference: one
-    of them is drawn per training sequence, and one chosen per cycle while decoding."""
+    """The numbers of last target layers that the drafter can run itself, ascending. They are the N of Target Layer
+    Inference: one is drawn per training sequence, and one chosen per cycle in decoding."""
 
     @model_validator(mode="after")
     def _check_layers(self) -> "DynamicMoAConfig":
@@ -97,11 +97,11 @@ class EagleConfig(LayeredBase):
     layer: BlockConfig
     """Sizes of each decoder layer of the drafter."""
     feature_noise: float = Field(default=0.2, ge=0)
-    """Width of the uniform noise on the target's features in training, in their own unit; 0 for none. U(-noise / 2,
+    """Width of the uniform noise on the target's features in training, in the features' unit; 0 for none. U(-noise / 2,
     noise / 2). The released code also multiplies by 512 / length, which would drown the features of short chats."""
     ttt_steps: int = Field(default=1, ge=1, le=16)
     """Draft steps that training unrolls on the drafter's own features; 1 for none, as published. Training-time test
-    (arXiv 2503.01840, section 3.1; arXiv 2408.15766): a step costs about as much as the first."""
+    (arXiv 2503.01840, section 3.1; arXiv 2408.15766): each further step costs about as much as the first."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.eagle", "Eagle"
@@ -137,12 +137,12 @@ class MedusaConfig(TrainableBase):
     num_heads: int = Field(default=5, ge=1, le=16)
     """Number of heads, one for each token ahead."""
     num_blocks: int = Field(default=1, ge=1)
-    """Residual SiLU blocks of a head."""
+    """Residual SiLU blocks per head."""
     projections: Literal["own", "frozen"] = "own"
-    """Vocabulary projections: own, one trained per head from the target's lm_head, or frozen, all share it. "own" is as
+    """Vocabulary projections: own, one per head, trained from the target's lm_head, or frozen, shared. "own" is as
     published."""
     decay: float = Field(default=0.8, gt=0, le=1)
-    """Base of the heads' weights: the loss of head k counts in proportion to decay^k. All heads together count 1."""
+    """Base of the heads' weights: the loss of head k has a weight in proportion to decay^k. The weights add up to 1."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.medusa", "Medusa"
@@ -153,7 +153,7 @@ class MedusaConfig(TrainableBase):
 
 
 class IndependentConfig(LayeredBase):
-    """A small causal LM of its own on the target's vocabulary, distilled from it; knows nothing of the target."""
+    """A small causal LM on the target's vocabulary, distilled from the target; reads nothing but the text."""
 
     type: Literal["independent"]
     num_layers: int = Field(default=1, ge=1)
@@ -166,14 +166,14 @@ class IndependentConfig(LayeredBase):
     """Sizes of each decoder layer of the drafter."""
     embeddings: Literal["frozen", "copied", "random"] = "random"
     """Token embeddings and lm_head: the target's (frozen), trained from them (copied), or from random. Frozen and
-    copied need the target's hidden size."""
+    copied require the target's hidden size."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.independent", "Independent"
 
 
 class PretrainedConfig(ReadyBase):
-    """Any Hugging Face causal LM with the target's tokenizer, as it is."""
+    """Any Hugging Face causal LM with the target's tokenizer, unmodified."""
 
     type: Literal["pretrained"]
     model: str
@@ -184,14 +184,15 @@ class PretrainedConfig(ReadyBase):
 
 
 class NgramConfig(ReadyBase):
-    """Prompt lookup: what followed the last tokens earlier in the text. No training; the floor for all others."""
+    """Prompt lookup: proposes what followed the last tokens earlier in the text. No training; the baseline for all
+    others."""
 
     has_weights: ClassVar[bool] = False
     type: Literal["ngram"]
     max_ngram: int = Field(default=4, ge=1, le=16)
-    """Most tokens that are looked up together."""
+    """Maximum number of tokens that are looked up together."""
     min_ngram: int = Field(default=1, ge=1, le=16)
-    """Fewest tokens that must match; below that nothing is proposed."""
+    """Minimum number of tokens that must match; below that nothing is proposed."""
 
     @model_validator(mode="after")
     def _check(self) -> "NgramConfig":
@@ -204,7 +205,7 @@ class NgramConfig(ReadyBase):
 
 
 class TrainedConfig(Config):
-    """A trained drafter where more is to be said of it than its folder."""
+    """A trained drafter, for when more than its folder has to be given."""
 
     has_weights: ClassVar[bool] = True
 
@@ -212,9 +213,9 @@ class TrainedConfig(Config):
     folder: str
     """Folder of the trained drafter."""
     num_target_layers: int | None = Field(default=None, ge=0)
-    """Target layers that it runs in a draft step, one of those it knows; null lets decoding choose."""
+    """Target layers to run in a draft step, one of those it was trained for; null lets decoding choose."""
     name: str | None = Field(default=None, min_length=1)
-    """Name in tables; null for that of the folder. Needed to measure one drafter in two ways."""
+    """Name in tables; null for that of the folder. Required to measure one drafter in two ways."""
 
     renamed: ClassVar[Mapping[str, str]] = {"effort": "num_target_layers"}
 
@@ -233,10 +234,10 @@ TrainableConfig = Annotated[Trainable, Field(discriminator="type")]
 """What `pipelines.distill` trains."""
 
 ReadyConfig = Annotated[Ready, Field(discriminator="type")]
-"""What needs no training."""
+"""Drafters that need no training."""
 
 UsableConfig = Annotated[Ready | TrainedConfig, Field(discriminator="type")]
-"""What can be evaluated; a trained drafter of which nothing else is to be said is named by its folder alone."""
+"""What can be evaluated; a trained drafter that needs no other settings is given by its folder alone."""
 
 DrafterConfig = Annotated[TrainableConfig | ReadyConfig, Field(discriminator="type")]
 """The tagged union of all drafters."""

@@ -1,7 +1,7 @@
 """What a drafter and the target it is used with must have in common, checked field by field.
 
-A drafter that is paired with another tokenizer, rotary embedding or set of taps still drafts, only badly: so the pair
-is refused, and the error names the field and both values.
+A drafter paired with another tokenizer, rotary embedding or set of taps still drafts, only badly. So such a pair is
+rejected, and the error names the field and both values.
 """
 
 import json
@@ -37,17 +37,17 @@ class Contract:
 
     @classmethod
     def of(cls, drafter: Drafter, text_fingerprint: str) -> "Contract":
-        """The contract of a drafter at hand."""
+        """The contract of a loaded drafter."""
         config: Any = drafter.config
         return cls(config, drafter.spec, text_fingerprint, drafter.needs)
 
     @classmethod
     def parse(cls, values: dict[str, Any], source: Path) -> "Contract":
-        """Take back what `describe` gave, out of JSON.
+        """Restore a contract from the JSON that `describe` produced.
 
         Raises:
-            DataError: another format.
-            KeyError, ValidationError: damaged.
+            DataError: the format is another one.
+            KeyError, ValidationError: the values are damaged.
         """
         if values["format"] != FORMAT:
             raise DataError(
@@ -62,7 +62,7 @@ class Contract:
         )
 
     def describe(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The contract as JSON values."""
         config: Any = self.drafter
         return {
             "format": FORMAT,
@@ -73,7 +73,7 @@ class Contract:
         }
 
     def check_target(self, folder: Path, spec: TargetSpec, text_fingerprint: str) -> None:
-        """Refuse another target, tokenizer or chat template.
+        """Reject another target, tokenizer or chat template.
 
         Raises:
             MismatchError: names the first field that differs and both values.
@@ -89,7 +89,7 @@ class Contract:
                 _refuse(folder, f"{name}, whose fingerprint differs", value, given[name])
 
     def check_taps(self, folder: Path, needs: TapNeeds) -> None:
-        """Refuse a drafter that would read other taps than it was trained on.
+        """Reject a drafter that would read other taps than it was trained on.
 
         Raises:
             MismatchError: names both.
@@ -102,7 +102,8 @@ class Contract:
                 _refuse(folder, title, list(ours), list(theirs))
 
     def _target_fields(self) -> Iterator[tuple[str, Any]]:
-        """Sizes first: they say more than the fingerprint, which differs with each of them."""
+        """The fields of the target with the fingerprint last: sizes say more than it does, and it differs with each of
+        them."""
         values = self.target.model_dump()
         last = values.pop("fingerprint")
         yield from values.items()

@@ -5,8 +5,8 @@
     input     e1;0     e2;f1     e3;f2     e4;f3       FC(2E -> E), then one decoder layer without input norm
     predicts   f1        f2        f3        f4        lm_head(f4) proposes t5
 
-While drafting, features past the last verified token are the drafter's own. Grown as a dynamic tree it is
-EAGLE-2 (arXiv 2406.16858), which changes the tree alone.
+While drafting, features past the last verified token are the drafter's own. With a dynamic tree this is EAGLE-2 (arXiv
+2406.16858), which changes only the tree.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class EagleState:
 
     slots: DraftSlots
     cache: Tensor  # [2, 1, kv_heads, slots, head_dim]
-    before: Tensor  # [1, waiting + 1, hidden]: the target's feature of the token before each that waits and the root
+    before: Tensor  # [1, pending + 1, hidden]: the target's features of the tokens before the pending ones and the root
     drafted: list[Tensor]  # predicted features of the expanded nodes, level by level
 
 
@@ -65,7 +65,8 @@ class Eagle(TogetherDrafter[EagleState]):
         return {"feature": taps.hidden[-1]}
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
-        """The first step reads the target's features; each further one those that the step before it predicted."""
+        """The first step reads the target's features; each further step reads those that the step before it
+        predicted."""
         seq, num_steps = batch.tokens.shape[1], self.config.ttt_steps
         column, rotary = torch.arange(seq, device=batch.tokens.device), self.rotary.rows(0, seq)
         feature = self._noisy(batch.taps.hidden[-1].to(self.fc.weight.dtype), view.seed)
@@ -90,7 +91,7 @@ class Eagle(TogetherDrafter[EagleState]):
         return DraftOutput(tuple(predictions), {-1: Feature(outputs[0], 1.0, 1.0)})
 
     def _noisy(self, feature: Float[Tensor, "batch seq hidden"], seed: int) -> Float[Tensor, "batch seq hidden"]:
-        """Uniform noise in training, for the errors that drafted features will have (section 4.2)."""
+        """Add uniform noise in training, to imitate the errors of drafted features (section 4.2)."""
         if not self.training or not self.config.feature_noise:
             return feature
         generator = torch.Generator(feature.device).manual_seed(seed)
@@ -115,7 +116,7 @@ class Eagle(TogetherDrafter[EagleState]):
     def extend(self, state: EagleState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
         before = torch.cat([state.before, memory["feature"].to(self.fc.weight.dtype)], dim=1)
         first = state.slots.num_verified + 1 - state.before.shape[1]  # position of the token that before[0] is for
-        # Of what was drafted only the root read a feature of the target; behind it stand the drafter's own.
+        # Among the drafted nodes, only the root read a feature of the target; the others read the drafter's own.
         state.slots.extend(tokens, min(num_kept, 1), partial(self._remember, state.cache, before, first))
         state.before = before[:, state.slots.length - first :]
 
@@ -127,7 +128,7 @@ class Eagle(TogetherDrafter[EagleState]):
         tokens: Int[Tensor, " some"],
         start: int,
     ) -> None:
-        """One layer: keys and values of a token depend on its own input alone."""
+        """With one layer, the keys and values of a token depend on its own input alone."""
         end = start + tokens.shape[0]
         x = self._join(tokens[None], before[:, start - first : end - first])
         self.layer.remember(x, self.rotary.rows(start, end), cache, start)

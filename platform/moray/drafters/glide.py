@@ -2,9 +2,9 @@
 
     token embedding --self-attention, causal--> + --cross-attention--> + --MLP--> norm --> lm_head
 
-Cross-attention has queries of its own, rotated as the target rotates, and takes the keys and values of the
-target's last layer as they lie in its cache: of verified tokens only. In training a block-wise mask hides
-what the target would not have computed yet. A sliding window of the target's last layer does not bind it.
+Cross-attention has its own queries, rotated as in the target, and reads the keys and values of the target's last layer
+as they are in its cache, of verified tokens only. In training, a block-wise mask hides what the target would not have
+computed yet. A sliding window of the target's last layer does not apply to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class GlideState:
 
 
 class Glide(TogetherDrafter[GlideState]):
-    """Drafts from token embeddings, with the target's last keys and values in view."""
+    """Drafts from token embeddings and the target's last keys and values."""
 
     def __init__(self, config: GlideConfig, head: TargetHead) -> None:
         super().__init__(config, head)
@@ -115,7 +115,7 @@ class Glide(TogetherDrafter[GlideState]):
         return self.out_norm(x + self.mlp(self.mlp_norm(x)))
 
     def _unpack(self, kv: Float[Tensor, "batch seq width"]) -> KeysValues:
-        """Keys and values out of a tap, whose heads lie as [k_h ; v_h]."""
+        """Split a tap, whose heads are stored as [k_h ; v_h], into keys and values."""
         pairs = kv.to(self.cross_query.weight.dtype).unflatten(2, (self.spec.num_kv_heads, 2, self.spec.head_dim))
         key, value = pairs.permute(3, 0, 2, 1, 4)
         return key, value
@@ -137,7 +137,7 @@ class Glide(TogetherDrafter[GlideState]):
         state.target[1, :, :, start:end] = value
 
     def _remember(self, state: GlideState, tokens: Int[Tensor, " some"], start: int) -> None:
-        # One layer over embeddings: a token's keys and values depend on nothing but itself.
+        # One layer over embeddings: a token's keys and values depend on that token alone.
         normed = self.self_norm(self._embed(tokens))
         self.self_attention.remember(normed, self.rotary.rows(start, start + tokens.shape[0]), state.own, start)
 

@@ -1,7 +1,7 @@
 """An independent drafter: a small causal LM on the target's vocabulary, distilled from the target's answers.
 
-It knows nothing of the target but the text, so nothing crosses from target to drafter. Latency decides
-(arXiv 2402.01528): few wide layers draft faster than many narrow ones at the same quality.
+It reads nothing of the target but the text, so no memory is sent from target to drafter. Latency decides (arXiv
+2402.01528): few wide layers draft faster than many narrow ones of the same quality.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class IndependentState:
 
 
 class Independent(TogetherDrafter[IndependentState]):
-    """Drafts as a language model of its own."""
+    """Drafts as a separate language model."""
 
     def __init__(self, config: IndependentConfig, head: TargetHead) -> None:
         super().__init__(config, head)
@@ -87,7 +87,7 @@ class Independent(TogetherDrafter[IndependentState]):
             self.projection.weight.copy_(self.vocabulary.select(self.head.weight.T).T.to(device))
 
     def step_weights(self) -> list[Tensor]:
-        """Of the embeddings a step reads one row."""
+        """A step reads one row of the embeddings, which is not counted."""
         layers = [*self.layers.parameters(), *self.norm.parameters()]
         return [*layers, self.vocabulary.rows if self.projection is None else self.projection.weight]
 
@@ -128,7 +128,7 @@ class Independent(TogetherDrafter[IndependentState]):
         state.slots.extend(tokens, num_kept, partial(self._remember, state))
 
     def _remember(self, state: IndependentState, tokens: Int[Tensor, " some"], start: int) -> None:
-        # The last layer's output is not needed: its keys and values are, and they need no attention of its own.
+        # Only keys and values of the last layer are needed, not its output, so its attention is skipped.
         *lower, (last, last_cache) = zip(self._blocks, state.caches, strict=True)
         rotary = self.rotary.rows(start, start + tokens.shape[0])
         mask = state.slots.causal(tokens.shape[0]) if lower else None

@@ -1,4 +1,4 @@
-"""Drafters of other packages: configuration classes that installed packages name in the group `moray.drafters`.
+"""Drafters of other packages: configuration classes that installed packages register in the group `moray.drafters`.
 
     [project.entry-points."moray.drafters"]
     recurrent = "recurrent_drafter.config:RecurrentConfig"
@@ -19,15 +19,15 @@ _LOGGER = logging.getLogger("moray")
 
 
 def installed_drafters(taken: Collection[str]) -> list[type[DrafterConfigBase]]:
-    """The configuration classes that packages name in the group. One that cannot be used is left out with a warning,
-    for commands that do not need it must go on. `taken` are types that Moray has itself."""
+    """The configuration classes that packages register in the group. An unusable one is skipped with a warning, because
+    commands that do not need it must still work. `taken` are the types that Moray itself has."""
     found: dict[str, type[DrafterConfigBase]] = {}
     for entry in sorted(entry_points(group=GROUP), key=lambda one: one.name):
         try:
             problem, loaded = f"there is a drafter type '{entry.name}' already: rename it", None
             if entry.name not in {*taken, *found}:
                 problem, loaded = _check(entry, entry.load())
-        except Exception as error:  # noqa: BLE001 - whatever another package raises as it is imported
+        except Exception as error:  # noqa: BLE001 - importing another package can raise anything
             problem, loaded = f"{type(error).__name__}: {one_line(str(error))}", None
         if loaded is None:
             package = "an unknown package" if entry.dist is None else f"package '{entry.dist.name}'"
@@ -38,7 +38,7 @@ def installed_drafters(taken: Collection[str]) -> list[type[DrafterConfigBase]]:
 
 
 def _check(entry: EntryPoint, loaded: object) -> tuple[str, type[DrafterConfigBase] | None]:
-    """What is wrong with an entry, or the class that it names."""
+    """Check an entry: what is wrong with it, or the class that it names."""
     if not (isinstance(loaded, type) and issubclass(loaded, TrainableBase | ReadyBase)):
         return f"'{entry.value}' is no subclass of TrainableBase or ReadyBase of moray.drafters.config_base", None
     field = loaded.model_fields.get("type")

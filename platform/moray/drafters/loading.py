@@ -1,4 +1,4 @@
-"""From what a configuration names to drafters that decode, in the target's precision."""
+"""Builds the drafters that a configuration names, ready to decode in the target's precision."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +19,10 @@ from moray.text import ChatTokenizer
 def load_drafters(
     entries: tuple[str | UsableConfig, ...], target: Target, tokenizer: ChatTokenizer
 ) -> dict[str, Drafter]:
-    """Drafters for one target, in the order given, by the names of their folders or types.
+    """Load drafters for one target, in the order given, by the names of their folders or types.
 
     Raises:
-        ConfigError: two have the same name, or one has not learnt the N asked for.
+        ConfigError: two have the same name, or one was not trained for the requested N.
         MismatchError: a drafter belongs to another target, tokenizer or template.
     """
     with Progress("load drafters"):
@@ -30,7 +30,7 @@ def load_drafters(
 
 
 def num_head_layers(entries: tuple[str | UsableConfig, ...]) -> int:
-    """The target's last layers that drafters run themselves: as many as the one that runs most of them."""
+    """How many of the target's last layers the drafters run themselves: the maximum over all drafters."""
     folders = [folder_of(entry) for entry in entries if isinstance(entry, str | TrainedConfig)]
     return max((read_contract(folder).drafter.num_target_layers for folder in folders), default=0)
 
@@ -38,7 +38,7 @@ def num_head_layers(entries: tuple[str | UsableConfig, ...]) -> int:
 def build_drafters(
     entries: tuple[str | UsableConfig, ...], head_of: Callable[[int], TargetHead], tokenizer: ChatTokenizer
 ) -> dict[str, Drafter]:
-    """The same where the target itself need not be there: `head_of` gives its head with so many of its last layers."""
+    """Like `load_drafters`, but without the target itself: `head_of(n)` gives its head with its last n layers."""
     drafters: dict[str, Drafter] = {}
     for entry in entries:
         name = _name(entry)
@@ -71,7 +71,7 @@ def build_drafters(
 
 
 def fingerprints_of(entries: tuple[str | UsableConfig, ...]) -> dict[str, str]:
-    """What tells drafters from others of the same name: hashes of their files."""
+    """Hashes of the drafters' files, by name, to tell apart drafters with the same name."""
     found, field = {}, "drafter.model"
     for entry in entries:
         if isinstance(entry, str | TrainedConfig):
@@ -82,7 +82,7 @@ def fingerprints_of(entries: tuple[str | UsableConfig, ...]) -> dict[str, str]:
 
 
 def folder_of(entry: str | TrainedConfig) -> Path:
-    """Where a trained drafter lies."""
+    """The folder of a trained drafter."""
     return Path(entry if isinstance(entry, str) else entry.folder)
 
 
@@ -104,6 +104,6 @@ def _from_config(config: ReadyConfig, head: TargetHead, tokenizer: ChatTokenizer
 
 
 def _ordinary_tokens(tokenizer: ChatTokenizer) -> set[tuple[str, int]]:
-    """Tokens and their ids without added ones, which siblings of a family name differently."""
+    """Tokens and ids without added tokens, which models of one family may name differently."""
     added = tokenizer.tokenizer.get_added_vocab()
     return {(token, index) for token, index in tokenizer.tokenizer.get_vocab().items() if token not in added}

@@ -1,7 +1,7 @@
 """Medusa (arXiv 2401.10774, section 2.1): heads on the target's last hidden state, one per step ahead.
 
-    last verified token  t4, hidden f4;  root t5 is the target's own
-    head 1 (f4) proposes t6,  head 2 (f4) proposes t7,  ...     whatever was proposed before
+    last verified token  t4, hidden f4;  root t5 comes from the target
+    head 1 (f4) proposes t6,  head 2 (f4) proposes t7,  ...     each independent of the others
 
 A head is a residual SiLU block that starts as the identity and a vocabulary projection that starts as the
 target's lm_head. All heads are computed at once, so a draft costs the same at any depth up to their number.
@@ -24,7 +24,7 @@ from moray.targets.head import TargetHead
 
 @dataclass
 class MedusaState:
-    """One sequence: the target's last hidden state, and what all heads make of it."""
+    """One sequence: the target's last hidden state, and the output of all heads for it."""
 
     last: Tensor  # [hidden]
     logits: Tensor | None = None  # [heads, vocab]
@@ -75,7 +75,7 @@ class Medusa(TogetherDrafter[MedusaState]):
         column = torch.arange(seq, device=real.device).expand(rows, seq)
         predictions = []
         own = [()] * self.config.num_heads if self.projections is None else [(w,) for w in self.projections.unbind()]
-        # Together 1: so that the sum over heads is still a mean, and 1 - its refusal a probability.
+        # Weights that add up to 1, so that the sum over heads is still a mean, and 1 - its rejection a probability.
         shares = [self.config.decay**index for index in range(self.config.num_heads)]
         for index, share in enumerate(shares):
             steps = index + 1  # head `index` reads position i - steps to predict the token after i

@@ -1,10 +1,10 @@
 """Prompt lookup (as in transformers' `prompt_lookup_num_tokens`): propose what followed the same few tokens before.
 
-Needs no training, no target tensors and no device; what every trained drafter must beat. The scores are a real
-distribution (interpolated back-off over the lengths that match), so that it grows chains and trees and is
-sampled from like any other drafter. Where nothing matches it proposes nothing, and the cycle costs a plain step.
+It needs no training, no target tensors and no device; every trained drafter must beat it. The scores are a real
+distribution (interpolated back-off over the lengths that match), so it grows chains and trees and is sampled from like
+any other drafter. If nothing matches, it proposes nothing, and the cycle costs a plain step.
 
-It lives on the host: on a GPU every level waits for the tokens of the one before.
+It runs on the host: on a GPU every level waits for the tokens of the level before.
 """
 
 import math
@@ -22,14 +22,14 @@ from moray.targets.head import TargetHead
 
 _MAX_FOLLOWERS = 16
 _LOWER_ORDER = 0.1
-"""Share of the probability that goes to the next shorter match."""
+"""Share of the probability given to the next shorter match."""
 _FLOOR = -100.0
-"""Logit of a token that was never seen there: below that of the rarest follower of the shortest match."""
+"""Logit of a token that was never seen after a match: below that of the rarest follower of the shortest match."""
 
 
 @dataclass
 class NgramState:
-    """One sequence: what followed each n-gram, latest last, and the ends of the running tree's paths."""
+    """One sequence: what followed each n-gram, latest last, and the last tokens of each path of the current tree."""
 
     followers: dict[tuple[int, ...], OrderedDict[int, int]] = field(default_factory=dict)
     recent: deque[int] = field(default_factory=deque)
@@ -92,7 +92,7 @@ class Ngram(Drafter[NgramState]):
         return scores.to(tokens.device)
 
     def _next(self, state: NgramState, path: tuple[int, ...]) -> dict[int, float]:
-        """What may follow a path, and how likely; empty where nothing matches."""
+        """Probabilities of the tokens that may follow a path; empty if nothing matches."""
         probabilities: dict[int, float] = {}
         share = 1.0
         for size in range(len(path), self.config.min_ngram - 1, -1):

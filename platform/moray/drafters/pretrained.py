@@ -1,6 +1,6 @@
-"""Any Hugging Face causal LM with the target's tokenizer as a drafter, as it is: nothing is trained or saved.
+"""Any Hugging Face causal LM with the target's tokenizer as a drafter: nothing is trained or saved.
 
-It stays unmodified, and is given our masks and positions. Beyond its own context it proposes nothing.
+The model is unmodified and gets our masks and positions. Past its own context it proposes nothing.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ class PretrainedState:
     """One sequence: the model's own cache."""
 
     slots: DraftSlots
-    cache: Any  # of the kind that its model fills
+    cache: Any  # of the type that the model uses
     is_full: bool = False
 
 
 class Pretrained(Drafter[PretrainedState]):
-    """Drafts as a language model that somebody else has trained."""
+    """Drafts with a language model that was trained elsewhere."""
 
     def __init__(self, config: PretrainedConfig, head: TargetHead) -> None:
         super().__init__(config, head)
@@ -75,13 +75,13 @@ class Pretrained(Drafter[PretrainedState]):
         if state.is_full or state.slots.num_verified + depth >= self._model.max_positions:
             return None
         rows = state.slots.expand(tokens, ancestors, depth)
-        # Verified tokens that have waited stand one behind the other, nodes of one depth side by side.
+        # Pending verified tokens have consecutive positions; nodes of one depth share one.
         first, _ = rows.positions
         positions = torch.arange(first, first + rows.tokens.shape[0], device=tokens.device)
         logits = self._run(
             state, rows.tokens, rows.slot, positions.clamp(max=rows.position), rows.causal, rows.num_known
         )
-        # Embeddings are often padded to another size than the target's: ids beyond both are never text.
+        # Embeddings are often padded to a size that differs from the target's: ids past either are never text.
         missing = self.spec.vocab_size - logits.shape[1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self.spec.vocab_size]
 
@@ -94,13 +94,13 @@ class Pretrained(Drafter[PretrainedState]):
         mask: Float[Tensor, "1 1 new slots"] | None,
         num_known: int,
     ) -> Float[Tensor, "rest vocab"]:
-        """Logits of tokens whose slots begin at `start`, but for the first `num_known`."""
+        """Logits of tokens whose slots begin at `start`, without the first `num_known`."""
         known = tokens.clamp(max=self._model.vocab_size - 1)
         return self._model.forward(known, positions, mask, state.cache, start, num_known)
 
 
 class _FamiliarCausalLM:
-    """A model of a family that can be a target, driven as one: preallocated caches, no logits that nobody reads."""
+    """A model of a family that can be a target, run like a target: preallocated caches, and no unused logits."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

@@ -1,1 +1,1 @@
-"""Targets: what a drafter may know of them, the unmodified model with its taps, and the embedded demo one."""
+"""Targets: what a drafter may know of them, the unmodified model with its taps, and the embedded demo target."""

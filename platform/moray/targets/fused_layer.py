@@ -1,11 +1,12 @@
 """The forward pass of decoder layers on a CPU, in fewer and larger operations than transformers' own.
 
-A pass over few tokens is so short that the number of operations counts. transformers computes a layer in some sixty,
-seven of them products with a weight. Here queries, keys and values are one product, as are the MLP's gate and up
-projections, and norms and rotations take half the operations. The results are transformers' own to rounding.
+A pass over few tokens is so short that the number of operations matters. transformers computes a layer in about sixty
+operations, seven of them products with a weight. Here queries, keys and values are one product, as are the MLP's gate
+and up projections, and norms and rotations take half the operations. The results equal those of transformers up to
+rounding.
 
-Weights are joined in place: the modules' own become views of the joined ones, so that nothing is held twice. The
-layer's own forward pass still works, and is used under `stock_kernels`, with gradients, under torch.compile, and when
+Weights are joined in place: the modules' own weights become views of the joined ones, so nothing is stored twice. The
+layer's own forward pass still works. It is used under `stock_kernels`, with gradients, under torch.compile, and when
 transformers itself runs the model. Weights must not be replaced once they are joined.
 """
 
@@ -21,7 +22,7 @@ from moray.targets.rotary import Rotation
 
 
 def fuse_layers(model: Any, kernels: Kernels) -> None:
-    """Let every decoder layer of a frozen model compute in joined operations, with packed weights."""
+    """Make every decoder layer of a frozen model compute in joined operations, with packed weights."""
     for layer in model.model.layers:
         layer.forward = FusedLayer(layer, kernels)
 
@@ -57,7 +58,7 @@ class FusedLayer:
         position_embeddings: Rotation | tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Float[Tensor, "batch new hidden"]:
-        """The layer's output; it takes what transformers' layers take."""
+        """The layer's output; takes the arguments of transformers' layers."""
         if not isinstance(position_embeddings, Rotation) or past_key_values is None or self._is_stock_wanted():
             return self._stock(
                 hidden_states,
@@ -87,7 +88,7 @@ class FusedLayer:
 
 
 class _Joined:
-    """Linear layers of the same input as one product."""
+    """Linear layers with the same input, as one product."""
 
     def __init__(self, linears: list[nn.Linear], kernels: Kernels) -> None:
         weight = linears[0].weight.data if len(linears) == 1 else torch.cat([linear.weight.data for linear in linears])
@@ -102,7 +103,7 @@ class _Joined:
 
 
 class _Norm:
-    """RMSNorm in half the operations of transformers' own."""
+    """RMSNorm with half the operations of transformers' own."""
 
     def __init__(self, norm: Any, weight: Tensor | None = None) -> None:
         width = norm.weight.shape[-1]
@@ -115,7 +116,7 @@ class _Norm:
 
 
 def _head_norm(attention: Any, num_heads: int, num_kv_heads: int) -> _Norm | None:
-    """The norm of every query's and key's head, which qwen3 has."""
+    """The norm of each query and key head, which only qwen3 has."""
     if not hasattr(attention, "q_norm"):
         return None
     query, key = attention.q_norm.weight.data, attention.k_norm.weight.data

@@ -1,7 +1,7 @@
-"""The parts of a target that a drafter replica holds: embeddings, the last N layers, final norm, lm_head.
+"""The parts of a target that a drafter replica needs: embeddings, the last N layers, final norm, lm_head.
 
-Shared with a loaded target in the same process, or read alone from its safetensors: a drafter replica
-never loads the whole target. All of it is frozen and none of it is ever saved with a drafter.
+They are shared with a loaded target in the same process, or read from its safetensors: a drafter replica never loads
+the whole target. All of it is frozen. Checkpoints never contain it; an export may (see `distill.export.export`).
 """
 
 from collections.abc import Callable, Mapping
@@ -68,8 +68,8 @@ class TargetHead:
         """Read only the needed tensors of a target from disk.
 
         Raises:
-            ConfigError: a tensor of the target, needed or not, is missing, unexpected or misshapen, or a needed one is
-                not finite.
+            ConfigError: a tensor of the target, needed or not, is missing, unexpected or of the wrong shape, or a
+                needed one is not finite.
         """
         spec = read_spec(config.model)
         folder = resolve_folder(config.model)
@@ -88,7 +88,7 @@ class TargetHead:
 
     @classmethod
     def outline(cls, config: TargetConfig, num_layers: int = 0) -> "TargetHead":
-        """Shapes alone, on torch's meta device: enough to build a drafter (there, too) and learn what it needs."""
+        """Only shapes, on torch's meta device: enough to build a drafter (also there) and find out what it needs."""
         spec = read_spec(config.model)
         model_config = read_model_config(resolve_folder(config.model), config.model)
         with torch.device("meta"):
@@ -99,10 +99,10 @@ class TargetHead:
     def restore(
         cls, model_config: dict[str, Any], spec: TargetSpec, num_layers: int, tensors: dict[str, Tensor]
     ) -> "TargetHead":
-        """Rebuild a head from what `tensors` gave and the target's config.json.
+        """Rebuild a head from the output of `tensors` and the target's config.json.
 
         Raises:
-            DataError: a tensor is missing, misshapen or not finite.
+            DataError: a tensor is missing, not finite or of the wrong shape.
         """
         others = {key: value for key, value in model_config.items() if key != "model_type"}
         config = AutoConfig.for_model(model_config["model_type"], **others)
@@ -120,7 +120,7 @@ class TargetHead:
         return cls._fill(_hollow(config, source), spec, num_layers, source)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every weight by its name in the target, once: a tied lm_head is its embeddings."""
+        """All weights by their names in the target; a tied lm_head is not listed again."""
         is_tied = self._lm_head.weight is self._embed_tokens.weight
         return {
             f"{prefix}.{name}": tensor.detach()
@@ -131,7 +131,7 @@ class TargetHead:
 
     @classmethod
     def _fill(cls, model: Any, spec: TargetSpec, num_layers: int, source: "_Source") -> "TargetHead":
-        """A head of a model without weights, whose tensors `source` gives by their names in the target."""
+        """Fill a model without weights; `source` gives tensors by their names in the target."""
         head = cls(model.eval(), spec, num_layers)
         is_tied = model.config.tie_word_embeddings
         for prefix, module in head._parts():
@@ -151,11 +151,11 @@ class TargetHead:
 
     @property
     def weight(self) -> Tensor:
-        """A frozen weight, to read device and dtype from."""
+        """A frozen weight, for reading device and dtype."""
         return self._lm_head.weight
 
     def last_layer_weights(self, num_layers: int) -> list[Tensor]:
-        """Weights that `run_last_layers` reads for so many layers; none without layers."""
+        """Weights that `run_last_layers` reads for this many layers; none for 0 layers."""
         modules = [*self._last(num_layers), self._norm] if num_layers else []
         return [parameter for module in modules for parameter in module.parameters()]
 
@@ -170,11 +170,11 @@ class TargetHead:
     def rotate(
         self, query: Float[Tensor, "batch heads new head_dim"], positions: Int[Tensor, "batch new"]
     ) -> Float[Tensor, "batch heads new head_dim"]:
-        """Turn queries as the target turns its own, so that they meet the keys in its cache."""
+        """Rotate queries as the target rotates its own, so that they match the keys in its cache."""
         return self._rotary.at(query, positions).turn(query)
 
     def new_cache(self, capacity: int, batch: int = 1, num_layers: int | None = None) -> KVCache:
-        """An empty cache for the last `num_layers` layers alone, or for all that are here."""
+        """An empty cache for the last `num_layers` layers, or for all layers of the head."""
         spec = self.spec
         layers = range(spec.num_layers - (self.num_layers if num_layers is None else num_layers), spec.num_layers)
         return KVCache(layers, spec.num_kv_heads, spec.head_dim, capacity, batch, self.weight)
@@ -190,8 +190,8 @@ class TargetHead:
     ) -> Float[Tensor, "batch new hidden"]:
         """Target Layer Inference (MoA, section 3.3): the target's last N layers and its final norm.
 
-        Layers with a sliding window see of `mask` what lies within it, as they do in the target.
-        `run(layer, hidden)` runs one layer (see `Drafter.run_block`). N is `num_layers`, or all that are here.
+        As in the target, layers with a sliding window see only the part of `mask` inside it. `run(layer, hidden)` runs
+        one layer (see `Drafter.run_block`). N is `num_layers`, or all layers of the head.
         """
         rotary = self._rotary.at(hidden, positions)
         last = self._last(self.num_layers if num_layers is None else num_layers)
@@ -222,11 +222,11 @@ class _Source:
     """Where a head's weights come from."""
 
     read: Callable[[str], Tensor]
-    """Gives a tensor by its name in the target."""
+    """Returns a tensor by its name in the target."""
     dtype: torch.dtype
     device: torch.device
     refuse: Callable[[str], MorayError]
-    """The error of a tensor that cannot be used, which it is told."""
+    """Builds the error for a problem with a tensor."""
 
 
 def _hollow(model_config: Any, source: _Source) -> Any:
@@ -237,13 +237,13 @@ def _hollow(model_config: Any, source: _Source) -> Any:
             model: Any = AutoModelForCausalLM.from_config(model_config, dtype=source.dtype, attn_implementation=backend)
     except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
         raise source.refuse(f"its config.json cannot be used: {type(error).__name__}: {one_line(str(error))}") from None
-    # The rotary tables are no weights: they are computed, and a meta device cannot hold them.
+    # The rotary tables are not weights: they are computed, and a meta device cannot hold them.
     model.model.rotary_emb = type(model.model.rotary_emb)(model_config).to(source.device)
     return model
 
 
 def _read(stored: Mapping[str, StoredTensor], device: torch.device, name: str) -> Tensor:
-    """A tensor of a checked checkpoint; tied embeddings may lie there as the lm_head alone."""
+    """Read a tensor of a checked checkpoint; tied embeddings may be stored only as the lm_head."""
     there = name if name in stored else "lm_head.weight"
     with safe_open(stored[there].path, framework="pt", device=str(device)) as file:
         return file.get_tensor(there)

@@ -1,8 +1,8 @@
-"""Memory in huge pages, for weights that every pass reads from the first to the last.
+"""Moves weights that every pass reads in full to huge pages.
 
 With pages of 4 KiB, address translation takes about a fifth of such a pass. Linux gives huge pages to programs that ask
 for them (`/sys/kernel/mm/transparent_hugepage/enabled` is `madvise`, as on most systems), but torch and oneDNN do not
-ask. So Moray asks once the weights are in place; Linux then copies them, at some 400 MiB a second.
+ask. So Moray asks once the weights are loaded; Linux then copies them, at about 400 MiB a second.
 """
 
 import ctypes
@@ -12,16 +12,16 @@ from pathlib import Path
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _HUGE, _PIECE = 2 << 20, 64 << 20
-"""Bytes of a huge page, and of what is copied before the clock is looked at."""
+"""Bytes of a huge page, and bytes that are copied between two looks at the clock."""
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _MAX_SECONDS = 10.0
 """Copying stops after this time; the rest of a large model stays in small pages."""
 
 
 def move_to_huge_pages() -> None:
-    """Ask for huge pages for the large anonymous memory that this process has now, if the system's setting allows it.
+    """Ask for huge pages for this process's large anonymous memory, if the system's settings allow it.
 
-    Without Linux, or where huge pages are switched off, nothing happens.
+    Nothing happens on other systems than Linux, or if huge pages are switched off.
     """
     if sys.platform != "linux" or not _ENABLED.exists() or "[never]" in _ENABLED.read_text(encoding="utf-8"):
         return
@@ -32,11 +32,11 @@ def move_to_huge_pages() -> None:
         if time.monotonic() > end:
             return
         for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
-            libc.madvise(begin, size, advice)  # what cannot be moved stays as it is
+            libc.madvise(begin, size, advice)  # memory that cannot be moved stays as it is
 
 
 def _pieces(maps: str) -> list[tuple[int, int]]:
-    """Address and size of pieces of the writable private memory that belongs to no file, in whole huge pages."""
+    """Address and size of pieces of the writable private memory that is not backed by a file, in whole huge pages."""
     found = []
     for line in maps.splitlines():
         span, access, _, _, _, *name = line.split()

@@ -1,8 +1,9 @@
-"""The key/value cache of a model that reads one sequence, or several of one length: preallocated, addressed by slot.
+"""The key/value cache of a model that reads one sequence, or several of the same length: preallocated, addressed by
+slot.
 
-Stands where a `transformers` cache would, so that the model itself stays unmodified. It knows slots, not positions:
-new tokens lie side by side in consecutive slots, whatever their positions are. The engine's cache, whose rows have
-lengths of their own, is `decoding.engine.kv_cache`.
+It replaces a `transformers` cache, so that the model itself stays unmodified. It knows slots, not positions: new tokens
+go to consecutive slots, whatever their positions are. The engine's cache, in which every row has its own length, is
+`decoding.engine.kv_cache`.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ from transformers.cache_utils import Cache
 class KVCache(Cache):
     """Keys (after rotary) and values of every layer in one tensor.
 
-    `data` is [layers, 2, batch, kv_heads, capacity, head_dim]. Slots 0..length-1 hold committed tokens; a
-    forward pass of q tokens writes slots length..length+q-1, which `commit` keeps or drops. Nothing is
-    allocated after construction.
+    `data` is [layers, 2, batch, kv_heads, capacity, head_dim]. Slots 0..length-1 hold committed tokens. A forward pass
+    of q tokens writes slots length..length+q-1, and `commit` decides how many of them are kept. Nothing is allocated
+    after construction.
     """
 
     def __init__(
@@ -30,16 +31,16 @@ class KVCache(Cache):
         self.data = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self.length = 0
         self.capacity = capacity
-        # Where the tokens in the slots stand: committed ones at their slots' numbers, nodes of a tree anywhere behind.
+        # Positions of the tokens in the slots: the slot's number for committed tokens, any later one for tree nodes.
         self._positions = torch.arange(capacity, device=like.device).repeat(batch, 1)
         self._has_places = False
-        # Keys and values by absolute layer number, so that the last N layers alone can own a smaller cache.
+        # Keys and values by absolute layer number, so that the last N layers can have a smaller cache of their own.
         self._layers = {layer: (self.data[row, 0], self.data[row, 1]) for row, layer in enumerate(layers)}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values behind the committed ones; return views of both together."""
+        """Write one layer's new keys and values after the committed ones; return views of both together."""
         new = key_states.shape[2]
         key, value = self._layers[layer_idx]
         key.narrow(2, self.length, new).copy_(key_states)
@@ -51,7 +52,7 @@ class KVCache(Cache):
         return self.length
 
     def place(self, positions: Int[Tensor, "batch new"]) -> Int[Tensor, "batch slots"]:
-        """Note the positions of the tokens that the next pass writes; return those of all slots that it sees."""
+        """Store the positions of the tokens that the next pass writes; return those of all slots that it sees."""
         self._has_places = True
         end = self.length + positions.shape[1]
         self._positions[:, self.length : end] = positions
@@ -75,8 +76,8 @@ class KVCache(Cache):
     ) -> Float[Tensor, "batch new layers width"]:
         """Keys and values of slots start..end-1 as a tap: per token and layer, heads as [k_h ; v_h].
 
-        `layers` picks rows of the cache; None takes all. What is copied is those slots of those layers, and evenly
-        spaced layers cost no copy more.
+        `layers` picks rows of the cache; None takes all. Copies only these slots of these layers; evenly spaced layers
+        need no further copy.
         """
         window = self.data[..., start:end, :]
         if layers is not None and len(layers) < window.shape[0]:
@@ -87,7 +88,7 @@ class KVCache(Cache):
         return window.permute(2, 4, 0, 3, 1, 5).reshape(batch, new, num_layers, 2 * heads * head_dim)
 
     def reset(self) -> None:
-        """Forget everything; the memory stays."""
+        """Forget all tokens; the memory stays allocated."""
         self.length = 0
 
     def _place_in_order(self, num_tokens: int) -> None:
@@ -97,8 +98,8 @@ class KVCache(Cache):
 
 
 class KVCaches:
-    """Caches of several sequences as one pass over a batch of them sees them: what is new is written to each one's own,
-    and what all hold is copied side by side, shorter ones padded with zeros that nobody may see."""
+    """Several sequences' caches as one batch: new keys and values are written to each sequence's own cache, and all
+    contents are copied side by side, shorter ones padded with zeros that no query may see."""
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self._caches = caches
@@ -106,7 +107,7 @@ class KVCaches:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Like `KVCache.update`: [sequences, kv_heads, most slots, head_dim] of keys, and of values."""
+        """Like `KVCache.update`; returns keys and values, each [sequences, kv_heads, most slots, head_dim]."""
         _, heads, new, head_dim = key_states.shape
         most = max(cache.length for cache in self._caches) + new
         both = key_states.new_zeros(2, len(self._caches), heads, most, head_dim)
@@ -118,14 +119,14 @@ class KVCaches:
         return both[0], both[1]
 
     def place(self, positions: Int[Tensor, "sequences new"]) -> Int[Tensor, "sequences most"]:
-        """Like `KVCache.place`; behind a shorter one's slots stand zeros."""
+        """Like `KVCache.place`; shorter rows are padded with zeros."""
         own = [cache.place(row[None])[0] for cache, row in zip(self._caches, positions, strict=True)]
         return pad_sequence(own, batch_first=True)
 
     def mask(
         self, masks: Sequence[Float[Tensor, "1 1 new _"] | None], new: Float[Tensor, "sequences new hidden"]
     ) -> Float[Tensor, "sequences 1 new most"]:
-        """One mask out of each one's own (None: everything), for new rows like these."""
+        """Combine the masks of the sequences (None: everything) into one, in dtype and device of `new`."""
         lengths = [cache.length + new.shape[1] for cache in self._caches]
         joined = new.new_full((len(masks), 1, new.shape[1], max(lengths)), -torch.inf)
         for row, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
@@ -136,9 +137,9 @@ class KVCaches:
 class PastAndPredicted:
     """Keys and values that a layer sees while Target Layer Inference is trained on all positions at once.
 
-    For every layer: the target's own (cached) keys and values of all positions, followed by those that
-    the layer computes from predicted features. The mask then picks, per query, real ones up to the last
-    verified position and predicted ones after it.
+    For every layer: the target's own (cached) keys and values of all positions, followed by those that the layer
+    computes from predicted features. For each query, the mask then picks real ones up to the last verified position and
+    predicted ones after it.
     """
 
     def __init__(self, kv: Float[Tensor, "batch seq layers width"], first_layer: int, head_dim: int) -> None:

@@ -1,7 +1,7 @@
-"""Loading weights so that none is made up: every tensor is there, has the right shape, and is finite.
+"""Loads weights so that none is made up: every tensor is there, has the right shape, and is finite.
 
-transformers fills what a checkpoint lacks with random numbers, and drops what the model has no place for. Here either
-is an error that names the tensor.
+transformers fills in random numbers for tensors that a checkpoint lacks, and drops those that the model has no place
+for. Here both are errors that name the tensor.
 """
 
 import re
@@ -21,7 +21,7 @@ from moray.targets.spec import resolve_folder
 from moray.targets.stored import FLOATS, StoredTensor, check_rope_type, read_model_config, stored_tensors
 
 _COMPUTED = re.compile(r"(rotary_emb\.inv_freq|(^|\.)position_ids|\.(attn|attention)\.(bias|masked_bias))$")
-"""Buffers that old checkpoints hold and that the model computes itself: rotary frequencies and causal masks."""
+"""Buffers that old checkpoints hold but the model computes itself: rotary frequencies and causal masks."""
 
 TIED = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 """The input and output embeddings of a target."""
@@ -37,17 +37,18 @@ def load_causal_lm(
     attention: str | None = None,
     field: str = "target.model",
 ) -> Any:
-    """An unmodified Hugging Face causal LM with exactly the weights of its checkpoint.
+    """Load an unmodified Hugging Face causal LM with exactly the weights of its checkpoint.
 
     Args:
         model: folder or hub name.
         dtype: of the weights.
-        device: where to.
+        device: where to load it.
         attention: transformers' name of the attention; None for its own choice.
-        field: of the configuration that names the model.
+        field: the configuration field that names the model, for errors.
 
     Raises:
-        ConfigError: it cannot be loaded, or a tensor is missing, unexpected, misshapen, quantised or not finite.
+        ConfigError: the model cannot be loaded, or a tensor is missing, unexpected, quantised, not finite or of the
+            wrong shape.
     """
     folder = resolve_folder(model, field=field)
     check_rope_type(read_model_config(folder, model, field), model, field)
@@ -80,18 +81,18 @@ def load_causal_lm(
 
 
 def check_stored(stored: Mapping[str, StoredTensor], model: Any, source: str) -> None:
-    """Compare what a checkpoint holds with what a model takes, by headers and shapes alone.
+    """Compare the contents of a checkpoint with what a model needs, by headers and shapes alone.
 
     Args:
         stored: tensors of the checkpoint.
         model: a causal LM of transformers, which may be on the meta device.
-        source: field and name of the checkpoint, for the error.
+        source: field and name of the checkpoint, for errors.
 
     Raises:
-        ConfigError: a tensor is missing, unexpected, misshapen or quantised.
+        ConfigError: a tensor is missing, unexpected, quantised or of the wrong shape.
     """
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:  # either of the two will do
+    if model.config.tie_word_embeddings:  # one of the two is enough
         absent = TIED - stored.keys()
         wanted = {name: shape for name, shape in wanted.items() if name not in absent or absent == TIED}
     found = {name: tensor.shape for name, tensor in stored.items() if name in wanted or not _COMPUTED.search(name)}
@@ -101,7 +102,8 @@ def check_stored(stored: Mapping[str, StoredTensor], model: Any, source: str) ->
 
 
 def describe_difference(found: Shapes, wanted: Shapes) -> str:
-    """Which tensor is missing, unexpected or misshapen, and how many more are; nothing where all are as wanted."""
+    """Which tensor is missing, unexpected or of the wrong shape, and how many more are; empty if there is no
+    difference."""
     misshapen = {
         name: (tuple(found[name]), tuple(shape))
         for name, shape in wanted.items()
@@ -111,7 +113,7 @@ def describe_difference(found: Shapes, wanted: Shapes) -> str:
 
 
 def describe_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Which tensor holds a number that is not finite; nothing where all are. One pass over them."""
+    """Which tensor holds a number that is not finite; empty if there is none. Makes one pass over the tensors."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             least, most = torch.aminmax(tensor)
@@ -122,8 +124,8 @@ def describe_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def with_advice(problem: str) -> str:
-    """A problem of a checkpoint, and what to do about it."""
-    if problem == UNTIED:  # which says it
+    """Add to a checkpoint's problem what to do about it."""
+    if problem == UNTIED:  # already says what to do
         return problem
     if problem.endswith("(in float16)"):
         return f"{problem}; if the checkpoint itself is finite, load it with dtype bfloat16 or float32"
@@ -150,7 +152,7 @@ def _not_computed(names: Iterable[str]) -> list[str]:
 
 
 def _quantised(stored: Mapping[str, StoredTensor], parameters: Collection[str]) -> str:
-    """Which weight is stored as something else than plain floating-point numbers."""
+    """Which weight is not stored as plain floating-point numbers; empty if there is none."""
     for name in sorted(stored.keys() & set(parameters)):
         if stored[name].dtype not in FLOATS:
             return f"tensor '{name}' is stored as {stored[name].dtype}; accepted are {', '.join(FLOATS)}"
@@ -158,7 +160,8 @@ def _quantised(stored: Mapping[str, StoredTensor], parameters: Collection[str]) 
 
 
 def _untied(loaded: Any) -> str:
-    """Whether transformers has left apart what the configuration ties, as it does where the two differ."""
+    """The problem if the configuration ties the embeddings but transformers did not, because they differ; otherwise
+    empty."""
     ours, theirs = loaded.get_output_embeddings(), loaded.get_input_embeddings()
     if loaded.config.get_text_config().tie_word_embeddings and ours is not None and ours.weight is not theirs.weight:
         return UNTIED
@@ -167,7 +170,7 @@ def _untied(loaded: Any) -> str:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without transformers' progress bar and its table of what was missing."""
+    """Turn off transformers' progress bar and its table of missing tensors."""
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()

@@ -1,8 +1,8 @@
-"""The target: a Hugging Face causal LM with its own weights, driven with our masks, positions and cache.
+"""The target: a Hugging Face causal LM with its own weights, run with our masks, positions and cache.
 
-Where its weights are packed, on a CPU, its layers compute in fused operations (see `targets.fused_layer`).
+If its weights are packed, on a CPU, its layers compute in fused operations (see `targets.fused_layer`).
 
-Everything a drafter may read leaves through here as taps. It does not know drafters, trees or sampling.
+Everything that a drafter may read leaves this module as taps. It does not know drafters, trees or sampling.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class TargetOutput:
 
 
 class Target:
-    """A frozen LLM whose output must come out unchanged."""
+    """A frozen LLM whose output must not change."""
 
     def __init__(self, model: nn.Module, spec: TargetSpec, eos_ids: tuple[int, ...]) -> None:
         self.model: Any = model.eval().requires_grad_(False)
@@ -47,15 +47,15 @@ class Target:
         self._rotary = RotaryCache(self.model.model.rotary_emb)
         self._masks = LayerMasks(spec)
         self.kernels: Kernels | None = None
-        """Which kernels compute its linear layers, if that was chosen."""
+        """Which kernels compute its linear layers; None if that was not chosen."""
 
     @classmethod
     def load(cls, config: TargetConfig, field: str = "target.model") -> "Target":
-        """Load the weights in `config.dtype` onto `config.device`; `field` is what errors call the model.
+        """Load the weights in `config.dtype` onto `config.device`; errors call the model `field`.
 
         Raises:
-            ConfigError: no such model, unsupported family, no such device, or weights that are not the model's
-                (see `targets.loading`).
+            ConfigError: the model does not exist, its family is not supported, the device is not there, or the weights
+                are not the model's (see `targets.loading`).
         """
         spec = read_spec(config.model, field=field)
         device = pick_device(config.device)
@@ -85,16 +85,17 @@ class Target:
         cache: Cache,
         hidden_depths: Sequence[int] = (),
     ) -> TargetOutput:
-        """Run `new` tokens behind the cache's committed slots; their keys and values stay uncommitted.
+        """Run `new` tokens after the cache's committed slots; their keys and values stay uncommitted.
 
         Args:
             tokens: token ids.
-            positions: rotary positions, which need not follow the slots.
-            mask: True (or 0 in an additive mask) where a token (row) sees a slot (column); slots = cache.length
-                + new. None: a single new token sees every slot; of more, into an empty cache, each sees itself and
-                those before it, without a mask in memory. Layers with a sliding window see the last of it alone.
-            cache: a `KVCache`, or another that receives the keys and values of the new tokens and, for a target
-                with sliding windows, knows their positions (see `targets.sliding`).
+            positions: rotary positions, which need not match the slots.
+            mask: True (or 0 in an additive mask) where a token (row) sees a slot (column); slots = cache.length + new.
+                None: a single new token sees every slot; if there are several, the cache must be empty, and each sees
+                itself and those before it, without a mask in memory. Layers with a sliding window see only the last
+                part of it.
+            cache: a `KVCache`, or another that receives the keys and values of the new tokens and, for a target with
+                sliding windows, knows their positions (see `targets.sliding`).
             hidden_depths: negative depths to return as well (-1 = after the final norm).
         """
         model = self.model.model
@@ -105,7 +106,7 @@ class Target:
         for index, (layer, own_mask) in enumerate(zip(model.layers, masks, strict=True)):
             if index - self.spec.num_layers - 1 in hidden_depths:
                 kept[index - self.spec.num_layers - 1] = hidden
-            hidden = layer.forward(  # not layer(...): a module's call costs 20 us, and no hook is registered
+            hidden = layer.forward(  # not layer(...): calling a module costs 20 us, and there are no hooks
                 hidden,
                 attention_mask=own_mask,
                 position_ids=positions,
@@ -124,7 +125,7 @@ class Target:
 
 
 def pick_device(name: str) -> torch.device:
-    """Resolve "auto"; refuse a GPU that is not there."""
+    """Resolve "auto"; reject a GPU that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Any Hugging Face causal LM with full attention, driven through its own forward pass and transformers' own cache.
+"""Any Hugging Face causal LM with full attention, run with its own forward pass and transformers' own cache.
 
-Slower than `targets.model`, which knows its families, and not verified to be lossless as a target: good for drafting,
-where a wrong logit costs a token's acceptance and never the text.
+It is slower than `targets.model`, which knows its families, and not verified to be lossless as a target. It is good
+enough for drafting, where a wrong logit costs a token's acceptance but never changes the text.
 """
 
 from typing import Any
@@ -19,17 +19,17 @@ from moray.targets.stored import read_model_config
 
 
 class OtherCausalLM:
-    """A model of some family and its sizes."""
+    """A model of some family, and its sizes."""
 
     def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
         """
         Args:
             model: folder or hub name.
             dtype: of the weights.
-            device: where to.
+            device: where to load it.
 
         Raises:
-            ConfigError: it cannot be loaded, or has no positions or no keys and values to keep.
+            ConfigError: it cannot be loaded, takes no positions, or keeps no keys and values.
         """
         field = "drafter.model"
         sizes: Any = read_model_config(resolve_folder(model, field=field), model, field).get_text_config()
@@ -50,7 +50,7 @@ class OtherCausalLM:
 
     @torch.inference_mode()
     def _why_not(self, device: torch.device) -> str:
-        """Try two tokens at made-up positions, which the cache must hold; what went wrong, or nothing."""
+        """Try two tokens at made-up positions, which the cache must hold; return what went wrong, or an empty text."""
         cache = self.new_cache(2)
         tokens = torch.zeros(2, dtype=torch.long, device=device)
         mask = torch.zeros(1, 1, 2, 2, dtype=self._model.dtype, device=device)
@@ -73,13 +73,13 @@ class OtherCausalLM:
         start: int,
         num_known: int = 0,
     ) -> Float[Tensor, "rest vocab"]:
-        """Logits of tokens whose slots begin at `start`, but for the first `num_known`.
+        """Logits of tokens whose slots begin at `start`, without the first `num_known`.
 
-        What the cache held from `start` on is dropped.
+        The cache's contents from `start` on are dropped first.
 
         Args:
             tokens: ids.
-            positions: which need not follow the slots.
+            positions: need not match the slots.
             mask: 0 where a token (row) sees a slot (column), else -inf; None: everything.
             cache: receives their keys and values.
             start: at most as many slots as the cache holds.

@@ -1,12 +1,12 @@
-"""Linear maps on a CPU whose weights are laid out once for oneDNN's kernels.
+"""Linear layers on a CPU whose weights are packed once for oneDNN's kernels.
 
-`F.linear` on a CPU hands its weight to a BLAS that packs it anew in each call, which for the few rows of a verify pass
-costs more than the products. Here the weight is packed at load, and the plain one is kept beside it: for row counts at
-which it is the faster one, for gradients, for torch.compile and for baselines (`stock_kernels`).
+On a CPU, `F.linear` hands its weight to a BLAS that packs it again in each call, which costs more than the products for
+the few rows of a verify pass. Here the weight is packed at load. The plain weight is kept too: for row counts at which
+it is faster, for gradients, for torch.compile and for baselines (`stock_kernels`).
 
-What is faster depends on the CPU and its BLAS, so it is measured at load, on the model's own weights. Models so small
-that their weights stay in cache are left as they are: they gain little, and results stay the same in every process.
-Another process may choose other kernels for a larger model, and its results may then differ in the last bits.
+What is faster depends on the CPU and its BLAS, so it is measured at load, on the model's own weights. Models whose
+weights stay in cache are left as they are: they gain little, and results stay the same in every process. For a larger
+model another process may choose other kernels, and its results may then differ in the last bits.
 
 Weights whose results need not be exact, those of a drafter, may also be rounded to bfloat16: half the bytes to read.
 """
@@ -22,24 +22,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 _MIN_BYTES = 16 << 20
-"""Of all weights together; with fewer, nothing is packed."""
+"""Total size of all weights below which nothing is packed."""
 _TRIED_BYTES = 48 << 20
-"""Most bytes of weights that are measured: more than a cache holds, as in a real pass."""
+"""Maximum bytes of weights that are measured: more than a cache holds, as in a real pass."""
 _ROWS = (1, 4, 17)
 """Row counts that are measured: a plain step, a short chain, a tree."""
 _HINT = 64
-"""Row count for which oneDNN picks the layout; those from 4 to 64 are equally fast at any row count."""
+"""Row count for which oneDNN picks the layout; layouts for 4 to 64 rows are equally fast at any row count."""
 _REPEATS = 9
-"""How often packed and plain weights are timed at each number of rows."""
+"""How often packed and plain weights are timed for each row count."""
 _MAX_SECONDS = 1.0
-"""Time after which a busy machine times them no more, once both have run twice."""
+"""On a busy machine, timing stops after this time, once both have run twice."""
 _GAIN = 1.05
 """How many times as fast packed weights must be, so that noise does not decide."""
 
 
 @dataclass
 class _Switch:
-    """Whether plain weights are used everywhere for now."""
+    """Whether plain weights are currently used everywhere."""
 
     is_stock: bool = False
 
@@ -49,7 +49,7 @@ _SWITCH = _Switch()
 
 @contextmanager
 def stock_kernels() -> Iterator[None]:
-    """Compute with plain weights, as any other program would; not for several threads at once."""
+    """Compute with plain weights inside the block, as any other program would; not thread-safe."""
     _SWITCH.is_stock = True
     try:
         yield
@@ -58,7 +58,7 @@ def stock_kernels() -> Iterator[None]:
 
 
 def is_stock() -> bool:
-    """Whether plain weights are asked for now."""
+    """Whether plain weights are currently requested."""
     return _SWITCH.is_stock
 
 
@@ -68,11 +68,11 @@ class Kernels:
 
     are_packed: bool
     pack_one_row: bool
-    """Also for a single row, where torch's own kernel only reads the weight."""
+    """Use packed weights for a single row too, for which torch's own kernel only reads the weight."""
     reason: str
-    """One line, to be told; empty for small models, where nothing was measured."""
+    """One line for the log; empty for small models, for which nothing is measured."""
     dtype: torch.dtype | None = None
-    """Number format that packed weights are rounded to; None: none."""
+    """Dtype that packed weights are rounded to; None for no rounding."""
 
 
 class PackedWeight:
@@ -117,9 +117,9 @@ def linear_weights(model: nn.Module) -> list[Tensor]:
 
 @torch.inference_mode()
 def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False) -> Kernels:
-    """Measure which kernels are faster for these weights on this CPU, at the number of threads that is set now.
+    """Measure which kernels are faster for these weights on this CPU, with the current number of threads.
 
-    With `may_round`, float32 weights are rounded to bfloat16 where that is faster still.
+    With `may_round`, float32 weights are rounded to bfloat16 if that is faster still.
     """
     num_bytes = sum(weight.nbytes for weight in weights)
     if num_bytes < _MIN_BYTES:
@@ -144,7 +144,7 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False) -> Ker
 
 
 def pack_linears(model: nn.Module, kernels: Kernels) -> None:
-    """Replace the linear layers of a frozen model by packed ones, if those are faster."""
+    """Replace the linear layers of a frozen model with packed ones, if those are faster."""
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     for name, linear in linears.items() if kernels.are_packed else ():
         parent, _, last = name.rpartition(".")
@@ -160,7 +160,7 @@ def _stock(reason: str) -> Kernels:
 
 
 def _measure(weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> dict[int, float]:
-    """How many times as fast some of the weights are when packed, and rounded to `dtype`, by the number of rows."""
+    """How many times as fast some of the weights are when packed, and rounded to `dtype`, by row count."""
     tried: list[Tensor] = []
     for weight in weights:
         if tried and sum(one.nbytes for one in tried) + weight.nbytes > _TRIED_BYTES:
@@ -179,14 +179,14 @@ def _measure(weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> dic
 
 
 def _are_kernels_there(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has kernels of this CPU for a number format; for bfloat16 it needs their instructions."""
+    """Whether oneDNN has kernels for this dtype on this CPU; bfloat16 needs CPU instructions for it."""
     if not torch.backends.mkldnn.is_available() or dtype not in (torch.float32, torch.bfloat16):
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _seconds(*runs: Callable[[], object]) -> list[float]:
-    """The shortest time of each of some runs, which take turns, so that what else the machine does hits them alike."""
+    """The shortest time of each run; they take turns, so that other work on the machine affects all alike."""
     best = [float("inf")] * len(runs)
     end = time.perf_counter() + _MAX_SECONDS
     for turn in range(_REPEATS):
@@ -208,7 +208,7 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _free_bytes() -> int:
-    """Memory that this machine has left."""
+    """Memory that is available on this machine."""
     import psutil
 
     return int(psutil.virtual_memory().available)

@@ -1,11 +1,11 @@
 """Attention masks of layers with a sliding window: the mask of the pass, limited to the last `window` positions.
 
-A query at position i sees keys at positions j with i - window < j <= i. A window follows positions, not slots: a tree's
-nodes lie side by side in the cache, and those of one level share a position. So every cache says where the tokens in
-its slots stand (`place`).
+A query at position i sees keys at positions j with i - window < j <= i. A window applies to positions, not slots: a
+tree's nodes are side by side in the cache, and those of one level share a position. So every cache reports the
+positions of the tokens in its slots (`place`).
 
-Only the target's own layers are held to its windows, wherever they run. What a drafter's own attention reads (its keys
-and values, and those of the target that it remembers) may lie any number of positions back.
+Only the target's own layers are limited to its windows, wherever they run. What a drafter's own attention reads (its
+keys and values, and those of the target that it remembers) may be any number of positions back.
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from moray.targets.spec import TargetSpec
 from moray.targets.visibility import Visible, Window
 
 LayerMask = Visible | Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None
-"""See `Target.forward`; training has a rule in place of a mask."""
+"""See `Target.forward`; training uses a rule instead of a mask."""
 
 
 @runtime_checkable
 class PlacesTokens(Protocol):
-    """A cache that knows at which positions the tokens in its slots stand."""
+    """A cache that knows the positions of the tokens in its slots."""
 
     def place(self, positions: Int[Tensor, "batch new"]) -> Int[Tensor, "batch slots"]:
-        """Note the positions of the tokens that the next pass writes; return those of all slots that it sees."""
+        """Store the positions of the tokens that the next pass writes; return those of all slots that it sees."""
         ...
 
 
 class LayerMasks:
-    """Masks for each of a target's layers out of the one for a whole pass."""
+    """Derives the mask of each layer of a target from the mask of a whole pass."""
 
     def __init__(self, spec: TargetSpec) -> None:
         self._window = spec.sliding_window
@@ -41,10 +41,10 @@ class LayerMasks:
     def of_pass(
         self, layers: Sequence[int], mask: LayerMask, positions: Int[Tensor, "batch new"], cache: object
     ) -> list[LayerMask]:
-        """The masks of some layers, by their numbers in the target: where nothing slides, `mask` as it is.
+        """The masks of some layers, given by their numbers in the target; `mask` itself for layers without a window.
 
-        `mask` is what a layer with full attention is given. Where a layer slides and `mask` is a tensor, or one token
-        is new, `cache` is a `PlacesTokens`.
+        `mask` is the mask for layers with full attention. If a layer has a window and `mask` is a tensor, or only one
+        token is new, `cache` must be a `PlacesTokens`.
         """
         if self._window is None or self._sliding.isdisjoint(layers):
             return [mask] * len(layers)
@@ -56,7 +56,7 @@ def _within(window: int, mask: LayerMask, positions: Int[Tensor, "batch new"], c
     if isinstance(mask, Visible):
         return mask.within(window)
     new = positions.shape[1]
-    if mask is None and new > 1:  # whole sequences, each token of which sees those before it
+    if mask is None and new > 1:  # whole sequences with causal attention
         return None if new <= window else _causal(new, positions.device).within(window)
     assert isinstance(cache, PlacesTokens)
     placed = cache.place(positions)

@@ -1,6 +1,6 @@
 """What a drafter may know about its target without loading it: sizes and a fingerprint.
 
-Torch-free. Weights, devices and forward passes are `moray.targets.model`'s business.
+Torch-free. Weights, devices and forward passes are in `moray.targets.model`.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from moray.gguf import folder_of
 from moray.targets.stored import read_model_config, weight_files
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose attention takes our mask, positions and cache unmodified (checked by tests)."""
+"""Model types whose attention works with our mask, positions and cache unmodified (checked by tests)."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Kinds of rotary embedding that turn a token within the context by its position alone, however long its sequence is
-or becomes (checked by tests)."""
+"""Types of rotary embedding in which a token's rotation within the context depends only on its position, however long
+its sequence is or becomes (checked by tests)."""
 
 _WINDOW = 1 << 20
 _NUM_WINDOWS = 64
@@ -29,18 +29,18 @@ class TargetConfig(Config):
 
     model: str
     """Folder of a Hugging Face model, its hub name, or a GGUF file of the Llama family. A GGUF file is converted once,
-    into a folder beside it. A folder's weights are model.safetensors or the shards of its index; other files of weights
+    into a folder next to it. A folder's weights are model.safetensors or the shards in its index; other weight files
     are not read."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto takes the GPU if there is one."""
     template: str | None = None
-    """Chat template: a jinja file, or plain for none at all; null for the tokenizer's own."""
+    """Chat template: a jinja file, or plain for none; null for the tokenizer's own."""
 
 
 class TargetSpec(Config):
-    """Sizes of a target, as a drafter needs them, and the fingerprint of its weights."""
+    """Sizes of a target that a drafter needs, and the fingerprint of its weights."""
 
     family: Literal["llama", "mistral", "qwen2", "qwen3"]
     num_layers: int
@@ -55,10 +55,10 @@ class TargetSpec(Config):
     norm_eps: float
     fingerprint: str
     rope_scaling: str = "default"
-    """Kind of rotary embedding and its parameters, as text."""
+    """Type of rotary embedding and its parameters, as text."""
     sliding_window: int | None = None
-    """Positions that a query sees in `sliding_layers`, its own and those before it; None: no layer has a window that
-    is shorter than the context."""
+    """Positions that a query sees in `sliding_layers`, including its own; None if no layer has a window shorter than
+    the context."""
     sliding_layers: tuple[int, ...] = ()
 
     @property
@@ -68,7 +68,8 @@ class TargetSpec(Config):
 
     @property
     def for_plan(self) -> dict[str, Any]:
-        """As a cache's plan holds it: windows where there are some, so that plans without stay equal to older ones."""
+        """The spec as stored in a cache's plan: window fields only if there are windows, so that plans without them
+        stay equal to older ones."""
         left_out = {"sliding_window", "sliding_layers"} if self.sliding_window is None else set[str]()
         return self.model_dump(mode="json", exclude=left_out)
 
@@ -78,11 +79,12 @@ def read_spec(model: str, needs_weights: bool = True, field: str = "target.model
 
     Args:
         model: folder or hub name.
-        needs_weights: False where sizes are enough: weights are neither fetched nor read, and the fingerprint is empty.
+        needs_weights: False if sizes are enough: weights are neither fetched nor read, and the fingerprint is empty.
         field: the setting that names the model, for error messages.
 
     Raises:
-        ConfigError: the folder is missing, or family, rotary embedding or windows are none we can verify losslessly.
+        ConfigError: the folder is missing, or verification is not lossless with its family, rotary embedding or
+            windows.
     """
     folder = resolve_folder(model, needs_weights, field)
     config = read_model_config(folder, model, field)
@@ -111,10 +113,10 @@ def read_spec(model: str, needs_weights: bool = True, field: str = "target.model
 
 
 def model_type_of(model: str, field: str) -> str:
-    """What a model's `config.json` calls its family.
+    """The family of a model according to its `config.json`.
 
     Raises:
-        ConfigError: there is none, or it does not say.
+        ConfigError: there is no config.json, or it does not say.
     """
     path = resolve_folder(model, field=field) / "config.json"
     try:
@@ -126,8 +128,8 @@ def model_type_of(model: str, field: str) -> str:
 
 
 def resolve_folder(model: str, needs_weights: bool = True, field: str = "target.model") -> Path:
-    """The local folder of a model: itself, what a GGUF file was converted into, or the snapshot that the hub client has
-    or fetches."""
+    """The local folder of a model: itself, the conversion of a GGUF file, or the hub client's snapshot, fetched if
+    needed."""
     folder = folder_of(model) or Path(model)
     if (folder / "config.json").is_file():
         return folder
@@ -148,11 +150,11 @@ def resolve_folder(model: str, needs_weights: bool = True, field: str = "target.
 
 
 def fingerprint(folder: Path, field: str = "target.model") -> str:
-    """Hash of a model's config and weights that costs at most 64 MiB of reading per file.
+    """Hash of a model's config and weights that reads at most 64 MiB per file.
 
-    Files up to 64 MiB are hashed whole; of larger ones, 64 evenly spaced windows of 1 MiB, the first of
-    which holds the safetensors header. A changed, truncated or re-trained file changes the hash; safetensors files
-    that are not the model's (see `stored.weight_files`) do not.
+    Files up to 64 MiB are hashed whole; larger ones by 64 evenly spaced windows of 1 MiB, the first of which holds the
+    safetensors header. A changed, truncated or re-trained file changes the hash; safetensors files that are not the
+    model's (see `stored.weight_files`) do not.
 
     Raises:
         ConfigError: there are no weights, or a shard is missing.
@@ -191,7 +193,7 @@ def _rope_scaling(whose: str, parameters: dict[str, Any]) -> str:
 
 
 def _sliding_layers(whose: str, config: Any) -> tuple[int, ...]:
-    """Layers whose window is shorter than the context, as transformers finds them for each family."""
+    """Layers whose window is shorter than the context, determined for each family as transformers does."""
     if config.model_type == "llama":
         return ()
     window = config.sliding_window

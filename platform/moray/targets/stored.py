@@ -1,8 +1,8 @@
-"""What lies in a model's folder: its config.json, and which tensors its safetensors files hold. Torch-free.
+"""What is stored in a model's folder: its config.json, and the tensors in its safetensors files. Torch-free.
 
-The weights are the files that transformers reads: `model.safetensors` where it is there, otherwise the shards that
-`model.safetensors.index.json` names. Other safetensors files in the folder (the `consolidated.safetensors` of some
-publishers, say) are never read, and are no part of the fingerprint.
+The weights are the files that transformers reads: `model.safetensors` if it exists, otherwise the shards that
+`model.safetensors.index.json` names. Other safetensors files in the folder (such as the `consolidated.safetensors` of
+some publishers) are never read, and are not part of the fingerprint.
 """
 
 import json
@@ -15,12 +15,12 @@ from moray.explain import one_line
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Number formats of weights, as safetensors names them."""
+"""Dtypes of weights, as safetensors names them."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, and what it is."""
+    """Where a tensor is stored, with its shape and dtype."""
 
     path: Path
     shape: tuple[int, ...]
@@ -29,16 +29,16 @@ class StoredTensor:
 
 
 def read_model_config(folder: Path, model: str, field: str = "target.model") -> Any:
-    """The configuration that transformers reads from a folder's config.json.
+    """Read a folder's config.json as transformers does.
 
     Args:
-        folder: with the config.json.
-        model: as the user named it.
-        field: of the configuration that names it.
+        folder: holds the config.json.
+        model: the model as the user named it.
+        field: the configuration field that names it.
 
     Raises:
-        ConfigError: it cannot be read, or asks for what is not read here: quantised weights, adapters, weights in a
-            file of another name.
+        ConfigError: it cannot be read, or needs something that is not supported here: quantised weights, adapters, or
+            weights in a file with another name.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -66,10 +66,10 @@ def read_model_config(folder: Path, model: str, field: str = "target.model") -> 
 
 
 def check_rope_type(config: Any, model: str, field: str) -> None:
-    """Refuse a rotary embedding that transformers does not know; targets accept fewer (see `spec.ROPE_TYPES`).
+    """Reject a rotary embedding that transformers does not know; targets accept fewer (see `spec.ROPE_TYPES`).
 
     Raises:
-        ConfigError: naming the type and what is accepted.
+        ConfigError: names the type and what is accepted.
     """
     parameters: Any = getattr(config.get_text_config(), "rope_parameters", None)
     kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
@@ -83,7 +83,7 @@ def check_rope_type(config: Any, model: str, field: str) -> None:
 
 
 def weight_files(folder: Path, field: str = "target.model") -> list[Path]:
-    """The safetensors files that hold a model's weights, by name.
+    """The safetensors files that hold a model's weights, sorted by name.
 
     Raises:
         ConfigError: there are none, or the index cannot be read or names a file that is missing.
@@ -94,7 +94,7 @@ def weight_files(folder: Path, field: str = "target.model") -> list[Path]:
 
 
 def stored_tensors(folder: Path, field: str = "target.model") -> dict[str, StoredTensor]:
-    """Every tensor of a model by its name; only the headers of the files are read.
+    """Every tensor of a model by name; only the headers of the files are read.
 
     Raises:
         ConfigError: a file cannot be read, a tensor is not in the shard that the index names, or it is in two.
@@ -105,7 +105,7 @@ def stored_tensors(folder: Path, field: str = "target.model") -> dict[str, Store
     for path in weight_files(folder, field):
         try:
             with safe_open(path, framework="numpy") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
                 tensors = {
                     name: StoredTensor(path, tuple(one.get_shape()), str(one.get_dtype()))
                     for name, one in slices.items()
@@ -130,7 +130,7 @@ def stored_tensors(folder: Path, field: str = "target.model") -> dict[str, Store
 
 
 def _index(folder: Path, field: str) -> dict[str, str]:
-    """The shard of every tensor; all shards are there."""
+    """The shard of every tensor, after checking that all shards exist."""
     path = folder / INDEX
     if not path.is_file():
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""What queries of whole training sequences may see, as a rule: a [seq, seq] mask is never made.
+"""What queries of whole training sequences may see, as a rule instead of a [seq, seq] mask.
 
-Attention runs over blocks of queries, each with the keys up to the block's end and a mask made on the way, and made
-again for the backward pass. Memory at a given number of tokens does not grow with their sequences' length, and half
-of the products that a causal mask would throw away are not computed.
+Attention runs over blocks of queries, each with the keys up to the end of the block and a mask that is created on the
+fly, and again for the backward pass. For a given number of tokens, memory does not grow with the length of the
+sequences, and the half of the products that a causal mask would discard is not computed.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 _QUERY_BLOCK = 512
-"""Queries that attend together. Shorter sequences are one block, of which nothing is computed again."""
+"""Queries that attend together. A shorter sequence is one block, for which nothing is recomputed."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """What queries see of one run of keys, as long as the sequence: key j where first(i) <= j < end(i)."""
+    """What queries see of one run of keys, as long as the sequence: key j if first(i) <= j < end(i)."""
 
     first: Int[Tensor, "#batch seq"] | None
     """None: from the first key on."""
     end: Int[Tensor, "#batch seq"]
-    """At most i + 1: nothing behind a query is ever seen."""
+    """At most i + 1: no query ever sees keys after its own position."""
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What query i of each sequence sees: of keys that lie in runs side by side, one window of each run.
+    """What query i of each sequence sees: keys are arranged in consecutive runs, and it sees one window of each run.
 
     Every query sees at least one key.
     """
@@ -37,7 +37,7 @@ class Visible:
     windows: tuple[Window, ...]
 
     def within(self, size: int) -> "Visible":
-        """The same of the last `size` keys of every run alone, a query's own among them: a sliding window."""
+        """The same rule, limited to the last `size` keys of every run, including the query's own: a sliding window."""
         windows = []
         for window in self.windows:
             nearest = (torch.arange(window.end.shape[1], device=window.end.device) + 1 - size).clamp(min=0)[None]
@@ -46,7 +46,7 @@ class Visible:
         return Visible(tuple(windows))
 
     def rows(self, begin: int, end: int) -> Bool[Tensor, "#batch 1 queries keys"]:
-        """The mask of queries begin..end-1 over the first `end` keys of every run: True where they see."""
+        """The mask of queries begin..end-1 over the first `end` keys of every run: True if the query sees the key."""
         column = torch.arange(end, device=self.windows[0].end.device)
         masks = []
         for window in self.windows:
@@ -73,14 +73,14 @@ def attend_visible(
     visible: Visible,
     scale: float | None = None,
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Scaled dot-product attention of whole sequences to what they see."""
+    """Scaled dot-product attention of whole sequences to what they may see."""
     seq = query.shape[2]
     if seq <= _QUERY_BLOCK:
         return _attend_block(query, key, value, visible, 0, scale)
     blocks = []
     for begin in range(0, seq, _QUERY_BLOCK):
         rows = query[:, :, begin : begin + _QUERY_BLOCK]
-        # Kept for the backward pass are views of the inputs; mask and copies of keys are made again.
+        # Only views of the inputs are kept for the backward pass; mask and copies of keys are recreated.
         blocks.append(
             checkpoint(
                 _attend_block, rows, key, value, visible, begin, scale, use_reentrant=False, preserve_rng_state=False
@@ -94,8 +94,8 @@ def attend_causally(
     key: Float[Tensor, "batch kv_heads seq head_dim"],
     value: Float[Tensor, "batch kv_heads seq head_dim"],
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """The same where every query sees all keys up to its own: kernels take the rule itself."""
-    if query.is_cuda and query.dtype == torch.float32:  # grouped heads have a fused kernel in half precision alone
+    """The same if every query sees all keys up to its own: the kernel implements this rule itself."""
+    if query.is_cuda and query.dtype == torch.float32:  # the fused kernel for grouped heads is half precision only
         key, value = _repeat(key, query), _repeat(value, query)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
 
@@ -110,7 +110,7 @@ def _attend_block(
 ) -> Float[Tensor, "batch heads queries head_dim"]:
     end = begin + query.shape[2]
     key, value = visible.keys(key, end), visible.keys(value, end)
-    if query.is_cuda:  # whose fused kernels take masks or grouped heads, not both; without one all scores are stored
+    if query.is_cuda:  # its fused kernels take masks or grouped heads, not both; unfused ones store all scores
         key, value = _repeat(key, query), _repeat(value, query)
     return F.scaled_dot_product_attention(
         query,
@@ -125,6 +125,6 @@ def _attend_block(
 def _repeat(
     x: Float[Tensor, "batch kv_heads slots head_dim"], query: Float[Tensor, "batch heads queries head_dim"]
 ) -> Float[Tensor, "batch heads slots head_dim"]:
-    """Each key/value head as often as query heads read it."""
+    """Repeat each key/value head for all query heads that read it."""
     group = query.shape[1] // x.shape[1]
     return x if group == 1 else x.repeat_interleave(group, dim=1)

@@ -1,7 +1,7 @@
-"""Growing token trees level by level with any drafter that can score the children of some nodes.
+"""Grows token trees level by level with any drafter that can score the children of given nodes.
 
-Knows neither models nor sampling: a `Step` scores, a `Select` picks children from the scores. Trees of several
-sequences grow side by side, so that a drafter scores, level by level, the nodes of all of them at once.
+This module knows neither models nor sampling: a `Step` scores, a `Select` picks children from the scores. Trees of
+several sequences grow side by side, so that a drafter can score the nodes of all of them at once, level by level.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
 Step = Callable[[Int[Tensor, " new"], Bool[Tensor, "new expanded"] | None, int], Float[Tensor, "new vocab"] | None]
-"""step(tokens, ancestors, depth) -> logits of each node's child; None ends the tree here.
+"""step(tokens, ancestors, depth) -> logits for the children of each node; None ends the tree here.
 
-`ancestors` says which of all nodes expanded so far (these included, in order) each new node descends from,
-itself among them; None where every new node sees all of them (a chain). At depth 0 there is the root alone.
+`ancestors` says which of all nodes expanded so far (these included, in order) each new node descends from, itself
+included; None if every new node sees all of them (a chain). At depth 0 there is only the root.
 """
 
 Select = Callable[
@@ -33,11 +33,11 @@ StepMany = Callable[
     [Sequence[int], Int[Tensor, "asked new"], Bool[Tensor, "#asked new expanded"] | None, int],
     tuple[Sequence[int], Float[Tensor, "left new vocab"]],
 ]
-"""step(asked, tokens, ancestors, depth) -> which of those asked (counted from 0) go on, ascending, and their logits;
-the trees of the others end here. `asked` are numbers of sequences; for the rest see `Step`."""
+"""step(asked, tokens, ancestors, depth) -> which of the asked sequences (counted from 0) go on, ascending, and their
+logits; the trees of the others end here. `asked` are sequence numbers; for the rest see `Step`."""
 
 SelectMany = Callable[[Sequence[int], Float[Tensor, "asked new vocab"], int, int], Picked]
-"""select(asked, logits, depth, k): a `Select` for several sequences, given their numbers."""
+"""select(asked, logits, depth, k): a `Select` for several sequences, given by number."""
 
 
 def grow(root: Int[Tensor, " 1"], shape: GrowableShape, step: Step, select: Select) -> TokenTree:
@@ -55,7 +55,7 @@ def _step_alone(
 def grow_many(
     roots: Int[Tensor, " sequences"], shape: GrowableShape, step: StepMany, select: SelectMany
 ) -> list[TokenTree]:
-    """Draft a tree of `shape` below every root: each as `grow` drafts it alone."""
+    """Draft a tree of `shape` below every root, each as `grow` would draft it alone."""
     growth = begin(roots, shape)
     going = list(range(roots.shape[0]))
     trees: dict[int, TokenTree] = {}
@@ -74,7 +74,7 @@ def grow_many(
 
 
 def alone(select: Select) -> SelectMany:
-    """A `Select` as one for a single sequence."""
+    """Turn a `Select` into one for a single sequence of a batch."""
     return partial(_select_alone, select)
 
 
@@ -84,6 +84,6 @@ def _select_alone(select: Select, asked: Sequence[int], logits: Tensor, depth: i
 
 
 def root_alone(root: Int[Tensor, " 1"]) -> TokenTree:
-    """The tree without a draft: verifying it is a plain step."""
+    """The tree without a draft: verifying it is a plain decoding step."""
     structure = structure_below((), root.device)
     return TokenTree(root, structure.parents, structure.depths, structure.ancestors, 0)

@@ -1,7 +1,7 @@
-"""How the trees of each shape grow, level by level, for several sequences side by side: which nodes are expanded next,
-what becomes of the children that were picked, and the trees in the end.
+"""How trees of each shape grow, level by level, for several sequences side by side: which nodes are expanded next, what
+happens to the picked children, and what the final trees are.
 
-Knows neither drafters nor sampling (see `trees.grow`), and never waits for the device.
+This module knows neither drafters nor sampling (see `trees.grow`), and never waits for the device.
 """
 
 from abc import ABC, abstractmethod
@@ -21,16 +21,16 @@ from moray.trees.tree import Structure, TokenTree, fixed_structure, structure_of
 
 
 class Picked(NamedTuple):
-    """Children of expanded nodes, equally many of each."""
+    """Children of expanded nodes, the same number for each node."""
 
     tokens: Int[Tensor, "sequences new children"]
     log_probs: Float[Tensor, "sequences new children"]
     draft_probs: Sequence[Float[Tensor, "new vocab"] | None]
-    """Of each sequence, the distributions that they were sampled from, or None for deterministic proposals."""
+    """For each sequence, the distributions that the children were sampled from, or None for deterministic proposals."""
 
 
 class Frontier(NamedTuple):
-    """The nodes to be expanded next."""
+    """The nodes to expand next."""
 
     tokens: Int[Tensor, "sequences new"]
     ancestors: Bool[Tensor, "#sequences new expanded"] | None
@@ -38,7 +38,7 @@ class Frontier(NamedTuple):
 
 
 class Growth(ABC):
-    """Trees of one shape, one per sequence, as far as they have grown."""
+    """Trees of one shape, one per sequence, grown so far."""
 
     def __init__(self, roots: Int[Tensor, " sequences"]) -> None:
         self._levels = [roots[:, None]]  # tokens [sequences, nodes of that level]
@@ -51,7 +51,7 @@ class Growth(ABC):
     @property
     @abstractmethod
     def num_children(self) -> int:
-        """How many children of each expanded node to pick."""
+        """How many children to pick for each expanded node."""
 
     @abstractmethod
     def frontier(self) -> Frontier:
@@ -59,14 +59,14 @@ class Growth(ABC):
 
     @abstractmethod
     def add(self, picked: Picked) -> None:
-        """Grow a level: children of the frontier."""
+        """Grow a level from the picked children of the frontier."""
 
     @abstractmethod
     def trees(self) -> list[TokenTree]:
         """The trees of all sequences."""
 
     def only(self, places: Sequence[int]) -> "Growth":
-        """The trees of some of the sequences."""
+        """The trees of some of the sequences only."""
         some = copy(self)
         some._keep(list(places))
         return some
@@ -76,7 +76,7 @@ class Growth(ABC):
 
 
 def begin(roots: Int[Tensor, " sequences"], shape: GrowableShape) -> Growth:
-    """Trees of roots alone."""
+    """Start trees that consist of their roots."""
     if isinstance(shape, DynamicShape):
         return _DynamicGrowth(roots, shape)
     if isinstance(shape, SparseShape):
@@ -85,7 +85,7 @@ def begin(roots: Int[Tensor, " sequences"], shape: GrowableShape) -> Growth:
 
 
 class _FixedGrowth(Growth):
-    """Chains, and trees in which every node of a level has equally many children."""
+    """Chains, and trees in which all nodes of a level have the same number of children."""
 
     def __init__(self, roots: Int[Tensor, " sequences"], shape: ChainShape | FixedShape) -> None:
         super().__init__(roots)
@@ -122,14 +122,14 @@ class _FixedGrowth(Growth):
             structure = structure.first(self._end)
         is_chain = self._end == levels + 1
         return [
-            # The root was not drafted: its row of draft_probs is never read.
+            # The root was not drafted, so its row of draft_probs is never read.
             _tree(tokens, structure, levels, torch.cat([probs[0][:1], *probs]) if probs else None, is_chain)
             for tokens, probs in zip(torch.cat(self._levels, dim=1), self._probs, strict=True)
         ]
 
 
 class _SparseGrowth(Growth):
-    """Of each node's children only the named ranks are kept, and only nodes with children expanded."""
+    """Keeps only the named ranks of each node's children, and expands only nodes that have children."""
 
     def __init__(self, roots: Int[Tensor, " sequences"], shape: SparseShape) -> None:
         super().__init__(roots)
@@ -157,12 +157,12 @@ class _SparseGrowth(Growth):
 
 @dataclass(frozen=True)
 class _SparseLevel:
-    """How one level of a sparse tree grows out of the expanded nodes of the level above."""
+    """How one level of a sparse tree grows from the expanded nodes of the level above."""
 
     ancestors: Bool[Tensor, "above expanded"] | None
-    """What the expanded nodes above see of all expanded so far; None for the root."""
+    """For each expanded node above, which of all nodes expanded so far it descends from; None for the root."""
     parents: Int[Tensor, " nodes"]
-    """Of each node, its parent's place among the expanded nodes above."""
+    """For each node, the index of its parent among the expanded nodes above."""
     ranks: Int[Tensor, " nodes"]
     expanding: Int[Tensor, " below"]
     """Which of the nodes have children."""
@@ -173,7 +173,7 @@ class _SparseLevel:
 def _sparse_plan(
     paths: tuple[tuple[int, ...], ...], device: torch.device
 ) -> tuple[Structure, tuple[_SparseLevel, ...]]:
-    """A sparse tree's structure, nodes sorted by level and path, and its levels."""
+    """Structure of a sparse tree, nodes sorted by level and path, and the plan of its levels."""
     nodes = [(), *sorted(paths, key=lambda path: (len(path), path))]
     place = {path: index for index, path in enumerate(nodes)}
     structure = structure_of([-1, *(place[path[:-1]] for path in nodes[1:])], [len(path) for path in nodes], device)
@@ -200,12 +200,12 @@ def _sparse_plan(
 
 
 class _Best(NamedTuple):
-    """The nodes of a level that are expanded, likeliest first."""
+    """The nodes of a level to expand, likeliest first."""
 
     tokens: Int[Tensor, "sequences new"]
     scores: Float[Tensor, "sequences new"]
     candidates: Int[Tensor, "sequences new"]
-    """Their numbers."""
+    """Their candidate numbers."""
     ancestors: Bool[Tensor, "sequences new expanded"]
 
 
@@ -278,5 +278,5 @@ def _tree(
 
 @lru_cache(maxsize=64)
 def structure_below(branching: tuple[int, ...], device: torch.device) -> Structure:
-    """`fixed_structure`, remembered."""
+    """`fixed_structure`, cached."""
     return fixed_structure(branching, device)

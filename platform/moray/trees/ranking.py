@@ -1,4 +1,4 @@
-"""What is kept of a dynamic tree's candidates: the likeliest ones, with the root and every parent among them."""
+"""Which of a dynamic tree's candidates are kept: the likeliest ones, always with the root and every parent."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ class Pruned(NamedTuple):
 def at_most(
     above: Float[Tensor, "sequences new 1"], log_probs: Float[Tensor, "sequences new children"]
 ) -> Float[Tensor, "sequences new children"]:
-    """Cumulative log-probabilities of children: at most their parent's, -inf for a log-probability that is NaN or > 0.
+    """Cumulative log-probabilities of children: at most their parent's; -inf for a log-probability that is NaN or > 0.
 
-    Growing a tree relies on that order: NaN or inf would rank above the root, `keep_best` would drop the root, and the
-    target would verify below a token that is not the sequence's last.
+    Growing a tree relies on that order. NaN or inf would rank above the root, `keep_best` would drop the root, and the
+    target would verify below a token that is not the last of the sequence.
     """
     scores = above + log_probs
-    return torch.where(scores <= above, scores, -math.inf)  # no comparison with NaN holds
+    return torch.where(scores <= above, scores, -math.inf)  # comparisons with NaN are False
 
 
 def keep_best(
@@ -38,10 +38,10 @@ def keep_best(
     scores: Float[Tensor, "sequences kept"],
     max_depth: int,
 ) -> list[TokenTree]:
-    """The trees of the roots and the likeliest candidates, none of them deeper than `max_depth`.
+    """Build the trees of the roots and the likeliest candidates, none deeper than `max_depth`.
 
-    A child scores at most its parent's score (see `at_most`) and stands behind it, so a stable sort keeps the root
-    first, and every kept node's parent too.
+    A child scores at most as much as its parent (see `at_most`) and comes after it, so a stable sort puts the root
+    first and keeps the parent of every kept node.
     """
     kept, order = best.sort(dim=1)
     size = kept.shape[1]
@@ -62,12 +62,13 @@ def keep_best(
 
 
 def prune(trees: Sequence[TokenTree], choose: Callable[[list[list[float]]], int]) -> list[Pruned]:
-    """Trees of their roots and the likeliest nodes below them. Waits for the device once.
+    """Reduce trees to their roots and the likeliest nodes below them. Waits for the device once.
 
     Args:
-        trees: dynamic ones, all of which have scores.
-        choose: choose(log_probs) -> how many nodes to keep of each, given the cumulative log-probabilities of those
-            of every tree that have any probability, best first. It is not called where no node has any.
+        trees: dynamic trees, all with scores.
+        choose: choose(log_probs) -> how many nodes to keep in each tree, given for every tree the cumulative
+            log-probabilities of its nodes, best first, without nodes of probability 0. It is not called if no node is
+            left.
     """
     scored = [(tree, tree.scores) for tree in trees if tree.scores is not None]
     host = torch.cat([torch.stack([scores.double(), t.parents, t.depths]) for t, scores in scored], dim=1).tolist()
@@ -86,7 +87,7 @@ def prune(trees: Sequence[TokenTree], choose: Callable[[list[list[float]]], int]
 
 
 def _keep(tree: TokenTree, kept: list[int], parents: list[float], depths: list[float]) -> TokenTree:
-    """A tree of some of the nodes, ascending, with the parent of each among them."""
+    """Reduce a tree to some of its nodes, given in ascending order, with every parent included."""
     if len(kept) == tree.num_nodes:
         return tree
     place = {node: index for index, node in enumerate(kept)}

@@ -1,6 +1,6 @@
 """The best sparse tree for given hit rates (Medusa, arXiv 2401.10774, section 2.3.3).
 
-    rates[d][k] = P(the target's next token is the candidate of rank k at level d), levels taken as independent
+    rates[d][k] = P(the target's next token is the candidate of rank k at level d), levels assumed independent
 
              root              a node is accepted with the product of the rates on its path:
            /      \\
@@ -8,8 +8,8 @@
        /   \\         |
     [0, 0] [0, 1]  [1, 0]      tau = 1 + the sum over all nodes
 
-No child's product exceeds its parent's, so the n nodes with the largest products are a tree, and none of n nodes has a
-larger tau. Torch-free; this module refuses to know where rates come from.
+No child's product exceeds its parent's, so the n nodes with the largest products form a tree, and no tree of n nodes
+has a larger tau. Torch-free; this module does not know where the rates come from.
 """
 
 import heapq
@@ -20,14 +20,14 @@ Rates = Sequence[Sequence[float]]
 """By level below the root, then by rank; each from 0 to 1."""
 
 Path = tuple[int, ...]
-"""A node, by the ranks on its path from the root."""
+"""A node, given by the ranks on its path from the root."""
 
 
 def best_paths(rates: Rates, num_nodes: int) -> list[Path]:
-    """The nodes with the largest products, largest first, a parent always before its children.
+    """The nodes with the largest products, largest first, parents always before their children.
 
-    Fewer than `num_nodes` where no other node is ever accepted; of equal products the shorter path comes first, then
-    the one of lower ranks.
+    Returns fewer than `num_nodes` if no other node can be accepted. Among equal products, the shorter path comes first,
+    then the one with lower ranks.
     """
     waiting: list[tuple[float, int, Path]] = []
 
@@ -46,5 +46,5 @@ def best_paths(rates: Rates, num_nodes: int) -> list[Path]:
 
 
 def expected_tau(rates: Rates, paths: Sequence[Path]) -> float:
-    """Tokens per target pass that the rates promise of a tree."""
+    """Expected tokens per target pass for a tree, given the rates."""
     return 1.0 + sum(math.prod(rates[level][rank] for level, rank in enumerate(path)) for path in paths)

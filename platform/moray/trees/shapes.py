@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from moray.config import Config
 
 MAX_DEPTH = 64
-"""Most levels below the root of any tree: drafts may run this far past the end of the context."""
+"""Maximum levels below the root of any tree: drafts may run this far past the end of the context."""
 
 
 class ChainShape(Config):
@@ -16,7 +16,7 @@ class ChainShape(Config):
 
     type: Literal["chain"]
     depth: int = Field(ge=1, le=MAX_DEPTH)
-    """Tokens of the chain."""
+    """Number of tokens in the chain."""
 
     @property
     def name(self) -> str:
@@ -25,17 +25,17 @@ class ChainShape(Config):
 
     @property
     def num_nodes(self) -> int:
-        """Most draft nodes (root not counted) that one target pass verifies."""
+        """Maximum number of draft nodes (root not counted) that one target pass verifies."""
         return self.depth
 
     @property
     def max_children(self) -> int:
-        """Most children of one node."""
+        """Maximum number of children of a node."""
         return 1
 
     @property
     def num_expanded(self) -> int:
-        """Most nodes that the drafter expands, the root among them."""
+        """Maximum number of nodes that the drafter expands, root included."""
         return self.depth
 
 
@@ -44,7 +44,7 @@ class FixedShape(Config):
 
     type: Literal["fixed"]
     branching: tuple[int, ...] = Field(min_length=1, max_length=16)
-    """Children of each node, level by level: [3, 2] drafts 3 tokens and 2 after each of them."""
+    """Children of each node, level by level: [3, 2] drafts 3 tokens, and 2 after each of them."""
 
     @model_validator(mode="after")
     def _check(self) -> "FixedShape":
@@ -73,12 +73,12 @@ class FixedShape(Config):
 
     @property
     def max_children(self) -> int:
-        """Most children of one node."""
+        """Maximum number of children of a node."""
         return max(self.branching)
 
     @property
     def num_expanded(self) -> int:
-        """Nodes that the drafter expands: all levels but the last."""
+        """Number of nodes that the drafter expands: all levels but the last."""
         return 1 + self.num_nodes - math.prod(self.branching)
 
 
@@ -91,7 +91,7 @@ class DynamicShape(Config):
     breadth: int = Field(ge=1, le=64)
     """Number of likeliest nodes of each level that are expanded."""
     nodes: int = Field(ge=1, le=512)
-    """Number of likeliest nodes that are kept of the whole tree, its root not counted."""
+    """Number of likeliest nodes kept of the whole tree, root not counted."""
 
     @model_validator(mode="after")
     def _check(self) -> "DynamicShape":
@@ -112,24 +112,25 @@ class DynamicShape(Config):
 
     @property
     def max_children(self) -> int:
-        """Most children of one node."""
+        """Maximum number of children of a node."""
         return self.breadth
 
     @property
     def num_expanded(self) -> int:
-        """Most nodes that the drafter expands, the root among them."""
+        """Maximum number of nodes that the drafter expands, root included."""
         return 1 + (self.depth - 1) * self.breadth
 
 
 class SparseShape(Config):
-    """Medusa's static tree (arXiv 2401.10774, section 2.3.3): the nodes that are named, each by the ranks on its path.
+    """Medusa's static tree (arXiv 2401.10774, section 2.3.3): exactly the named nodes, each given by the ranks on its
+    path.
 
-    [0] is the likeliest token after the root, [0, 1] the second likeliest after that one.
+    [0] is the likeliest token after the root, [0, 1] the second likeliest token after [0].
     """
 
     type: Literal["sparse"]
     paths: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(min_length=1, max_length=512)
-    """Nodes of the tree, each by the ranks on its path: [0] is the likeliest token after the root."""
+    """Nodes of the tree, each given by the ranks on its path: [0] is the likeliest token after the root."""
 
     @model_validator(mode="after")
     def _check(self) -> "SparseShape":
@@ -158,30 +159,30 @@ class SparseShape(Config):
 
     @property
     def max_children(self) -> int:
-        """How many of a node's likeliest children are looked at."""
+        """How many of a node's likeliest children the drafter has to score."""
         return 1 + max(path[-1] for path in self.paths)
 
     @property
     def num_expanded(self) -> int:
-        """Nodes that the drafter expands: those with children."""
+        """Number of nodes that the drafter expands: those with children."""
         return len({path[:-1] for path in self.paths})
 
 
 class AdaptiveShape(Config):
-    """Depth, and number of nodes, chosen anew in every cycle from measured costs and running acceptance
-    (`decoding.planning`); down to no draft at all where drafting would be a loss.
+    """Depth and number of nodes are chosen in every cycle from measured costs and recent acceptance
+    (`decoding.planning`), down to no draft at all if drafting would be a loss.
 
-    The text never depends on it when greedy or coupled; by rejection its distribution does not, but the same seed
-    may give another text on another machine.
+    With greedy or coupled sampling the text never depends on the choice. With rejection its distribution does not, but
+    the same seed may give another text on another machine.
     """
 
     type: Literal["adaptive"]
     depth: int = Field(default=8, ge=1, le=32)
-    """Most levels below the root."""
+    """Maximum number of levels below the root."""
     breadth: int = Field(default=1, ge=1, le=64)
-    """Number of likeliest nodes of a level that are expanded; 1 drafts chains, more dynamic trees."""
+    """Number of likeliest nodes of each level that are expanded; 1 drafts chains, more dynamic trees."""
     nodes: int | None = Field(default=None, ge=1, le=512)
-    """Most nodes of a tree, its root not counted; null for chains, needed if breadth is above 1."""
+    """Maximum nodes of a tree, root not counted; null for chains, required if breadth is above 1."""
 
     @model_validator(mode="after")
     def _check(self) -> "AdaptiveShape":
@@ -194,14 +195,14 @@ class AdaptiveShape(Config):
         return self
 
     def limited(self, depth: int | None) -> "AdaptiveShape":
-        """The same with at most `depth` levels."""
+        """The same shape with at most `depth` levels."""
         if depth is None or depth >= self.depth:
             return self
         nodes = None if self.nodes is None else self.at(depth).num_nodes
         return AdaptiveShape(type="adaptive", depth=depth, breadth=self.breadth, nodes=nodes)
 
     def at(self, depth: int) -> ChainShape | DynamicShape:
-        """The shape of one cycle."""
+        """The shape of a cycle that drafts `depth` levels."""
         if self.nodes is None:
             return ChainShape(type="chain", depth=depth)
         most = self.breadth + (depth - 1) * self.breadth**2
@@ -214,22 +215,22 @@ class AdaptiveShape(Config):
 
     @property
     def num_nodes(self) -> int:
-        """Most draft nodes that one target pass verifies (root not counted)."""
+        """Maximum number of draft nodes (root not counted) that one target pass verifies."""
         return self.at(self.depth).num_nodes
 
     @property
     def max_children(self) -> int:
-        """Most children of one node."""
+        """Maximum number of children of a node."""
         return self.breadth
 
     @property
     def num_expanded(self) -> int:
-        """Most nodes that the drafter expands, the root among them."""
+        """Maximum number of nodes that the drafter expands, root included."""
         return self.at(self.depth).num_expanded
 
 
 GrowableShape = ChainShape | FixedShape | DynamicShape | SparseShape
-"""What one cycle can draft."""
+"""The shapes that one cycle can draft."""
 
 AnyShape = GrowableShape | AdaptiveShape
 
@@ -237,5 +238,6 @@ Shape = Annotated[AnyShape, Field(discriminator="type")]
 
 
 def num_expanded_ahead(depth: int) -> int:
-    """Most nodes that a drafter expands for a chain, the next root and a chain of the same depth below that."""
+    """Maximum number of nodes that a drafter expands for a chain, the next root, and another chain of this depth below
+    it."""
     return 2 * depth + 1

@@ -1,4 +1,4 @@
-"""Trees of several sequences side by side, so that one target pass can verify all of them."""
+"""Trees of several sequences stacked, so that one target pass can verify all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from moray.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class TreeStack:
-    """One tree per row. Those with fewer nodes are padded with nodes that nobody sees and no path leads to.
+    """One tree per row. Smaller trees are padded with nodes that no other node sees and no path leads to.
 
         tree 0     the   cat   dog            parents   -1   0   0
         tree 1     a     (pad) (pad)          parents   -1  -1  -1
 
-    Padding is token 0 at depth 0, and sees itself.
+    Padding is token 0 at depth 0, and sees only itself.
     """
 
     tokens: Int[Tensor, "rows nodes"]
@@ -33,7 +33,7 @@ class TreeStack:
 
 
 def stack_trees(trees: Sequence[TokenTree]) -> TreeStack:
-    """Put at least one tree into a stack. Does not wait for the device."""
+    """Stack one or more trees. Does not wait for the device."""
     most = max(tree.num_nodes for tree in trees)
     return TreeStack(
         stack_padded([tree.tokens for tree in trees], most),
@@ -44,7 +44,7 @@ def stack_trees(trees: Sequence[TokenTree]) -> TreeStack:
 
 
 def stack_padded(rows: Sequence[Int[Tensor, "_"]], most: int, filler: int = 0) -> Int[Tensor, "rows most"]:
-    """Rows of at most `most` values, made equally long with `filler`."""
+    """Pad each row with `filler` to `most` values and stack the rows."""
     return torch.stack([F.pad(row, (0, most - row.shape[0]), value=filler) for row in rows])
 
 

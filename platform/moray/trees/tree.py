@@ -16,9 +16,9 @@ class TokenTree:
         parent    -1     0     0     1     1
         depth      0     1     1     2     2
 
-    A parent always stands before its children. `ancestors[i, j]` is True where j is i or above it.
-    `draft_probs[i]`, if there, is the distribution that node i was really sampled from; without it every
-    node is a deterministic proposal.
+    A parent always comes before its children. `ancestors[i, j]` is True if j is i or an ancestor of i.
+    `draft_probs[i]`, if given, is the distribution that node i was actually sampled from; without it, every node is a
+    deterministic proposal.
     """
 
     tokens: Int[Tensor, " nodes"]
@@ -28,11 +28,11 @@ class TokenTree:
     max_depth: int
     draft_probs: Float[Tensor, "nodes vocab"] | None = None
     is_chain: bool = False
-    """Known to have one node per level."""
+    """Whether the tree is known to have one node per level."""
     scores: Float[Tensor, " nodes"] | None = None
-    """Cumulative log-probabilities under the drafter, of trees that can be pruned (see `trees.ranking`)."""
+    """Cumulative log-probabilities under the drafter, for trees that can be pruned (see `trees.ranking`)."""
     num_empty_levels: int = 0
-    """Levels that were drafted below the deepest node, and of which nothing was worth keeping."""
+    """Levels that were drafted below the deepest node, and in which no node was worth keeping."""
 
     @property
     def num_nodes(self) -> int:
@@ -41,32 +41,33 @@ class TokenTree:
 
     @property
     def num_levels(self) -> int:
-        """Levels drafted, those among them that hold no node."""
+        """Levels drafted, including those that hold no node."""
         return self.max_depth + self.num_empty_levels
 
     def num_kept(self, path_length: int) -> int:
-        """Of the root and an accepted path, how many the drafter expanded one right after the other, from the root on.
+        """How many nodes of the root and an accepted path the drafter expanded one right after the other, starting at
+        the root.
 
-        In a chain all but a leaf; of another tree the root alone, for the drafter expands other nodes in between.
+        In a chain, all but a leaf; in another tree only the root, because the drafter expands other nodes in between.
         """
         return min(1 + path_length if self.is_chain else 1, self.max_depth)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Parents, depths and ancestors of a tree whose form is known before its tokens."""
+    """Parents, depths and ancestors of a tree whose structure is known before its tokens."""
 
     parents: Int[Tensor, " nodes"]
     depths: Int[Tensor, " nodes"]
     ancestors: Bool[Tensor, "nodes nodes"]
 
     def first(self, num_nodes: int) -> "Structure":
-        """The structure of the first nodes alone."""
+        """The structure of the first `num_nodes` nodes."""
         return Structure(self.parents[:num_nodes], self.depths[:num_nodes], self.ancestors[:num_nodes, :num_nodes])
 
 
 def fixed_structure(branching: tuple[int, ...], device: torch.device) -> Structure:
-    """The structure of a tree in which every node of level k has `branching[k]` children."""
+    """The structure of a tree in which every node at depth k has `branching[k]` children."""
     parents, depths = [-1], [0]
     level = [0]
     for depth, width in enumerate(branching, start=1):
@@ -81,7 +82,7 @@ def fixed_structure(branching: tuple[int, ...], device: torch.device) -> Structu
 
 
 def chain_of(tokens: Int[Tensor, " nodes"]) -> TokenTree:
-    """A root and one node below the other."""
+    """A tree whose nodes form a chain, root first."""
     depth = tokens.shape[0] - 1
     structure = fixed_structure((1,) * depth, tokens.device)
     return TokenTree(tokens, structure.parents, structure.depths, structure.ancestors, depth, is_chain=True)
@@ -98,9 +99,9 @@ def structure_of(parents: list[int], depths: list[int], device: torch.device) ->
 class PrefixMask:
     """Preallocated attention mask: every row sees all committed slots plus a block of new ones.
 
-    Holds [rows, capacity] additive values (0 seen, -inf hidden), which attention kernels take as they are.
-    Committing n tokens touches n columns and viewing touches only the new block, so a cycle's work does not
-    grow with the sequence.
+    Holds [rows, capacity] additive values (0 seen, -inf hidden), which attention kernels take as they are. Committing n
+    tokens writes n columns and viewing writes only the new block, so the work of a cycle does not grow with the
+    sequence.
     """
 
     def __init__(self, rows: int, capacity: int, like: Tensor) -> None:
@@ -116,7 +117,7 @@ class PrefixMask:
         self.length += num_tokens
 
     def view(self, block: Bool[Tensor, "new scratch"]) -> Float[Tensor, "1 1 new slots"]:
-        """The mask for `new` rows that see the committed slots and, behind them, what `block` says."""
+        """The mask for `new` rows, which see the committed slots and, after them, what `block` allows."""
         new, scratch = block.shape
         end = self.length + scratch
         self._end = max(self._end, end)
@@ -124,6 +125,6 @@ class PrefixMask:
         return self._data[None, None, :new, :end]
 
     def reset(self) -> None:
-        """Forget the committed slots. Only what was written is cleared."""
+        """Forget the committed slots. Only the columns that were written are cleared."""
         self._data[:, : max(self._end, self.length)] = -torch.inf
         self.length = self._end = 0

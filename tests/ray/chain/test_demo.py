@@ -94,7 +94,7 @@ def run_demo(folder: Path, config: Path, trained: tuple[str, ...], output: str =
 
 
 def test_a_short_demo_runs_from_nothing_and_loses_nothing(tmp_path: Path) -> None:
-    """No figure of speed is asserted: a loaded machine must not fail a test (RESULTS.md has them)."""
+    """No figure of speed is asserted: a loaded machine must not fail a test (docs/results has them)."""
     demo = yaml.safe_load(DEMO.read_text(encoding="utf-8"))
     others = {f"configs/drafters/{name}-demo.yaml" for name in TRAINED if name not in SHORT}
     demo["stages"] = [[*stage, *FEWER[stage[0]]] for stage in demo["stages"] if not others & {*stage}]

@@ -1,1 +1,1 @@
-"""A load generator for endpoints that speak OpenAI's HTTP interface: ours, and others."""
+"""A load generator for any endpoint with an OpenAI-compatible HTTP API, ours or another."""

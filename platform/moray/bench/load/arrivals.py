@@ -1,4 +1,4 @@
-"""When requests arrive: intervals as `vllm bench serve` draws them."""
+"""Arrival times of requests, with the same interval distribution as `vllm bench serve`."""
 
 import random
 
@@ -6,10 +6,10 @@ from moray.bench.load.config import LevelConfig
 
 
 def arrival_times(level: LevelConfig, count: int, seed: int) -> list[float]:
-    """Seconds from the start of a round at which each request is due; the same for the same seed.
+    """Seconds from the start of a round at which each request is due; deterministic for a given seed.
 
-    Intervals are gamma distributed with mean 1 / rate and shape `burstiness`: shape 1 is a Poisson process. Without a
-    rate all are due at once.
+    Intervals are gamma distributed with mean 1 / rate and shape `burstiness`; shape 1 is a Poisson process. Without a
+    rate, all requests are due at once.
     """
     if level.request_rate is None:
         return [0.0] * count

@@ -1,4 +1,4 @@
-"""Loads an endpoint level by level, variant against variant, and gathers the figures."""
+"""Puts load on an endpoint level by level, with the variants in turn, and collects the figures."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +21,17 @@ from moray.progress import Progress
 def benchmark_endpoint(
     config: ServeBenchmarkConfig, console: Console, prepare: Callable[[str], None] = lambda name: None
 ) -> dict[str, Any]:
-    """Measure every variant at every level; after Ctrl-C what is returned says of fewer levels.
+    """Measure every variant at every level; after Ctrl-C, return the levels completed so far.
 
     Args:
-        config: what is sent, and where.
-        console: for progress.
+        config: what to send, and where.
+        console: shows progress.
         prepare: called with a variant's name before each of its rounds; its time does not count.
 
     Raises:
-        KeyboardInterrupt: before the first level was over.
-        UnreachableError: nobody answers at the address.
-        DataError: a warm-up fails.
+        KeyboardInterrupt: interrupted before the first level was complete.
+        UnreachableError: nothing answers at the address.
+        DataError: a warm-up failed, or `times_first` is set but the baseline answered nothing at the first level.
     """
     questions = read_questions(config.questions, config.num_questions)
     return asyncio.run(_benchmark(config, questions, console, prepare))
@@ -72,12 +72,12 @@ async def _benchmark(
 
 
 def _count(config: ServeBenchmarkConfig, level: LevelConfig) -> int:
-    """Requests of one variant in one round."""
+    """Requests per variant and round."""
     return level.num_requests or config.num_requests
 
 
 def _rated(level: LevelConfig, levels: Sequence[dict[str, Any]], base: str) -> LevelConfig:
-    """The level with its rate, which may follow from what was measured of the first one."""
+    """Resolve the level's request rate, which may be a multiple of the throughput measured at the first level."""
     if level.times_first is None:
         return level
     answered = levels[0]["variants"][base]["request_throughput"]
@@ -141,7 +141,7 @@ async def _warm_up(
 
 
 def summarise(rounds: dict[str, list[Round]], config: ServeBenchmarkConfig) -> dict[str, Any]:
-    """The figures of one level."""
+    """Compute the figures of one level."""
     pooled = {name: measure(own, config.goodput) for name, own in rounds.items()}
     single = {name: [measure([each], config.goodput) for each in own] for name, own in rounds.items()}
     base = config.baseline_name
@@ -160,7 +160,7 @@ def summarise(rounds: dict[str, list[Round]], config: ServeBenchmarkConfig) -> d
 
 
 def name_of(level: LevelConfig) -> str:
-    """A load in words."""
+    """Describe a load in words."""
     rate = "all at once" if level.request_rate is None else f"{level.request_rate:g} requests/s"
     if level.times_first is not None:
         rate += f" ({level.times_first:g} times what the first level answered)"
@@ -169,7 +169,7 @@ def name_of(level: LevelConfig) -> str:
 
 
 def short_name_of(level: LevelConfig) -> str:
-    """The same for a narrow column: the concurrency alone where no rate is set."""
+    """Like `name_of` for a narrow column: only the concurrency if no rate is set."""
     most = "" if level.max_concurrency is None else str(level.max_concurrency)
     if level.times_first is not None:
         rate = f"{level.times_first:g} x first"

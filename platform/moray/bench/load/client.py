@@ -1,7 +1,7 @@
-"""Sends one request after another over HTTP and times the stream of its answer.
+"""Sends requests over HTTP and times the streams of their answers.
 
-It shares its machine with the server more often than not, so a chunk costs one `json.loads`. Nothing is tried twice.
-The key is never logged and never written.
+The client usually shares its machine with the server, so it does no more per chunk than one `json.loads`. It never
+retries, and never logs or writes the API key.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ class Client:
     """An endpoint, and the connections to it."""
 
     def __init__(self, config: ServeBenchmarkConfig) -> None:
-        """Must be called inside an event loop.
+        """Create the client; must be called inside an event loop.
 
         Raises:
-            ConfigError: the environment holds no key of that name.
+            ConfigError: the environment variable of the key is missing or no printable ASCII text.
         """
         self.model = config.model or ""
         self._config = config
@@ -52,11 +52,11 @@ class Client:
         await self._session.close()
 
     async def find_model(self) -> None:
-        """Ask what is served, and take the first model if none is named.
+        """Query `/v1/models`, and use the first model if the configuration names none.
 
         Raises:
-            UnreachableError: nobody answers there.
-            ConfigError: what answers does not let us in, or names no model.
+            UnreachableError: nothing answers at the address.
+            ConfigError: the endpoint denies access, or names no model.
         """
         url = f"{self._config.url}/v1/models"
         try:
@@ -87,7 +87,7 @@ class Client:
             ) from None
 
     def body(self, question: Question, index: int, fields: dict[str, Any]) -> dict[str, Any]:
-        """What is sent."""
+        """Build the JSON body of a request."""
         config, prompt = self._config, question.turns[0]
         is_chat = config.api == "chat"
         body: dict[str, Any] = {"model": self.model, "max_tokens": config.max_tokens, "temperature": config.temperature}
@@ -102,7 +102,7 @@ class Client:
         return merge(body, fields)
 
     async def ask(self, record: RequestRecord, body: dict[str, Any], began: float) -> None:
-        """Send a request and write into its record what becomes of it; `began` is the clock at its round's start."""
+        """Send a request and fill in its record; `began` is the clock at the start of the round."""
         record.start = record.end = time.perf_counter() - began
         try:
             async with self._session.post(self._config.url + self._path, json=body) as response:
@@ -148,7 +148,7 @@ def _read(data: bytes) -> dict[str, Any]:
 
 
 def _take(chunk: dict[str, Any], record: RequestRecord, now: float, texts: list[str], seen: int) -> int:
-    """Take in a chunk; returns how many tokens the server has counted so far."""
+    """Add a chunk to the record; returns how many tokens the server has counted so far."""
     usage = chunk.get("usage")
     if usage:
         record.has_usage = True
@@ -168,11 +168,11 @@ def _take(chunk: dict[str, Any], record: RequestRecord, now: float, texts: list[
     if text:
         record.times.append(now)
         texts.append(text)
-        # The first chunk decides: servers tell of every chunk or of none.
+        # The first chunk decides: servers report token counts for every chunk or for none.
         record.sizes_are_tokens = counted is not None if len(record.times) == 1 else record.sizes_are_tokens
         record.sizes.append(counted or 0 if record.sizes_are_tokens else len(text))
     elif record.sizes_are_tokens and counted and record.sizes:
-        record.sizes[-1] += counted  # tokens whose text is held back
+        record.sizes[-1] += counted  # tokens whose text is still held back
     return record.num_output if usage else seen
 
 
@@ -187,7 +187,7 @@ def _headers(variable: str | None) -> dict[str, str]:
 
 
 def _message(text: str) -> str:
-    """The words of an error, in OpenAI's shape or any other."""
+    """Extract the message of an error, in OpenAI's format or any other."""
     with contextlib.suppress(ValueError, LookupError, TypeError):
         text = str(json.loads(text)["error"]["message"])
     return one_line(text)[:_MAX_ERROR]

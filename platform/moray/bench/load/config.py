@@ -1,4 +1,4 @@
-"""What `pipelines.benchmark serve` sends to an endpoint, and how it is timed. Torch-free."""
+"""Configuration of `pipelines.benchmark serve`. Torch-free."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,37 +9,37 @@ from pydantic import Field, field_validator, model_validator
 from moray.config import Config
 
 _OURS = ("messages", "n", "prompt", "stream", "stream_options")
-"""Fields of a body that the benchmark writes itself."""
+"""Fields of a request body that the benchmark sets itself."""
 
 
 class LevelConfig(Config):
-    """How much is asked at once."""
+    """The load at one level."""
 
     request_rate: float | None = Field(default=None, gt=0)
-    """Requests per second; null for all at once, as far as max_concurrency lets them."""
+    """Requests per second; null sends all at once, limited only by max_concurrency."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """Most requests under way at any time; null for any number."""
+    """Maximum number of requests in flight; null for no limit."""
     burstiness: float = Field(default=1.0, gt=0)
-    """Shape of the gamma-distributed intervals: 1 a Poisson process, below 1 in bursts, above 1 steadier."""
+    """Shape of the gamma-distributed intervals: 1 is a Poisson process, below 1 bursty, above 1 steadier."""
     times_first: float | None = Field(default=None, gt=0)
-    """Rate as a multiple of the requests per second that level one answered; null for request_rate."""
+    """Rate as a multiple of the requests per second answered at the first level; null for request_rate."""
     num_requests: int | None = Field(default=None, ge=1)
-    """Requests of this level; null for as many as at all others."""
+    """Requests at this level; null for the benchmark's num_requests."""
 
 
 class GoodputConfig(Config):
-    """What a request must keep to count as good, in milliseconds; None: anything."""
+    """Latency limits, in milliseconds, that a request must meet to count as good; None for no limit."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
-    """Most milliseconds to the first token of a good request; null for any."""
+    """Limit on the time to first token of a good request, in milliseconds; null for no limit."""
     tpot_ms: float | None = Field(default=None, gt=0)
-    """Most milliseconds per token after the first of a good request; null for any."""
+    """Limit on the time per token after the first, in milliseconds; null for no limit."""
     e2e_ms: float | None = Field(default=None, gt=0)
-    """Most milliseconds from start to end of a good request; null for any."""
+    """Limit on the end-to-end latency of a good request, in milliseconds; null for no limit."""
 
     @property
     def is_given(self) -> bool:
-        """Whether there is anything to keep."""
+        """Whether any limit is set."""
         return any(value is not None for value in (self.ttft_ms, self.tpot_ms, self.e2e_ms))
 
 
@@ -49,43 +49,43 @@ class ServeBenchmarkConfig(Config):
     url: str
     """Address of the endpoint, such as http://127.0.0.1:8000, with or without /v1; same as --url URL."""
     model: str | None = None
-    """Model that is asked; null for the first of /v1/models."""
+    """Model to request; null for the first of /v1/models."""
     api: Literal["chat", "completions"] = "chat"
-    """Which interface is asked: /v1/chat/completions or /v1/completions."""
+    """Endpoint to call: /v1/chat/completions or /v1/completions."""
     api_key_env: str | None = None
     """Environment variable that holds the bearer key; null sends no key."""
     questions: str
-    """File of questions, as for pipelines.evaluate; of several turns the first is asked."""
+    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
     num_questions: int | None = Field(default=None, ge=1)
     """Number of different questions, one of each category in turn; null for all."""
     urls: Mapping[str, str] = Field(default_factory=dict)
-    """Addresses of the variants, by name, that are not at url: two servers, side by side. The same key is sent to
-    all."""
+    """Addresses by variant, for variants that are not served at url. Use it to compare two servers. All of them get
+    the same key."""
     levels: tuple[LevelConfig, ...] = Field(default=(LevelConfig(),), min_length=1)
-    """Loads that are measured one after another."""
+    """Loads to measure one after another."""
     num_requests: int = Field(default=32, ge=1)
-    """Requests of every variant, at every level, in every round; questions are repeated if there are fewer."""
+    """Requests per variant, level and round; questions are repeated if there are fewer."""
     num_warmups: int = Field(default=2, ge=0)
-    """Requests of every variant before each level that are not counted; 0 for none."""
+    """Warm-up requests per variant before each level, not counted; 0 for none."""
     rounds: int = Field(default=2, ge=1)
-    """How often variants take turns; every other round goes backwards, so that drift cancels."""
+    """Rounds in which all variants take turns; every other round reverses the order to cancel drift."""
     variants: Mapping[str, dict[str, Any]] = Field(default_factory=lambda: {"default": {}}, min_length=1)
-    """Fields that are laid over the body of a request, by name of the variant."""
+    """Fields merged into the request body, by name of the variant."""
     baseline: str | None = None
-    """Variant that ratios are taken over; null for the last one."""
+    """Variant that ratios are relative to; null for the last one."""
     max_tokens: int = Field(default=128, ge=1)
-    """Most tokens of an answer."""
+    """Maximum number of tokens per answer."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; at 0 (greedy) the answers of all variants are compared."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
     ignore_eos: bool = False
-    """Go on to max_tokens; sent only if true, for not every server knows it."""
+    """Generate up to max_tokens; sent only if true, because not every server supports it."""
     seed: int = 0
-    """Seed of the arrivals, and above temperature 0 of the answers, counted up from one to the next."""
+    """Seed of the arrivals and, above temperature 0, of the answers, which count up from it."""
     goodput: GoodputConfig = GoodputConfig()
     timeout_s: float = Field(default=600.0, gt=0)
-    """Most seconds of one request."""
+    """Time limit per request, in seconds."""
     save_requests: bool = False
     """Write every request with its times and text into the report."""
     html: str | None = None
@@ -122,11 +122,11 @@ class ServeBenchmarkConfig(Config):
 
     @property
     def baseline_name(self) -> str:
-        """Variant that ratios are taken over."""
+        """Variant that ratios are relative to."""
         return self.baseline or list(self.variants)[-1]
 
     def url_of(self, variant: str) -> str:
-        """Where a variant is asked."""
+        """The address of a variant."""
         return self.urls.get(variant, self.url)
 
 

@@ -1,4 +1,4 @@
-"""The figures in the terminal: the block that users of `vllm bench serve` know, then ours, then ratios."""
+"""Prints the figures in the terminal: the block known from `vllm bench serve`, then our own figures, then ratios."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _LATENCIES = (
 
 
 def print_load(result: dict[str, Any], console: Console) -> None:
-    """Print every level and variant, ratios, and notes."""
+    """Print every level and variant, the ratios and the notes."""
     for level in result["levels"]:
         load = _level(level)
         for name, figures in level["variants"].items():
@@ -41,7 +41,7 @@ def print_load(result: dict[str, Any], console: Console) -> None:
 
 
 def block(level: LevelConfig, figures: dict[str, Any]) -> list[str]:
-    """The lines of one variant at one level."""
+    """Format one variant at one level as lines."""
     goodput = figures["request_goodput"]
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", figures["completed"]),
@@ -84,8 +84,8 @@ def _level(level: dict[str, Any]) -> LevelConfig:
 
 
 def _overview(levels: list[dict[str, Any]]) -> Table:
-    """All levels side by side; latencies are those of requests that were answered, ratios those of tokens per second
-    to the baseline's. Refusals and failures have columns where there were any."""
+    """Build a table of all levels. Latencies cover answered requests only; ratios are of tokens per second, relative
+    to the baseline. Columns for rejected and failed requests appear only if there were any."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     has_variants = len(levels[0]["variants"]) > 1
     is_rated = any(level["request_rate"] or level["times_first"] for level in levels)

@@ -1,17 +1,17 @@
-"""Server-sent events out of bytes, cut anywhere. Knows no HTTP and no JSON."""
+"""Parses server-sent events from a byte stream that may be split anywhere. Independent of HTTP and JSON."""
 
 from collections.abc import Iterator
 
 
 class EventReader:
-    """Puts the pieces of a stream together again."""
+    """Reassembles events from the pieces of a stream."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """The data of every event that is complete with this piece; comments and other fields are left out."""
+        """Yield the data of every event that this piece completes; comments and other fields are dropped."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             line = line.rstrip(b"\r")

@@ -1,6 +1,6 @@
-"""The figures of `vllm bench serve`, and those of speculation, from the records of requests.
+"""Computes the figures of `vllm bench serve` and of speculation from request records.
 
-Rounds are pooled: their tokens are added, and so are their durations. This module refuses to know variants and levels.
+Rounds are pooled by adding up their tokens and their durations. This module does not depend on variants or levels.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ _PERCENTILES = (90, 95, 99)
 
 
 def measure(rounds: Sequence[Round], goodput: GoodputConfig) -> dict[str, Any]:
-    """All figures; times in milliseconds, None for what was not measured."""
+    """Compute all figures; latencies are in milliseconds, None for what was not measured."""
     records = [record for each in rounds for record in each.records]
     good = [record for record in records if record.outcome == "ok"]
     duration = sum(each.duration for each in rounds)
@@ -53,7 +53,7 @@ def measure(rounds: Sequence[Round], goodput: GoodputConfig) -> dict[str, Any]:
 
 
 def acceptance(records: Iterable[RequestRecord]) -> dict[str, Any]:
-    """What became of drafts: tau is tokens / (tokens - accepted), for every pass adds one token of the target's own."""
+    """Figures about the drafts. tau is tokens / (tokens - accepted), because each pass adds one token of the target."""
     told = [r for r in records if r.num_accepted is not None]
     tokens, accepted = sum(r.num_output for r in told), sum(r.num_accepted or 0 for r in told)
     rejected = sum(r.num_rejected or 0 for r in told)
@@ -66,7 +66,7 @@ def acceptance(records: Iterable[RequestRecord]) -> dict[str, Any]:
 
 
 def is_good(record: RequestRecord, goodput: GoodputConfig) -> bool:
-    """Whether a request has kept everything that was promised."""
+    """Whether a request met all latency limits."""
     kept = (
         (record.ttft, goodput.ttft_ms),
         (record.tpot or 0.0, goodput.tpot_ms),
@@ -76,17 +76,17 @@ def is_good(record: RequestRecord, goodput: GoodputConfig) -> bool:
 
 
 def peak_concurrency(records: Iterable[RequestRecord]) -> int:
-    """Most requests that were under way at one time."""
+    """Maximum number of requests in flight at the same time."""
     borders = [border for r in records for border in ((r.start, 1), (r.end, -1))]
     peak = now = 0
-    for _, change in sorted(borders):  # at one instant ends come first
+    for _, change in sorted(borders):  # at equal times, ends come before starts
         now += change
         peak = max(peak, now)
     return peak
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean, median, standard deviation and percentiles, interpolated as numpy does and so vLLM."""
+    """Mean, median, standard deviation and percentiles, interpolated as in numpy and therefore as in vLLM."""
     names = ("mean", "median", "std", *(f"p{percentile}" for percentile in _PERCENTILES))
     if not values:
         return dict.fromkeys(names)
@@ -96,7 +96,7 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _spread_per_token(records: Iterable[RequestRecord]) -> dict[str, float | None]:
-    """The same over tokens: a chunk's time is shared by its tokens, and each of them counts."""
+    """Like `spread`, but over tokens: the tokens of a chunk share its time, and each token counts."""
     pairs = sorted(pair for r in records for pair in r.token_gaps)
     if not pairs:
         return spread([])

@@ -1,4 +1,4 @@
-"""The figures as a page that stands alone: what latency costs in throughput, level by level."""
+"""Renders the figures as a self-contained HTML page: latency against throughput, level by level."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ _PANELS = (
 
 
 def render_load(result: dict[str, Any]) -> str:
-    """The page of a benchmark."""
+    """Render the HTML page of a benchmark."""
     names = [name_of(LevelConfig(**{k: level[k] for k in LevelConfig.model_fields})) for level in result["levels"]]
     rows = [
         (name, variant, figures)

@@ -1,4 +1,4 @@
-"""One round of one variant: requests sent when they are due, and no more at once than allowed."""
+"""Runs one round of one variant: sends requests when they are due, within the concurrency limit."""
 
 import asyncio
 import time
@@ -15,15 +15,15 @@ from moray.bench.specbench import Question
 
 @dataclass(frozen=True)
 class Round:
-    """What one variant did in one round."""
+    """The results of one variant in one round."""
 
     records: tuple[RequestRecord, ...]
     duration: float
-    """Seconds from its start to the end of its last request."""
+    """Seconds from the start of the round to the end of its last request."""
 
 
 def order_of(variants: Sequence[str], number: int) -> list[str]:
-    """Who comes when: forwards, then backwards, so that what drifts over time falls on all of them alike."""
+    """The order of the variants in a round: odd rounds reverse it, so that drift affects all variants alike."""
     return list(variants) if number % 2 == 0 else list(reversed(variants))
 
 
@@ -38,7 +38,7 @@ async def run_round(
     first: int = 0,
     done: Callable[[], None] = lambda: None,
 ) -> Round:
-    """Send `count` requests, from question `first` on, and wait for all of them."""
+    """Send `count` requests, starting with question `first`, and wait for all of them."""
     records = [
         RequestRecord(first + i, questions[(first + i) % len(questions)].question_id, due)
         for i, due in enumerate(arrival_times(level, count, seed))

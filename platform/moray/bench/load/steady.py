@@ -1,4 +1,4 @@
-"""Tokens per second while all streams are busy: what comes before and after would count few streams as many."""
+"""Tokens per second while all streams are busy, without the start and end of a round, when some are idle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,26 +9,26 @@ from moray.errors import DataError
 
 @dataclass(frozen=True)
 class Steady:
-    """The part of a round in which as many requests are answered as may be."""
+    """The part of a round in which all streams are busy."""
 
     num_tokens: float
     seconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all streams together."""
+        """Throughput of all streams together."""
         return self.num_tokens / self.seconds
 
 
 def steady_part(records: Sequence[RequestRecord], num_streams: int) -> Steady:
-    """From the first token of the last stream to begin, to the first end of a request that no other follows.
+    """Count from the first token of the last stream to start until the first stream runs out of requests.
 
-        stream 1   . t t t t t|. t t t t t|                |   an end that no other follows
+        stream 1   . t t t t t|. t t t t t|                |   end of a request
         stream 2   . . t t t t t|. t t t t t t t               t token   . waiting for the first
-                       [------------------]                    [ ] what counts
+                       [------------------]                    [ ] the part that counts
 
     Raises:
-        DataError: a request has failed or was not counted in tokens, or there are too few of them.
+        DataError: a request failed or has no token counts, or there are too few requests to keep all streams busy.
     """
     for record in records:
         if record.outcome != "ok" or not record.sizes_are_tokens or not record.times:

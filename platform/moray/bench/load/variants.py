@@ -1,4 +1,4 @@
-"""Variants side by side: ratios round by round, and whether their answers are the same."""
+"""Compares variants: ratios of their figures, round by round, and whether their answers are equal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,14 +15,14 @@ RATIOS = {
     "mean_e2e": ("e2e_ms", "mean"),
     "p99_e2e": ("e2e_ms", "p99"),
 }
-"""Where the figures stand that ratios are taken of."""
+"""Ratios to report, each with the path to its figure."""
 _MAX_SHOWN = 3
 
 
 def ratios(
     above: dict[str, Any], below: dict[str, Any], rounds: Sequence[tuple[dict[str, Any], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Ratios of two variants' figures: of all rounds together, and how those of single rounds spread."""
+    """Ratios of two variants' figures: over all rounds together, and their spread over single rounds."""
     found = {}
     for name, keys in RATIOS.items():
         single = [_ratio(_at(a, keys), _at(b, keys)) for a, b in rounds]
@@ -38,8 +38,7 @@ def ratios(
 
 
 def equal_texts(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
-    """How many requests were answered with the same text by all variants; those that one has not answered do not
-    count."""
+    """Count the requests that all variants answered with the same text; skip those that any variant did not answer."""
     compared = equal = 0
     different = []
     for number, together in enumerate(zip(*rounds.values(), strict=True)):

@@ -1,1 +1,1 @@
-"""Moray beside other engines: the same prompts, interleaved, each engine in an environment of its own."""
+"""Compares Moray with other engines on the same prompts, interleaved, with each engine in its own environment."""

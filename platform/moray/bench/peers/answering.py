@@ -1,9 +1,9 @@
-"""The process of an engine: it loads once, then answers one prompt after another. Standard library only.
+"""The main loop of an engine's process: load once, then answer one prompt after another. Standard library only.
 
-Both directions are lines of JSON:
+Messages in both directions are lines of JSON:
 
     benchmark -> engine   settings of the engine, once
-    engine -> benchmark   {"version": ..., "failures": {row: why}} when it has loaded
+    engine -> benchmark   {"version": ..., "failures": {row: why}} after loading
     benchmark -> engine   {"row": 0, "prompt": [ids], "max_new_tokens": 80}
     engine -> benchmark   {"tokens": [ids], "seconds": ...}, or {"error": ...}
 """
@@ -23,48 +23,48 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Row:
-    """One way in which an engine is to decode."""
+    """One way for an engine to decode."""
 
     drafter: str | None
-    """None for none, `prompt-lookup`, or a folder."""
+    """None for plain decoding, `prompt-lookup`, or a folder."""
     depth: int
-    """Most tokens that are drafted before each pass of the target."""
+    """Maximum number of tokens drafted per target pass."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine is started with."""
+    """The settings that an engine starts with."""
 
     model: str
-    """Folder of the target; for llama.cpp a GGUF file of it."""
+    """Folder of the target; for llama.cpp, its GGUF file."""
     work: str
-    """Folder for what an engine makes of the target, which is kept."""
+    """Folder for the engine's conversions of the target; kept between runs."""
     dtype: str
     """float32 or bfloat16."""
     threads: int
     max_length: int
-    """Most tokens of a prompt and its answer together."""
+    """Maximum tokens of a prompt and its answer together."""
     eos_ids: list[int]
-    """An answer ends with any of them."""
+    """Any of these tokens ends an answer."""
     rows: list[Row]
     template: str | None = None
-    """Chat template that drafters were trained with, as `target.template`."""
+    """Chat template that the drafters were trained with, as in `target.template`."""
 
 
 Answer = Callable[[list[int], int], list[int]]
-"""answer(prompt, max_new_tokens): the new tokens of a greedy answer."""
+"""answer(prompt, max_new_tokens) returns the new tokens of a greedy answer."""
 
 Prepare = Callable[[Row], Answer]
-"""prepare(row): how the engine answers in that way."""
+"""prepare(row) returns the function that decodes in that way."""
 
 
 def answer_from(load: Callable[[Settings], tuple[str, Prepare]]) -> None:
-    """Load an engine by `load`, which returns its version and how rows are prepared, and answer until the input ends.
+    """Load an engine and answer requests until the input ends; `load` returns its version and its `Prepare` function.
 
-    A row that cannot be prepared is reported, and the others are answered.
+    A row that cannot be prepared is reported to the benchmark; the other rows still work.
     """
     _end_with_parent()
-    # Libraries print as they like: what they write to the standard output goes to the standard error.
+    # Libraries may print: redirect their standard output to standard error, so that it cannot mix with replies.
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
@@ -80,7 +80,7 @@ def answer_from(load: Callable[[Settings], tuple[str, Prepare]]) -> None:
         for number, row in enumerate(settings.rows):
             try:
                 answers[number] = prepare(row)
-            except Exception as error:  # noqa: BLE001 - engines fail in their own ways
+            except Exception as error:  # noqa: BLE001 - engines raise all kinds of exceptions
                 failures[number] = in_one_line(error)
     except Exception as error:
         reply(error=in_one_line(error))
@@ -98,11 +98,14 @@ def answer_from(load: Callable[[Settings], tuple[str, Prepare]]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Be killed with the benchmark, also by kill -9: a halted process would stay for ever (Linux alone)."""
+    """Have the kernel kill this process when the benchmark dies, even by kill -9 (Linux only).
+
+    Otherwise a process that is stopped by SIGSTOP would stay forever.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's type and the beginning of its text."""
+    """An error's type and the start of its message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,18 +1,18 @@
-"""What this machine's memory moves, as a measure of plain decoding: a step reads every weight once.
+"""Measures memory bandwidth as a yardstick for plain decoding, in which each step reads every weight once.
 
-A copy reads and writes; reading alone may be somewhat faster, so this is a yardstick and no strict limit.
+A copy both reads and writes. Reading alone may be somewhat faster, so this is a yardstick and not a strict limit.
 """
 
 import time
 from pathlib import Path
 
 _BYTES = 256 << 20
-"""Of each buffer: far more than any cache holds."""
+"""Size of each buffer, far larger than any CPU cache."""
 _REPETITIONS = 9
 
 
 def copy_bandwidth(threads: int) -> float:
-    """Bytes per second, read and written together, of the fastest of several copies from memory to memory."""
+    """Bytes per second, reads plus writes, of the fastest of several memory-to-memory copies."""
     import torch
 
     before = torch.get_num_threads()
@@ -30,8 +30,8 @@ def copy_bandwidth(threads: int) -> float:
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Bytes of the weights that a plain step reads: all but an embedding that is not also lm_head, of which it reads a
-    row."""
+    """Bytes of weights that a plain step reads: all except an embedding that is not tied to lm_head, because a step
+    reads only one row of it."""
     import math
 
     from moray.targets.stored import stored_tensors

@@ -1,4 +1,4 @@
-"""The comparison: every engine answers every prompt in turn, while the others are halted."""
+"""Runs the comparison: all engines answer each prompt in turn, while the others are stopped."""
 
 import sys
 from contextlib import ExitStack
@@ -28,12 +28,12 @@ _WARM_UP_TOKENS = 16
 
 @dataclass
 class _PeerRun:
-    """A row's answers, and the process that gives them."""
+    """A row's answers, and the process that generates them."""
 
     answers: Answers
     process: EngineProcess | None = None
     row: int = 0
-    """Its number in that process."""
+    """The row's number in that process."""
 
     @property
     def peer(self) -> PeerConfig:
@@ -41,11 +41,11 @@ class _PeerRun:
 
 
 def benchmark_peers(config: PeersBenchmarkConfig, console: Console) -> dict[str, Any]:
-    """Measure every row that can be measured here; rows that cannot say why.
+    """Measure every row that this machine can run; rows that failed carry the reason.
 
     Raises:
         ConfigError: the target or the questions cannot be read.
-        DataError: not one row could be measured.
+        DataError: no row could be measured.
     """
     questions = read_questions(config.questions, config.num_questions)
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
@@ -79,7 +79,7 @@ def _start(
     stack: ExitStack,
     console: Console,
 ) -> list[_PeerRun]:
-    """Load the engines one after another, each in a process that is halted afterwards."""
+    """Load the engines one after another, each in its own process, which is stopped after loading."""
     runs = [_PeerRun(Answers(peer)) for peer in config.peers]
     groups: dict[tuple[str, ...], list[_PeerRun]] = {}
     for run in runs:
@@ -136,16 +136,16 @@ def _model_for(peer: PeerConfig, folder: Path, spec: TargetSpec, work: Path) -> 
 def _ask(
     config: PeersBenchmarkConfig, runs: list[_PeerRun], prompts: list[list[int]], eos_ids: list[int], console: Console
 ) -> None:
-    """Prompt by prompt all rows in turn, every other time backwards. A row that fails is not asked again."""
+    """Ask all rows in turn for each prompt, reversing the order every other time; skip a row once it has failed."""
     with Progress("answer", len(prompts) * len(runs), unit="answers", console=console) as progress:
         for run in runs:
-            _answer(config, run, prompts[0][::-1], _WARM_UP_TOKENS)  # shares no beginning with a prompt
+            _answer(config, run, prompts[0][::-1], _WARM_UP_TOKENS)  # shares no prefix with any prompt
         for number, prompt in enumerate(prompts):
             for run in runs if number % 2 == 0 else reversed(runs):
                 found = _answer(config, run, prompt, config.max_new_tokens)
                 if found is not None:
                     tokens, seconds = found
-                    # Some engines hand over the token that ends an answer, and some do not.
+                    # Some engines include the end-of-sequence token in the answer, others do not.
                     run.answers.tokens.append(tokens[:-1] if tokens and tokens[-1] in eos_ids else tokens)
                     run.answers.seconds.append(seconds)
                 progress.advance(1)

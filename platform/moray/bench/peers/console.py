@@ -1,4 +1,4 @@
-"""The table of engines, in the terminal."""
+"""Prints the comparison of engines in the terminal."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from moray.bench.reports.wording import interval, number, percent, times
 
 
 def print_peers(result: dict[str, Any], console: Console) -> None:
-    """Print every row, then why some are missing."""
+    """Print every row, then the reasons for missing ones."""
     table = Table(title=title(result), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     for name in ("engine", "dtype", "drafts"):
         table.add_column(name, overflow="fold")
@@ -26,7 +26,7 @@ def print_peers(result: dict[str, Any], console: Console) -> None:
 
 
 def title(result: dict[str, Any]) -> str:
-    """What was measured, in a line."""
+    """Describe the measurement in one line."""
     settings = result["settings"]
     return (
         f"{result['num_prompts']} prompts, greedy, at most {settings['max_new_tokens']} new tokens, "
@@ -35,7 +35,7 @@ def title(result: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any], num_prompts: int) -> tuple[str, ...]:
-    """One row, as people read it."""
+    """Format one row as the cells of the table."""
     equal = row["equal_texts"]
     return (
         row["engine"], row["dtype"], row["drafting"], number(row["tokens_per_second"]), interval(row["interval"]),
@@ -45,7 +45,7 @@ def cells(row: dict[str, Any], num_prompts: int) -> tuple[str, ...]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """What the columns mean, and which rows are missing."""
+    """Explain the columns and list the rows that are missing."""
     limits, bandwidth = result["plain_limit_tokens_per_second"], result["copy_bandwidth_bytes_per_second"]
     found = [
         f"of copy: tokens/s over what a stream copy ({bandwidth / 1e9:.1f} GB/s, read and written) would give if every "

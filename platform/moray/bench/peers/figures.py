@@ -1,4 +1,4 @@
-"""From answers to the rows of the table: speed, its limit, and whose text is the same."""
+"""Computes the table rows from the answers: speed, share of the bandwidth limit, and equality of texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,35 +15,35 @@ _UNKNOWN = (
 
 @dataclass
 class Answers:
-    """What one row did, prompt by prompt."""
+    """The answers of one row, prompt by prompt."""
 
     peer: PeerConfig
     version: str | None = None
     failure: str | None = None
-    """Why it could not be measured."""
+    """Why the row could not be measured."""
     tokens: list[list[int]] = field(default_factory=list)
-    """New tokens of each answer, without the one that ends it."""
+    """New tokens of each answer, without the end-of-sequence token."""
     seconds: list[float] = field(default_factory=list)
-    """Of each answer, its prompt included."""
+    """Time of each answer, including its prompt."""
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
-        """Tokens and seconds of each answer."""
+        """(tokens, seconds) of each answer."""
         return [(float(len(tokens)), seconds) for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 
 def rows_of(rows: Sequence[Answers], limits: dict[str, float]) -> list[dict[str, Any]]:
-    """The figures of all rows; those of a row that failed are None.
+    """Compute the figures of all rows; those of a failed row are None.
 
     Args:
-        rows: of all engines, over the same prompts.
-        limits: tokens per second that the memory's bandwidth allows plain decoding, by dtype.
+        rows: the answers of all engines to the same prompts.
+        limits: tokens per second that memory bandwidth allows in plain decoding, by dtype.
     """
     return [_row(row, _reference(rows, row.peer.dtype), limits[row.peer.dtype]) for row in rows]
 
 
 def _reference(rows: Sequence[Answers], dtype: str) -> Answers | None:
-    """transformers' plain row of a dtype, if it was measured."""
+    """The plain transformers row of a dtype, if it was measured."""
     wanted = ("transformers", dtype, None)
     found = (row for row in rows if (row.peer.engine, row.peer.dtype, row.peer.drafter) == wanted)
     return next((row for row in found if row.failure is None), None)
@@ -79,5 +79,5 @@ def _speed(row: Answers) -> float:
 
 
 def _equal_tokens(some: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens are the same before the first that is not."""
+    """Length of the common prefix of two token lists."""
     return next((i for i, (a, b) in enumerate(zip(some, others, strict=False)) if a != b), min(len(some), len(others)))

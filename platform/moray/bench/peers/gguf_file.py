@@ -1,4 +1,4 @@
-"""A target as a GGUF file without a vocabulary: enough for llama.cpp to decode token ids."""
+"""Writes a target as a GGUF file without a vocabulary, which is enough for llama.cpp to decode token ids."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -14,16 +14,16 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
 
 
 def write_gguf(folder: Path, spec: TargetSpec, dtype: Literal["float32", "bfloat16"], path: Path) -> None:
-    """Write the weights of a Hugging Face folder, matrices in `dtype` and vectors in float32, as llama.cpp wants them.
+    """Write the weights of a Hugging Face folder in llama.cpp's layout, matrices in `dtype` and vectors in float32.
 
     Args:
-        folder: of the target.
-        spec: its sizes.
-        dtype: of the matrices.
-        path: the file; it is whole or absent.
+        folder: folder of the target.
+        spec: sizes of the target.
+        dtype: number format of the matrices.
+        path: the file to write; it is written atomically.
 
     Raises:
-        ConfigError: the target has a rotary scaling or sliding windows, which this file would leave out.
+        ConfigError: the target has rotary scaling, sliding windows or a tensor that GGUF has no name for.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -67,7 +67,7 @@ def _write_header(writer: Any, spec: TargetSpec) -> None:
 
 
 def _tensors(folder: Path, spec: TargetSpec) -> Any:
-    """llama.cpp's names, and values in float32."""
+    """Yield the tensors with llama.cpp's names and float32 values."""
     import torch
     from safetensors import safe_open
 
@@ -77,7 +77,7 @@ def _tensors(folder: Path, spec: TargetSpec) -> Any:
     outer_names = {theirs: ours for ours, theirs in OUTER.items()}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 values = tensors.get_tensor(name).to(torch.float32).numpy()
                 stem, _, kind = name.rpartition(".")
                 if stem in outer_names:
@@ -96,7 +96,7 @@ def _tensors(folder: Path, spec: TargetSpec) -> Any:
 
 
 def _neighbours(values: np.ndarray, heads: int) -> np.ndarray:
-    """The inverse of `convert._halves`: rows whose neighbours are rotated against each other."""
+    """Invert `convert._halves`: reorder rows so that adjacent ones are rotated against each other."""
     rows = values.shape[0] // heads
     return values.reshape(heads, 2, rows // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 

@@ -1,4 +1,4 @@
-"""The table of engines as a page that stands alone, with a plot."""
+"""Renders the comparison of engines as a self-contained HTML page with a plot."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def render_peers(result: dict[str, Any]) -> str:
-    """The page of a benchmark."""
+    """Render the HTML page of a benchmark."""
     rows = [row for row in result["rows"] if row["failure"] is None]
     return render_page(
         "moray.bench.peers", "peers.html.jinja", title=title(result), notes=notes(result), plot=_plot(rows),

@@ -1,4 +1,4 @@
-"""An engine's process as the benchmark sees it: started, asked, and halted while others are measured."""
+"""The benchmark's handle on an engine's process: starts it, sends prompts, and stops it while others are measured."""
 
 import contextlib
 import json
@@ -23,22 +23,22 @@ MODULES = {
 
 
 class EngineProcess:
-    """One engine, in a group of processes of its own, so that whatever it starts is halted with it.
+    """One engine in its own process group, so that its child processes are stopped along with it.
 
-    An engine that fails, or takes too long, is ended: it answers nothing more, and disturbs no other.
+    An engine that fails or exceeds its time limit is killed, so that it cannot disturb the others.
     """
 
     def __init__(self, engine: str, python: str, settings: dict[str, Any], log: Path) -> None:
         """
         Args:
             engine: key of `MODULES`.
-            python: interpreter of the environment that has the engine.
-            settings: see `answering.Settings`.
-            log: file for what the engine prints.
+            python: interpreter of the environment in which the engine is installed.
+            settings: fields of `answering.Settings`.
+            log: file for the engine's output.
         """
         self.version = ""
         self.failures: dict[int, str] = {}
-        """By number, rows that the engine could not prepare, and why."""
+        """Rows that the engine could not prepare: the reason by row number."""
         self._log = log
         self._end: str | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -58,17 +58,21 @@ class EngineProcess:
         self._send(settings)
 
     def wait_until_loaded(self, seconds: float) -> None:
-        """Wait, then halt it; raise `DataError` if it could not be loaded."""
+        """Wait until the engine has loaded, then stop it.
+
+        Raises:
+            DataError: the engine could not be loaded in time.
+        """
         reply = self._receive(seconds)
         self.version = reply["version"]
         self.failures = {int(row): why for row, why in reply["failures"].items()}
         self._signal(signal.SIGSTOP)
 
     def answer(self, row: int, prompt: list[int], max_new_tokens: int, seconds: float) -> tuple[list[int], float]:
-        """The new tokens of one answer and the seconds it took; every other engine stays halted meanwhile.
+        """Return the new tokens of one answer and the seconds it took; the process runs only during this call.
 
         Raises:
-            DataError: the engine failed, died, or took longer than `seconds`, now or before.
+            DataError: the engine failed, died or took longer than `seconds`, in this call or an earlier one.
         """
         if self._end is not None:
             raise DataError(self._end)
@@ -79,7 +83,7 @@ class EngineProcess:
         return reply["tokens"], reply["seconds"]
 
     def close(self) -> None:
-        """End it and all that it started."""
+        """Kill the engine and all processes that it started."""
         self._signal(signal.SIGKILL)
         self._process.wait()
 
@@ -91,12 +95,12 @@ class EngineProcess:
 
     def _send(self, value: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: what is received next says why
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: the next `_receive` reports why
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             self._process.stdin.flush()
 
     def _receive(self, seconds: float) -> dict[str, Any]:
-        """Its next reply; without one it is ended."""
+        """Return the engine's next reply; kill the engine if there is none or if it is an error."""
         problem = f"no reply within {seconds:.0f} s"
         with contextlib.suppress(queue.Empty):
             line = self._replies.get(timeout=seconds)

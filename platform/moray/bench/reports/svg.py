@@ -17,8 +17,8 @@ INK = "#010203"  # placeholder for the page's text colour; becomes `currentColor
 _WIDTH = 5.2  # inches at 72 units each: 374 units, about a phone's width
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text as text: selectable, in the page's colour
-    "svg.hashsalt": "moray",  # the same report gives the same page
+    "svg.fonttype": "none",  # keep text as text: selectable, in the page's colour
+    "svg.hashsalt": "moray",  # fixed ids: the same report gives the same page
     "text.parse_math": False,  # a "$" in a name is a dollar sign
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],

@@ -14,25 +14,25 @@ class EngineConfig(Config):
     """Limits of one engine."""
 
     max_num_seqs: int = Field(default=32, ge=1, le=1024)
-    """Most sequences that run at the same time."""
+    """Maximum number of sequences that run at the same time."""
     kv_cache_tokens: int = Field(default=16_384, ge=64)
-    """Tokens whose keys and values are held, over all sequences; allocated at the start. A sequence is admitted once
-    all that it may come to fits."""
+    """Size of the KV cache in tokens, over all sequences; allocated at start-up. A sequence is admitted once its
+    maximum length fits."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and answer together; null for the target's context, or all of kv_cache_tokens."""
+    """Maximum tokens of prompt and answer together; null for all that context and KV cache allow."""
     max_num_batched_tokens: int = Field(default=512, ge=16)
-    """Most tokens of prompts that are read between two cycles. More of them sooner end a prompt, and delay the
-    others."""
+    """Maximum number of prompt tokens read between two cycles. A higher number reads prompts sooner but delays the
+    running sequences."""
     batch_admissions: bool = False
-    """Let new sequences wait until there is one for every sixteen that run: for throughput. Reading few prompts costs
-    as much as a cycle of all; use it where the time to the first token does not matter."""
+    """Hold new sequences back until there is one for every sixteen that run: for throughput. Reading a few prompts
+    costs as much as a cycle of all sequences; use it where the time to the first token does not matter."""
     num_micro_batches: int = Field(default=1, ge=1, le=2)
-    """Groups of sequences; with 2 one is verified while the pool drafts for the other. For a drafter pool that takes
-    about as long as the target."""
+    """Groups of sequences; with 2, one is verified while the pool drafts for the other. Use 2 with a drafter pool that
+    takes about as long as the target."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Shape of the draft trees; adaptive follows batch size and acceptance, down to no draft at all."""
     synthetic: SyntheticCosts = SyntheticCosts()
-    """For scaling experiments only: sleeps, as an accelerator would be waited for. None by default."""
+    """For scaling experiments only: sleep as long as an accelerator would take. Off by default."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "max_sequences": "max_num_seqs",
@@ -44,5 +44,5 @@ class EngineConfig(Config):
     }
 
     def max_positions_of(self, max_positions: int) -> int:
-        """Most tokens that a sequence can come to, of a target with such a context: what drafters need room for."""
+        """Maximum length of a sequence for a target with this context; drafters need room for it."""
         return min(max_positions, self.max_model_len or max_positions, self.kv_cache_tokens)

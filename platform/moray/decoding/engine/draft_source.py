@@ -1,7 +1,7 @@
 """Where the engine's drafts come from: an interface, and drafting in the engine's own process.
 
-The engine asks for the drafts of many sequences at once and collects them when it needs them; what has not come by
-then is done without, for one cycle. A source may be away altogether: nothing but speed is lost.
+The engine requests the drafts of many sequences at once and collects them when it needs them. Drafts that have not
+arrived by then are skipped for that cycle. A source may be unavailable altogether: only speed is lost.
 """
 
 from abc import ABC, abstractmethod
@@ -23,24 +23,24 @@ from moray.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class Ask:
-    """A draft that is wanted."""
+    """A request for one sequence's draft."""
 
     number: int
-    """Of the sequence."""
+    """Number of the sequence."""
     root: int
     position: int
-    """Of the root, and so the number of tokens before it, which the source must know by then."""
+    """Position of the root, which is the number of tokens before it; the source must know those tokens by then."""
     shape: GrowableShape
     sampler: Sampler
-    """Of the sequence: drafted is what the target is likely to draw with the same noise."""
+    """The sequence's sampler. It uses the target's noise, so the draft is what the target is likely to draw."""
     num_target_layers: int | None = None
-    """N to draft with (see `Drafter.set_num_target_layers`); None where there is no choice."""
+    """N to draft with (see `Drafter.set_num_target_layers`); None if there is no choice."""
     wants_scores: bool = False
-    """Whether the tree is pruned by its scores."""
+    """Whether the tree needs scores, for pruning."""
 
 
 class DraftSource(ABC):
-    """Drafting states of many sequences, by number."""
+    """Keeps the drafting states of many sequences, addressed by number."""
 
     @property
     @abstractmethod
@@ -50,11 +50,11 @@ class DraftSource(ABC):
     @property
     @abstractmethod
     def max_depth(self) -> int | None:
-        """Most levels that can be drafted; None for any number."""
+        """Maximum number of levels that can be drafted; None for no limit."""
 
     @property
     def layer_counts(self) -> tuple[int, ...]:
-        """The N that drafts may be asked for with (see `Drafter.layer_counts`)."""
+        """The values of N that drafts can use (see `Drafter.layer_counts`)."""
         return (0,)
 
     @property
@@ -64,19 +64,19 @@ class DraftSource(ABC):
 
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
-        """Turn taps of verified tokens into memory, beside the target."""
+        """Turn taps of verified tokens into memory. Runs in the target's process."""
 
     @abstractmethod
     def open(self, number: int) -> None:
-        """Drafts of a sequence will be wanted; opened already, it stays as it is."""
+        """Announce that drafts of a sequence will be requested; no effect if it is open already."""
 
     @abstractmethod
     def can_draft(self, number: int) -> bool:
-        """Whether asking for a draft makes sense at the moment."""
+        """Whether a draft can be requested now."""
 
     @abstractmethod
     def num_known(self, number: int) -> int:
-        """How many verified tokens of a sequence the source has been given; 0 if it knows nothing of it."""
+        """How many verified tokens of a sequence the source has received; 0 if it does not know the sequence."""
 
     @abstractmethod
     def extend(self, number: int, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int) -> None:
@@ -84,16 +84,17 @@ class DraftSource(ABC):
 
     @abstractmethod
     def ask(self, asks: Sequence[Ask]) -> None:
-        """Begin to draft."""
+        """Start drafting."""
 
     @abstractmethod
     def is_under_way(self, number: int) -> bool:
-        """Whether another process is at work on the draft that was asked for, so that `collect` would have to wait.
-        Takes in what has come meanwhile."""
+        """Whether another process is still working on the requested draft, so that `collect` would have to wait. Takes
+        in the replies that have arrived."""
 
     @abstractmethod
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
-        """The drafts asked for, by sequence; those that have not come in time are missing, and never come."""
+        """Return the requested drafts, by sequence; those that have not arrived in time are missing and never
+        follow."""
 
     @abstractmethod
     def close(self, number: int) -> None:
@@ -107,9 +108,9 @@ class LocalDrafts(DraftSource):
         """
         Args:
             drafter: may be shared.
-            capacity: most tokens of a sequence.
-            max_expanded: most nodes of a tree that are expanded.
-            cost: of a draft, if it is made up.
+            capacity: maximum number of tokens of a sequence.
+            max_expanded: maximum number of nodes that are expanded in a tree.
+            cost: synthetic cost of a draft, if any.
         """
         self.drafter = drafter
         self._sizes = capacity, max_expanded
@@ -135,7 +136,7 @@ class LocalDrafts(DraftSource):
         return self.drafter.observe(taps)
 
     def open(self, number: int) -> None:
-        pass  # a state is made when it is needed
+        pass  # `extend` creates the state
 
     def can_draft(self, number: int) -> bool:
         return True

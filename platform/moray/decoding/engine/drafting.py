@@ -26,9 +26,9 @@ from moray.trees.shapes import AdaptiveShape, AnyShape
 from moray.trees.tree import TokenTree
 
 _AT_ONCE = 256
-"""Tokens of one sequence that are told at once, where the source has to catch up."""
+"""Tokens of one sequence sent at a time when the source has to catch up."""
 _FEW = 16
-"""Up to this many tokens of a sequence are told together with those of other sequences."""
+"""A sequence with at most this many new tokens is sent in one batch with others."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Draft:
     num_target_layers: int
     """N that it was drafted with."""
     promised: float | None = None
-    """Sum of the probabilities of its nodes, if they decided how many were kept."""
+    """Sum of its nodes' probabilities, if they decided how many nodes were kept."""
 
 
 class DraftScheduler:
@@ -56,7 +56,7 @@ class DraftScheduler:
         *,
         is_timed: bool = True,
     ) -> None:
-        """`is_timed` says whether the time that a draft takes is known: a GPU that is not waited for only starts it.
+        """`is_timed` says whether draft times are known: without waiting for a GPU, only the launch is timed.
 
         Raises:
             ConfigError: the source cannot draft such trees.
@@ -76,17 +76,18 @@ class DraftScheduler:
         self._is_wanted = True
         """Whether the controller wanted drafts when it was last asked."""
         self._are_too_few = False
-        """Whether it did, but not for only those sequences that had a drafter."""
+        """Whether the controller wanted drafts, but not for just those sequences that had a drafter."""
         self._is_behind = False
-        """Whether the source first had to be told much of the sequences that it drafts for now."""
+        """Whether the source first had to be sent many tokens of the sequences that it drafts for now."""
 
     def expect(self, number: int, num_running: int) -> None:
-        """A sequence, one of so many, begins; if drafts are likely to be wanted, the source may prepare."""
+        """Let the source prepare for a new sequence if drafts are likely to be wanted; `num_running` includes it."""
         if not self.controller.is_trying and self.controller.plan(num_running, num_running) is not None:
             self.source.open(number)
 
     def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
-        """Begin to draft for the sequences in some rows, for which no draft is under way; `num_rows` are in a pass."""
+        """Start drafting for those sequences in `rows` without a draft under way; the next pass has `num_rows`
+        sequences."""
         wanted = [row for row in rows if running[row].asked is None]
         if not wanted:
             return
@@ -94,13 +95,13 @@ class DraftScheduler:
         self._is_wanted, self._are_too_few = plan is not None, False
         if plan is None:
             return
-        if self.controller.is_trying:  # with sequences that have a drafter already, if there are any
+        if self.controller.is_trying:  # prefer sequences that already have a drafter
             wanted.sort(key=lambda row: not self.source.can_draft(running[row].number))
             wanted = wanted[: max(0, NUM_TRIED - self._num_under_way(running))]
         for row in wanted:
             self.source.open(running[row].number)
         rows = [row for row in wanted if self.source.can_draft(running[row].number)]
-        if len(rows) < len(wanted) and not self.controller.is_trying:  # a pass as deep may not be worth it for these
+        if len(rows) < len(wanted) and not self.controller.is_trying:  # fewer drafts may call for another plan
             plan = self.controller.plan(num_rows, len(rows))
             self._are_too_few = plan is None
         if not rows or plan is None:
@@ -119,13 +120,14 @@ class DraftScheduler:
                 for s in sequences
             ]
         )
-        if self._is_timed and len(many) <= len(rows) // 8:  # sending whole prompts is no measure of what comes
+        if self._is_timed and len(many) <= len(rows) // 8:  # sending whole prompts is not typical
             self.controller.record_ask(len(rows), num_rows, time.perf_counter() - begin)
         for sequence in sequences:
             sequence.asked = plan
 
     def collect(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> dict[int, Draft]:
-        """The drafts asked for, by row, for a pass over `num_rows`; those that did not come in time are missing."""
+        """Return the requested drafts, by row, for a pass over `num_rows`; those that did not arrive in time are
+        missing."""
         has_rows, rows = bool(rows), [row for row in rows if running[row].asked is not None]
         if not rows:
             if has_rows and not self._num_under_way(running):
@@ -148,14 +150,14 @@ class DraftScheduler:
         if self._prunes:
             drafts |= self._pruned(drafts, deepest, num_rows)
         empty = [row for row, draft in drafts.items() if draft.tree.num_nodes == 1]  # the drafter found nothing
-        if self.controller.is_trying:  # else it is the time that was waited that counts against the late ones
+        if self.controller.is_trying:  # otherwise the time spent waiting counts against late drafts
             empty += [row for row in rows if row not in drafts]
         for _ in empty:  # the others are recorded once they are verified
             self.controller.record_empty()
         return drafts
 
     def _pruned(self, drafts: Mapping[int, Draft], plan: DraftPlan, num_rows: int) -> dict[int, Draft]:
-        """Those that have nodes, without the nodes that are not worth verifying."""
+        """Prune the drafts that have nodes to the nodes worth verifying."""
         grown = {row: draft for row, draft in drafts.items() if draft.tree.scores is not None}
         if not grown or self.controller.needs_costs:
             return {}
@@ -170,7 +172,7 @@ class DraftScheduler:
         }
 
     def record(self, draft: Draft, num_accepted: int) -> None:
-        """What became of a draft."""
+        """Record how much of a draft was accepted."""
         tree, is_pruned = draft.tree, draft.promised is not None
         self.controller.record(
             tree.max_depth,
@@ -184,25 +186,25 @@ class DraftScheduler:
         return sum(sequence.drafting is self and sequence.asked is not None for sequence in sequences)
 
     def _tell_many(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
-        """Hand over tokens in the cache that the source does not know yet, so many of each row, row by row."""
+        """Send cached tokens that the source does not know yet, `unknown` many of each row, one row at a time."""
         with self._stats.timed("tell"):
             for row, count in unknown.items():
                 for begin in range(0, count, _AT_ONCE):
                     self._observe(running, {row: min(_AT_ONCE, count - begin)})
 
     def _tell_few(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
-        """The same, all rows together."""
+        """Like `_tell_many`, but all rows in one batch."""
         if unknown:
             with self._stats.timed("observe"):
                 self._observe(running, unknown)
 
     def _observe(self, running: list[EngineSequence], counts: dict[int, int]) -> None:
-        """Hand over the next so many tokens of the sequences in some rows, which are padded to equally many."""
+        """Send the next `counts[row]` tokens of each row in one batch, padded to the same length."""
         source, needs = self.source, self.observed
         sequences = {row: running[row] for row in counts}
         begins = {row: source.num_known(sequence.number) for row, sequence in sequences.items()}
         kv = None
-        if needs.kv_layers:  # what follows the tokens of a shorter sequence is never read
+        if needs.kv_layers:  # the padding after a shorter sequence is never read
             kv = self._cache.flat([*counts], [*begins.values()], max(counts.values()), needs.kv_layers)
         hidden = {depth: _hidden(sequences, counts, depth) for depth in needs.hidden_depths}
         memory, is_batch = source.observe(Taps(kv, hidden)), len(sequences) > 1
@@ -217,7 +219,7 @@ class DraftScheduler:
 def ask_all(
     draftings: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int], num_rows: int
 ) -> None:
-    """Request drafts, each from its own source: one that drafts elsewhere can begin before the next pass."""
+    """Request drafts, each from its sequence's source. A remote source can then start before the next pass."""
     for drafting in draftings:
         drafting.ask(sequences, [row for row in rows if sequences[row].drafting is drafting], num_rows)
 
@@ -225,7 +227,7 @@ def ask_all(
 def collect_all(
     draftings: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int]
 ) -> dict[int, Draft]:
-    """The drafts asked for, of all drafters, by row."""
+    """Collect the requested drafts from all sources, by row."""
     found: dict[int, Draft] = {}
     for drafting in draftings:
         own = [row for row in rows if sequences[row].drafting is drafting]
@@ -234,9 +236,9 @@ def collect_all(
 
 
 def awaits_first_draft(sequence: EngineSequence, max_cycles: int) -> bool:
-    """Whether a sequence that has begun should wait for its first draft: in a cycle now it would make others wait, for
-    the draft stands in line behind theirs. Drafts are made in the order in which they are asked for: after one cycle of
-    all others it is there, or late."""
+    """Whether a sequence that has just started should wait for its first draft. Joining the cycle now would make the
+    others wait, because its draft is queued behind theirs. Drafts are made in the order of the requests, so after one
+    cycle of all others the draft has arrived, or is late."""
     drafting, is_asked = sequence.drafting, sequence.asked is not None
     if drafting is None or not is_asked or sequence.num_passed_over >= max_cycles:
         return False

@@ -4,8 +4,8 @@
     cycle = propose (here or elsewhere) + one target pass over the trees of all + accept + commit + observe
 
 With the default rule an answer does not depend on the other sequences. Greedy answers equal the target's; sampled ones
-use noise that is a function of seed, sequence and position, as in `plain.PlainDecoder`. In low precision near ties may
-differ.
+use noise that is a function of seed, sequence and position, as in `plain.PlainDecoder`. In low precision, near ties may
+be decided differently.
 
 The engine knows nothing of Ray or HTTP. It reaches drafters only through a `DraftSource`.
 """
@@ -40,9 +40,9 @@ from moray.trees.tree import TokenTree
 
 
 class Engine:
-    """Target, key/value memory and the sequences that it holds.
+    """The target, its KV cache and the sequences in it.
 
-    Rows in use lie one behind the other (see `decoding.engine.scheduler`): no pass is made over an idle row.
+    Rows in use are contiguous (see `decoding.engine.scheduler`), so that no pass includes an idle row.
     """
 
     def __init__(
@@ -62,14 +62,15 @@ class Engine:
             target: may be shared.
             config: limits.
             eos_ids: tokens that end an answer.
-            drafts: sources by name, of which requests choose; the first is the default. None at all: plain decoding.
+            drafts: draft sources by name; each request picks one, and the first is the default. None for plain
+                decoding.
             decode: the tokenizer's, for stop strings.
-            runner: one to share with other engines that take turns with this one, in place of one of its own.
-            accept: the rule of acceptance, in place of what the sampling parameters ask for.
-            is_timed: wait for the device after each phase, so that the phases can be told apart; it costs some overlap.
+            runner: shared with other engines that take turns with this one; None for one of its own.
+            accept: acceptance rule that overrides the one in the sampling parameters.
+            is_timed: wait for the device after each phase, so that phases can be timed separately; costs some overlap.
 
         Raises:
-            ConfigError: a tree does not go with its drafter or the vocabulary, or the limits are not the target's.
+            ConfigError: a tree does not fit its drafter or the vocabulary, or the limits do not fit the target.
         """
         self.target = target
         self.config = config
@@ -103,7 +104,7 @@ class Engine:
                 f"{max_nodes} nodes: give a lower engine.max_model_len or more engine.kv_cache_tokens"
             )
         self.max_model_len = config.max_model_len or longest
-        """Most tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and answer together."""
         self._scheduler = Scheduler(self._rows.cache, config, max_nodes)
         self._num_submitted = 0
         self._updates: list[RequestOutput] = []
@@ -111,10 +112,10 @@ class Engine:
         self._is_put_off = False
 
     def calibrate(self, drafters: Mapping[str, Drafter]) -> None:
-        """Measure what passes and drafts cost here, by drafter, where the choice of drafts depends on it.
+        """Measure what passes and drafts cost here, for each drafter whose plans depend on it.
 
         Args:
-            drafters: those of the draft sources, by the sources' names; they may draft elsewhere.
+            drafters: by the names of the draft sources; they may draft in another process.
         """
         for name, drafting in self.drafting.items():
             shape, controller = drafting.shape, drafting.controller
@@ -122,10 +123,10 @@ class Engine:
                 controller.set_costs(calibrate(self.target, drafters[name], shape, self.config.max_num_seqs))
 
     def submit(self, request: Request, ending: StopChecker | None = None) -> int:
-        """Put a request in line; returns its number. `ending` says what ends the answer in place of the request.
+        """Queue a request and return its number. `ending` overrides what the request says about where the answer ends.
 
         Raises:
-            DataError: naming what of the request cannot be served.
+            DataError: says what in the request cannot be served.
         """
         spec, num_prompt = self.target.spec, len(request.prompt)
         if num_prompt + request.max_new_tokens > self.max_model_len:
@@ -155,8 +156,8 @@ class Engine:
         return number
 
     def cancel(self, number: int) -> None:
-        """Forget a sequence, wherever it is, and what no step has returned of it yet; one that has ended is forgotten
-        already."""
+        """Forget a sequence, whatever its state, and its outputs that no step has returned yet; no effect if it has
+        ended."""
         self._updates = [update for update in self._updates if update.number != number]
         waiting = self._scheduler.waiting
         for sequence in waiting:
@@ -168,7 +169,7 @@ class Engine:
 
     @property
     def has_exact_phases(self) -> bool:
-        """Whether the time that a phase took is known: on a CPU, and where the device is waited for."""
+        """Whether the times of the phases are exact: on a CPU, or when each phase waits for the device."""
         return self._is_timed or self.target.device.type == "cpu"
 
     @property
@@ -183,18 +184,18 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in line."""
+        """Sequences in the queue."""
         return len(self._scheduler.waiting)
 
     @property
     def kv_used(self) -> float:
-        """Share of the key/value memory that is set aside for sequences."""
+        """Share of the KV cache that is reserved for sequences."""
         return self._scheduler.used_share
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """One chunk of prompts, and one cycle; first tokens do not wait for it, but never put it off twice in a row.
-        Returns news."""
+        """Read one chunk of prompts and run one cycle; return what is new. A step with first tokens to return skips the
+        cycle, so that they need not wait for it, but never twice in a row."""
         self.stats.num_steps += 1
         with self.stats.timed("admit"):
             self._admit()
@@ -224,7 +225,7 @@ class Engine:
         self._scheduler.settle(gone)
 
     def _read(self) -> None:
-        """Read the next chunk of every prompt in line; choose the first token where that was its last."""
+        """Read the next chunk of every prompt; choose the first token of sequences whose prompt is complete."""
         first, reading = len(self._scheduler.decoding), self._scheduler.reading
         left = [len(sequence.tokens) - sequence.num_read for sequence in reading]
         new = min(max(1, self.config.max_num_batched_tokens // len(reading)), max(left))
@@ -246,7 +247,7 @@ class Engine:
             self._scheduler.settle(begun={s.number for s in begun})
 
     def _join(self) -> None:
-        """Let sequences that have begun join the cycles once no other one would have to wait for their first drafts."""
+        """Let sequences join the cycles as soon as the others would not have to wait for their first drafts."""
         scheduler, num_micro_batches = self._scheduler, self.config.num_micro_batches
         if scheduler.starting:
             count = len(scheduler.decoding)
@@ -269,7 +270,7 @@ class Engine:
     def _cycle(self) -> None:
         """Propose, verify, accept and commit for the running sequences whose turn it is.
 
-        Waits for the device once where acceptance is by choice (see `decoding.sampling.accept`), drafting apart.
+        Apart from drafting, it waits for the device once if acceptance is by choice (see `decoding.sampling.accept`).
         """
         rows, stats = self._next_group(), self.stats
         running = self._scheduler.running[rows.start : rows.stop]
@@ -299,7 +300,7 @@ class Engine:
         self._ask([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))
 
     def _next_group(self) -> range:
-        """Rows whose turn it is: all of them, or the first half and the second in turn."""
+        """Rows of the next micro-batch: all rows, or the first half and the second half in turn."""
         count = len(self._scheduler.running)
         if self.config.num_micro_batches == 1 or count == 1:
             return range(count)
@@ -308,14 +309,14 @@ class Engine:
         return range(half, count) if self._is_second else range(half)
 
     def _ask(self, rows: Collection[int], num_rows: int) -> None:
-        """Let the drafts of some rows begin; `num_rows` are in the pass that they are for."""
+        """Start the drafts of some rows, for a pass over `num_rows`."""
         with self.stats.timed("propose"):
             ask_all(self.drafting.values(), self._scheduler.decoding, rows, num_rows)
 
     def _propose(self, rows: range, running: list[EngineSequence]) -> list[TokenTree]:
-        """A tree for every sequence in some rows, of its root alone where nothing was drafted."""
+        """One tree for each sequence in `rows`; the root alone if there is no draft."""
         decoding = self._scheduler.decoding
-        ask_all(self.drafting.values(), decoding, rows, len(rows))  # once more, where it was not possible or worth it
+        ask_all(self.drafting.values(), decoding, rows, len(rows))  # again, for rows that had no draft before
         found = collect_all(self.drafting.values(), decoding, rows)
         for row, sequence in zip(rows, running, strict=True):
             sequence.draft = found.get(row)
@@ -331,7 +332,7 @@ class Engine:
         logits: Float[Tensor, "rows nodes vocab"],
         begins: list[int],
     ) -> list[Accepted]:
-        """Walk down each tree along what its request makes of the target's logits."""
+        """Apply each request's penalties and biases to the target's logits, then the acceptance rule."""
         adjusted = [row for row, sequence in enumerate(sequences) if sequence.adjustment.is_needed]
         if adjusted:
             logits = logits.float().clone()
@@ -343,7 +344,7 @@ class Engine:
     def _note(
         self, running: list[EngineSequence], trees: list[TokenTree], results: list[Accepted], output: TargetOutput
     ) -> None:
-        """Keep what drafters will be told of the accepted paths."""
+        """Keep what the drafters need of the accepted paths."""
         for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
             if output.hidden:
                 sequence.keep_hidden(output.hidden, row, self._rows.path_index(result.path))
@@ -353,13 +354,13 @@ class Engine:
     def _emit(
         self, sequence: EngineSequence, result: Accepted, tree: TokenTree | None, logits: Float[Tensor, "nodes vocab"]
     ) -> None:
-        """Add what was accepted to the answer."""
-        draft, sequence.draft = sequence.draft, None  # its distributions, if it has some, are large
+        """Add the accepted tokens to the answer."""
+        draft, sequence.draft = sequence.draft, None  # do not keep its distributions, which are large
         emitted = sequence.ending.cut([*result.tokens, result.next_token])
         sequence.tokens += emitted
         sequence.adjustment.emit(emitted)
         if tree is not None:
-            num_accepted = min(len(result.path), len(emitted))  # those in the answer
+            num_accepted = min(len(result.path), len(emitted))  # those that are in the answer
             self.stats.record(tree.num_nodes - 1, num_accepted, len(emitted))
             if tree.num_nodes > 1 and sequence.drafting is not None and draft is not None:
                 sequence.drafting.record(draft, len(result.path))

@@ -1,9 +1,9 @@
 """Keys and values of many sequences of different lengths, each in a row of its own.
 
-Where `targets.kv_cache.KVCache` has one length for all of its sequences, here every row has its own, so that a row
-can be handed to another sequence while its neighbours go on. The memory is a fixed number of slots, cut into
-as many rows of as many slots as its sequences need at the moment. How much of a row is a sequence's own is known to
-the code that aims the passes.
+`targets.kv_cache.KVCache` has one length for all of its sequences. Here every row has its own length, so a row can be
+given to another sequence while its neighbours go on. The memory is a fixed number of slots, divided into as many rows
+of as many slots as the sequences currently need. The cache does not know how much of a row is filled; the code that
+aims the passes does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,22 @@ from transformers.cache_utils import Cache
 from moray.targets.model import Target
 
 GRAIN = 64
-"""Widths are multiples of this many slots: sequences of nearly the same length do not each ask for new rows."""
+"""Row widths are multiples of this many slots, so that slightly longer sequences do not each need a new layout."""
 
 
 class BatchedKVCache(Cache):
-    """New tokens of each of the first rows per forward pass: one, at its position, or a tree's nodes side by side.
+    """Each forward pass writes new tokens to some rows: one token per row, or a tree's nodes side by side.
 
         slot      0  1  2  3  4  5
         row 0     a  b  c  d  .  .    its next token goes to slot 4, or the nodes of its tree to 4, 5, ...
         row 1     e  f  .  .  .  .    its next token goes to slot 2
         row 2     (free)
 
-    A mask must hide every slot behind a row's own: they hold zeros, or what earlier sequences left.
+    A mask must hide every slot past a row's own tokens: those hold zeros, or remains of earlier sequences.
     """
 
     def __init__(self, target: Target, num_slots: int) -> None:
-        """`num_slots` are allocated here, and nothing later."""
+        """Allocates `num_slots`; nothing is allocated later."""
         super().__init__(layers=[])
         spec = target.spec
         like = target.model.lm_head.weight
@@ -42,16 +42,17 @@ class BatchedKVCache(Cache):
         self.num_slots = num_slots
         self.num_rows = 0
         self.width = 0
-        """Slots of a row."""
+        """Slots per row."""
         self._data = self._cut(0, 0)
         self._layers: list[tuple[Tensor, Tensor]] = []
         """Keys and values of the rows of the next pass, by layer."""
         self._range = slice(0)
-        """Those rows."""
+        """The rows of the next pass."""
         self._begin: int | None = None
-        """First slot that the next pass writes, if it is over a single row: then nothing is indexed on the device."""
+        """First slot that the next pass writes, if it covers a single row: this needs no index tensors on the
+        device."""
         self._index: tuple[Int[Tensor, "rows 1"], Int[Tensor, "rows new"]] | None = None
-        """Rows and slots that it writes else."""
+        """Rows and slots that the next pass writes, if `_begin` is None."""
         self._seen = 0
 
     def _cut(self, num_rows: int, width: int) -> Tensor:
@@ -60,9 +61,9 @@ class BatchedKVCache(Cache):
         return self._memory[..., : num_rows * self._heads * width * self._head_dim].unflatten(-1, shape)
 
     def arrange(self, width: int, kept_rows: int, kept_slots: int) -> None:
-        """Cut the memory into rows of `width` slots; the first rows keep the first slots of what they hold.
+        """Divide the memory into rows of `width` slots; the first `kept_rows` rows keep their first `kept_slots` slots.
 
-        One layer at a time, so that the copy needs little memory.
+        It copies one layer at a time, which needs little memory.
         """
         num_rows = self.num_slots // width
         data = self._cut(num_rows, width)
@@ -72,9 +73,9 @@ class BatchedKVCache(Cache):
         self._range = slice(0)
 
     def reorder(self, moves: Mapping[int, int], num_slots: int) -> None:
-        """Copy the first slots of whole rows to other rows, given which goes where; all are read before any is written.
+        """Copy the first `num_slots` slots of whole rows to other rows; `moves` maps source rows to destination rows.
 
-        One layer at a time, so that the copy needs little memory.
+        All rows are read before any is written. It copies one layer at a time, which needs little memory.
         """
         if not moves:
             return
@@ -84,9 +85,8 @@ class BatchedKVCache(Cache):
             layer[:, destinations, :, :num_slots] = layer[:, sources, :, :num_slots]
 
     def move(self, rows: Sequence[int], begins: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Copy accepted nodes to where they belong, in some rows whose trees begin at slots `begins`: the nodes of a
-        path, of which each row has equally many, to the first slots of the tree. All are read before any is written.
-        """
+        """Copy accepted nodes to the first slots of their tree. The tree of each row begins at its slot in `begins`,
+        and all paths have equally many nodes. All are read before any is written."""
         device, count = self._memory.device, len(paths[0])
         if len(rows) == 1:
             row, begin = rows[0], begins[0]
@@ -104,8 +104,7 @@ class BatchedKVCache(Cache):
     ) -> Float[Tensor, "some new layers width"]:
         """Keys and values as a tap (see `KVCache.flat`): per token and layer, heads as [k_h ; v_h].
 
-        Those of `num_new` slots in each of some rows, from slot `begins` on. Past a row's end its last slot is
-        repeated.
+        Covers `num_new` slots of each row, from its slot in `begins` on. Past a row's end its last slot is repeated.
         """
         device = self._memory.device
         if len(rows) == 1 and begins[0] + num_new <= self.width:
@@ -120,13 +119,13 @@ class BatchedKVCache(Cache):
         return window.permute(1, 2, 0, 4, 3, 5).flatten(3)  # from [layers, some, new, 2, kv_heads, head_dim]
 
     def aim(self, begins: Sequence[int], num_new: int, num_seen: int, first_row: int = 0) -> None:
-        """Say where the next pass writes and how many slots it looks at.
+        """Set where the next pass writes and how many slots it attends to.
 
         Args:
-            begins: first slot written, of each row from `first_row` on.
+            begins: first slot written, for each row from `first_row` on.
             num_new: slots written in each row; those past a row's end all share its last slot.
-            num_seen: slots that the pass looks at, in every row.
-            first_row: of the pass.
+            num_seen: slots that the pass attends to, in every row.
+            first_row: first row of the pass.
         """
         rows = slice(first_row, first_row + len(begins))
         if rows != self._range:
@@ -143,7 +142,7 @@ class BatchedKVCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values; return views of what the pass looks at."""
+        """Write one layer's new keys and values; return views of the slots that the pass attends to."""
         key, value = self._layers[layer_idx]
         if self._begin is not None:
             new = key_states.shape[2]
@@ -157,8 +156,8 @@ class BatchedKVCache(Cache):
         return key.narrow(2, 0, self._seen), value.narrow(2, 0, self._seen)
 
     def place(self, positions: Int[Tensor, "rows new"]) -> Int[Tensor, "rows slots"]:
-        """The positions of all slots that the pass looks at: those of new tokens, and the numbers of all other slots,
-        whose tokens are committed."""
+        """The positions of all slots that the pass attends to: `positions` for the new tokens, and the slot's number
+        for committed ones."""
         placed = torch.arange(self._seen, device=positions.device).repeat(positions.shape[0], 1)
         if self._begin is not None:
             placed[:, self._begin : self._begin + positions.shape[1]] = positions
@@ -167,5 +166,5 @@ class BatchedKVCache(Cache):
         return placed.scatter_(1, self._index[1], positions)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many slots the next pass looks at."""
+        """Number of slots that the next pass attends to."""
         return self._seen

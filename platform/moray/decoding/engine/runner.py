@@ -1,6 +1,6 @@
-"""The target's passes over many sequences, each in a row of its own: reading prompts, verifying trees, committing.
+"""The target's passes over many sequences, one row each: reading prompts, verifying trees, committing.
 
-Knows tokens, positions and slots; what a sequence is, and who drafts, is for the engine to know.
+This module deals with tokens, positions and slots; sequences and drafters are the engine's concern.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from moray.trees.stack import stack_trees
 from moray.trees.tree import TokenTree
 
 _SEEN_GRAIN = 16
-"""A pass looks at a multiple of so many slots: few different shapes, and aligned ones."""
+"""A pass attends to a multiple of this many slots: this gives few different shapes, and aligned ones."""
 
 
 class TargetRunner:
@@ -25,12 +25,13 @@ class TargetRunner:
         """
         Args:
             target: may be shared.
-            num_slots: of the cache, over all rows; rounded up.
+            num_slots: size of the cache over all rows; rounded up.
         """
         self.cache = BatchedKVCache(target, -(-num_slots // GRAIN) * GRAIN)
         self._target = target
         self._dtype = target.model.lm_head.weight.dtype
-        """Of masks: attention kernels take additive ones as they are, and would convert booleans in every layer."""
+        """Dtype of masks: attention kernels take additive masks as they are, but would convert booleans in every
+        layer."""
 
     def read(
         self,
@@ -41,7 +42,8 @@ class TargetRunner:
     ) -> TargetOutput:
         """Read the next tokens of prompts in consecutive rows, whose slots begin at `begins`.
 
-        Fewer tokens are padded: written behind a prompt, where nothing is read before it is overwritten.
+        Shorter rows are padded. The padding is written after the prompt, in slots that are overwritten before they are
+        read.
         """
         ids = self.to_device(tokens)
         new, device = ids.shape[1], ids.device
@@ -53,15 +55,15 @@ class TargetRunner:
         positions = self.to_device([[begin] for begin in begins]) + torch.arange(new, device=device)
         num_seen = self._num_seen(max(begins) + new)
         mask = (torch.arange(num_seen, device=device) <= positions[..., None])[:, None]
-        # Padding past a row's end shares its last slot, and so has to share a position.
+        # Padding past a row's end shares its last slot, so it has to share its position too.
         positions = positions.clamp(max=min(self.cache.width, self._target.spec.max_positions) - 1)
         return self._pass(first_row, begins, ids, positions, mask, num_seen, hidden_depths)
 
     def verify(
         self, first_row: int, lengths: Sequence[int], trees: Sequence[TokenTree], hidden_depths: Sequence[int] = ()
     ) -> TargetOutput:
-        """One pass over the trees of consecutive rows, those with fewer nodes padded; a row's nodes go behind its
-        committed slots, of which there are `lengths`.
+        """Run one pass over the trees of consecutive rows, padding smaller trees. A row's nodes follow its committed
+        slots, of which there are `lengths`.
 
             slots of row 0   a  b  c  d | root x  y  .          its nodes see a to d, and their ancestors
             slots of row 1   e  f | root z  w  v  .  .          padding sees only itself, and no node sees it
@@ -86,8 +88,8 @@ class TargetRunner:
         block: Bool[Tensor, "new new"] | None,
         hidden_depths: Sequence[int],
     ) -> TargetOutput:
-        """A pass over new tokens of one row that see all `begin` committed slots and, of each other, what `block` says;
-        without it each sees those before it."""
+        """A pass over new tokens of one row. They see all `begin` committed slots and, among themselves, what `block`
+        allows; without `block`, each token sees those before it."""
         new = tokens.shape[1]
         mask = None
         if new > 1 and block is not None:
@@ -111,23 +113,23 @@ class TargetRunner:
         return self._target.forward(tokens, positions, mask, self.cache, hidden_depths)
 
     def keep(self, first_row: int, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move the accepted paths (nodes below the root) of consecutive rows to where they belong, behind the root."""
+        """Move the accepted paths (nodes below the root) of consecutive rows to the slots right after their roots."""
         moved = [row for row, path in enumerate(paths) if path and path[-1] != len(path)]
         if not moved:
             return
         most = 1 + max(len(paths[row]) for row in moved)
-        # Behind a path, slots keep what they hold: nothing is read there before it is overwritten.
+        # Slots after a path keep their contents: they are overwritten before they are read.
         nodes = [[0, *paths[row], *range(1 + len(paths[row]), most)] for row in moved]
         self.cache.move([first_row + row for row in moved], [lengths[row] for row in moved], nodes)
 
     def path_index(self, path: Sequence[int]) -> slice | Int[Tensor, " kept"]:
-        """The root and a path below it, as an index of a tree's nodes."""
+        """The root and a path below it, as an index into the tree's nodes."""
         if not path or path[-1] == len(path):
             return slice(0, 1 + len(path))
         return torch.tensor([0, *path], device=self._target.device)
 
     def to_device(self, rows: Sequence[Sequence[int]]) -> Int[Tensor, "rows most"]:
-        """Numbers of the host, shorter rows filled up with zeros."""
+        """Copy numbers from the host, padding shorter rows with zeros."""
         most = max(map(len, rows))
         return torch.tensor([[*row, *[0] * (most - len(row))] for row in rows], device=self._target.device)
 

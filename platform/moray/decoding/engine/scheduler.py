@@ -1,11 +1,11 @@
-"""Which sequences wait, which have a row, and which row: first come, first served, and no gaps.
+"""Decides which sequences wait and which row each of the others has: first come, first served, without gaps.
 
     row 0 .. r-1         running: verified in cycles
-    row r .. r+b-1       starting: their prompts are read, their first drafts are under way
+    row r .. r+b-1       starting: prompt read, first draft under way
     row r+b .. r+b+p-1   reading their prompts
-    behind them          free
+    after them           free
 
-A sequence is admitted once there are slots for all that it may come to, so none has ever to be put out again.
+A sequence is admitted once there are slots for its maximum length, so that none is ever preempted.
 """
 
 from collections import deque
@@ -20,10 +20,10 @@ _GATHER_SHARE = 16
 
 
 class Scheduler:
-    """Keeps a `BatchedKVCache`'s rows in step with the sequences that they belong to."""
+    """Keeps the rows of a `BatchedKVCache` in step with the sequences that own them."""
 
     def __init__(self, cache: BatchedKVCache, config: EngineConfig, max_nodes: int) -> None:
-        """`max_nodes` are those of the largest tree, its root among them, which need slots behind a sequence."""
+        """`max_nodes` is the size of the largest tree, root included; it needs that many slots after a sequence."""
         self.waiting: deque[EngineSequence] = deque()
         self.running: list[EngineSequence] = []
         self.starting: list[EngineSequence] = []
@@ -39,21 +39,21 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[EngineSequence]:
-        """Those whose prompts have been read, by row."""
+        """Sequences whose prompts have been read, by row."""
         return [*self.running, *self.starting]
 
     @property
     def held(self) -> list[EngineSequence]:
-        """All that have a row, by row."""
+        """All sequences that have a row, by row."""
         return [*self.decoding, *self.reading]
 
     @property
     def used_share(self) -> float:
-        """Of all slots, those of rows in use."""
+        """Share of all slots that belongs to rows in use."""
         return self.num_held * self._cache.width / self._cache.num_slots
 
     def admit(self) -> list[EngineSequence]:
-        """Let those in line begin to read as long as there are slots for them; returns who that is."""
+        """Admit waiting sequences as long as there are slots for them; return those admitted."""
         width, count = self._fitting()
         if self._config.batch_admissions and count < min(len(self.running) // _GATHER_SHARE, len(self.waiting)):
             return []
@@ -64,7 +64,7 @@ class Scheduler:
         return chosen
 
     def _fitting(self) -> tuple[int, int]:
-        """How wide rows have to be for those who may begin, and how many they are."""
+        """Row width that the sequences which can be admitted need, and how many they are."""
         width, count = max(map(self._width, self.held), default=0), 0
         for sequence in islice(self.waiting, self._config.max_num_seqs - self.num_held):
             wider = max(width, self._width(sequence))
@@ -74,8 +74,8 @@ class Scheduler:
         return width, count
 
     def settle(self, gone: Collection[int] = (), begun: Collection[int] = (), joined: Collection[int] = ()) -> None:
-        """Close the gaps of those that are gone, let those begin whose prompts have been read, and those join the
-        cycles that have begun."""
+        """Remove the sequences in `gone` and close the gaps; move those in `begun` from reading to starting, and those
+        in `joined` from starting to running."""
         before, num_slots = self.held, self._num_used_slots
         left = [[s for s in part if s.number not in gone] for part in (self.running, self.starting, self.reading)]
         running = left[0] + [s for s in left[1] if s.number in joined]
@@ -93,12 +93,12 @@ class Scheduler:
 
     @property
     def _num_used_slots(self) -> int:
-        """Of the longest sequence."""
+        """Slots that the longest sequence has filled."""
         return max((*(s.length for s in self.decoding), *(s.num_read for s in self.reading)), default=0)
 
 
 def _placed(sequences: list[EngineSequence], first: int, rows: dict[int, int]) -> list[EngineSequence]:
-    """Sequences in an order that leaves as many as possible in the rows that they have."""
+    """Order sequences so that as many as possible stay in their rows."""
     places = range(first, first + len(sequences))
     placed = {rows[s.number]: s for s in sequences if rows[s.number] in places}
     others = iter([s for s in sequences if rows[s.number] not in places])

@@ -1,4 +1,4 @@
-"""One sequence in the engine: what it has come to, and what is known of it elsewhere."""
+"""One sequence in the engine: its tokens, and what the cache and its draft source know of it."""
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
@@ -37,43 +37,43 @@ class EngineSequence:
         self.tokens = [*request.prompt, *request.generated]
         """Prompt and answer."""
         self.num_read = 0
-        """Tokens of the prompt that are in the cache. Once it has been read, all but the last token are."""
+        """Prompt tokens that are in the cache. Once the prompt has been read, all tokens but the last are."""
         self.hidden: dict[int, list[Float[Tensor, "new hidden"]]] = {}
-        """By depth, hidden states of tokens that no draft source has been given yet."""
+        """By depth, hidden states of tokens that the draft source has not received yet."""
         self.num_kept = 0
-        """See `Drafter.extend`; of the first tokens that it has not been given yet."""
+        """See `Drafter.extend`; counts from the first token that the draft source has not received yet."""
         self.asked: DraftPlan | None = None
-        """The draft that was asked for and not collected yet."""
+        """Plan of the draft that was requested and not collected yet."""
         self.draft: Draft | None = None
         """The draft of this cycle."""
         self.num_passed_over = 0
-        """Cycles of others since it began, while its first draft is under way."""
+        """Cycles that other sequences have had while its first draft was under way."""
         self.drafting: DraftScheduler | None = None
-        """Who drafts for it."""
+        """Scheduler of the source that drafts for it; None for plain decoding."""
         self.ending.cut([*request.generated])
         self.adjustment.emit(request.generated)
 
     @property
     def length(self) -> int:
-        """Of a running sequence, tokens in the cache: all but the last one, the next root, whose position it is."""
+        """Cached tokens of a running sequence: all but the last one, which is the next root and has this position."""
         return len(self.tokens) - 1
 
     @property
     def need(self) -> int:
-        """Tokens that it may come to."""
+        """Maximum number of tokens that it can reach."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     def keep_hidden(
         self, hidden: Mapping[int, Float[Tensor, "rows nodes hidden"]], row: int, index: slice | Int[Tensor, " some"]
     ) -> None:
-        """Keep, of a pass's hidden states by depth, those of some tokens of a row, as far as its drafter reads them."""
+        """Keep the hidden states of some tokens of a row of a pass, at the depths that its drafter reads."""
         for depth in self.drafting.observed.hidden_depths if self.drafting is not None else ():
             own = hidden[depth][row, index]
             is_whole = own.numel() == hidden[depth].numel()
-            self.hidden.setdefault(depth, []).append(own if is_whole else own.clone())  # a view would keep all of it
+            self.hidden.setdefault(depth, []).append(own if is_whole else own.clone())  # a view would keep it all alive
 
     def take_hidden(self, depth: int, count: int) -> Float[Tensor, "count hidden"]:
-        """The first `count` of the hidden states kept at a depth, which are not kept any longer."""
+        """Remove and return the first `count` hidden states kept at a depth."""
         parts = self.hidden[depth]
         kept = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.hidden[depth] = [kept[count:]] if count < kept.shape[0] else []
@@ -81,10 +81,10 @@ class EngineSequence:
 
 
 def ending_of(request: Request, eos_ids: Collection[int], decode: Decode | None) -> StopChecker:
-    """What ends the answer to a request.
+    """Create the check of where the answer to a request ends.
 
     Raises:
-        DataError: stop strings without a tokenizer, or that cannot be looked for.
+        DataError: stop strings without a tokenizer, or invalid stop strings.
     """
     if request.stop and decode is None:
         raise DataError("stop holds strings, but this engine was given no tokenizer: leave them out")

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 PHASES = ("admit", "prefill", "tell", "propose", "verify", "accept", "commit", "observe")
-"""Of `EngineStats.seconds`. "observe" and "tell" are what drafters are told of verified tokens: those of the last
-cycles, and all of a prompt or of a long pause."""
+"""Keys of `EngineStats.seconds`. "observe" and "tell" both send verified tokens to drafters: "observe" those of the
+last cycles, "tell" a whole prompt or the backlog of a long pause."""
 
 
 @dataclass
 class Timer:
-    """How long a phase of one cycle took, once it is over, phases within it included."""
+    """How long one phase of a cycle took, nested phases included; set once it is over."""
 
     seconds: float = 0.0
 
@@ -22,7 +22,7 @@ class EngineStats:
     """Counts and seconds since the engine was made."""
 
     wait: Callable[[], None] | None = None
-    """Waits for the device at the end of each phase, if phases are to be told apart on a GPU."""
+    """Waits for the device at the end of each phase, if phases are to be timed separately on a GPU."""
     num_steps: int = 0
     num_passes: int = 0
     """Target passes over running sequences."""
@@ -30,26 +30,26 @@ class EngineStats:
     """Sequences in those passes."""
     num_prompt_tokens: int = 0
     num_tokens: int = 0
-    """Emitted."""
+    """Tokens emitted."""
     num_cycle_tokens: int = 0
-    """Those of them that cycles gave: all but the first of every answer. Divided by `num_rows`, tau."""
+    """Tokens emitted by cycles: all but the first of every answer. Divided by `num_rows`, this is tau."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
     """By depth of the draft token, how many were accepted."""
     num_missed: int = 0
-    """Drafts that were asked for and had not come in time."""
+    """Drafts that were requested and did not arrive in time."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """By phase; no second is in two phases."""
+    """By phase; no time is counted twice."""
     _within: float = 0.0
-    """Seconds of the phases within the one that is under way."""
+    """Seconds of the phases nested in the current one."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[Timer]:
-        """Add the time spent inside to a phase. Phases within it count for themselves alone.
+        """Add the time spent inside to a phase, less that of nested phases.
 
-        Unless the device is waited for, work that one phase has queued on a GPU counts for the next phase that needs
+        Unless each phase waits for the device, work that a phase queues on a GPU counts for the next phase that needs
         its result.
         """
         before, self._within = self._within, 0.0
@@ -62,7 +62,8 @@ class EngineStats:
         self._within = before + timer.seconds
 
     def record(self, num_nodes: int, num_accepted: int, num_emitted: int) -> None:
-        """One sequence's cycle: nodes drafted below the root, how many of them stand in the answer, tokens emitted."""
+        """Record one sequence's cycle: nodes drafted below the root, how many of them are in the answer, tokens
+        emitted."""
         self.num_rows += 1
         self.num_tokens += num_emitted
         self.num_cycle_tokens += num_emitted

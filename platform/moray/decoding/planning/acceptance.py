@@ -1,33 +1,33 @@
-"""How often drafts of each N are accepted, level by level: what the next draft may expect.
+"""How often drafts of each N are accepted, level by level: what the next draft can expect.
 
     P(refused at level k | N) = refusals(N) * lately(k)
 
-refusals(N): of the levels that drafts of N reached, the share refused; over some 200 cycles, because it compares values
-of N. lately(k): how many refusals there were at level k of those to be expected; over some 30 cycles, whatever drafted
-them, so that all values of N follow the text together. With the benefit of the doubt, values of N are compared so that
-one not tried for long is tried again: discounted UCB (arXiv 0805.3415), here on refusals.
+refusals(N): share of the levels reached by drafts of N that were refused, over about 200 cycles, because it compares
+values of N. lately(k): actual refusals at level k divided by expected ones, over about 30 cycles and all drafts, so
+that all values of N follow the text together. When values of N are compared, each gets the benefit of the doubt, so
+that one not tried for a long time is tried again: discounted UCB (arXiv 0805.3415), here on refusals.
 
-This module refuses to know what drafts cost.
+This module knows nothing of what drafts cost.
 """
 
 from collections.abc import Sequence
 
 FORGET = 0.97
-"""Weight of a cycle when one more has passed: about the last 30 count."""
+"""Factor on the weight of a cycle for every cycle after it: about the last 30 count."""
 PRIOR_WEIGHT = 2.0
-"""What is believed of a level before it was tried, and of a level not tried for long: so that it is tried again."""
+"""Weight of the prior for a level never tried, or not tried for a long time, so that it is tried again."""
 _PRIOR_REFUSALS = 0.3
 _FORGET_LAYER_COUNT = 0.995
-"""As `FORGET`, of what compares values of N: their differences are smaller than the noise of 30 cycles, and last
+"""Like `FORGET`, for comparing values of N: their differences are smaller than the noise of 30 cycles, and last
 longer."""
 _PRIOR_LEVELS = 20.0
-"""Levels that all values of N together count for, against those of one N: some four drafts of it."""
+"""Weight, in levels, of the average over all values of N against those of one N: about four of its drafts."""
 _DOUBT = 0.5
-"""Refusals of an N of which little is known are taken to be smaller by this share."""
+"""Up to this share is taken off the refusals of an N while little is known of it."""
 
 
 class _LayerCount:
-    """What became of the drafts of one N."""
+    """Counts for the drafts of one N."""
 
     def __init__(self) -> None:
         self.reached = self.refused = 0.0
@@ -38,7 +38,7 @@ class _LayerCount:
 
 
 class Acceptance:
-    """Running rates of one decoder."""
+    """Running acceptance rates of one drafter."""
 
     def __init__(self, num_levels: int, layer_counts: Sequence[int]) -> None:
         self._layer_counts = {num_target_layers: _LayerCount() for num_target_layers in layer_counts}
@@ -46,15 +46,15 @@ class Acceptance:
         self._refused = [0.0] * num_levels
 
     def rates(self, num_target_layers: int, *, in_doubt: bool = False) -> list[float]:
-        """P(level k is accepted | level k - 1 was); a level without evidence is believed to be like the one before.
+        """P(level k is accepted | level k - 1 was); a level without evidence is taken to be like the one before.
 
-        `in_doubt` gives a value of N the benefit of the doubt: the less is known of it the more.
+        `in_doubt` gives N the benefit of the doubt: the less is known of it, the more.
         """
         refusals = self._refusals(num_target_layers) * (1.0 - (self._doubt(num_target_layers) if in_doubt else 0.0))
         return [max(0.0, 1.0 - refusals * ratio) for ratio in self._lately()]
 
     def record(self, num_target_layers: int, num_levels: int, num_accepted: int) -> None:
-        """What became of a cycle: levels verified, and how many of them were accepted."""
+        """Record the result of a cycle: levels verified, and how many of them were accepted."""
         expected, own = self._refusals(num_target_layers), self._layer_counts[num_target_layers]
         for each in self._layer_counts.values():
             each.forget()
@@ -68,8 +68,9 @@ class Acceptance:
                 own.refused += level == num_accepted
 
     def _refusals(self, num_target_layers: int) -> float:
-        """Of its levels reached, the share refused; believed to be as with all values of N where little is known."""
-        if len(self._layer_counts) == 1:  # nothing to compare: how it fares is said by what happened lately
+        """Share of the levels reached that were refused; close to the average over all N while little is known of this
+        one."""
+        if len(self._layer_counts) == 1:  # nothing to compare: `_lately` covers it
             return _PRIOR_REFUSALS
         of_all = (sum(each.refused for each in self._layer_counts.values()) + PRIOR_WEIGHT * _PRIOR_REFUSALS) / (
             sum(each.reached for each in self._layer_counts.values()) + PRIOR_WEIGHT
@@ -78,7 +79,7 @@ class Acceptance:
         return (own.refused + _PRIOR_LEVELS * of_all) / (own.reached + _PRIOR_LEVELS)
 
     def _doubt(self, num_target_layers: int) -> float:
-        """How much smaller its refusals may really be: of counts of n, the standard error is 1 / sqrt(n)."""
+        """By what share its refusals may really be lower: the relative standard error of a count n is 1 / sqrt(n)."""
         return (
             0.0
             if len(self._layer_counts) == 1

@@ -1,4 +1,4 @@
-"""What an engine's passes and drafts cost on this machine, by rows and tokens, measured once before it is used."""
+"""Measures, once before use, what an engine's passes and drafts cost on this machine, by rows and tokens."""
 
 import time
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from moray.trees.shapes import AdaptiveShape, GrowableShape
 from moray.trees.tree import TokenTree, chain_of
 
 _LENGTH = 128
-"""Tokens that every row is taken to have."""
+"""Assumed length of every row, in tokens."""
 _REPEATS = 3
 
 
 def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> CostTable:
     """Time passes and drafts for 1, 2, 4, ... and `max_rows` sequences, with each of the drafter's N.
 
-    Drafts are timed in this process, wherever they are made later. The fastest of a few runs counts, sizes taking
-    turns, for what else the machine does only ever adds.
+    Drafts are timed in this process, wherever they are made later. Each size is run a few times, sizes in turn, and the
+    fastest run counts, because other work on the machine only ever adds time.
     """
     rows, layer_counts = _powers(max_rows), drafter.layer_counts
     sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
@@ -60,13 +60,14 @@ def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: 
 
 
 def _tree(num_tokens: int, max_depth: int, device: torch.device) -> TokenTree:
-    """Of so many nodes, no deeper than a real tree, whose positions the table of rotations has."""
+    """A chain of `num_tokens` nodes with depths capped at `max_depth`, so that the rotary table covers its
+    positions."""
     chain = chain_of(torch.zeros(num_tokens, dtype=torch.long, device=device))
     return replace(chain, depths=chain.depths.clamp(max=max_depth))
 
 
 def _verify(target: Target, runner: TargetRunner, lengths: list[int], trees: list[TokenTree]) -> None:
-    """A pass of the engine; nothing of it is kept."""
+    """One pass of the engine; its result is dropped."""
     target.logits(runner.verify(0, lengths, trees).last).argmax(dim=-1)
 
 
@@ -101,7 +102,7 @@ def _fastest(runs: list[Callable[[], None]], device: torch.device) -> list[float
             begin = time.perf_counter()
             run()
             synchronise(device)
-            if turn:  # the first time of anything is slow
+            if turn:  # the first turn warms up
                 best[index] = min(best[index], time.perf_counter() - begin)
     return best
 

@@ -1,14 +1,14 @@
 """Chooses what to draft next: depth, N, number of nodes, or nothing. It picks the most expected tokens per second.
 
     tokens of a cycle    rows + drafted rows * f * (a_1 + a_1 a_2 + ...)     a_k: acceptance at level k
-    seconds of a cycle   pass over rows * (1 + nodes) tokens + asking + draft of so many levels + rest
+    seconds of a cycle   pass over rows * (1 + nodes) tokens + request + draft of that depth + rest
 
-f is the share of drafts that hold anything: prompt lookup often finds nothing, and then the pass is a plain one.
+f is the share of drafts that are not empty: prompt lookup often finds nothing, and the pass is then a plain one.
 
 One controller serves one drafter of one engine, whether the engine runs one sequence or many. It knows what passes and
 drafts cost on this machine (`CostTable`, measured once and corrected by the cycles since) and how often drafts have
 been accepted recently (`Acceptance`). It looks at past cycles and at the scores of deterministic proposals, never at
-sampled tokens, so the choice cannot bend the output's distribution.
+sampled tokens, so the choice cannot change the output's distribution.
 
 Drafting that does not pay is paused. A trial after the pause shows whether it pays again, and each failed trial makes
 the next pause longer: a useless drafter costs almost nothing.
@@ -24,22 +24,22 @@ from moray.decoding.planning.costs import CostTable
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
 _MIN_GAIN = 1.02
-"""Tokens per second that drafting must promise, relative to none: costs are not known better than that."""
+"""Tokens per second that drafting must promise, relative to plain decoding: costs are not known more precisely."""
 _PROVEN_CYCLES = 20
-"""Drafted cycles in a row that make a trial of drafting a success."""
+"""Drafted cycles in a row after which a trial of drafting counts as a success."""
 _MAX_FAILED_TRIALS = 5
-"""Each failed trial doubles the pause until the next one, up to so many times (but see `_PATIENCE_PER_ROW`)."""
+"""Each failed trial doubles the pause until the next one, up to this many times (but see `_PATIENCE_PER_ROW`)."""
 _PATIENCE_PER_ROW = 16
-"""Failed trials make a pause at most so many times longer per sequence, for the more sequences, the more a trial
-costs. So one that is alone again does not wait as long as many did."""
+"""Failed trials lengthen a pause at most by this factor per sequence, because a trial with more sequences costs more.
+So a sequence that is alone again does not wait as long as many did."""
 NUM_TRIED = 4
-"""Drafts by which a trial finds out whether they are accepted again, where there are as many sequences."""
+"""Number of drafts in a trial of whether drafts are accepted again, if there are that many sequences."""
 PROBE_CYCLES = 32
 """Cycles without a draft after which one level is drafted whatever its measured cost. Without such probes, costs that
 were measured while other work ran would end drafting for good. Each probe doubles the wait for the next one, unless it
 was far cheaper than measured."""
 _MEMORY = 8.0
-"""Cycles over which costs without a measurement at the start are averaged."""
+"""Cycles over which costs that calibration does not measure are averaged."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,11 @@ class SpeculationController:
     def __init__(self, shape: AnyShape, layer_counts: Sequence[int] = (0,), *, is_remote: bool = False) -> None:
         """
         Args:
-            shape: what may be drafted. One that is not adaptive is always drafted, with the first N; until costs are
-                known, an adaptive one is drafted at its full depth.
-            layer_counts: the drafter's N to choose from, cheapest first.
-            is_remote: drafts are made in other processes. Then the time of a draft is the time waited for it.
+            shape: what may be drafted. A shape that is not adaptive is always drafted, with the first N. An adaptive
+                one is drafted at full depth until costs are known.
+            layer_counts: values of N to choose from, cheapest first.
+            is_remote: whether drafts are made in other processes. The time of a draft is then the time spent waiting
+                for it.
         """
         self._shape, self._layer_counts, self._is_remote = shape, tuple(layer_counts), is_remote
         depth = shape.depth
@@ -73,53 +74,55 @@ class SpeculationController:
         self._costs: CostTable | None = None
         self._acceptance = Acceptance(depth, self._layer_counts)
         self._reach = depth
-        """Levels that may be drafted: after a pause few, and twice as many each time that all of them were drafted."""
+        """Maximum depth to draft: small after a pause, doubled each time that a draft of this depth was made."""
 
         self._verify, self._draft = Correction(), Correction()
         self._draft_of = {num_target_layers: Correction() for num_target_layers in layer_counts}
         self._root_scale, self._tree_scale = CostScale(), CostScale()
-        """Of passes over roots alone, and over trees."""
+        """For passes over roots alone, and over trees."""
         self._draft_scale = {num_target_layers: CostScale() for num_target_layers in layer_counts}
         self._rest = 0.0
-        """Seconds per sequence of everything else that a cycle does."""
+        """Seconds per sequence of everything else in a cycle."""
         self._asks: dict[int, float] = {}
-        """Seconds that it takes to tell drafters what is new and to ask them, by bits of the number of sequences."""
+        """Seconds for sending new tokens to drafters and requesting drafts, by bit length of the number of
+        sequences."""
         self._are_asks_old = False
-        """Whether those are from before the last pause: the next one says more than all of them."""
+        """Whether `_asks` is from before the last pause: the next measurement then replaces all of them."""
 
         self._num_answered = self._num_filled = 0.0
-        """Drafts, and those of them that held anything."""
+        """Drafts, and how many of them were not empty."""
         self._promised = self._kept = 0.0
-        """Accepted nodes that scores of pruned trees promised, and those that really were."""
+        """Accepted nodes that the scores of pruned trees promised, and those really accepted."""
         self._levels = self._nodes = 0.0
-        """Of pruned trees."""
+        """Levels and nodes of pruned trees."""
 
         self._num_drafted = self._num_idle = 0
-        """Cycles in a row with drafts, trials apart, and since then without."""
+        """Consecutive cycles with drafts, not counting trials on a few of many sequences, and cycles without drafts
+        since then."""
         self._num_to_try = self._num_tried = 0
-        """Drafts of the last trial, and those of which is known what became of them."""
+        """Drafts in the last trial, and how many of their results are known."""
         self._num_failed_trials = 0
         self._probe_at = PROBE_CYCLES
         """Cycles without drafts before the next probe."""
 
     def set_costs(self, costs: CostTable) -> None:
-        """Take what was measured."""
+        """Use these measured costs."""
         self._costs = costs
 
     @property
     def needs_costs(self) -> bool:
-        """Whether there is a choice, and nothing is known of what it costs."""
+        """Whether there is a choice to make and its costs are not known."""
         return bool(self._plans) and self._costs is None
 
     @property
     def is_trying(self) -> bool:
-        """Whether drafts should be asked for `NUM_TRIED` sequences alone, after a pause."""
+        """Whether a trial after a pause is under way, for which `NUM_TRIED` sequences draft."""
         return self._num_tried < self._num_to_try
 
     # --- The choice ---
 
     def plan(self, num_rows: int, num_drafted: int) -> DraftPlan | None:
-        """What to draft for `num_drafted` of the sequences of the next pass; None for nothing at all."""
+        """What to draft for `num_drafted` of the sequences in the next pass; None to draft nothing."""
         if not num_drafted:
             return None
         if not self._plans:
@@ -139,7 +142,7 @@ class SpeculationController:
             hopes = {
                 n: max(self._promises(num_rows, num_drafted, n, in_doubt=True).values()) for n in self._layer_counts
             }
-            num_target_layers = max(hopes, key=lambda n: hopes[n])  # of equals the first, which is the cheapest
+            num_target_layers = max(hopes, key=lambda n: hopes[n])  # on a tie the first, which is the cheapest
             if hopes[num_target_layers] <= least:
                 return None
         promises = self._promises(num_rows, num_drafted, num_target_layers)
@@ -151,7 +154,7 @@ class SpeculationController:
     def _promises(
         self, num_rows: int, num_drafted: int, num_target_layers: int, *, in_doubt: bool = False
     ) -> dict[int, float]:
-        """Tokens per second of every draft, by depth."""
+        """Expected tokens per second, by depth of the draft."""
         promises, expected, survival = {}, float(num_rows), 1.0
         filled = (self._num_filled + PRIOR_WEIGHT) / (self._num_answered + PRIOR_WEIGHT)
         any_filled = 1.0 - (1.0 - filled) ** num_drafted
@@ -169,10 +172,10 @@ class SpeculationController:
         return promises
 
     def _expected_nodes(self, num_target_layers: int, depth: int) -> int:
-        """Nodes that a draft of so many levels will have verified.
+        """Expected number of verified nodes in a draft of `depth` levels.
 
-        As many per level as pruning kept recently, for acceptance was measured with those; one at first, as in a chain.
-        To count all that a shape allows would price trees that are never verified.
+        Uses as many nodes per level as pruning kept recently, because acceptance was measured with those; one at first,
+        as in a chain. Counting all nodes that a shape allows would price trees that are never verified.
         """
         per_level = (self._nodes + PRIOR_WEIGHT) / (self._levels + PRIOR_WEIGHT)
         return min(self._plans[num_target_layers, depth].shape.num_nodes, math.ceil(depth * per_level))
@@ -180,14 +183,14 @@ class SpeculationController:
     def nodes_worth_verifying(self, plan: DraftPlan, log_probs: Sequence[Sequence[float]], num_rows: int) -> int:
         """How many of each drafted tree's best nodes to verify.
 
-        If the drafter knows itself, the expected number of accepted nodes is the sum of their probabilities; the
-        running ratio of what was accepted to what was promised corrects it. Trees share one number, for a pass takes as
+        If the drafter is well calibrated, the expected number of accepted nodes is the sum of their probabilities; the
+        running ratio of accepted to promised nodes corrects it. All trees get the same number, because a pass takes as
         long as if all of its trees were as large as the largest.
 
         Args:
-            plan: of the drafts.
-            log_probs: cumulative, of the nodes of each tree, best first.
-            num_rows: sequences in the pass, with drafts and without.
+            plan: plan of the drafts.
+            log_probs: cumulative log-probabilities of the nodes of each tree, best first.
+            num_rows: sequences in the pass, with and without drafts.
         """
         trust = (self._kept + PRIOR_WEIGHT) / (self._promised + PRIOR_WEIGHT)
         best, best_rate, total = 1, 0.0, 0.0
@@ -204,7 +207,7 @@ class SpeculationController:
     def _seconds(
         self, num_rows: int, num_drafted: int, num_nodes: int, num_levels: int, num_target_layers: int
     ) -> float:
-        """A cycle that drafts so many levels and verifies so many nodes below each root."""
+        """Time of a cycle that drafts `num_levels` levels and verifies `num_nodes` nodes below each root."""
         seconds = self._verify_seconds(num_rows, num_nodes) * self._verify.factor + self._rest * num_rows
         if num_levels:
             seconds += (
@@ -215,24 +218,24 @@ class SpeculationController:
         return seconds
 
     def _verify_seconds(self, num_rows: int, num_nodes: int) -> float:
-        """As measured, scaled."""
+        """The measured time, scaled."""
         assert self._costs is not None
         scale = self._tree_scale if num_nodes else self._root_scale
         return self._costs.verify_seconds(num_rows, num_nodes + 1) * scale.factor
 
     def _draft_seconds(self, num_drafted: int, num_levels: int, num_target_layers: int) -> float:
-        """As measured, scaled and corrected by drafts with any N."""
+        """The measured time, scaled, and corrected by drafts with any N."""
         assert self._costs is not None
         measured = self._costs.draft_seconds(num_drafted, num_levels, num_target_layers)
         return measured * self._draft_scale[num_target_layers].factor * self._draft.factor
 
     def _ask_seconds(self, num_asked: int) -> float:
-        """As for the most similar number of sequences that was asked for recently."""
+        """The time for the most similar number of sequences that was requested recently."""
         size = num_asked.bit_length()
         return self._asks[min(self._asks, key=lambda known: abs(known - size))] if self._asks else 0.0
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
-        """What a pass over trees of at most `num_nodes` nodes below their roots took."""
+        """Record the time of a pass over trees of at most `num_nodes` nodes below their roots."""
         if self._costs is None:
             return
         scale = self._tree_scale if num_nodes else self._root_scale
@@ -242,11 +245,11 @@ class SpeculationController:
             self._verify.record(self._verify_seconds(num_rows, num_nodes), seconds)
 
     def record_rest(self, num_rows: int, seconds: float) -> None:
-        """What a cycle took besides its pass and its drafts."""
+        """Record the time of a cycle outside its pass and its drafts."""
         self._rest += (seconds / num_rows - self._rest) / _MEMORY
 
     def record_ask(self, num_asked: int, num_rows: int, seconds: float) -> None:
-        """What it took to tell the drafter of some of the sequences what is new, and to ask it."""
+        """Record the time it took to send new tokens of some sequences to the drafter and to request drafts."""
         if self._is_partial_trial(num_asked, num_rows):
             return
         if self._are_asks_old:
@@ -256,8 +259,8 @@ class SpeculationController:
         self._asks[size] += (min(seconds, 2 * known) - known) / _MEMORY
 
     def record_draft(self, plan: DraftPlan, num_drafted: int, num_rows: int, seconds: float | None) -> None:
-        """How long the drafts for some of the sequences took, or had to be waited for; None where that is not known,
-        or was not a usual draft."""
+        """Record how long the drafts for some sequences took, or how long they were waited for; None if that is not
+        known or the draft was not a typical one."""
         self._num_idle = 0
         if self._is_partial_trial(num_drafted, num_rows):
             return
@@ -283,7 +286,8 @@ class SpeculationController:
                 other.decay()
 
     def _is_partial_trial(self, num_drafted: int, num_rows: int) -> bool:
-        """Whether a trial drafts for a few of many sequences: what that takes says nothing of drafting for all."""
+        """Whether a trial drafts for only a few of many sequences: its time says nothing about drafting for all of
+        them."""
         return self.is_trying and num_drafted < num_rows
 
     # --- Acceptance ---
@@ -296,13 +300,13 @@ class SpeculationController:
         num_nodes: int = 0,
         promised: float = 0.0,
     ) -> None:
-        """What became of one sequence's draft.
+        """Record the result of one sequence's draft.
 
         Args:
             num_levels: levels drafted.
             num_accepted: how many of them were accepted.
-            N: N; None for the first.
-            num_nodes: nodes that were verified, if its scores decided how many.
+            num_target_layers: N of the draft; None for the first.
+            num_nodes: nodes that were verified, if scores decided how many; otherwise 0.
             promised: sum of their probabilities.
         """
         self._record_filled(1.0)
@@ -315,7 +319,7 @@ class SpeculationController:
         self._nodes = self._nodes * FORGET + num_nodes
 
     def record_empty(self) -> None:
-        """One sequence's draft held nothing, or did not come."""
+        """Record that one sequence's draft was empty or did not arrive."""
         self._record_filled(0.0)
 
     def _record_filled(self, filled: float) -> None:
@@ -326,20 +330,20 @@ class SpeculationController:
     # --- Pauses ---
 
     def pause(self, num_rows: int) -> None:
-        """No draft was wanted for the sequences of a cycle: drafting pauses, if it does not yet. Then `decay`."""
+        """Record that no drafts were wanted in a cycle: pause drafting if it is not paused yet, then `decay`."""
         if self._num_tried or not self._num_to_try:
             is_proven = self._num_drafted >= _PROVEN_CYCLES
             self._num_failed_trials = 0 if is_proven else min(self._num_failed_trials + 1, _MAX_FAILED_TRIALS)
-            self._reach = max(1, self._shape.depth // num_rows)  # a deep draft of many that is refused costs much
+            self._reach = max(1, self._shape.depth // num_rows)  # deep drafts of many sequences cost much if refused
             self._num_drafted = self._num_idle = self._num_tried = 0
             self._num_to_try = min(NUM_TRIED, num_rows)
             self._are_asks_old = True
         self.decay(num_rows)
 
     def decay(self, num_rows: int) -> None:
-        """A cycle has passed without drafts: what is not tried for long is believed to be as it was at first.
+        """Record a cycle without drafts: what has not been tried for a long time returns to its initial estimate.
 
-        After failed trials only one of several such cycles counts.
+        After failed trials, only one in several such cycles counts.
         """
         self._num_idle += 1
         if self._num_idle % min(2**self._num_failed_trials, _PATIENCE_PER_ROW * num_rows) == 0:

@@ -3,33 +3,33 @@
 from moray.decoding.planning.acceptance import FORGET
 
 _COST_WEIGHT = 8.0
-"""Cycles that the measured cost counts for, against cycles since."""
+"""Weight of the measured cost, in cycles, against the cycles since then."""
 _HICCUP = 2.0
-"""A cycle that takes more than so many times what was expected counts for no more: the machine did something else."""
+"""A cycle counts as at most this many times its expected cost: more means that the machine did something else."""
 _FAR_FASTER = 0.7
 """A cycle that takes less than this share of its measured cost shows that other work ran during the measurement."""
 
 
 class Correction:
-    """How much longer something really takes than was measured; it changes with the context and the machine's load."""
+    """Ratio of actual to measured time, which changes with context length and machine load."""
 
     def __init__(self) -> None:
         self._ratios = self._count = 0.0
 
     @property
     def factor(self) -> float:
-        """Of what was measured; one for all sizes."""
+        """The ratio; the same for all sizes."""
         return (self._ratios + _COST_WEIGHT) / (self._count + _COST_WEIGHT)
 
     def record(self, measured: float, seconds: float) -> None:
-        """What was measured to take so long has taken `seconds`."""
+        """Record that something with the cost `measured` took `seconds`."""
         ratio = min(seconds / max(measured, 1e-9), _HICCUP * self.factor)
         self.decay()
         self._ratios += ratio
         self._count += 1.0
 
     def decay(self) -> None:
-        """A cycle has passed: what is not tried for long is believed to be as it was measured."""
+        """A cycle has passed: what is not tried for a long time returns to its measured cost."""
         self._ratios *= FORGET
         self._count *= FORGET
 
@@ -49,5 +49,5 @@ class CostScale:
         ratio = seconds / max(measured * self.factor, 1e-9)
         if ratio >= _FAR_FASTER:
             return False
-        self.factor *= max(ratio, 0.1)  # a clock may stand still
+        self.factor *= max(ratio, 0.1)  # the clock may not have advanced
         return True

@@ -1,4 +1,5 @@
-"""What the parts of a cycle cost on this machine, by sequences and sizes (measured by `planning.calibrate`)."""
+"""What the parts of a cycle cost on this machine, by number of sequences and size (measured by
+`planning.calibrate`)."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -8,30 +9,30 @@ from itertools import accumulate, pairwise
 _REPEATS = 5
 
 Points = Sequence[tuple[int, float]]
-"""(size, seconds), sizes ascending; between them lines are drawn."""
+"""(size, seconds) pairs, sizes ascending; values between them are interpolated linearly."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that passes and drafts for a fixed number of sequences take."""
+    """Seconds that passes and drafts take for a fixed number of sequences."""
 
     verify: Points
-    """By tokens of each sequence in a target pass, the root included."""
+    """By tokens per sequence in a target pass, root included."""
     draft: Mapping[int, Points]
-    """By N (see `Drafter.layer_counts`): by levels drafted."""
+    """By N (see `Drafter.layer_counts`), then by levels drafted."""
 
     def verify_seconds(self, num_tokens: int) -> float:
-        """One target pass."""
+        """Time of one target pass."""
         return _interpolate(self.verify, num_tokens)
 
     def draft_seconds(self, num_levels: int, num_target_layers: int) -> float:
-        """One draft; none at all is free."""
+        """Time of one draft; 0 for no levels."""
         return _interpolate(self.draft[num_target_layers], num_levels) if num_levels else 0.0
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs by number of sequences; between the measured numbers lines are drawn."""
+    """Costs by number of sequences, interpolated linearly between the measured numbers."""
 
     by_rows: Mapping[int, Costs]
     _rows: list[int] = field(init=False, repr=False, compare=False)
@@ -40,11 +41,11 @@ class CostTable:
         object.__setattr__(self, "_rows", sorted(self.by_rows))
 
     def verify_seconds(self, num_rows: int, num_tokens: int) -> float:
-        """One target pass over so many tokens of each of some sequences."""
+        """Time of one target pass over `num_tokens` tokens of each of `num_rows` sequences."""
         return self._at(num_rows, lambda costs: costs.verify_seconds(num_tokens))
 
     def draft_seconds(self, num_rows: int, num_levels: int, num_target_layers: int) -> float:
-        """Drafts of so many levels for some sequences, with this N; none at all are free."""
+        """Time of drafting `num_levels` levels for `num_rows` sequences with this N; 0 for no levels."""
         return self._at(num_rows, lambda costs: costs.draft_seconds(num_levels, num_target_layers))
 
     def _at(self, num_rows: int, seconds_of: Callable[[Costs], float]) -> float:
@@ -59,16 +60,16 @@ class CostTable:
 
 
 def ascending(sizes: Sequence[int], seconds: Sequence[float]) -> Points:
-    """Points of `Costs` from measured seconds, so that more work never takes less time.
+    """Points of `Costs` from measured seconds, adjusted so that more work never takes less time.
 
-    Other work can only add time, so the seconds of a larger size bound those of every smaller one from above.
+    Other work on the machine can only add time, so the time of a larger size is an upper bound for all smaller sizes.
     """
     bounded = list(accumulate(reversed(seconds), min))
     return list(zip(sizes, reversed(bounded), strict=True))
 
 
 def median_seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
-    """How long something takes, once it is warm."""
+    """Median time of `run` after one warm-up."""
     run()
     seconds = []
     for _ in range(_REPEATS):

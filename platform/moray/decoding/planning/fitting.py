@@ -1,8 +1,7 @@
 """Checks that a drafter can draft a tree.
 
-Everything that decodes calls `fit_shape` when it is built: the decoder of one sequence, the engine with drafters in its
-process or elsewhere, and drafter replicas, which also check every request. Deployment commands call it before they
-start anything.
+Everything that decodes calls `fit_shape` when it is built: the decoder of one sequence, the engine with local or remote
+drafters, and drafter replicas, which also check every request. Deployment commands call it before they start anything.
 """
 
 import logging
@@ -20,8 +19,8 @@ def fit_shape(shape: AnyShape, drafter: str, max_depth: int | None, vocab_size: 
 
     Args:
         shape: the tree of the configuration.
-        drafter: its name, for the error.
-        max_depth: most levels that the drafter can draft; None for any number.
+        drafter: the drafter's name, for the error.
+        max_depth: maximum number of levels that the drafter can draft; None for no limit.
         vocab_size: tokens of the target; None if not known yet.
 
     Raises:
@@ -43,7 +42,7 @@ def fit_shape(shape: AnyShape, drafter: str, max_depth: int | None, vocab_size: 
 
 
 def is_too_deep(shape: AnyShape, max_depth: int | None) -> bool:
-    """Whether a drafter of at most `max_depth` levels cannot draft the tree; an adaptive one goes as deep as it can."""
+    """Whether a drafter of at most `max_depth` levels cannot draft the tree; adaptive trees always fit."""
     return max_depth is not None and not isinstance(shape, AdaptiveShape) and shape.depth > max_depth
 
 

@@ -1,1 +1,1 @@
-"""Drafts that are made in another process: what crosses, who answers, and how it gets there. No Ray."""
+"""Drafting in another process: the messages, the process that answers them, and the transport. No Ray."""

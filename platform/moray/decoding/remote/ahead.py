@@ -1,13 +1,13 @@
-"""Drafting on while the target verifies: below a chain that was answered with, for the outcome that is likeliest.
+"""Drafts ahead while the target verifies: below a chain that was just sent as a reply, for the likeliest outcome.
 
-    answered      r  d1 d2 d3                  root and chain
-    run ahead                  g  e1 e2 e3     g: the target's own token, if it accepts all and thinks like the drafter
-    asked next    r  d1 d2 d3, root g          what was guessed: e1 e2 e3 are the answer, at once
+    sent          r  d1 d2 d3                  root and chain
+    drafted ahead              g  e1 e2 e3     g: the target's next token, if it accepts all and agrees with the drafter
+    next request  r  d1 d2 d3, root g          as guessed: e1 e2 e3 are the reply, at once
 
-So drafts are made of memory that ends before r, older by a whole cycle than it would be. Where the guess was wrong
-nothing has to be undone: a tree's nodes lie behind the verified tokens, and of those the first are what is told next.
-Where it was right the state learns of the verified tokens after the answer, and g e1 e2 are expanded again, led along
-what was answered, before it goes on below them.
+Drafts made ahead use memory that ends before r, a whole cycle older than usual. If the guess was wrong, nothing has to
+be undone: a tree's nodes are stored after the verified tokens, and the first of them are the tokens that the next
+request sends. If it was right, the state receives the verified tokens after the reply; g e1 e2 are then expanded again,
+following the reply, before drafting goes on below them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from moray.trees.grow import SelectMany
 from moray.trees.shapes import MAX_DEPTH, ChainShape
 
 Drawn = tuple[SamplingParams, int, int | None]
-"""What a drafted token depends on besides its place: the sampling parameters, the sequence's number, and N."""
+"""What a drafted token depends on besides its position: the sampling parameters, the sequence's number, and N."""
 
 
 @dataclass(frozen=True)
@@ -40,40 +40,40 @@ class Told:
 
 @dataclass(frozen=True)
 class Guess:
-    """What was drafted ahead of one sequence, and when it is the answer."""
+    """What was drafted ahead for one sequence, and when it is the right reply."""
 
     verified: tuple[int, ...]
-    """What must be told to be verified."""
+    """Tokens that the next request must send as verified."""
     chain: tuple[int, ...]
     """The next root, and the draft below it."""
     drawn: Drawn
 
     def is_right(self, verified: tuple[int, ...], root: int, drawn: Drawn) -> bool:
-        """Whether this is what was guessed."""
+        """Whether a request is the one that was guessed."""
         return (verified, root, drawn) == (self.verified, self.chain[0], self.drawn)
 
 
 @dataclass
 class Session:
-    """One sequence at its drafter."""
+    """One sequence in its drafter process."""
 
     name: str
     drafter: str
     state: Any
     used: float
-    """When it was last asked for."""
+    """When a draft of it was last requested."""
     known: int = 0
-    """Verified tokens that have been told."""
+    """Verified tokens received."""
     num_expanded: int = 0
-    """Nodes of the tree answered last that the state holds, from the root on."""
+    """Nodes of the last tree sent that the state holds, counted from the root."""
     late: Told | None = None
-    """The last of the known tokens, which the state has still to learn of."""
+    """The last of the known tokens, which the state has not taken in yet."""
     guess: Guess | None = None
     ahead: "Ahead | None" = None
-    """What drafts for it at the moment."""
+    """What currently drafts ahead for it."""
 
     def learn(self, drafter: Drafter, told: Told, *, is_late: bool = False) -> None:
-        """Take in verified tokens: now, or, `is_late`, once `settle` is called."""
+        """Take in verified tokens: at once, or, with `is_late`, when `settle` is called."""
         self.settle(drafter)
         self.known += told.tokens.shape[0]
         self.late = told
@@ -81,7 +81,7 @@ class Session:
             self.settle(drafter)
 
     def settle(self, drafter: Drafter) -> None:
-        """Let the state learn of what is late; what was drafted ahead is done with."""
+        """Let the state take in late tokens, which ends what was drafted ahead."""
         if self.late is not None:
             told, self.late = self.late, None
             drafter.extend(self.state, told.tokens, told.memory, min(told.num_kept, self.num_expanded))
@@ -89,7 +89,7 @@ class Session:
 
 
 class Ahead:
-    """Chains of several sequences of one drafter, and the drafting on below them, level by level."""
+    """Drafts ahead below the chains of several sequences of one drafter, level by level."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class Ahead:
     ) -> None:
         """
         Args:
-            drafter: of all of them.
-            sessions: of which equally many nodes are expanded, or that have something late to learn.
-            chains: what was answered with, the roots first.
-            drawn: how.
-            depth: levels to be drafted below the next root.
+            drafter: the drafter of all sequences.
+            sessions: all with the same number of expanded nodes, or all with late tokens.
+            chains: the chains that were sent, roots first.
+            drawn: what each chain was drawn with.
+            depth: levels to draft below the next root.
         """
         self._drafter = drafter
         self._sessions = list(sessions)
@@ -114,7 +114,7 @@ class Ahead:
         self._num_answered = len(chains[0])
         self._end = self._num_answered + 1 + depth
         self._level = sessions[0].num_expanded if sessions[0].late is None else 0
-        self._positions = [session.known + self._num_answered - 1 for session in sessions]  # of the last ones answered
+        self._positions = [session.known + self._num_answered - 1 for session in sessions]  # of each chain's last node
         self._going = list(range(len(self._sessions)))
         self._chains = torch.tensor(chains)
         self._picks: SelectMany | None = None
@@ -123,11 +123,11 @@ class Ahead:
 
     @property
     def sessions(self) -> list[Session]:
-        """Those that it still drafts for."""
+        """Sessions that it still drafts for."""
         return [self._sessions[number] for number in self._going if self._sessions[number].ahead is self]
 
     def grow(self) -> bool:
-        """Expand the next level; whether there is another one."""
+        """Expand the next level; return whether there is another one."""
         self._keep([place for place, number in enumerate(self._going) if self._sessions[number].ahead is self])
         sessions = self.sessions
         if not sessions:
@@ -138,7 +138,7 @@ class Ahead:
         left, logits = self._drafter.step_many([session.state for session in sessions], tokens, None, self._level)
         for session in sessions:
             session.num_expanded = self._level + 1
-        self._keep(list(left))  # the others know of nothing that might follow
+        self._keep(list(left))  # the others have no scores for what follows
         if self._going and self._level + 1 == self._chains.shape[1]:
             picked = self._picks(self._going, logits, self._level + 1 - self._num_answered, 1)
             self._chains = torch.cat([self._chains, picked.tokens.flatten(1)], dim=1)
@@ -149,7 +149,7 @@ class Ahead:
         return False
 
     def _begin(self) -> SelectMany:
-        """What need not be done before the answer is sent; gives how the next tokens are picked."""
+        """Do the preparations that can wait until the reply has been sent; return how the next tokens are picked."""
         for session in self.sessions:
             session.settle(self._drafter)
         device, size = self._drafter.head.weight.device, self._drafter.spec.vocab_size
@@ -169,6 +169,7 @@ class Ahead:
 
 
 def can_run_ahead(drafter: Drafter, num_answered: int, depth: int, max_expanded: int) -> bool:
-    """Whether a drafter can go on so deep below a chain of so many nodes, of which a state holds `max_expanded`."""
+    """Whether a drafter can draft `depth` levels below a chain of `num_answered` nodes, with a state for `max_expanded`
+    nodes."""
     levels = num_answered + depth
     return levels <= min(max_expanded, MAX_DEPTH, drafter.max_depth or MAX_DEPTH)

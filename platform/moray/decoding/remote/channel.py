@@ -1,7 +1,7 @@
-"""How frames get to a drafter and back: an interface, and sockets.
+"""Transport of frames to a drafter and back: an interface, and sockets.
 
-The engine's thread sends a frame and goes on; it waits for the answer only when it needs it, and no longer than it
-was told to. A broken channel is an event like any other.
+The engine's thread sends a frame and goes on. It waits for the reply only when it needs it, and only for a limited
+time. A broken channel is an expected event.
 """
 
 import hmac
@@ -24,15 +24,15 @@ _SECRET_BYTES = 32
 _CONNECT_SECONDS = 0.5
 _SEND_SECONDS = 2.0
 _MIN_RATE = 50e6
-"""Bytes per second; a slower way is given up."""
+"""Bytes per second; a connection that is slower is given up."""
 
 
 class Channel(ABC):
-    """One way to one drafter process; answers come in the order of the frames."""
+    """A connection to one drafter process; replies come in the order of the requests."""
 
     @abstractmethod
     def send(self, frame: bytes) -> None:
-        """Hand over a frame.
+        """Send a frame.
 
         Raises:
             UnreachableError: the other side is gone.
@@ -40,7 +40,7 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self, seconds: float) -> bytes | bytearray | None:
-        """The next answer, or None if none came in so many seconds.
+        """Return the next reply, or None if none came within `seconds`.
 
         Raises:
             UnreachableError: the other side is gone.
@@ -48,31 +48,31 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give up the channel."""
+        """Close the connection."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a drafter process listens, and the secret that lets in."""
+    """Address of a drafter process, and the secret that it requires."""
 
     host: str
     port: int
     secret: str
     """Hexadecimal."""
     replica: str
-    """Tells processes apart."""
+    """Id of the process."""
 
     def __repr__(self) -> str:
         return f"Endpoint({self.host}:{self.port}, {self.replica})"  # never the secret
 
 
 class SocketChannel(Channel):
-    """TCP, without delay; the first thing sent is the secret."""
+    """TCP without Nagle's delay; it sends the secret first."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         """
         Raises:
-            UnreachableError: nobody listens there.
+            UnreachableError: nothing listens there.
         """
         try:
             self._socket = socket.create_connection((endpoint.host, endpoint.port), timeout=_CONNECT_SECONDS)
@@ -93,7 +93,7 @@ class SocketChannel(Channel):
         end = time.monotonic() + seconds
         try:
             while (frame := self._inbox.next()) is None:
-                self._socket.settimeout(max(0.0, end - time.monotonic()))  # 0 takes what has come already
+                self._socket.settimeout(max(0.0, end - time.monotonic()))  # 0 takes only what has arrived
                 self._inbox.fill(self._socket)
         except (TimeoutError, BlockingIOError):
             return None
@@ -106,16 +106,16 @@ class SocketChannel(Channel):
 
 
 class _Inbox:
-    """Bytes that have come, cut into frames."""
+    """Received bytes, split into frames."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def fill(self, connection: socket.socket) -> None:
-        """Take what is there.
+        """Read what has arrived.
 
         Raises:
-            OSError: the other side has closed.
+            OSError: the other side has closed the connection.
         """
         new = connection.recv(1 << 20)
         if not new:
@@ -123,7 +123,7 @@ class _Inbox:
         self._bytes += new
 
     def take(self, count: int) -> bytes | None:
-        """The next `count` bytes once they are there."""
+        """The next `count` bytes, or None if fewer have arrived."""
         if len(self._bytes) < count:
             return None
         taken = bytes(self._bytes[:count])
@@ -131,10 +131,10 @@ class _Inbox:
         return taken
 
     def next(self) -> bytearray | None:
-        """The next whole frame.
+        """The next complete frame, or None.
 
         Raises:
-            OSError: too long a one was announced.
+            OSError: the announced length is too large.
         """
         if len(self._bytes) < _LENGTH.size:
             return None
@@ -158,18 +158,17 @@ class _Guest:
 
 
 class SocketServer:
-    """Answers frames in a thread of its own, one at a time."""
+    """Answers frames in its own thread, one at a time."""
 
     def __init__(
         self, answer: Callable[[bytearray], bytes], host: str, secret: str, go_on: Callable[[], bool] | None = None
     ) -> None:
         """
         Args:
-            answer: called with each frame; a connection whose frame makes it fail is closed.
-            host: address to listen at.
-            secret: hexadecimal, 32 bytes; who does not send it first is not listened to.
-            go_on: called whenever nothing has come, for as long as it says that there is more to do; frames wait for
-                it, so it should be brief.
+            answer: called with each frame; if it fails, the connection of that frame is closed.
+            host: address to listen on.
+            secret: hexadecimal, 32 bytes; a client must send it before anything else.
+            go_on: called when no frame is waiting, until it returns False; it delays frames, so it should be short.
         """
         self._answer = answer
         self._go_on = go_on
@@ -191,7 +190,7 @@ class SocketServer:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread and all connections."""
+        """Stop the thread and close all connections."""
         self._wake.send(b"x")
         self._thread.join()
 
@@ -213,10 +212,10 @@ class SocketServer:
                     self._serve(key.fileobj, key.data)  # type: ignore[arg-type]
 
     def _work(self) -> bool:
-        """Go on with what nobody waits for; whether there is more of it."""
+        """Do background work; return whether there is more of it."""
         try:
             return self._go_on is not None and self._go_on()
-        except Exception:  # what is asked for is still answered
+        except Exception:  # requests are still answered
             _LOGGER.exception("drafting ahead failed")
             return False
 
@@ -226,7 +225,7 @@ class SocketServer:
         except OSError:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may vanish
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices a machine that is gone
         connection.settimeout(_SEND_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ, _Guest(_Inbox()))
 
@@ -238,17 +237,17 @@ class SocketServer:
             while (frame := guest.inbox.next()) is not None:
                 reply = self._answer(frame)
                 connection.sendall(_LENGTH.pack(len(reply)) + reply)
-        except Exception as error:  # noqa: BLE001 - one connection's trouble is not the others'
+        except Exception as error:  # noqa: BLE001 - one bad connection must not end the others
             if not isinstance(error, ConnectionResetError):
                 _LOGGER.warning("a connection for drafts is closed: %s: %s", type(error).__name__, error)
             self._selector.unregister(connection)
             connection.close()
 
     def _is_let_in(self, guest: _Guest) -> bool:
-        """Whether the secret has come, which has to be there before any frame.
+        """Whether the secret has arrived, which must come before any frame.
 
         Raises:
-            ConnectionAbortedError: it is another.
+            ConnectionAbortedError: it is the wrong one.
         """
         if not guest.is_let_in and (secret := guest.inbox.take(_SECRET_BYTES)) is not None:
             if not hmac.compare_digest(secret, self._secret):

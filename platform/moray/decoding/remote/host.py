@@ -1,8 +1,8 @@
-"""A drafter's side: drafting states of many sequences, whoever their target is.
+"""The drafter's side: drafting states of many sequences, of any number of targets.
 
-Every message says how far the sequence was known before it. Where that is not so (this process is new, or the
-sequence was idle for too long) the answer is a miss: nothing is guessed. While no message waits, the host may draft on
-below what it answered (see `remote.ahead`).
+Every request says how many tokens of the sequence it assumes to be known. If that is not so (this process is new, or
+the sequence was idle for too long), the reply is a miss: nothing is guessed. While no request waits, the host can draft
+ahead below its last reply (see `remote.ahead`).
 """
 
 import math
@@ -32,36 +32,36 @@ Change = Literal["opened", "closed", "expired"]
 
 @dataclass
 class HostStats:
-    """What a host has done so far."""
+    """Counts and times of a host so far."""
 
     num_requests: int = 0
     num_drafts: int = 0
     num_misses: int = 0
     num_expired: int = 0
     seconds: float = 0.0
-    """Answering messages."""
+    """Spent answering requests."""
     ahead_seconds: float = 0.0
-    """Drafting ahead, while no message waited."""
+    """Spent drafting ahead while no request waited."""
     batch_sizes: Counter[int] = field(default_factory=Counter)
-    """How many messages asked for so many drafts."""
+    """How many requests asked for each number of drafts."""
     ahead: Counter[str] = field(default_factory=Counter)
-    """What came of drafting ahead by the time that a chain was asked for: "right", "wrong" or "unfinished"."""
+    """State of drafting ahead when a chain was requested: "right", "wrong" or "unfinished"."""
 
 
 class _DraftJob(NamedTuple):
-    """A draft that an entry asks for."""
+    """A draft that an entry requests."""
 
     session: Session
     root: int
     shape: GrowableShape
     drawn: Drawn
     guessed: tuple[int, ...] | None
-    """Root and chain, if they have been drafted ahead."""
+    """Root and chain, if they were drafted ahead."""
     wants_scores: bool
 
 
 class DraftHost:
-    """Answers messages of any number of targets, one after the other."""
+    """Answers the requests of any number of targets, one after the other."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class DraftHost:
     ) -> None:
         """
         Args:
-            drafters: by the names that messages use.
-            capacity: most tokens of a sequence.
-            max_expanded: most nodes of a tree that are expanded, with those expanded ahead.
-            idle_seconds: a session that nobody has asked for so long is forgotten.
-            run_ahead: draft on below chains that were answered with, as far as `max_expanded` goes; somebody has to
-                call `go_on`.
-            cost: of a draft, if it is made up.
+            drafters: by the names that requests use.
+            capacity: maximum number of tokens of a sequence.
+            max_expanded: maximum number of nodes expanded in a tree, including those expanded ahead.
+            idle_seconds: a session that was not used for this long is dropped.
+            run_ahead: draft ahead below chains that were sent, as far as `max_expanded` allows; the caller must call
+                `go_on`.
+            cost: synthetic cost of a draft, if any.
         """
         self.stats = HostStats()
         self._drafters = drafters
@@ -95,22 +95,22 @@ class DraftHost:
         self._swept = time.monotonic()
         self._lock = threading.Lock()
         self._gone: OrderedDict[str, None] = OrderedDict()
-        """Sessions closed last."""
+        """Recently closed sessions."""
         self._changes: deque[tuple[str, Change]] = deque()
-        """In their order; from any thread, made by whoever has the lock."""
+        """In order; added from any thread, carried out by the one that holds the lock."""
 
     @property
     def num_sessions(self) -> int:
-        """Sequences that hold a drafting state."""
+        """Sequences that have a drafting state."""
         return len(self._sessions)
 
     @torch.inference_mode()
     def handle(self, request: DraftRequest, tensors: Mapping[str, Tensor]) -> DraftReply:
-        """Take in what is told, and draft what is asked for.
+        """Take in the verified tokens of a request and make the drafts that it asks for.
 
         Raises:
-            DataError: it cannot be answered (see `check_request`); nothing of it is applied.
-            ConfigError: a tree is asked for that its drafter cannot draft.
+            DataError: the request cannot be answered (see `check_request`); nothing of it is applied.
+            ConfigError: it asks for a tree that its drafter cannot draft.
         """
         check_request(request, tensors, self._drafters, *self._sizes)
         with self._locked():
@@ -140,7 +140,7 @@ class DraftHost:
 
     @torch.inference_mode()
     def go_on(self) -> bool:
-        """Draft one level ahead, for a time when no message waits; whether there is more of that to do."""
+        """Draft one level ahead, for use while no request waits; return whether there is more to do."""
         with self._locked():
             if not self._aheads:
                 return False
@@ -149,7 +149,7 @@ class DraftHost:
                 if self._aheads[0].grow():
                     return True
             except Exception:
-                for session in self._aheads.popleft().sessions:  # who knows what they hold: to be told again
+                for session in self._aheads.popleft().sessions:  # their states are unknown: start them again
                     self._close(session.name)
                 raise
             finally:
@@ -158,19 +158,19 @@ class DraftHost:
             return bool(self._aheads)
 
     def open(self, session: str) -> None:
-        """A sequence may begin here, even if it has been closed before. Never waits, nor do `close` and `expire`."""
+        """A sequence may start here, even if it was closed before. `open`, `close` and `expire` never wait."""
         self._change(session, "opened")
 
     def close(self, session: str) -> None:
-        """Forget a sequence for good: what is still under way for it begins nothing."""
+        """Drop a sequence for good: a request for it that is still under way does not start it again."""
         self._change(session, "closed")
 
     def expire(self, session: str) -> None:
-        """Forget a sequence for good that nobody asks for."""
+        """Drop a sequence for good that is no longer used."""
         self._change(session, "expired")
 
     def seconds_unused(self, session: str) -> float:
-        """Since a sequence was asked for; infinite if it is not known."""
+        """Seconds since a draft of the sequence was requested; infinite if it is unknown."""
         known = self._sessions.get(session)
         return math.inf if known is None else time.monotonic() - known.used
 
@@ -188,7 +188,7 @@ class DraftHost:
             self._make_changes()
 
     def _make_changes(self) -> None:
-        """Unless a draft is under way: whoever makes it does this afterwards."""
+        """Carry out changes, unless a draft is under way: its thread does so afterwards."""
         while self._changes and self._lock.acquire(blocking=False):
             try:
                 self._make_changes_now()
@@ -214,7 +214,7 @@ class DraftHost:
             self._free[session.drafter].append(session.state)
 
     def _find(self, entry: Entry) -> Session | None:
-        """An entry's session; None: a miss."""
+        """The session of an entry; None for a miss."""
         drafter = self._drafters[entry.drafter]
         session = self._sessions.get(entry.session)
         if entry.known == 0 and entry.session not in self._gone:
@@ -226,7 +226,7 @@ class DraftHost:
         return session
 
     def _wish(self, session: Session, entry: Entry, request: DraftRequest) -> _DraftJob | None:
-        """The draft that an entry asks for, if any, and what has been drafted ahead of it."""
+        """The draft that an entry requests, if any, with what was drafted ahead for it."""
         if entry.root is None:
             return None
         shape, drawn = (
@@ -242,7 +242,7 @@ class DraftHost:
         return _DraftJob(session, entry.root, shape, drawn, guessed, entry.wants_scores)
 
     def _tell(self, session: Session, entry: Entry, memory: dict[str, Tensor], *, is_late: bool) -> None:
-        """Let a session learn what an entry tells."""
+        """Let a session take in the verified tokens of an entry."""
         session.guess = session.ahead = None
         drafter = self._drafters[session.drafter]
         device = drafter.head.weight.device
@@ -253,7 +253,7 @@ class DraftHost:
             session.learn(drafter, told, is_late=is_late)
 
     def _drafts(self, wishes: Mapping[int, _DraftJob]) -> dict[int, dict[str, Any]]:
-        """What is wished for, as fields of `DraftedTree`."""
+        """Make the requested drafts, as fields of `DraftedTree`."""
         found: dict[int, dict[str, Any]] = {}
         groups: dict[tuple[str, GrowableShape, int | None], list[int]] = {}
         for place, wish in wishes.items():
@@ -286,9 +286,9 @@ class DraftHost:
             return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
 
     def _plan_ahead(self, answered: list[tuple[_DraftJob, tuple[int, ...]]]) -> None:
-        """Go on below the chains among these answers when there is time, those of one length together.
+        """Plan to draft ahead below the chains among these replies; chains of one length go together.
 
-        What nobody waits for any more is let go here: while messages never cease, `go_on` gets no turn to find it.
+        Drops obsolete plans here: while requests never cease, `go_on` gets no turn to do so.
         """
         self._aheads = deque(ahead for ahead in self._aheads if ahead.sessions)
         groups: dict[tuple[str, int, int, bool], list[tuple[_DraftJob, tuple[int, ...]]]] = {}

@@ -2,10 +2,10 @@
 
     frame    | lengths of the next two, 4 bytes each | message, JSON | tensors' names and sizes, JSON | tensors |
 
-A request holds, for each sequence, its newly verified tokens, their memory and the tree to draft. Tensors of one name
-are joined to one tensor and cut by the number of tokens. A reply says how many verified tokens the drafter knows
-now, and holds the token ids and parents of the draft. If the drafter does not know what the request builds on (a miss),
-that number is 0, nothing is drafted, and the next request begins with the first token.
+A request holds, for each sequence, its newly verified tokens, their memory and the tree to draft. Tensors with the same
+name are concatenated over all sequences and split again by the number of tokens. A reply says how many verified tokens
+the drafter now knows, and holds the token ids and parents of the draft. If the drafter does not know the tokens that
+the request builds on (a miss), that number is 0, nothing is drafted, and the next request starts from the first token.
 """
 
 import json
@@ -39,20 +39,20 @@ class Entry(Config):
     session: str
     drafter: str
     known: int = Field(ge=0)
-    """Verified tokens that earlier requests held."""
+    """Verified tokens that earlier requests sent."""
     tokens: tuple[int, ...]
-    """Verified tokens that follow them; their memory is in the tensors."""
+    """Verified tokens after those; their memory is in the tensors."""
     num_kept: int = Field(ge=0)
     """See `Drafter.extend`."""
     root: int | None = None
-    """Token below which to draft; None to draft nothing."""
+    """Token to draft below; None to draft nothing."""
     shape: int = Field(default=0, ge=0)
     """Index into the request's shapes."""
     params: int = Field(default=0, ge=0)
     """Index into the request's sampling parameters."""
     sequence: int = 0
     num_target_layers: int | None = None
-    """N to draft with (see `Drafter.set_num_target_layers`); None where there is no choice."""
+    """N to draft with (see `Drafter.set_num_target_layers`); None if there is no choice."""
     wants_scores: bool = False
     """Whether the target prunes the tree."""
 
@@ -81,7 +81,7 @@ class DraftedTree(Config):
     num_empty_levels: int = 0
     is_chain: bool = False
     scores: tuple[float, ...] = ()
-    """Cumulative log-probabilities of the nodes, if they were asked for."""
+    """Cumulative log-probabilities of the nodes, if they were requested."""
 
 
 class DraftReply(Config):
@@ -95,7 +95,7 @@ class DraftReply(Config):
 
 
 def pack(message: DraftRequest | DraftReply, tensors: Mapping[str, Sequence[Tensor]] | None = None) -> bytes:
-    """One frame; each of `tensors` is rows [tokens, width] of all entries in order, on any device."""
+    """Build one frame; each of `tensors` is rows [tokens, width] of all entries in order, on any device."""
     joined = {name: torch.cat(list(rows)).cpu().contiguous() for name, rows in (tensors or {}).items() if rows}
     sizes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in joined.items()]
     words, table = message.model_dump_json(exclude_defaults=True).encode(), json.dumps(sizes).encode()
@@ -129,9 +129,9 @@ def check_request(
     capacity: int,
     max_expanded: int,
 ) -> None:
-    """Refuse a request that a host cannot answer, before anything of it is applied.
+    """Reject a request that a host cannot answer, before anything of it is applied.
 
-    On a GPU a token outside the vocabulary would end the process. The names and widths of the memory are not checked
+    On a GPU, a token outside the vocabulary would kill the process. The names and widths of the memory are not checked
     here: a drafter that misses a name or finds another width raises when it reads the memory, after earlier entries
     were applied.
 
@@ -139,12 +139,12 @@ def check_request(
         request: from any target.
         tensors: memory of all its tokens, by name, each [tokens, width].
         drafters: by the names that requests use.
-        capacity: most tokens of a sequence.
-        max_expanded: most nodes of a tree that are expanded.
+        capacity: maximum number of tokens of a sequence.
+        max_expanded: maximum number of nodes of a tree that are expanded.
 
     Raises:
-        DataError: naming what is wrong.
-        ConfigError: a tree is asked for that its drafter cannot draft.
+        DataError: says what is wrong.
+        ConfigError: a tree is requested that its drafter cannot draft.
     """
     num_tokens = sum(len(entry.tokens) for entry in request.entries)
     for name, rows in tensors.items():
@@ -199,13 +199,13 @@ def described(tree: TokenTree, *, with_scores: bool = False) -> dict[str, Any]:
 
 
 def restored(drafted: DraftedTree, device: torch.device, root: int, shape: GrowableShape, vocab_size: int) -> TokenTree:
-    """Build the tree of a reply, and check that it is what was asked for.
+    """Build the tree of a reply, and check that it is what was requested.
 
-    Only its guesses may be wrong: another root or a misplaced node would change the target's text, and a token outside
-    the vocabulary or a deeper tree would break its pass.
+    Only the drafted tokens may be wrong: another root or a misplaced node would change the target's text, and a token
+    outside the vocabulary or a deeper tree would make its pass fail.
 
     Raises:
-        DataError: it is not a tree, or not one of that root, shape and vocabulary.
+        DataError: it is not a tree, or does not have the requested root, shape and vocabulary.
     """
     tokens, parents, where = drafted.tokens, drafted.parents, f"for a tree '{shape.name}'"
     if not 0 < len(tokens) <= shape.num_nodes + 1:
@@ -283,7 +283,7 @@ def _validated(kind: type[AnyConfig], words: bytes) -> AnyConfig:
 
 
 def last_rows(pieces: list[Tensor], count: int) -> Tensor:
-    """The last `count` rows, out of pieces one behind the other."""
+    """The last `count` rows of consecutive pieces."""
     taken: list[Tensor] = []
     for piece in reversed(pieces):
         if count <= 0:

@@ -1,4 +1,4 @@
-"""What is counted of the channels to drafters."""
+"""Counters of the channels to drafters."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,6 @@ class RemoteStats:
     """Drafter processes that were given up."""
     waiting_seconds: float = 0.0
     drafting_seconds: float = 0.0
-    """What the drafters say that they needed."""
+    """Drafting time, as reported by the drafters."""
     channel_seconds: float = 0.0
-    """Waiting beyond drafting: the way there and back, and standing in line."""
+    """Waiting time minus drafting time: transport and queueing."""

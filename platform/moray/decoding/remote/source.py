@@ -1,8 +1,8 @@
 """Drafts from other processes: the engine's draft source in front of a pool of drafters.
 
-A sequence stays with one drafter process while that lives. This side keeps all that it has sent of a sequence (2 KiB
-per token for Llama-3-8B's MoA), so that another process can take over at any time. A sequence whose draft has not come
-yet is not asked for again, so requests do not pile up.
+A sequence stays with one drafter process as long as that process lives. This side keeps everything that it has sent for
+a sequence (2 KiB per token for Llama-3-8B's MoA), so that another process can take over at any time. A sequence whose
+draft has not arrived yet is not requested again, so requests do not pile up.
 """
 
 import logging
@@ -29,29 +29,30 @@ from moray.trees.tree import TokenTree
 _LOGGER = logging.getLogger(__name__)
 
 _STALL_SECONDS = 5.0
-"""A drafter process that has not answered for so long is given up."""
+"""A drafter process that has not answered for this long is given up."""
 _MAX_TOLD_BYTES = 8 << 20
-"""Most bytes of memory in one request, whose first sequence may have more; other sequences wait for the next one."""
+"""Maximum bytes of memory in one request; its first sequence may exceed it, and other sequences wait for the next
+request."""
 
 
 @dataclass
 class _SessionLog:
-    """A sequence: what its drafter process was sent, and what is to be sent."""
+    """What the drafter process of one sequence was sent, and what it still has to be sent."""
 
     session: str
     tokens: list[int] = field(default_factory=list)
     memory: dict[str, list[Tensor]] = field(default_factory=dict)
     num_sent: int = 0
-    """Tokens that its drafter process has been sent."""
+    """Tokens that were sent to its drafter process."""
     num_kept: int = 0
-    """`num_kept` of the first `extend` whose tokens were not sent yet."""
+    """`num_kept` of the first `extend` call whose tokens have not been sent yet."""
     place: Endpoint | None = None
     request: int | None = None
     """Number of the unanswered request for its draft."""
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes of memory that its drafter process has not been sent."""
+        """Bytes of memory that were not sent to its drafter process."""
         count = len(self.tokens) - self.num_sent
         return sum(count * rows[0][0].numel() * rows[0].element_size() for rows in self.memory.values())
 
@@ -75,7 +76,7 @@ class _Connection:
 
 
 class RemoteDrafts(DraftSource):
-    """One drafter whose `observe` runs here, with the target, and whose `propose` runs in other processes."""
+    """A drafter whose `observe` runs here, with the target, and whose `propose` runs in other processes."""
 
     def __init__(
         self,
@@ -89,12 +90,12 @@ class RemoteDrafts(DraftSource):
     ) -> None:
         """
         Args:
-            drafter: beside the target.
-            name: that the drafter processes know it by.
-            places: where sequences are drafted.
-            timeout: seconds that a cycle waits for drafts; what comes later is not used.
-            max_debts: requests that one drafter process may leave unanswered: one of each group of the engine, and as
-                many of sequences that have just begun.
+            drafter: observes the target; its copies in other processes draft.
+            name: the drafter's name in those processes.
+            places: assigns drafter processes to sequences.
+            timeout: seconds that a cycle waits for drafts; later ones are not used.
+            max_debts: requests that one drafter process may leave unanswered: one for each micro-batch of the engine,
+                and as many for sequences that have just started.
             connect: opens a channel.
         """
         self.stats = RemoteStats()
@@ -108,7 +109,7 @@ class RemoteDrafts(DraftSource):
         self._device = drafter.head.weight.device
         self._num_requests = 0
         self._ready: dict[int, TokenTree] = {}
-        """Drafts that have come and were not collected yet."""
+        """Drafts that have arrived and were not collected yet."""
 
     @property
     def observed(self) -> TapNeeds:
@@ -143,7 +144,7 @@ class RemoteDrafts(DraftSource):
             return False
         if told.place is None:
             told.place, told.num_sent = self._find(told.session), 0
-        line = self._look(told.place)  # it may have answered since
+        line = self._look(told.place)  # takes in replies, which free the line
         is_free = line is None or len(line.debts) < self._max_debts
         return told.place is not None and told.request is None and is_free
 
@@ -158,7 +159,7 @@ class RemoteDrafts(DraftSource):
     def ask(self, asks: Sequence[Ask]) -> None:
         by_place: dict[Endpoint, list[Ask]] = {}
         for ask in asks:
-            self._ready.pop(ask.number, None)  # one that came too late is of another root
+            self._ready.pop(ask.number, None)  # a late one has another root
             place = self._told[ask.number].place
             if place is not None:
                 by_place.setdefault(place, []).append(ask)
@@ -195,7 +196,7 @@ class RemoteDrafts(DraftSource):
                 self._closed.setdefault(told.place, []).append(told.session)
 
     def _find(self, session: str) -> Endpoint | None:
-        """The drafter process of a session; if the last one failed recently, another takes its place."""
+        """The drafter process of a session; None if it failed recently, so that the pool looks for another."""
         place = self._places.find(session)
         if place is None or place not in self._shunned:
             return place
@@ -203,7 +204,7 @@ class RemoteDrafts(DraftSource):
         return None
 
     def _send(self, place: Endpoint, asks: list[Ask]) -> None:
-        """Send one request for all sequences of one drafter process."""
+        """Send one request for the sequences of one drafter process."""
         shapes: dict[GrowableShape, int] = {}
         params: dict[SamplingParams, int] = {}
         entries: list[Entry] = []
@@ -259,7 +260,7 @@ class RemoteDrafts(DraftSource):
         self.stats.num_bytes_sent += len(frame)
 
     def _receive(self, place: Endpoint, line: _Connection, seconds: float) -> bool:
-        """Take in the next reply; False if none comes in time or the process is given up."""
+        """Take in the next reply; False if none arrives in time or the process is given up."""
         try:
             frame = line.channel.receive(seconds)
             if frame is None:
@@ -281,7 +282,7 @@ class RemoteDrafts(DraftSource):
         return True
 
     def _look(self, place: Endpoint | None) -> _Connection | None:
-        """Take in the replies that have come, without waiting; returns the line if it is still open."""
+        """Take in the replies that have arrived, without waiting; return the connection if it is still open."""
         line = None if place is None else self._lines.get(place)
         while place is not None and line is not None and line.debts and self._receive(place, line, 0.0):
             pass
@@ -290,7 +291,7 @@ class RemoteDrafts(DraftSource):
     def _take_in(self, line: _Connection, reply: DraftReply) -> None:
         """
         Raises:
-            DataError: the reply is not what was asked for.
+            DataError: the reply is not what was requested.
         """
         debt = line.debts.pop(reply.number, None)
         if debt is None:
@@ -305,7 +306,7 @@ class RemoteDrafts(DraftSource):
             told.request = None
             if drafted.known != told.num_sent:
                 self.stats.num_misses += 1
-                told.place, told.num_sent = None, 0  # the next request sends all of it, to whichever process it finds
+                told.place, told.num_sent = None, 0  # the next request sends everything, to any process
             elif drafted.tokens:
                 size = self._drafter.spec.vocab_size
                 self._ready[ask.number] = restored(drafted, self._device, ask.root, ask.shape, size)
@@ -313,13 +314,13 @@ class RemoteDrafts(DraftSource):
             raise DataError(f"request {reply.number} was answered without {len(debt.owed)} of its drafts")
 
     def _drop_dead_lines(self) -> None:
-        """Close the lines to processes that ended while they had no sequences."""
+        """Close connections to processes that ended while they had no sequences."""
         for place, line in [*self._lines.items()]:
             if not line.debts and all(told.place != place for told in self._told.values()):
                 self._receive(place, line, 0.0)
 
     def _give_up(self, place: Endpoint) -> None:
-        """Close the line to a process; its sequences look for another."""
+        """Close the connection to a process; its sequences look for another one."""
         line = self._lines.pop(place, None)
         if line is not None:
             line.channel.close()

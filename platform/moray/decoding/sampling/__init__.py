@@ -1,1 +1,1 @@
-"""Choosing tokens: the target's distribution, acceptance, what ends an answer, and its text."""
+"""Choosing tokens: the target's distribution, acceptance, the end of an answer, and its text."""

@@ -22,7 +22,7 @@ from moray.trees.stack import stack_padded
 from moray.trees.tree import TokenTree
 
 _SUM_TOLERANCE = 1e-3
-"""By how much a drafter's probabilities may miss 1 and still be taken as what a token was drawn from."""
+"""How far the sum of a drafter's probabilities may be from 1 for them still to count as a distribution."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ Accept = Callable[[TokenTree, Float[Tensor, "nodes vocab"], Sampler, int], Accep
 
 
 def by_rule(rule: Accept) -> AcceptRows:
-    """A rule for single sequences as one for several."""
+    """Turn a rule for one sequence into a rule for several."""
 
     def accept_each(
         trees: Sequence[TokenTree],
@@ -65,9 +65,9 @@ def accept(tree: TokenTree, logits: Float[Tensor, "nodes vocab"], sampler: Sampl
     """Apply the rule that `sampler.params` asks for.
 
     Args:
-        tree: what was verified; its root sits at `root_position` of the sequence.
-        logits: the target's, at every node.
-        sampler: of this sequence.
+        tree: the verified tree, whose root is at `root_position` of the sequence.
+        logits: the target's logits at every node.
+        sampler: the sequence's sampler.
         root_position: index of the root in the sequence, counted from 0.
     """
     if is_by_choice(sampler.params):
@@ -86,13 +86,13 @@ def accept_rows(
 ) -> list[Accepted]:
     """`accept` for the trees of several sequences.
 
-    By choice it waits for the device once for all of them, by another rule as often as each alone would.
+    By choice, it waits for the device once for all of them; with another rule, as often as for each one alone.
 
     Args:
         trees: of any sizes.
-        logits: behind a smaller tree's nodes stands what is not looked at.
-        samplers: of each sequence.
-        root_positions: where each root is.
+        logits: rows past a smaller tree's nodes are ignored.
+        samplers: one for each sequence.
+        root_positions: position of each root.
     """
     rows = list(zip(trees, logits, samplers, root_positions, strict=True))
     if len(rows) == 1 or not all(is_by_choice(sampler.params) for sampler in samplers):
@@ -111,7 +111,7 @@ def accept_rows(
 
 
 def is_by_choice(params: SamplingParams) -> bool:
-    """Whether the target's token at each node is fixed, so that acceptance is a walk."""
+    """Whether the target's token at each node is fixed, so that acceptance is a walk down the tree."""
     return params.is_greedy or params.acceptance_method == "gumbel_coupled"
 
 
@@ -126,15 +126,15 @@ def choose(
 
 
 def accept_by_choice(tree: TokenTree, choices: Int[Tensor, " nodes"]) -> Accepted:
-    """Walk from the root along the target's choices. The only wait for the device is one small copy."""
+    """Walk from the root along the target's choices. Waits for the device only for one small copy."""
     tokens, parents, chosen = torch.stack([tree.tokens, tree.parents, choices]).tolist()
     return walk(tokens, parents, chosen)
 
 
 def walk(tokens: list[int], parents: list[int], chosen: list[int]) -> Accepted:
-    """From the root to the child that is the chosen token, as long as there is one; on the host alone."""
+    """Starting at the root, go to the child that is the chosen token, as long as there is one. Runs on the host."""
     child_of: dict[tuple[int, int], int] = {}
-    for node in range(len(tokens) - 1, 0, -1):  # of equal siblings the first wins
+    for node in range(len(tokens) - 1, 0, -1):  # among equal siblings the first wins
         child_of[parents[node], tokens[node]] = node
     path: list[int] = []
     node = 0
@@ -149,8 +149,8 @@ def accept_by_rejection(
 ) -> Accepted:
     """Speculative sampling (arXiv 2211.17192) along a tree, siblings in order (arXiv 2305.09781).
 
-    Children of one node must be independent draws from that node's `draft_probs`, or distinct deterministic
-    proposals. A child whose `draft_probs` are no distribution (NaN, negative, another sum than 1) is tested as a
+    Children of one node must be independent draws from that node's `draft_probs`, or distinct deterministic proposals.
+    A child whose `draft_probs` are not a distribution (NaN, negative, or a sum other than 1) is tested as a
     deterministic proposal, which is exact whatever the child was drawn from. Waits for the device once per tested
     child.
     """
@@ -188,7 +188,8 @@ def accept_by_rejection(
 
 
 def _are_distributions(probs: Float[Tensor, "nodes vocab"]) -> Bool[Tensor, " nodes"]:
-    """Whether each row can be a distribution; rounding in float32 stays far below the tolerance. NaN never is one."""
+    """Whether each row can be a distribution; float32 rounding stays far below the tolerance. NaN fails both
+    comparisons."""
     return (probs.amin(dim=-1) >= 0) & ((probs.sum(dim=-1) - 1).abs() < _SUM_TOLERANCE)
 
 
@@ -197,10 +198,10 @@ def accept_typical(
 ) -> Accepted:
     """Typical acceptance (Medusa, arXiv 2401.10774): lossy, the text need not follow the target's distribution.
 
-    A child x is typical if p(x) > min(epsilon, delta * exp(-H(p))), p being its parent's distribution and H the
-    entropy in nats: where the target is unsure, less is asked. The longest path of typical tokens wins, of equally
-    long ones the likeliest. The next token is the target's Gumbel-max sample with the noise of its position, so the
-    text is a function of seed, drafter and tree. The only waits for the device are two small copies.
+    A child x is typical if p(x) > min(epsilon, delta * exp(-H(p))), where p is its parent's distribution and H the
+    entropy in nats: where the target is unsure, the threshold is lower. The longest path of typical tokens wins; among
+    equally long ones, the likeliest. The next token is the target's Gumbel-max sample with the noise of its position,
+    so the text is a function of seed, drafter and tree. Waits for the device only for two small copies.
     """
     params = sampler.params
     entropy = torch.special.entr(log_p.exp()).sum(dim=-1)

@@ -1,7 +1,7 @@
-"""Picking the children of several sequences' trees at once, for each exactly as `sampling.Sampler` picks them alone.
+"""Picks the children of several sequences' trees at once, with the same result as `sampling.Sampler` for each alone.
 
-Greedy sequences, which are most of the traffic, share one call over all of their rows; sampled ones have filters and
-noise of their own and are taken one by one. Nothing waits for the device.
+Greedy sequences, which are most of the traffic, share one call over all of their rows. Sampled ones have their own
+filters and noise and are handled one by one. Nothing waits for the device.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from moray.trees.shapes import ChainShape, GrowableShape
 def picks_of(
     samplers: Sequence[Sampler], root_positions: Sequence[int], shape: GrowableShape, *, are_certain: bool = False
 ) -> SelectMany:
-    """How trees of one shape below the tokens at these positions pick their children.
+    """How trees of one shape, whose roots are at these positions, pick their children.
 
-    With `are_certain` nothing is sampled from the drafter, not even a chain that is to be tested by rejection: for
-    where the distributions that it was sampled from do not come along.
+    With `are_certain` nothing is sampled from the drafter, not even a chain that will be tested by rejection: for
+    callers that do not pass on the distributions that tokens are sampled from.
     """
     is_chain = isinstance(shape, ChainShape)
     selects = [

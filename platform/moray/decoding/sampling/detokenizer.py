@@ -1,6 +1,6 @@
-"""The text of an answer while it comes: what is certain is let out, what may begin a stop string is held back.
+"""The text of an answer as it is generated: certain text is released, text that may begin a stop string is held back.
 
-All that was let out is the beginning of `StopStrings.text_before`'s text, and with the end it is that text.
+The text released so far is always a prefix of the text of `StopStrings.text_before`, and equals it at the end.
 """
 
 import codecs
@@ -11,7 +11,7 @@ from moray.decoding.sampling.stop import SettledText, StopStrings, shown_length
 
 
 class Piece(NamedTuple):
-    """Text of neighbouring tokens that came in the same way."""
+    """Text of consecutive tokens that were all drafted, or all not."""
 
     text: str
     is_drafted: bool
@@ -26,8 +26,8 @@ class IncrementalDetokenizer:
     ) -> None:
         """
         Args:
-            stop: how tokens are decoded, too; it need not hold any string.
-            context: tokens in front of the answer, if its text goes on with theirs (see `SettledText`).
+            stop: stop strings, if any, and how tokens are decoded.
+            context: tokens before the answer, if its text continues theirs (see `SettledText`).
             token_bytes: a token's own bytes, None where they are unknown; for `offsets`.
         """
         self._strings = stop.strings
@@ -39,11 +39,11 @@ class IncrementalDetokenizer:
         """Bytes of a character that is not complete yet."""
         self._begun_at = 0
         self.offsets: list[int] = []
-        """Where each token of the last `push` begins, in characters of the answer's text: one that goes on with a
-        character begins where the character does."""
+        """Where each token of the last `push` begins, in characters of the answer's text. A token that continues a
+        character begins where that character does."""
 
     def push(self, tokens: Sequence[int], num_accepted: int = 0) -> list[Piece]:
-        """The next tokens, of which the first `num_accepted` were drafted; returns what may be shown."""
+        """Add the next tokens, of which the first `num_accepted` were drafted; return the text that can be shown."""
         self.offsets = []
         for index, token in enumerate(tokens):
             self._is_drafted = index < num_accepted
@@ -53,7 +53,7 @@ class IncrementalDetokenizer:
         return self._let_out(len(text) - self._doubtful(text))
 
     def finish(self) -> list[Piece]:
-        """The answer has ended: the rest, up to a stop string if it ended with one."""
+        """The answer has ended: return the remaining text, up to a stop string if it ended with one."""
         self._hold(self._settled.unsettled)
         text = "".join(piece.text for piece in self._held)
         return self._let_out(shown_length(text, self._strings))
@@ -62,7 +62,7 @@ class IncrementalDetokenizer:
         """Where a token begins that has not been pushed yet."""
         settled = self._settled
         own = self._token_bytes(token) if self._token_bytes is not None else None
-        if own is None:  # a sign for bytes that are no text yet may become one character with those to come
+        if own is None:  # trailing U+FFFD may become one character with this token
             return settled.length + len(settled.unsettled.rstrip("\ufffd"))
         end = settled.length + len(settled.unsettled)
         if not own:
@@ -78,7 +78,7 @@ class IncrementalDetokenizer:
             self._held.append(Piece(text, self._is_drafted))
 
     def _doubtful(self, text: str) -> int:
-        """Characters at the end of settled text that a stop string may have begun with, or holds already."""
+        """Characters at the end of settled text that may begin a stop string, or are in or after a complete one."""
         found = [text.find(string) for string in self._strings if string in text]
         if found:
             return len(text) - min(found)
@@ -104,13 +104,13 @@ class IncrementalDetokenizer:
 
 
 def _split(data: bytes) -> tuple[str, bytes]:
-    """Text, and the beginning of a character behind it."""
+    """Decoded text, and the bytes of an incomplete character after it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(data)
     return text, decoder.getstate()[0]
 
 
 def _is_begun(data: bytes) -> bool:
-    """Whether bytes are one character or the beginning of one."""
+    """Whether the bytes are exactly one character, or the beginning of one."""
     text, begun = _split(data)
     return "\ufffd" not in text and len(text) + bool(begun) == 1

@@ -1,7 +1,7 @@
-"""Penalties and biases on one sequence's logits, at every node of a tree, before anything is chosen.
+"""Penalties and biases on one sequence's logits, applied at every node of a tree before a token is chosen.
 
-At a node the answer so far is what was emitted and the path down to the node, so a penalty there is what it would be
-if the path had been emitted: that makes it lossless.
+At a node, the answer so far is what was emitted plus the path down to the node. So a penalty there is what it would be
+if the path had been emitted, which makes it lossless.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from moray.trees.tree import TokenTree
 
 
 class LogitsProcessors:
-    """What a request asks to be added to the target's logits."""
+    """What a request adds to the target's logits."""
 
     def __init__(self, request: Request, vocab_size: int, device: torch.device) -> None:
         self._presence, self._frequency = request.presence_penalty, request.frequency_penalty
@@ -34,13 +34,13 @@ class LogitsProcessors:
         return self._counts is not None or self._bias is not None
 
     def emit(self, tokens: Sequence[int]) -> None:
-        """Tokens have been added to the answer."""
+        """Record that tokens have been added to the answer."""
         if self._counts is not None and tokens:
             index = torch.tensor(tokens, device=self._counts.device)
             self._counts.index_add_(0, index, torch.ones_like(index, dtype=self._counts.dtype))
 
     def apply(self, logits: Float[Tensor, "nodes vocab"], tree: TokenTree | None) -> Float[Tensor, "nodes vocab"]:
-        """Logits as they count; the root of `tree` (None: a lone node) is the last token that was emitted."""
+        """Return the adjusted logits; the root of `tree` (None: a single node) is the last emitted token."""
         logits = logits.float()
         if self._bias is not None:
             logits = logits + self._bias

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, as a client may ask for them."""
+"""Log-probabilities of emitted tokens, as clients can request them."""
 
 import torch
 from jaxtyping import Float
@@ -8,7 +8,8 @@ from moray.decoding.request import TokenLogprobs
 
 
 def token_logprobs(logits: Float[Tensor, "tokens vocab"], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Of each token and of the `num_top` likeliest at its place, under the target's own distribution."""
+    """Log-probabilities of each token and of the `num_top` likeliest at its position, under the target's own
+    distribution."""
     log_probs = logits.float().log_softmax(dim=-1)
     own = log_probs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     if not num_top:

@@ -1,7 +1,7 @@
-"""Drawing tokens: filters on the target's distribution, and randomness that is a function of its place.
+"""Draws tokens: filters on the target's distribution, and random numbers that depend on position alone.
 
-Every random number is a hash of (seed, sequence, position, stream, index): it does not depend on the batch,
-the tree, the replica, or on what was drawn before. Draft and test use different streams.
+Every random number is a hash of (seed, sequence, position, stream, index): it does not depend on the batch, the tree,
+the replica, or on what was drawn before. Draft and test use different streams.
 """
 
 import math
@@ -32,14 +32,14 @@ def counter_uniform(
 
 
 def counter_key(seed: int, stream: int, sequence: int = 0) -> int:
-    """What stands for seed, stream and sequence in `keyed_uniform`; fits into an int64."""
+    """Combine seed, stream and sequence into a key for `keyed_uniform`; it fits into an int64."""
     return _signed(_mix(_mix(_mix(seed & _MASK) + sequence) + stream))
 
 
 def keyed_uniform(
     keys: int | Int[Tensor, "rows 1"], positions: Int[Tensor, " rows"], size: int
 ) -> Float[Tensor, "rows size"]:
-    """The numbers of `counter_uniform`, by one key for all rows or by one for each."""
+    """The numbers of `counter_uniform`, with one key for all rows or one key per row."""
     row = _mix_tensor(positions[:, None] * _signed(0x9E3779B97F4A7C15) + keys)
     column = torch.arange(1, size + 1, device=positions.device) * _signed(0xD1342543DE82EF95)
     bits = _mix_tensor(row + column)
@@ -76,20 +76,20 @@ class Sampler:
         if params.top_p < 1:
             ordered, index = scores.sort(dim=-1, descending=True)
             probs = ordered.softmax(dim=-1)
-            # A token stays while the mass before it is below top_p: the first always does.
+            # A token stays if the mass before it is below top_p, so the first always stays.
             dropped = torch.zeros_like(scores, dtype=torch.bool)
             dropped.scatter_(1, index, probs.cumsum(dim=-1) - probs >= params.top_p)
             scores = scores.masked_fill(dropped, -math.inf)
         return F.log_softmax(scores, dim=-1)
 
     def noise(self, first_position: int, count: int) -> Float[Tensor, "count vocab"]:
-        """Gumbel noise of `count` consecutive positions: what makes a sample a function of its place."""
+        """Gumbel noise of `count` consecutive positions: it makes a sample a function of its position."""
         positions = torch.arange(first_position, first_position + count, device=self._device)
         uniform = counter_uniform(self.params.seed, STREAM_TOKEN, positions, self._vocab_size, self.sequence)
         return gumbel(uniform)
 
     def uniform(self, stream: int, position: int, size: int) -> Float[Tensor, " size"]:
-        """Uniform numbers of one position."""
+        """Uniform numbers for one position."""
         positions = torch.tensor([position], device=self._device)
         return counter_uniform(self.params.seed, stream, positions, size, self.sequence)[0]
 
@@ -102,8 +102,8 @@ class Sampler:
     def selector(self, root_position: int, depth: int, is_chain: bool) -> Select:
         """How a tree below the token at `root_position` picks its children (see `trees.grow.Select`).
 
-        Greedy, typical and coupled: the k best by (perturbed) log-probability. Rejection on a chain: one
-        token sampled from the drafter's own filtered distribution, which is handed on for the test.
+        Greedy, typical and coupled: the k best by (perturbed) log-probability. Rejection on a chain: one token sampled
+        from the drafter's own filtered distribution, which is returned for the test.
         """
         coupled = not self.params.is_greedy and self.params.acceptance_method == "gumbel_coupled"
         noise = self.noise(root_position + 1, depth) if coupled else None
@@ -150,7 +150,7 @@ def _mix_tensor(value: Tensor) -> Tensor:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's own keeps the sign."""
+    """Logical right shift: torch's own shift keeps the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,9 +1,9 @@
-"""Where an answer ends: at an end-of-sequence token, with a stop string, or at its longest length.
+"""Where an answer ends: at an end-of-sequence token, with a stop string, or at its maximum length.
 
-Tokens are not text. A token may hold several characters or a part of one, decoding a part of an answer may drop
-its first space, and a token without text of its own (a special one) may stand inside a stop string. So an answer
-is followed in its text, which is settled piece by piece as characters become whole, at the same cost per token
-however long the answer is. This module knows of a tokenizer only how it decodes.
+Tokens are not text. A token may hold several characters or a part of one, decoding a part of an answer may drop its
+first space, and a token without text of its own (a special one) may stand inside a stop string. So the check follows
+the answer's text, which is settled piece by piece as characters become complete, at the same cost per token however
+long the answer is. All that this module knows of a tokenizer is how it decodes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,27 +16,27 @@ Decode = Callable[[Sequence[int]], str]
 MAX_STRINGS = 16
 MAX_LENGTH = 256
 _MIN_CONTEXT = 4
-"""Tokens of a prompt that are decoded with its answer; more where these have no text, or begin within a character."""
+"""Prompt tokens that are decoded with the answer; more if these have no text, or begin within a character."""
 _MAX_UNSETTLED = 16
-"""Tokens that may wait for the rest of a character; four would do, were it not for bytes that are no text."""
+"""Tokens that may wait for the rest of a character; four would do, but for bytes that never become text."""
 
 
 class StopStrings:
-    """Texts that end an answer; one object serves any number of answers.
+    """Strings that end an answer; one object serves any number of answers.
 
-    The answer ends with the token that completes the first of them: the smallest n for which the text of its
-    first n tokens contains one.
+    The answer ends with the token that completes the first of them: the smallest n for which the text of its first n
+    tokens contains a stop string.
     """
 
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
         """
         Args:
-            strings: at most `MAX_STRINGS` of 1 to `MAX_LENGTH` characters; none at all never end an answer.
-            decode: the tokenizer's own, with the special tokens left out or not, as the answer will be shown.
+            strings: at most `MAX_STRINGS` of 1 to `MAX_LENGTH` characters; none means that no string ends an answer.
+            decode: the tokenizer's own, with or without special tokens, as the answer will be shown.
 
         Raises:
-            DataError: naming the field `stop`, for strings that are too many, empty, too long, or that hold
-                U+FFFD, which no text can be told to contain.
+            DataError: names the field `stop`; there are too many strings, or one is empty, too long, or holds U+FFFD,
+                which no text can be known to contain.
         """
         _check(strings)
         self.strings = tuple(strings)
@@ -54,7 +54,7 @@ class StopChecker:
     def __init__(
         self, limit: int, eos_ids: Collection[int], stop: StopStrings | None, context: Sequence[int] = ()
     ) -> None:
-        """`limit` is the most tokens that the answer may have; `context` the tokens whose text it goes on with (see
+        """`limit` is the maximum number of tokens of the answer; `context` the tokens whose text it continues (see
         `SettledText`)."""
         self.finish_reason: str | None = None
         """None while the answer goes on; then "stop" or "length" (see `stats.Generation`)."""
@@ -63,7 +63,7 @@ class StopChecker:
         self._scan = _Scan(stop, context) if stop is not None and stop.strings else None
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """The newly chosen tokens without those behind the end; may set `finish_reason`."""
+        """Drop the newly chosen tokens after the end of the answer; may set `finish_reason`."""
         for count, token in enumerate(tokens, start=1):
             if token in self._eos_ids or (self._scan is not None and self._scan.completes(token)):
                 self.finish_reason = "stop"
@@ -76,19 +76,19 @@ class StopChecker:
 
 
 def shown_length(text: str, strings: Sequence[str]) -> int:
-    """Characters in front of the first stop string, or all of them if there is none.
+    """Number of characters before the first stop string, or all of them if there is none.
 
-    Of several, the string that ends first counts; of those that end together, the longest.
+    Among several, the string that ends first counts; among those that end together, the longest.
     """
     found = [(text.find(string) + len(string), text.find(string)) for string in strings if string in text]
     return min(found)[1] if found else len(text)
 
 
 def longest_answer(max_new_tokens: int, room: int) -> int:
-    """Most tokens to generate. That no room is left is for the prefill to report.
+    """Maximum number of tokens to generate. If there is no room, the prefill reports it.
 
     Raises:
-        DataError: not even one is asked for.
+        DataError: `max_new_tokens` is below 1.
     """
     if max_new_tokens < 1:
         raise DataError(f"max_new_tokens is {max_new_tokens}; at least 1 is generated")
@@ -102,28 +102,28 @@ class SettledText:
         held               | settled    | unsettled: the rest of the character is to come
         text       " hello"  |  " world"|
 
-    It holds the tokens of the last settled piece, because the text of a token depends on the one before it, and the
-    unsettled tokens.
+    It holds the unsettled tokens and, because the text of a token depends on the one before it, the tokens of the last
+    settled piece.
 
     The text of an answer that continues a prompt is what `decode(prompt + answer)` adds to `decode(prompt)`: some
-    tokenizers drop the first space of what they decode, but the answer keeps it. A character that the prompt begins
+    tokenizers drop the first space of what they decode, but the answer keeps it. A character that starts in the prompt
     belongs to the answer that completes it.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
-        """`context` holds the tokens in front of the answer; only the last few are used."""
+        """`context` holds the tokens before the answer; only the last few are used."""
         self._decode = decode
         self._tokens = _needed(context, decode)
         self._num_settled = len(self._tokens)
         self._settled = decode(self._tokens) if self._tokens else ""
-        """Text of the settled ones among the held tokens."""
+        """Text of the settled tokens among the held ones."""
         self.length = 0
-        """Characters of the answer that are settled."""
+        """Settled characters of the answer."""
         self.unsettled = ""
-        """What the tokens behind the settled text would be, were they the last."""
+        """The text that would follow the settled text if the answer ended here."""
 
     def push(self, token: int) -> str:
-        """One more token; returns the text that it settles."""
+        """Add one token; return the text that it settles."""
         decode = self._decode
         self._tokens.append(token)
         held = decode(self._tokens)
@@ -131,7 +131,7 @@ class SettledText:
         if self.unsettled and not held.endswith("\ufffd"):
             return self._settle(self._tokens[self._num_settled :])
         if not self.unsettled and not decode([token, token]):
-            self._tokens.pop()  # a token without text; a lone space in front is dropped as well, but not from two
+            self._tokens.pop()  # no text: decoded twice, because a lone token's leading space may be dropped
         elif len(self._tokens) - self._num_settled >= _MAX_UNSETTLED:
             return self._settle([])
         return ""
@@ -139,7 +139,7 @@ class SettledText:
     def _beyond_settled(self, held: str) -> str:
         if held.startswith(self._settled):
             return held[len(self._settled) :]
-        whole = self._settled.rstrip("\ufffd")  # the rest was the beginning of a character, which is complete now
+        whole = self._settled.rstrip("\ufffd")  # its last character is complete only now
         return held[len(whole) :] if held.startswith(whole) else held[len(self._settled) :]
 
     def _settle(self, last_piece: list[int]) -> str:
@@ -152,7 +152,8 @@ class SettledText:
 
 
 def _needed(context: Sequence[int], decode: Decode) -> list[int]:
-    """The last tokens of a context that suffice to decode what follows: they have text, and begin with a character."""
+    """The last tokens of a context that are enough to decode what follows: they have text, and begin with a whole
+    character."""
     count = _MIN_CONTEXT
     while count < len(context):
         text = decode(context[-count:])
@@ -172,7 +173,7 @@ class _Scan:
         self._tail = ""
 
     def completes(self, token: int) -> bool:
-        """Whether the answer's text contains a stop string now that `token` has come."""
+        """Whether the answer's text contains a stop string once `token` is added."""
         piece = self._settled.push(token)
         text = self._tail + piece + self._settled.unsettled
         if any(string in text for string in self._strings):

@@ -1,1 +1,1 @@
-"""Exporting a drafter: one folder that a drafter replica runs from, with its model card."""
+"""Exporting a drafter: one folder from which a drafter replica runs, with its model card."""

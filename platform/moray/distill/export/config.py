@@ -1,4 +1,4 @@
-"""What `pipelines.export` writes. Torch-free."""
+"""Configuration of `pipelines.export`. Torch-free."""
 
 from typing import Literal
 
@@ -9,24 +9,24 @@ from moray.targets.spec import TargetConfig
 
 
 class ExportConfig(Config):
-    """A trained drafter, and the folder that it is exported to."""
+    """A trained drafter, and the folder to export it to."""
 
     drafter: str
     """Folder of a finished run, or of one of its checkpoints."""
     target: TargetConfig
-    """The target that it was trained for; its dtype is that of the head."""
+    """The target that the drafter was trained for; its dtype is that of the head."""
     output: str
-    """Folder to write; one that holds an export of the same drafter is replaced."""
+    """Folder to write; an existing export of the same drafter is replaced."""
     include_head: bool = True
-    """Also write the target's frozen parts: embeddings, the last layers, norm and lm_head. They are what a drafter
-    replica holds."""
+    """Also write the target's frozen parts: embeddings, the last layers, norm and lm_head. A drafter replica needs
+    them."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Number format of all weights; null keeps the drafter's as trained, the head's as target.dtype."""
     license: str | None = Field(default=None, min_length=1)
-    """Licence for the model card, as the hub names it; null for none. The target's licence may bind you, for the head
-    is part of it."""
+    """Licence for the model card, as the hub names it; null for none. The target's licence may apply to you, because
+    the head is part of it."""
     base_model: str | None = Field(default=None, min_length=1)
-    """Hub name of the target for the model card; null for target.model if that is one."""
+    """Hub name of the target for the model card; null for target.model if that is a hub name."""
     report: str | None = None
-    """File report.json of an evaluation, for the model card; null looks beside the drafter. It must be of these
+    """File report.json of an evaluation, for the model card; null looks next to the drafter. It must be of these
     weights."""

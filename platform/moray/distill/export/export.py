@@ -1,13 +1,13 @@
-"""Exporting a drafter: one folder in the style of the Hugging Face hub that a drafter replica runs from.
+"""Exports a drafter: one folder in the style of the Hugging Face hub, from which a drafter replica runs.
 
 config.json            model type, contract (see `drafters.contract`), the target's config.json, RoPE, dtype
-model.safetensors      "drafter.*": the drafter's weights and buffers, its draft vocabulary among them
+model.safetensors      "drafter.*": the drafter's weights and buffers, including its draft vocabulary
                        "head.*": the target's frozen parts under their names in the target
-tokenizer files        with the chat template the drafter was trained with, to prepare text
+tokenizer files        with the chat template that the drafter was trained with, to prepare text
 generation_config.json of the target
 README.md              a model card
 
-Safetensors and JSON alone: nothing in it is executed on loading.
+There is only safetensors and JSON: loading executes nothing from the folder.
 """
 
 import json
@@ -38,11 +38,12 @@ HEAD_PREFIX = "head."
 
 
 def export_drafter(config: ExportConfig) -> Path:
-    """Write the folder, whole or not at all; returns it.
+    """Write the folder, all of it or nothing; return its path.
 
     Raises:
-        DataError: no finished drafter, or `output` holds something else.
+        DataError: there is no finished drafter, or `output` holds something else.
         MismatchError: `target` is not what the drafter was trained for.
+        ConfigError: `output` is the drafter's own folder, or `dtype` cannot hold its weights.
     """
     folder, output = Path(config.drafter), Path(config.output)
     contract = read_contract(folder)
@@ -64,8 +65,8 @@ def export_drafter(config: ExportConfig) -> Path:
         _write_text_files(temporary, config, tokenizer)
         write_json_atomically(temporary / "config.json", _description(drafter, config, contract))
         (temporary / "README.md").write_text(model_card(config, contract, drafter, temporary), encoding="utf-8")
-        shutil.copymode(temporary / "README.md", temporary / "model.safetensors")  # safetensors writes for its user
-        if output.exists():  # `_check_output` knows it for an export of the same drafter, or empty
+        shutil.copymode(temporary / "README.md", temporary / "model.safetensors")  # safetensors makes files private
+        if output.exists():  # `_check_output`: empty, or an export of the same drafter
             output.replace(before)
         temporary.replace(output)
     except (OSError, SafetensorError) as error:
@@ -80,12 +81,12 @@ def export_drafter(config: ExportConfig) -> Path:
 
 
 def load_exported(folder: Path, device: str = "auto") -> Drafter:
-    """A drafter with its head from an exported folder alone, in eval mode; the target's folder is not needed.
+    """Load a drafter with its head from an exported folder, in eval mode; the target's folder is not needed.
 
-    To pair it with a loaded target, or where it was exported without the head, use `load_drafter`.
+    To use it with a loaded target, or if it was exported without the head, call `load_drafter`.
 
     Raises:
-        DataError: no exported drafter there, one without a head, or damaged files.
+        DataError: no exported drafter is there, it has no head, or files are damaged.
         MismatchError: the drafter would read other taps than it was trained on.
     """
     if not is_exported(folder):
@@ -154,7 +155,7 @@ def _description(drafter: Drafter, config: ExportConfig, contract: Contract) -> 
 
 
 def _write_text_files(folder: Path, config: ExportConfig, tokenizer: ChatTokenizer) -> None:
-    """Tokenizer, chat template and generation settings; what is read back must make the same tokens."""
+    """Write tokenizer, chat template and generation settings; reading them back must give the same tokens."""
     tokenizer.tokenizer.save_pretrained(folder)
     again = ChatTokenizer.load(str(folder.absolute())).fingerprint
     if again != tokenizer.fingerprint:

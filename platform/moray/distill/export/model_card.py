@@ -1,4 +1,4 @@
-"""The model card of an exported drafter: what it is, how to use it, what it was trained on and what it is worth."""
+"""The model card of an exported drafter: what it is, how to use it, its training data and its evaluation."""
 
 import re
 from pathlib import Path
@@ -25,8 +25,8 @@ def model_card(config: ExportConfig, contract: Contract, drafter: Drafter, expor
     Args:
         config: of the export.
         contract: of the drafter.
-        drafter: at hand.
-        exported: the folder that is being written; its weights are there already.
+        drafter: the loaded drafter.
+        exported: the folder that is being written; it already holds the weights.
 
     Raises:
         DataError: `config.report` is not of this drafter.
@@ -116,7 +116,7 @@ def _validation(folder: Path) -> str:
 
 
 def _evaluation(folder: Path, given: str | None) -> str:
-    """Rows of an evaluation's report for these very weights."""
+    """Rows of an evaluation's report for exactly these weights."""
     places = [Path(given)] if given else [folder / "report.json", folder.parent / "report.json"]
     digest = sha256_of_files(drafter_files(folder))
     for path in places:

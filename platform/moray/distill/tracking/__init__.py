@@ -1,1 +1,1 @@
-"""A run's figures: on disk, in TensorBoard and in experiment trackers."""
+"""A run's metrics: on disk, in TensorBoard and in experiment trackers."""

@@ -1,7 +1,7 @@
-"""A run's figures: JSON Lines on disk, and TensorBoard and trackers for people.
+"""A run's metrics: JSON Lines on disk, and TensorBoard and trackers for people.
 
 metrics.jsonl      one row per report of training
-validation.jsonl   one row per validated checkpoint, written by whoever validates
+validation.jsonl   one row per validated checkpoint, written by the process that validates
 """
 
 import json
@@ -20,14 +20,14 @@ _SENT_FILE = "validation_sent.json"
 
 
 class MetricsWriter:
-    """Appends one row per report; a resumed run first drops the rows it is about to repeat."""
+    """Appends one row per report; a resumed run first drops the rows that it is about to repeat."""
 
     def __init__(self, folder: Path, first_step: int, trackers: Sequence[Sink] = ()) -> None:
         """
         Args:
             folder: of the run.
-            first_step: updates that were made before.
-            trackers: also told of every row, of validation too; closed with this.
+            first_step: number of updates made before.
+            trackers: also receive every row, including validation; closed with this writer.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
@@ -39,7 +39,7 @@ class MetricsWriter:
         self._sinks: list[Sink] = [TensorBoard(folder / "tensorboard", first_step + 1), *trackers]
 
     def write(self, progress: Progress, metrics: dict[str, float]) -> None:
-        """Record the metrics of a finished update, and what the run has cost so far."""
+        """Record the metrics of a finished update, and the run's cost so far."""
         cost = {"tokens": progress.tokens, "seconds": progress.seconds}
         self._file.write(json.dumps({"step": progress.step, **cost, **metrics}) + "\n")
         self._file.flush()
@@ -48,24 +48,24 @@ class MetricsWriter:
         send_validation(self._folder, self._trackers)
 
     def close(self) -> None:
-        """Flush and close all."""
+        """Flush and close the file and all sinks."""
         self._file.close()
         for sink in self._sinks:
             sink.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All rows of a run so far; a half-written last row (the run was killed) is left out."""
+    """All rows of a run so far, without a half-written last row (of a run that was killed)."""
     return _read_rows(folder / METRICS_FILE)
 
 
 def read_validation(folder: Path) -> list[dict[str, Any]]:
-    """The figures of every validated checkpoint of a run, by step."""
+    """The metrics of every validated checkpoint of a run, by step."""
     return _read_rows(folder / VALIDATION_FILE)
 
 
 def read_learning(folder: Path) -> list[dict[str, Any]]:
-    """The figures of every validated checkpoint, and the tokens and seconds of training up to it, by step."""
+    """The metrics of every validated checkpoint, with the tokens and seconds of training up to it, by step."""
     rows = read_metrics(folder)
     steps = [row["step"] for row in rows]
     learned = []
@@ -77,7 +77,8 @@ def read_learning(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_validation(folder: Path, row: Mapping[str, Any]) -> None:
-    """Add the figures of a checkpoint, under "step"; those of the same step are replaced. One process at a time."""
+    """Add the metrics of a checkpoint, identified by "step"; an earlier row of that step is replaced. Not for several
+    processes at once."""
     rows = [other for other in read_validation(folder) if other["step"] != row["step"]]
     rows = sorted([*rows, dict(row)], key=lambda other: other["step"])
     write_text_atomically(folder / VALIDATION_FILE, "".join(json.dumps(each) + "\n" for each in rows))
@@ -87,7 +88,7 @@ def write_validation(folder: Path, row: Mapping[str, Any]) -> None:
 
 
 def send_validation(folder: Path, trackers: Sequence[Sink]) -> None:
-    """Tell trackers of the validated checkpoints that they have not been told of."""
+    """Send trackers the validated checkpoints that were not sent yet."""
     if not trackers or not (folder / VALIDATION_FILE).is_file():
         return
     path = folder / _SENT_FILE

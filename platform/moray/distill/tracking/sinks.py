@@ -1,8 +1,8 @@
-"""Where a run's figures go besides its own files: TensorBoard, MLflow, Weights & Biases.
+"""Where a run's metrics go besides its own files: TensorBoard, MLflow, Weights & Biases.
 
-A tracker that fails must not stop or slow a run: each has a thread of its own, which warns once, tries again and,
-when the run ends before it has succeeded, gives up. The ids of a run's trackers lie in trackers.json, so that a
-resumed run goes on in the same MLflow or Weights & Biases run.
+A tracker that fails must not stop or slow a run. Each has its own thread, which warns once, tries again and, if the run
+ends before it succeeds, gives up. The ids of a run's trackers are stored in trackers.json, so that a resumed run
+continues the same MLflow or Weights & Biases run.
 """
 
 import os
@@ -27,15 +27,15 @@ Warn = Callable[[str], None]
 
 
 class Sink(ABC):
-    """Takes named figures of finished updates."""
+    """Receives named metrics of finished updates."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record figures, named "train/..." or "validation/...", of the update `step`."""
+        """Record metrics, named "train/..." or "validation/...", of the update `step`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is still held back."""
+        """Write what is still buffered."""
 
 
 class TensorBoard(Sink):
@@ -55,13 +55,13 @@ class TensorBoard(Sink):
 
 
 class Background(Sink):
-    """A sink behind a queue, in a thread of its own."""
+    """A sink behind a queue, with its own thread."""
 
     def __init__(self, label: str, open_sink: Callable[[], Sink], warn: Warn) -> None:
         """
         Args:
             label: names it in warnings.
-            open_sink: called in the thread, again and again until it succeeds.
+            open_sink: called in the thread, repeatedly until it succeeds.
             warn: called at most once.
         """
         self._label = label
@@ -77,7 +77,7 @@ class Background(Sink):
         self._queue.put((step, dict(values)))
 
     def close(self) -> None:
-        """Wait for what is queued, but not for ever: a server that is down gets one more try."""
+        """Wait for the queue to empty, but not forever: a server that is down gets one more try."""
         self._queue.put(None)
         self._closing.set()
         self._thread.join(CLOSE_SECONDS)
@@ -104,7 +104,7 @@ class Background(Sink):
     def _complain(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            # Not the error's text, which may hold addresses and keys; only its kind.
+            # Only the error's type: its text may contain addresses and keys.
             self._warn(f"{self._label} fails ({type(error).__name__}); training goes on, and it is tried again")
 
 
@@ -112,7 +112,7 @@ class _Mlflow(Sink):
     """One MLflow run."""
 
     def __init__(self, config: MlflowConfig, folder: Path, settings: Mapping[str, Any]) -> None:
-        # A server that is down should be noticed in seconds, and a folder is what was asked for.
+        # Notice within seconds that a server is down; allow a folder as the store.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -131,7 +131,7 @@ class _Mlflow(Sink):
         else:
             self._client.update_run(run_id, status="RUNNING")
         self._run_id: str = run_id
-        known = self._client.get_run(run_id).data.params  # all of them, unless the server failed in between
+        known = self._client.get_run(run_id).data.params  # all of them, unless the server failed halfway
         for key, value in flatten(dict(settings)).items():
             if key not in known:
                 self._client.log_param(run_id, key, str(value)[:500])
@@ -148,14 +148,14 @@ class _Mlflow(Sink):
 
 
 class _Wandb(Sink):
-    """One Weights & Biases run. Steps are figures of their own, for validation comes late."""
+    """One Weights & Biases run. Steps are metrics of their own, because validation arrives late."""
 
     def __init__(self, config: WandbConfig, folder: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
         state = _read_state(folder)
         run_id = state.get(config.label) or uuid.uuid4().hex[:8]
-        _write_state(folder, config.label, run_id)  # before the run is made: a kill must not make two of it
+        _write_state(folder, config.label, run_id)  # before the run is created, so that a kill cannot lead to two runs
         self._run: Any = wandb.init(
             project=config.project,
             entity=config.entity,
@@ -195,12 +195,12 @@ class _Wandb(Sink):
 def open_trackers(
     trackers: Iterable[MlflowConfig | WandbConfig], folder: Path, settings: Mapping[str, Any], warn: Warn
 ) -> list[Sink]:
-    """Start the trackers of the run in `folder`, or go on with them.
+    """Start the trackers of the run in `folder`, or resume them.
 
     Args:
-        trackers: which.
-        folder: of the run; keeps their ids.
-        settings: of the run, for people to compare runs by.
+        trackers: their configurations.
+        folder: of the run; stores their ids.
+        settings: of the run, for comparing runs.
         warn: called once by each tracker that fails.
     """
 
@@ -213,7 +213,7 @@ def open_trackers(
 
 
 def _located(uri: str | None) -> str | None:
-    """A folder's path as MLflow wants it, whatever folder it looks from."""
+    """A folder's path as a URI, which MLflow understands in any working directory; other URIs are unchanged."""
     return Path(uri).absolute().as_uri() if uri is not None and uri != "databricks" and ":" not in uri else uri
 
 
@@ -226,5 +226,5 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _write_state(folder: Path, label: str, value: Any) -> None:
-    with _state_lock:  # each tracker has a thread
+    with _state_lock:  # each tracker has its own thread
         write_json_atomically(folder / TRACKERS_FILE, _read_state(folder) | {label: value})

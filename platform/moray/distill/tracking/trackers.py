@@ -1,7 +1,8 @@
-"""Which experiment trackers a run reports to, and whether they can be had. Torch-free, and without the trackers.
+"""Which experiment trackers a run reports to, and whether they are installed. Torch-free, and does not import trackers.
 
-Keys and passwords are the tools' own business: they come from the environment (MLFLOW_TRACKING_USERNAME and
-MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; WANDB_API_KEY). What a configuration holds is written to run.yaml.
+Keys and passwords are left to the tools: they come from the environment (MLFLOW_TRACKING_USERNAME and
+MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; WANDB_API_KEY). Everything in a configuration is written to
+run.yaml.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ class MlflowConfig(Config):
     type: Literal["mlflow"]
     uri: str | None = None
     """Server or folder: http(s)://..., databricks, file:///folder or a path; null for MLFLOW_TRACKING_URI. A database,
-    such as sqlite:///runs/mlflow.db, needs the whole of mlflow."""
+    such as sqlite:///runs/mlflow.db, needs the full mlflow package."""
     experiment: str = Field(default="moray", min_length=1)
     """Experiment that the run belongs to."""
     name: str | None = None
@@ -50,7 +51,7 @@ class MlflowConfig(Config):
 
     @property
     def label(self) -> str:
-        """What tells this tracker from others of a run."""
+        """Distinguishes this tracker from others of a run."""
         return f"mlflow {self.uri or 'MLFLOW_TRACKING_URI'} {self.experiment}"
 
 
@@ -63,13 +64,13 @@ class WandbConfig(Config):
     entity: str | None = None
     """User or team; null for the default of WANDB_API_KEY's owner."""
     mode: Literal["offline", "online"] = "online"
-    """Send figures at once (online), or write below the output folder for wandb sync (offline)."""
+    """Send metrics at once (online), or write them below the output folder for wandb sync (offline)."""
     name: str | None = None
     """Name of the run; null for that of the output folder."""
 
     @property
     def label(self) -> str:
-        """What tells this tracker from others of a run."""
+        """Distinguishes this tracker from others of a run."""
         return f"wandb {self.entity or ''}/{self.project} {self.mode}"
 
 
@@ -77,7 +78,7 @@ TrackerConfig = Annotated[MlflowConfig | WandbConfig, Field(discriminator="type"
 
 
 def check_trackers(trackers: Sequence[MlflowConfig | WandbConfig]) -> None:
-    """Refuse, before anything starts, trackers whose package is missing and those that are named twice.
+    """Before anything starts, reject trackers whose package is missing and those that are named twice.
 
     Raises:
         ConfigError: says what to install.

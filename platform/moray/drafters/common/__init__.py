@@ -1,1 +1,1 @@
-"""What drafters are built from: layers, attention, caches while drafting, what positions see in training."""
+"""Building blocks of drafters: layers, attention, caches for drafting, and visibility in training."""

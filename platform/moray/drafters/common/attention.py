@@ -1,7 +1,7 @@
-"""Scaled dot-product attention: of whole sequences, and of drafted nodes to what each one's sequence keeps.
+"""Scaled dot-product attention: over whole sequences, and from drafted nodes to the keys and values of their sequence.
 
-A draft step computes the rows of several sequences together, one behind the other. Attention alone is taken sequence by
-sequence, for each has keys and values in buffers of its own.
+A draft step computes the rows of several sequences together, concatenated. Only attention runs sequence by sequence,
+because each sequence has its keys and values in its own buffers.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ KVBuffer = Float[Tensor, "2 1 kv_heads slots head_dim"]
 """Keys and values of one attention and one sequence, slot by slot (see `drafters.common.slots`)."""
 
 Mask = Visible | Literal["causal"] | Float[Tensor, "#batch 1 seq slots"] | None
-"""What queries see of keys. Whole sequences are trained by a rule, for "causal" the kernel's own; drafting has a tensor
-that is 0 where they see; None: everything."""
+"""What queries see of keys. Training on whole sequences uses a rule ("causal" uses the kernel's own); drafting uses a
+tensor that is 0 where they see; None: everything."""
 
 
 class Reach(NamedTuple):
@@ -27,10 +27,11 @@ class Reach(NamedTuple):
 
     cache: KVBuffer
     slot: int
-    """Of the first of the rows."""
+    """Slot of the first row."""
     num_rows: int
     num_known: int = 0
-    """Of so many of them, the first ones, only keys and values are wanted; the others see them all without a mask."""
+    """For the first `num_known` rows only keys and values are needed; without a mask, the other rows see all of
+    them."""
     mask: Float[Tensor, "1 1 rest seen"] | None = None
 
 
@@ -40,7 +41,7 @@ def attend(
     value: Float[Tensor, "batch kv_heads slots head_dim"],
     mask: Mask,
 ) -> Float[Tensor, "batch seq width"]:
-    """Scaled dot-product attention, heads side by side."""
+    """Scaled dot-product attention; returns the heads side by side."""
     if isinstance(mask, Visible):
         attended = attend_visible(query, key, value, mask)
     elif isinstance(mask, str):
@@ -56,7 +57,8 @@ def attend_within(
     value: Float[Tensor, "1 kv_heads rows head_dim"],
     reaches: Sequence[Reach],
 ) -> Float[Tensor, "1 rest width"]:
-    """Rows of several sequences, each to those of its own sequence: into its buffer they are written first."""
+    """Attention of each row to its own sequence, for rows of several sequences. Their keys and values are first written
+    to the buffers."""
     sizes, attended = [reach.num_rows for reach in reaches], []
     parts = zip(reaches, _cut(query, sizes, 2), _cut(key, sizes, 2), _cut(value, sizes, 2), strict=True)
     for (cache, slot, num_rows, num_known, mask), own_query, own_key, own_value in parts:
@@ -72,13 +74,14 @@ def attend_within(
 def attend_each(
     query: Float[Tensor, "1 heads rows head_dim"], memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]]
 ) -> Float[Tensor, "1 rows width"]:
-    """Rows of several sequences, equally many of each, to all keys and values that its sequence remembers."""
+    """Attention of rows of several sequences, the same number for each, to all keys and values in the sequence's
+    memory."""
     queries = _cut(query, [query.shape[2] // len(memories)] * len(memories), 2)
     return _joined([attend(own, memory[0], memory[1], None) for own, memory in zip(queries, memories, strict=True)])
 
 
 def without_known(x: Float[Tensor, "1 rows width"], reaches: Sequence[Reach]) -> Float[Tensor, "1 rest width"]:
-    """Of something about rows of several sequences, what is about those that attend."""
+    """Drop the known rows from a tensor with the rows of several sequences."""
     if not any(reach.num_known for reach in reaches):
         return x
     parts = _cut(x, [reach.num_rows for reach in reaches], 1)

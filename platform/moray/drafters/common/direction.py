@@ -1,4 +1,4 @@
-"""Vectors brought to length one, with a gradient of its own: what root-mean-square norms are made of."""
+"""Normalising vectors to length one, with its own gradient: the core of root-mean-square norms."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Direction(torch.autograd.Function):
-    """x / sqrt(|x|^2 + floor^2): its gradient passes over memory four times, autograd's nine."""
+    """x / sqrt(|x|^2 + floor^2): its gradient passes over memory four times, autograd's nine times."""
 
     @staticmethod
     def forward(ctx: Any, x: Float[Tensor, "*any width"], floor: Float[Tensor, ""]) -> Float[Tensor, "*any width"]:
@@ -21,7 +21,7 @@ class Direction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Float[Tensor, "*any width"]) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """With respect to `x`: what of the gradient is not along it, shrunk as it was."""
+        """The gradient with respect to `x`: the part of `gradient` perpendicular to `x`, scaled like `x`."""
         result, shrink = ctx.saved_tensors
         along = torch.linalg.vecdot(result, gradient)[..., None]
         return torch.addcmul(gradient, result, along, value=-1.0).mul_(shrink), None

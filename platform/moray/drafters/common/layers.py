@@ -1,7 +1,7 @@
-"""Building blocks of drafters: rotary tables, attention with its keys and values in reach, SwiGLU blocks.
+"""Building blocks of drafters: rotary tables, attention that can reach its keys and values, SwiGLU blocks.
 
-Unlike a library's decoder layer, a block here lets its caller own keys and values: training has them for all
-positions at once, drafting keeps them in preallocated buffers.
+Unlike in a library's decoder layer, the caller owns keys and values: training has them for all positions at once,
+drafting keeps them in preallocated buffers.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from moray.drafters.config_base import BlockConfig
 from moray.targets.visibility import Visible
 
 Rotary = Complex[Tensor, "#seq half"]
-"""Unit complex numbers by which pairs of neighbouring features turn, for some positions."""
+"""Unit complex numbers that rotate pairs of neighbouring features, for some positions."""
 
 KeysValues = tuple[Float[Tensor, "batch kv_heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]
-"""Keys, rotated, and values of all positions of training sequences."""
+"""Keys (rotated) and values of all positions of training sequences."""
 
 
 class RotaryTable(nn.Module):
@@ -35,22 +35,22 @@ class RotaryTable(nn.Module):
         self.register_buffer("pairs", torch.stack([angle.cos(), angle.sin()], dim=-1).float(), persistent=False)
 
     def rows(self, start: int, end: int) -> Rotary:
-        """Rotations of positions start..end-1: a view, no copy."""
+        """Rotations of positions start..end-1, as a view."""
         return torch.view_as_complex(self.pairs[start:end])
 
     def at(self, positions: Int[Tensor, " seq"]) -> Rotary:
-        """Rotations of any positions."""
+        """Rotations of arbitrary positions."""
         return torch.view_as_complex(self.pairs[positions])
 
 
 def rotate(x: Float[Tensor, "batch heads seq head_dim"], rotary: Rotary) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Rotary position embedding (arXiv 2104.09864) on neighbouring pairs: one complex product."""
+    """Rotary position embedding (arXiv 2104.09864) on neighbouring pairs, as one complex product."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotary).flatten(-2).to(x.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm (arXiv 1910.07467); on CPUs in fewer operations than torch's own, half its time."""
+    """Root-mean-square norm (arXiv 1910.07467); on CPUs with fewer operations than torch's own, in half the time."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps=eps)
@@ -60,13 +60,14 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any width"]:
         if x.device.type != "cpu":
             return super().forward(x)
-        # Divided first: a large x times its weight may be more than half precision holds.
+        # Divide first: a large x times its weight may overflow half precision.
         return self._direction(x) * self._scale
 
     def project(
         self, x: Float[Tensor, "*any width"], weight: Float[Tensor, "rows width"]
     ) -> Float[Tensor, "*any rows"]:
-        """A linear map of the normed `x`. For many rows of `x` the norm's weight is cheaper to apply to the map's."""
+        """A linear map of the normalised `x`. For many rows of `x`, applying the norm's weight to the map's weight is
+        cheaper."""
         if x.device.type != "cpu":
             return F.linear(super().forward(x), weight)
         return F.linear(self._direction(x), weight * self._scale)
@@ -83,7 +84,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention of a sequence to itself: whole in training, over a cache while drafting."""
+    """Grouped-query self-attention: over whole sequences in training, over a cache while drafting."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class SelfAttention(nn.Module):
     def unroll(
         self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
     ) -> tuple[Float[Tensor, "batch seq width"], KeysValues]:
-        """All positions at once, over the keys and values of earlier steps and their own, which are returned."""
+        """All positions at once, over the keys and values of earlier steps and of this step, which are returned."""
         query, key, value = self._heads_of(normed, rotary)
         keys, values = zip(*earlier, (key, value), strict=True)
         return self.o_proj(attend(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)), (key, value)
@@ -119,14 +120,14 @@ class SelfAttention(nn.Module):
         Float[Tensor, "batch kv_heads seq head_dim"],
     ]:
         heads = _heads(self.qkv_proj(normed), self.head_dim)
-        # Split, not sliced: the gradients of slices are padded with zeros and added up.
+        # Split instead of slicing: gradients of slices are padded with zeros and added up.
         turned, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         query, key = rotate(turned, rotary).split([self.num_heads, self.num_kv_heads], dim=1)
         return query, key, value
 
     def remember(self, normed: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
-        """Write keys and values of new positions into a cache's slots from `start` on."""
-        rows = self.num_heads * self.head_dim  # of the queries, which are not needed
+        """Write the keys and values of new positions to a cache, from slot `start` on."""
+        rows = self.num_heads * self.head_dim  # skip the queries, which are not needed
         heads = _heads(F.linear(normed, self.qkv_proj.weight[rows:]), self.head_dim)
         end = start + normed.shape[1]
         cache[0, :, :, start:end] = rotate(heads[:, : self.num_kv_heads], rotary)
@@ -135,7 +136,7 @@ class SelfAttention(nn.Module):
     def draft(
         self, normed: Float[Tensor, "1 rows width"], rotary: Rotary, reaches: Sequence[Reach]
     ) -> Float[Tensor, "1 rest width"]:
-        """New positions of several sequences, one behind the other, each over its sequence's cache."""
+        """New positions of several sequences, concatenated, each over its sequence's cache."""
         heads = _heads(self.qkv_proj(normed), self.head_dim)
         num_rotated = self.num_heads + self.num_kv_heads
         rotated = rotate(heads[:, :num_rotated], rotary)
@@ -144,7 +145,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Grouped-query attention to keys and values that somebody else computes, keeps and hands in."""
+    """Grouped-query attention to keys and values that the caller computes, keeps and passes in."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class CrossAttention(nn.Module):
     def split(
         self, kv: Float[Tensor, "batch seq kv_width"], rotary: Rotary
     ) -> tuple[Float[Tensor, "batch kv_heads seq head_dim"], Float[Tensor, "batch kv_heads seq head_dim"]]:
-        """Rotated keys and plain values out of what `kv_proj` gave."""
+        """Split the output of `kv_proj` into rotated keys and plain values."""
         heads = _heads(kv, self.head_dim)
         return rotate(heads[:, : self.num_kv_heads], rotary), heads[:, self.num_kv_heads :]
 
@@ -169,7 +170,7 @@ class CrossAttention(nn.Module):
         value: Float[Tensor, "batch kv_heads slots head_dim"],
         mask: Visible | None,
     ) -> Float[Tensor, "batch seq width"]:
-        """What the positions of `normed`, turned by `rotary`, read there."""
+        """Attention of the positions of `normed`, rotated by `rotary`, to the given keys and values."""
         return self.o_proj(attend(self._query(normed, rotary), key, value, mask))
 
     def draft(
@@ -178,7 +179,7 @@ class CrossAttention(nn.Module):
         rotary: Rotary,
         memories: Sequence[Float[Tensor, "2 1 kv_heads _ head_dim"]],
     ) -> Float[Tensor, "1 rows width"]:
-        """New positions of several sequences, equally many of each, over all that its sequence remembers."""
+        """New positions of several sequences, the same number for each, over all of their sequence's memory."""
         return self.o_proj(attend_each(self._query(normed, rotary), memories))
 
     def _query(
@@ -221,7 +222,7 @@ class _Layer(nn.Module):
 
 
 class SelfAttentionLayer(_Layer):
-    """A decoder layer: whole in training, over a cache while drafting."""
+    """A decoder layer: over whole sequences in training, over a cache while drafting."""
 
     def __init__(
         self, width: int, config: BlockConfig, head_dim: int, norm_eps: float, has_input_norm: bool = True
@@ -241,31 +242,32 @@ class SelfAttentionLayer(_Layer):
     def unroll(
         self, x: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
     ) -> tuple[Float[Tensor, "batch seq width"], KeysValues]:
-        """All positions in one of several draft steps, and its keys and values (see `SelfAttention.unroll`)."""
+        """All positions in one of several draft steps; also returns its keys and values (see
+        `SelfAttention.unroll`)."""
         attended, own = self.attention.unroll(self.input_norm(x), rotary, earlier, mask)
         return self._finish(x, attended), own
 
     def remember(self, x: Float[Tensor, "1 new width"], rotary: Rotary, cache: KVBuffer, start: int) -> None:
-        """Keys and values of new positions alone (see `SelfAttention.remember`)."""
+        """Write only the keys and values of new positions (see `SelfAttention.remember`)."""
         self.attention.remember(self.input_norm(x), rotary, cache, start)
 
     def draft(
         self, x: Float[Tensor, "1 rows width"], rotary: Rotary, reaches: Sequence[Reach]
     ) -> Float[Tensor, "1 rest width"]:
-        """New positions of several sequences over their caches, but for those that are known already."""
+        """New positions of several sequences over their caches, without those that are known already."""
         attended = self.attention.draft(self.input_norm(x), rotary, reaches)
         return self._finish(without_known(x, reaches), attended)
 
 
 class CrossAttentionLayer(_Layer):
-    """A decoder layer whose attention reads a memory: keys and values that `memorise` made once."""
+    """A decoder layer whose attention reads a memory: keys and values that `memorise` computed once."""
 
     def __init__(self, width: int, config: BlockConfig, head_dim: int, norm_eps: float) -> None:
         super().__init__(width, config, norm_eps)
         self.attention = CrossAttention(width, config, head_dim)
 
     def memorise(self, memory: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq kv_width"]:
-        """Keys and values of memory vectors, not yet rotated; the same input norm as for queries."""
+        """Keys and values of memory vectors, not yet rotated; uses the same input norm as the queries."""
         return self.attention.kv_proj(self.input_norm(memory))
 
     def forward(
@@ -276,7 +278,7 @@ class CrossAttentionLayer(_Layer):
         value: Float[Tensor, "batch kv_heads slots head_dim"],
         mask: Visible | None,
     ) -> Float[Tensor, "batch seq width"]:
-        """The layer's output for `x` and the memory's keys and values."""
+        """The layer's output for `x`, given the memory's keys and values."""
         return self._finish(x, self.attention(self.input_norm(x), rotary, key, value, mask))
 
     def draft(
@@ -290,7 +292,7 @@ class CrossAttentionLayer(_Layer):
 
 
 def init_weights(module: nn.Module, norm_init: str) -> None:
-    """Linears from N(0, 0.02), biases zero, norms at one (or N(0, 0.02), see `LayeredBase.norm_init`)."""
+    """Initialise linears from N(0, 0.02), biases to zero, norms to one (or N(0, 0.02), see `LayeredBase.norm_init`)."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02)

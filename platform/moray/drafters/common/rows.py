@@ -1,8 +1,8 @@
-"""The rows that one draft step computes for several sequences, one behind the other.
+"""The rows that one draft step computes for several sequences, concatenated.
 
 sequence     0          1        2
-rows         k k n n n  n n n    k n n n      k: verified tokens that have waited (at depth 0 only)
-nodes            n n n  n n n      n n n      n: nodes to score, equally many of each sequence
+rows         k k n n n  n n n    k n n n      k: pending verified tokens (at depth 0 only)
+nodes            n n n  n n n      n n n      n: nodes to score, the same number for each sequence
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from moray.drafters.common.slots import DraftSlots
 
 
 class Rows:
-    """Rows of some sequences, added to the slots of each."""
+    """The rows of some sequences, which creating this object adds to the slots of each."""
 
     def __init__(
         self,
@@ -36,26 +36,26 @@ class Rows:
         self.tokens: Int[Tensor, " rows"] = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
     def reach(self, caches: Sequence[KVBuffer]) -> list[Reach]:
-        """Nodes see their sequence; of verified tokens only keys and values are wanted."""
+        """What each sequence's nodes see; only keys and values of verified tokens are needed."""
         return [
             Reach(cache, part.slot, part.tokens.shape[0], part.num_known, part.mask)
             for cache, part in zip(caches, self.parts, strict=True)
         ]
 
     def reach_of_all(self, caches: Sequence[KVBuffer]) -> list[Reach]:
-        """The same where another layer reads what comes out of verified tokens too."""
+        """Like `reach`, if another layer also reads the output for verified tokens."""
         return [
             Reach(cache, part.slot, part.tokens.shape[0], 0, part.causal)
             for cache, part in zip(caches, self.parts, strict=True)
         ]
 
     def split(self, x: Float[Tensor, "1 nodes width"]) -> tuple[Float[Tensor, "1 new width"], ...]:
-        """Something about nodes, sequence by sequence."""
+        """Split a tensor with the nodes of all sequences by sequence."""
         return (x,) if len(self.parts) == 1 else x.split(self._num_nodes, dim=1)
 
     @cached_property
     def node_positions(self) -> Int[Tensor, "sequences new"]:
-        """Where the nodes stand in their sequences."""
+        """Positions of the nodes in their sequences."""
         positions = on_device(self.tokens.device, [part.position for part in self.parts])
         return positions[:, None].expand(-1, self._num_nodes)
 
@@ -76,5 +76,5 @@ class Rows:
 
 
 def on_device(device: torch.device, values: list[int] | list[float]) -> Tensor:
-    """Values as a tensor; a GPU takes them without being waited for."""
+    """Values as a tensor; copying them to a GPU does not wait for it."""
     return torch.tensor(values, dtype=None if values else torch.long).to(device, non_blocking=True)

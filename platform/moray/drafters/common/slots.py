@@ -1,11 +1,12 @@
-"""Where a drafter keeps keys and values while it drafts one sequence.
+"""Where a drafter stores keys and values while it drafts one sequence.
 
-slot    0 .. length-1        length .. length+pending-1       behind them
+slot    0 .. length-1        length .. length+pending-1       after them
 holds   verified tokens      verified tokens to be computed   the tree's expanded nodes, overwritten by the next tree
                              along with the next root
 
-An accepted chain's nodes already lie in the slots of the verified tokens that they have become. What is missing (a
-leaf, a tree's path) waits for the next root, so that it needs no pass of its own; a prompt does not wait.
+The nodes of an accepted chain are already in the slots of the verified tokens that they have become. Missing tokens (a
+leaf, a tree's path) are pending until the next root, so that they need no pass of their own; a prompt is computed at
+once.
 """
 
 from collections.abc import Callable
@@ -18,41 +19,41 @@ from torch import Tensor
 from moray.trees.tree import PrefixMask
 
 EXTEND_CHUNK = 64
-"""Most verified tokens that are computed at once."""
+"""Maximum number of verified tokens that are computed at once."""
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """What one draft step computes: verified tokens that have waited (at depth 0 only), then the nodes to score."""
+    """What one draft step computes: pending verified tokens (at depth 0 only), then the nodes to score."""
 
     tokens: Int[Tensor, " rows"]
     num_known: int
-    """How many of the rows are verified tokens, which nobody has to score."""
+    """How many of the rows are verified tokens, which do not have to be scored."""
     slot: int
-    """Of the first row."""
+    """Slot of the first row."""
     position: int
-    """Of the nodes: the number of verified tokens, plus the depth."""
+    """Position of the nodes: the number of verified tokens plus the depth."""
     mask: Float[Tensor, "1 1 nodes slots"] | None
     """What the nodes see of all slots up to their own (None: everything)."""
     causal: Float[Tensor, "1 1 rows slots"] | None
-    """The same for all rows; only where slots were made for drafters of several layers."""
+    """The same for all rows; only if the slots are for drafters with several layers."""
 
     @property
     def positions(self) -> tuple[int, int]:
-        """First position of the rows, and one past the last: verified tokens ascend, nodes share the last one."""
+        """First position of the rows, and one past the last: verified tokens ascend, nodes share the last position."""
         return self.position - self.num_known, self.position + 1
 
 
 class DraftSlots:
-    """Counts the slots that all of a drafter's caches share, and masks them. Nothing is allocated after the start."""
+    """Manages the slots that all caches of a drafter share, and their mask. Nothing is allocated after construction."""
 
     def __init__(self, capacity: int, max_expanded: int, like: Tensor, is_layered: bool = False) -> None:
         """
         Args:
-            capacity: most verified tokens.
-            max_expanded: most nodes of a tree that the drafter expands.
-            like: gives type and device.
-            is_layered: verified tokens need attention themselves, for a layer above reads what comes out.
+            capacity: maximum number of verified tokens.
+            max_expanded: maximum number of nodes of a tree that the drafter expands.
+            like: gives dtype and device.
+            is_layered: whether verified tokens need attention too, because a layer above reads their output.
         """
         self.num_slots = capacity + max_expanded
         self.length = 0
@@ -66,12 +67,12 @@ class DraftSlots:
         self._lower = torch.ones(rows, rows, dtype=torch.bool, device=like.device).tril()
 
     def new_cache(self, num_kv_heads: int, head_dim: int) -> Float[Tensor, "2 1 kv_heads slots head_dim"]:
-        """Keys and values of one attention."""
+        """An empty buffer for the keys and values of one attention."""
         return self._like.new_zeros(2, 1, num_kv_heads, self.num_slots, head_dim)
 
     @property
     def num_verified(self) -> int:
-        """Verified tokens, those among them that wait for the next root."""
+        """Verified tokens, including pending ones."""
         return self.length + self._pending.shape[0]
 
     def extend(
@@ -81,11 +82,11 @@ class DraftSlots:
 
         Args:
             tokens: in order.
-            num_kept: how many of them, from the first on, already lie in their slots (see `Drafter.extend`).
+            num_kept: how many of them, from the first on, are already in their slots (see `Drafter.extend`).
             remember: remember(some, start) computes keys and values of some tokens, whose slots begin at `start`.
         """
         self._settle()
-        if self._pending.shape[0]:  # nothing was drafted since
+        if self._pending.shape[0]:  # no draft has computed them
             self._remember(self._pending, remember)
         self._commit(num_kept)
         missing = tokens[num_kept:]
@@ -101,13 +102,13 @@ class DraftSlots:
         self._pending = self._none
 
     def causal(self, num_tokens: int) -> Float[Tensor, "1 1 new slots"] | None:
-        """What new verified tokens see: all before them and themselves (None: everything)."""
+        """What new verified tokens see: all tokens before them and themselves (None: everything)."""
         return None if num_tokens == 1 else self._mask.view(self._lower[:num_tokens, :num_tokens])
 
     def expand(
         self, nodes: Int[Tensor, " nodes"], ancestors: Bool[Tensor, "nodes expanded"] | None, depth: int
     ) -> Expansion:
-        """Add nodes at `depth` of the running tree; at 0, where a new one begins, its root alone."""
+        """Add nodes at `depth` of the current tree; depth 0 starts a new tree with its root."""
         self._settle()
         if depth > 0:
             start, position = self.length + self._num_expanded, self.length + depth
@@ -115,7 +116,7 @@ class DraftSlots:
             mask = None if ancestors is None else self._mask.view(ancestors)
             return Expansion(nodes, 0, start, position, mask, mask)
         self._num_expanded = 1
-        self._is_computed = True  # by the step that this is for
+        self._is_computed = True  # the caller's step computes the pending tokens
         start, known = self.length, self._pending.shape[0]
         if not known:
             return Expansion(nodes, 0, start, start, None, None)
@@ -129,7 +130,7 @@ class DraftSlots:
         self._mask.reset()
 
     def _settle(self) -> None:
-        """What waited was computed with the root, and has become like all other verified tokens."""
+        """Commit the pending tokens if they were computed with the root."""
         if self._is_computed:
             self._is_computed = False
             self._commit(self._pending.shape[0])

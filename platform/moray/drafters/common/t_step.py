@@ -17,7 +17,7 @@ from moray.targets.visibility import Visible, Window
 
 
 def own_tokens(start: Int[Tensor, "batch seq"], staircase: Bool[Tensor, " batch"] | None) -> Mask:
-    """What self-attention sees; staircases look no further back than to the last verified position."""
+    """What self-attention sees; with a staircase, it looks no further back than the last verified position."""
     if staircase is None:
         return "causal"
     column = torch.arange(start.shape[1], device=start.device)
@@ -26,7 +26,7 @@ def own_tokens(start: Int[Tensor, "batch seq"], staircase: Bool[Tensor, " batch"
 
 
 def memory_tokens(start: Int[Tensor, "batch seq"]) -> Visible:
-    """What cross-attention sees of the memory: verified positions."""
+    """What cross-attention sees of the memory: verified positions only."""
     return Visible((Window(None, start + 1),))
 
 

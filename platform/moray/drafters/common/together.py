@@ -10,7 +10,8 @@ from moray.drafters.base import Drafter, State
 
 
 class TogetherDrafter(Drafter[State]):
-    """A drafter whose one sequence is the special case: it never gives up, and knows `step` by `score`."""
+    """A drafter that implements `score` for several sequences, of which `step` is the special case; it never ends a
+    tree early."""
 
     @abstractmethod
     def score(
@@ -20,7 +21,7 @@ class TogetherDrafter(Drafter[State]):
         ancestors: Bool[Tensor, "#sequences new expanded"] | None,
         depth: int,
     ) -> Float[Tensor, "sequences new vocab"]:
-        """What `step` gives of each sequence; the rows of all of them go through linear layers together."""
+        """The result of `step` for each sequence; the rows of all sequences go through linear layers together."""
 
     def step(
         self, state: State, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int

@@ -1,8 +1,8 @@
 """What a position sees where training unrolls several draft steps (training-time test, arXiv 2503.01840, section 3.1).
 
-A draft whose root is token r reads the target's features before r, and its own after it. Step 1 at position r predicts
-the token at r + 1 (the root's draft), step 2 at position r + 1 the one after, and so on: step s at position i drafts
-for the root r = i - s + 1.
+A draft with root r reads the target's features before r, and its own from there on. Step 1 at position r predicts the
+token at r + 1 (the root's draft), step 2 at position r + 1 the one after, and so on: step s at position i drafts for
+the root r = i - s + 1.
 
     position                    0  1  2  3  4
     step 3 at 4 sees of step 1  x  x  x  .  .      keys up to the root, 2
@@ -18,9 +18,9 @@ from moray.targets.visibility import Visible, Window
 
 
 def drafted_before(column: Int[Tensor, " seq"], step: int) -> Visible:
-    """What each position sees in step 1, 2, ... of the keys of all steps so far, side by side.
+    """What each position sees in draft step `step` of the keys of all steps so far, side by side.
 
-    A position that has no root so far back sees the first key of step 1, and its output is not used.
+    A position without a root that far back sees the first key of step 1, and its output is not used.
     """
     root = column - (step - 1)
     windows = [Window(None, (root + 1).clamp(min=1)[None])]
@@ -32,10 +32,10 @@ def drafted_before(column: Int[Tensor, " seq"], step: int) -> Visible:
 
 
 def from_step(start: Int[Tensor, "batch seq"], column: Int[Tensor, " seq"], step: int) -> Int[Tensor, "batch seq"]:
-    """The last position whose feature the target gave to a step's prediction; the position itself where none did.
+    """The last position whose target feature a step's prediction is based on; the position itself if there is none.
 
     Args:
-        start: the same of step 1.
+        start: the same for step 1.
         column: 0, 1, 2, ...
         step: 1, 2, ...
     """

@@ -1,7 +1,7 @@
-"""The tokens a drafter may propose: all of the target's, or the most frequent ones.
+"""The tokens that a drafter may propose: all of the target's, or the most frequent ones.
 
-The projection onto the vocabulary is most of a draft step where vocabularies are large (70 % for Llama-3-8B);
-a drafter that never proposes rare tokens stays lossless, for the target decides.
+With large vocabularies, projecting onto the vocabulary is most of a draft step (70 % for Llama-3-8B). A drafter that
+never proposes rare tokens stays lossless, because the target decides.
 """
 
 import torch
@@ -21,7 +21,7 @@ class DraftVocabulary(nn.Module):
         """
         Args:
             head: frozen; never saved.
-            size: None for the whole vocabulary, where draft ids are token ids.
+            size: None for the whole vocabulary, in which draft ids are token ids.
         """
         super().__init__()
         full = head.spec.vocab_size
@@ -39,8 +39,8 @@ class DraftVocabulary(nn.Module):
 
     @property
     def rows(self) -> Float[Tensor, "draft hidden"]:
-        """The rows of the target's lm_head that `logits` reads: side by side, for gathering them at every step would
-        cost what they save. Gathered at the first use."""
+        """The rows of the target's lm_head that `logits` reads, contiguous in memory: gathering them in every step
+        would cost as much as it saves. Gathered at the first use."""
         if self.tokens is None:
             return self._head.weight
         if self._rows is None:
@@ -49,7 +49,7 @@ class DraftVocabulary(nn.Module):
         return self._rows
 
     def choose(self, counts: Int[Tensor, " vocab"]) -> None:
-        """Take the `size` most frequent tokens; of equally frequent ones those with the lowest ids."""
+        """Choose the `size` most frequent tokens; among equally frequent ones, those with the lowest ids."""
         if self.tokens is not None:
             order = counts.to(self.tokens.device).sort(descending=True, stable=True).indices
             self.tokens.copy_(order[: self.size].sort().values)
@@ -59,10 +59,10 @@ class DraftVocabulary(nn.Module):
         """Keep the `size` most frequent of its tokens, after training.
 
         Returns:
-            the draft ids, as they were, of the tokens that stay.
+            the previous draft ids of the tokens that stay.
 
         Raises:
-            ConfigError: it has no more tokens than that.
+            ConfigError: it has at most that many tokens already.
         """
         if not 2 <= size < self.size:
             raise ConfigError(
@@ -84,23 +84,24 @@ class DraftVocabulary(nn.Module):
         return F.linear(hidden, self.rows) if self.is_reduced else self._head.logits(hidden)
 
     def pack(self, kernels: Kernels) -> None:
-        """Keep a packed copy of the rows of a reduced vocabulary; those of a whole one are the target's business."""
+        """Keep a packed copy of the rows of a reduced vocabulary; those of a whole vocabulary are packed by the
+        target."""
         if self.is_reduced and kernels.are_packed:
             self._packed = PackedWeight(self.rows, kernels)
 
     def select(self, full: Float[Tensor, "*any vocab"]) -> Float[Tensor, "*any draft"]:
-        """The draft vocabulary's columns of something over all tokens."""
+        """Select the draft vocabulary's columns of a tensor over all tokens."""
         return full if self.tokens is None else full.index_select(-1, self.tokens)
 
     def expand(self, logits: Float[Tensor, "rows draft"]) -> Float[Tensor, "rows vocab"]:
-        """Over all of the target's tokens; those outside of the draft vocabulary at -inf."""
+        """Logits over all of the target's tokens; those outside the draft vocabulary are -inf."""
         if self.tokens is None:
             return logits
         full = logits.new_full((logits.shape[0], self._head.spec.vocab_size), -torch.inf)
         return full.index_copy_(1, self.tokens, logits)
 
     def to_tokens(self, ids: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-        """Token ids of draft ids."""
+        """Convert draft ids to token ids."""
         return ids if self.tokens is None else self.tokens[ids]
 
     def _forget_rows(self) -> None:

@@ -1,1 +1,1 @@
-"""Mixture of Attentions for one N, or for several at once, and the parts that only it has."""
+"""Mixture of Attentions for one N or for several, and the parts that only it uses."""

@@ -1,13 +1,13 @@
-"""Mixture of Attentions for several N of Target Layer Inference at once (arXiv 2410.03804, section 3.3; that N might
-change while decoding is left to future work there).
+"""Mixture of Attentions for several N of Target Layer Inference at once (arXiv 2410.03804, section 3.3, which leaves
+changing N while decoding to future work).
 
     all N     embedding --SA--> x;  memory of verified tokens, keys and values of the target's last max(N) layers
     one N     x + shift[N] --CA over memory--> to_depth[N] --> hidden[-1-N], in units of its rms --last N layers-->
 
-Training draws N per sequence. What a drafting state holds depends on no N, so each cycle may have another one at no
-cost. Each N has E + E * E numbers: `shift` tells cross-attention which depth to predict, and `to_depth`, which
-begins as the identity, takes its output to that depth's directions. With a factor per direction in place of the map tau
-is a little lower (platform/RESULTS.md).
+Training draws N per sequence. The contents of a drafting state do not depend on N, so each cycle can use another N at
+no cost. Each N has E + E * E parameters: `shift` tells cross-attention which depth to predict, and `to_depth`,
+initialised to the identity, maps its output to the directions of that depth. A factor per direction instead of the map
+gives a slightly lower tau (docs/results/sweeps.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,13 @@ from moray.targets.head import TargetHead
 
 
 class DynamicMoA(MoA):
-    """One drafter whose N is N; `shift`, `to_depth` and `feature_scale` go by its place in `config.layer_counts`."""
+    """One drafter for several N; `shift`, `to_depth` and `feature_scale` are indexed by the place of N in
+    `config.layer_counts`."""
 
     def __init__(self, config: DynamicMoAConfig, head: TargetHead) -> None:
         super().__init__(config, head)
         num, width = len(config.layer_counts), self.spec.hidden_size
-        # Of three dimensions, so that Muon leaves both to AdamW: a step of it would be as large as the identity.
+        # Three dimensions, so that AdamW and not Muon trains both: a step of Muon would be as large as the identity.
         self.shift = nn.Parameter(torch.zeros(num, 1, width))
         self.to_depth = nn.Parameter(torch.eye(width).repeat(num, 1, 1))
         self.register_buffer("feature_scale", torch.ones(num))
@@ -65,7 +66,7 @@ class DynamicMoA(MoA):
         return self._output(last, view, features)
 
     def _at_depth(self, predicted: Float[Tensor, "rows seq hidden"], place: int) -> Float[Tensor, "rows seq hidden"]:
-        """What cross-attention gave, as the hidden state that this N predicts."""
+        """Map the output of cross-attention to the hidden state that this N predicts."""
         return predicted @ self.to_depth[place] * self.feature_scale[place]
 
     def set_num_target_layers(self, state: MoAState, num_target_layers: int) -> None:
@@ -84,7 +85,7 @@ class DynamicMoA(MoA):
         if len(groups) == 1:
             return super().score(states, tokens, ancestors, depth)
         found: dict[int, Tensor] = {}
-        for places in groups.values():  # sequences of one N go through the same layers
+        for places in groups.values():  # sequences with the same N go through the same layers
             index = on_device(tokens.device, places)
             sees = ancestors if ancestors is None or ancestors.shape[0] == 1 else ancestors[index]
             logits = super().score([states[place] for place in places], tokens[index], sees, depth)

@@ -1,4 +1,4 @@
-"""The mean of gated activations, with a gradient of its own."""
+"""The mean of gated activations, with its own gradient."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 
 class GatedMean(torch.autograd.Function):
-    """mean over positions of silu(gate) * up: its gradient is the same at all positions before it meets them, so the
-    large tensors are passed over three times where autograd takes eight."""
+    """mean over positions of silu(gate) * up. The incoming gradient is the same for all positions, so this makes three
+    passes over the large tensors where autograd makes eight."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Float[Tensor, "batch seq twice"]) -> Float[Tensor, "batch intermediate"]:

@@ -1,4 +1,5 @@
-"""Rotated attention without a mask over short sequences, with a gradient of its own: layer self-attention's on CPUs."""
+"""Layer self-attention's kernel for CPUs: rotary attention without a mask over short sequences, with its own
+gradient."""
 
 from typing import Any
 
@@ -11,17 +12,17 @@ from moray.drafters.common.layers import Rotary
 
 
 class LayerAttention(torch.autograd.Function):
-    """Multi-head attention from queries, keys and values side by side, as one projection gives them.
+    """Multi-head attention on queries, keys and values side by side, as one projection produces them.
 
-    Heads are read and written where they lie. Autograd, for which every head is a view to be copied, split and put
-    together again, passes over memory twice as often; fused kernels are made for long sequences.
+    It reads and writes heads in place. Autograd, which copies, splits and rejoins a view of every head, passes over
+    memory twice as often; fused kernels are made for long sequences.
     """
 
     @staticmethod
     def forward(ctx: Any, qkv: Float[Tensor, "batch seq three"], rotary: Rotary, num_heads: int) -> Tensor:
         """[batch, seq, width] from [batch, seq, 3 width]: queries of all heads, then keys, then values; float32."""
         width = qkv.shape[2] // 3
-        turns = rotary.repeat(1, 2 * num_heads)  # for all heads in one row: the loops over memory are longer
+        turns = rotary.repeat(1, 2 * num_heads)  # for all heads in one row: longer inner loops
         turned = _as_reals(_as_pairs(qkv[..., : 2 * width]) * turns)
         query, key = (_heads(part, num_heads) for part in turned.split(width, dim=2))
         value = _heads(qkv[..., 2 * width :], num_heads)
@@ -37,7 +38,7 @@ class LayerAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Float[Tensor, "batch seq width"]) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """With respect to `qkv`."""
+        """The gradient with respect to `qkv`."""
         qkv, turned, turns, *weights = ctx.saved_tensors
         num_heads, width = len(weights), gradient.shape[2]
         result = torch.empty_like(qkv)
@@ -57,12 +58,12 @@ class LayerAttention(torch.autograd.Function):
 
 
 def _heads(x: Float[Tensor, "batch seq width"], num_heads: int) -> tuple[Tensor, ...]:
-    """Views [batch, seq, head_dim]."""
+    """Views [batch, seq, head_dim], one per head."""
     return x.split(x.shape[2] // num_heads, dim=2)
 
 
 def _as_pairs(x: Float[Tensor, "batch seq width"]) -> Tensor:
-    """The same memory as complex numbers."""
+    """The same memory viewed as complex numbers."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 

@@ -5,7 +5,7 @@ Target Layer Inference.
     propose   token embedding --SA, causal--> query --CA over memory of verified tokens--> feature
               feature --last N target layers (N > 0)--> last hidden --lm_head--> next token
 
-With `layer_stride`, layer self-attention reads every n-th layer. Memory covers verified tokens only, so drafting k
+With `layer_stride`, layer self-attention reads only every n-th layer. Memory covers verified tokens only, so drafting k
 tokens needs nothing new from the target.
 """
 
@@ -33,12 +33,12 @@ from moray.trees.shapes import MAX_DEPTH
 
 _LAYER_ROTARY_THETA = 10_000.0
 _LAYER_NUMBERS = 1 << 26
-"""Layer self-attention takes as many tokens at once as have this many numbers in their keys and values: 1,024 of
-Llama-3-8B. What it computes of a token is some fifteen times as large."""
+"""Layer self-attention processes at once as many tokens as have this many numbers in their keys and values: 1,024
+tokens of Llama-3-8B. Its intermediate results per token are about fifteen times as large."""
 _CACHED_NUMBERS = 1 << 19
 _MIN_TOKENS = 64
-"""The same on a CPU, for its caches: pieces of 512 tokens of the demo's target (960 numbers) are the fastest; of much
-wider ones so many, for each piece multiplies all weights."""
+"""For a CPU's caches, chunks are limited to `_CACHED_NUMBERS` (512 tokens of the demo target, 960 numbers each, are
+fastest) but have at least `_MIN_TOKENS` tokens, because each chunk multiplies all weights."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class MoA(TogetherDrafter[MoAState]):
         strided = set(range(spec.num_layers - 1, -1, -config.layer_stride))
         last = range(spec.num_layers - config.num_target_layers, spec.num_layers)
         self._kv_layers = tuple(sorted({*strided, *last}))
-        """Those of layer self-attention, and all that Target Layer Inference runs."""
+        """The layers that layer self-attention reads, and all that Target Layer Inference runs."""
         self._mixed: Tensor | None
         mixed = [place for place, layer in enumerate(self._kv_layers) if layer in strided]
         self.register_buffer(
@@ -92,7 +92,7 @@ class MoA(TogetherDrafter[MoAState]):
         self.ca = CrossAttentionLayer(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
         self.layer_rotary = RotaryTable(layer_head_dim, spec.num_layers, _LAYER_ROTARY_THETA)
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
-        # Residual streams can be 20-30 times a norm's output: predict in units of their rms.
+        # Residual streams can be 20-30 times as large as a norm's output: predict in units of their rms.
         self.feature_scale: Tensor
         self.register_buffer("feature_scale", torch.ones(()))
         init_weights(self, config.norm_init)
@@ -111,7 +111,7 @@ class MoA(TogetherDrafter[MoAState]):
             self.feature_scale.fill_(hidden_rms[-1 - self.config.num_target_layers])
 
     def step_weights(self) -> list[Tensor]:
-        """Neither layer self-attention nor the memory's projections: those run once per verified token."""
+        """Without layer self-attention and the memory's projections, which run once per verified token."""
         own = [*self.sa.parameters(), *self.ca.parameters()]
         memory = self.ca.attention.kv_proj.weight
         last = self.head.last_layer_weights(self._max_layers)
@@ -119,7 +119,8 @@ class MoA(TogetherDrafter[MoAState]):
 
     @property
     def _max_layers(self) -> int:
-        """The target's last layers whose keys and values a state holds: as many as its drafts may run."""
+        """How many of the target's last layers have their keys and values in a state: the maximum that drafts may
+        run."""
         return max(self.layer_counts)
 
     def observe(self, taps: Taps) -> Memory:
@@ -132,8 +133,8 @@ class MoA(TogetherDrafter[MoAState]):
     def _cross_keys_values(
         self, kv: Float[Tensor, "batch seq layers width"], lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch seq kv_width"]:
-        """Layer self-attention (section 3.1) over the layer axis, mean, projection to the hidden size: the
-        memory m_t; then cross-attention's keys and values of it, not yet rotated."""
+        """Layer self-attention (section 3.1) over the layer axis, mean, and projection to the hidden size give the
+        memory m_t; returns its keys and values for cross-attention, not yet rotated."""
         kv = kv if self._mixed is None else kv.index_select(2, self._mixed)
         batch, seq, layers, width = kv.shape
         at_once = max(1, _LAYER_NUMBERS // (layers * width))
@@ -142,7 +143,7 @@ class MoA(TogetherDrafter[MoAState]):
         tokens = kv.flatten(0, 1)
         if lengths is None:
             memory = _joined([self.run_block(self._memory, part) for part in tokens.split(at_once)])
-        else:  # in training: layer self-attention is most of the work, and nobody sees the memory of padding
+        else:  # in training, skip padding: layer self-attention is most of the work
             real = (torch.arange(seq, device=kv.device) < lengths[:, None]).flatten().nonzero()[:, 0]
             found = _joined([self.run_block(self._memory, tokens, rows) for rows in real.split(at_once)])
             memory = found.new_zeros(batch * seq, found.shape[1]).index_copy(0, real, found)
@@ -169,7 +170,7 @@ class MoA(TogetherDrafter[MoAState]):
     def _predict(
         self, batch: TrainBatch, view: DraftView, shift: Float[Tensor, "batch 1 hidden"] | None = None
     ) -> Float[Tensor, "batch seq hidden"]:
-        """What cross-attention gives at every position; `shift` is added to its queries' input."""
+        """Output of cross-attention at every position; `shift` is added to the input of its queries."""
         assert batch.taps.kv is not None
         seq = batch.tokens.shape[1]
         rotary = self.rotary.rows(0, seq)
@@ -193,7 +194,7 @@ class MoA(TogetherDrafter[MoAState]):
         start: Int[Tensor, "batch seq"],
     ) -> Float[Tensor, "batch seq hidden"]:
         """Target Layer Inference (section 3.3) for all positions: real keys/values up to start(i), predicted ones
-        after. `kv` are those of the last N layers, and N is how many they are."""
+        after. `kv` holds those of the last N layers, and its size gives N."""
         batch, seq, _ = feature.shape
         num_layers = kv.shape[2]
         past = PastAndPredicted(kv.to(self.head.weight.dtype), self.spec.num_layers - num_layers, self.spec.head_dim)
@@ -227,7 +228,7 @@ class MoA(TogetherDrafter[MoAState]):
             state.tail.write(memory["tail"].unflatten(2, (self._max_layers, -1)))
 
     def _remember(self, state: MoAState, tokens: Int[Tensor, " some"], start: int) -> None:
-        # SA is one layer over embeddings: a token's keys and values depend on nothing but itself.
+        # SA is one layer over embeddings: a token's keys and values depend on that token alone.
         self.sa.remember(self._embed(tokens), self.rotary.rows(start, start + tokens.shape[0]), state.own, start)
 
     def _embed(self, tokens: Int[Tensor, " some"]) -> Float[Tensor, "1 some hidden"]:
@@ -258,7 +259,8 @@ class MoA(TogetherDrafter[MoAState]):
     def _run_last_layers(
         self, feature: Float[Tensor, "1 nodes hidden"], rows: Rows, tails: list[KVCache], num_target_layers: int
     ) -> Float[Tensor, "1 nodes hidden"]:
-        """Target Layer Inference (section 3.3) for the nodes of several sequences: each a row of one batch."""
+        """Target Layer Inference (section 3.3) for the nodes of several sequences, one row of the batch per
+        sequence."""
         for tail, part in zip(tails, rows.parts, strict=True):
             tail.length = part.slot + part.num_known
         positions, masks = rows.node_positions, [part.mask for part in rows.parts]
@@ -270,13 +272,13 @@ class MoA(TogetherDrafter[MoAState]):
         ]
 
     def _query(self, x: Float[Tensor, "1 rows hidden"], num_target_layers: int) -> Float[Tensor, "1 rows hidden"]:
-        """What cross-attention's queries are made of, out of what self-attention gave."""
+        """Turn the output of self-attention into the input of cross-attention's queries."""
         return x
 
     def _feature(
         self, predicted: Float[Tensor, "1 rows hidden"], num_target_layers: int
     ) -> Float[Tensor, "1 rows hidden"]:
-        """The hidden state that the target's last layers, or lm_head, read, out of what cross-attention gave."""
+        """Turn the output of cross-attention into the hidden state that the target's last layers, or lm_head, read."""
         return predicted * self.feature_scale if num_target_layers else predicted
 
 

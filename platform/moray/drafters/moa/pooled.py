@@ -1,7 +1,7 @@
-"""The mean over positions of what a decoder layer without a mask gives: layer self-attention's layer.
+"""The layer of layer self-attention: the mean over positions of a decoder layer's output, without a mask.
 
-Its sequences are short (a token's layers) and as many as there are tokens, so it is written for few passes over
-memory: norms' weights go into the projections, and whatever is linear waits for the mean.
+Its sequences are short (a token's layers) and there is one per token, so it is written for few passes over memory: the
+norms' weights are folded into the projections, and everything linear is applied to the mean.
 """
 
 import torch
@@ -15,9 +15,10 @@ from moray.drafters.moa.gated_mean import GatedMean
 from moray.drafters.moa.layer_attention import LayerAttention
 
 _SHORT = 64
-"""Up to so many positions plain products of matrices beat a CPU's fused attention, which is made for long sequences."""
+"""Up to this many positions, plain matrix products are faster than a CPU's fused attention, which is made for long
+sequences."""
 _MAX_SCORES = 1 << 21
-"""Most attention scores that are computed at a time; in float32 they take 8 MiB."""
+"""Maximum number of attention scores computed at a time; in float32 they take 8 MiB."""
 
 
 class PooledSelfAttentionLayer(nn.Module):
@@ -33,7 +34,7 @@ class PooledSelfAttentionLayer(nn.Module):
     def forward(self, x: Float[Tensor, "batch seq width"], rotary: Rotary) -> Float[Tensor, "batch width"]:
         """All positions of `x` at once."""
         x = x + self._attention(x, rotary)
-        # The MLP's last projection is linear, so it is applied to the mean: a seq-th of its work.
+        # The MLP's last projection is linear, so it is applied to the mean: 1/seq of the work.
         gated = GatedMean.apply(self.mlp_norm.project(x, self.mlp.gate_up.weight))
         return x.mean(dim=1) + self.mlp.down(gated)
 

@@ -1,10 +1,9 @@
 """The demo target's chats: a deterministic generator of multi-turn conversations with real structure.
 
-A laptop without a network has no chat corpus, and a drafter can only be judged on text whose next words
-depend on the ones before. So each scene answers from a table of facts (`scenes`) or by working something
-out (`exercises`), in a form that recurs, with follow-up questions that refer back. Prompts are split
-into training and held-out by their hash, so that the two can never meet. The module refuses to know
-tokenizers, models and file layout; it is pure Python.
+A laptop without a network has no chat corpus, and a drafter can only be judged on text whose next words depend on
+earlier ones. So each scene answers from a table of facts (`scenes`) or by working something out (`exercises`), in
+recurring wordings, with follow-up questions that refer back. Prompts are split into training and held-out by their
+hash, so that no prompt is in both. This module does not know tokenizers, models or file layout; it is pure Python.
 """
 
 import hashlib
@@ -31,21 +30,21 @@ SCENES: dict[str, Scene] = {
     "recipes": scenes.recipe,
     "small_talk": scenes.small_talk,
 }
-"""By category; chats are drawn in this order, so that a change of it changes every chat."""
+"""By category; chats are drawn in this order, so changing the order changes every chat."""
 
-HELDOUT_SHARE = 8  # one prompt in so many is held out, whatever the seed
+HELDOUT_SHARE = 8  # one prompt in this many is held out, whatever the seed
 
 
 @dataclass(frozen=True)
 class DemoChat:
-    """One conversation; the roles alternate, the user begins."""
+    """One conversation; the roles alternate, starting with the user."""
 
     category: str
     turns: tuple[Turn, ...]
 
     @property
     def prompt(self) -> str:
-        """The user's first message, by which the chat is identified."""
+        """The user's first message, which identifies the chat."""
         return self.turns[0][0]
 
     @property
@@ -55,7 +54,7 @@ class DemoChat:
 
     @property
     def is_heldout(self) -> bool:
-        """Whether the prompt belongs to the held-out side of the split; a greeting before it changes nothing."""
+        """Whether the prompt is on the held-out side of the split; a greeting before it makes no difference."""
         question = self.prompt
         for opener in OPENERS:
             question = question.removeprefix(opener)
@@ -88,9 +87,9 @@ def generate_chats(num_chats: int, seed: int, heldout: bool) -> Iterator[DemoCha
 
 
 def generate_questions(num_questions: int, seed: int) -> list[dict[str, object]]:
-    """Held-out prompts as Spec-Bench rows, evenly over the categories, no prompt twice.
+    """Held-out prompts as Spec-Bench rows, spread evenly over the categories, no prompt twice.
 
-    Every third question has two turns where its scene offers a second one.
+    Every third question has two turns if its scene has a second one.
     """
     rows: list[dict[str, object]] = []
     seen: set[str] = set()

@@ -1,6 +1,6 @@
-"""Settings of the embedded demo target: its sizes, its training budget and where it is written.
+"""Settings of the demo target: its sizes, its training budget and where it is written.
 
-Torch-free, so that `--help` and configuration errors answer at once; `moray.targets.demo.make` does the work.
+Torch-free, so that `--help` and configuration errors are fast; `moray.targets.demo.make` does the work.
 """
 
 from pathlib import Path
@@ -39,14 +39,14 @@ class DemoModelConfig(Config):
 
 
 class DemoOptimConfig(Config):
-    """How the demo target learns: Muon for the matrices of the layers, AdamW for the rest."""
+    """How the demo target is trained: Muon for the matrices of the layers, AdamW for the rest."""
 
     num_steps: int = Field(default=320, ge=1)
-    """Optimiser updates."""
+    """Number of optimizer updates."""
     rows_per_step: int = Field(default=4, ge=1)
-    """Rows of one update, over all processes."""
+    """Rows per update, over all processes."""
     row_length: int = Field(default=256, ge=32)
-    """Tokens of a row; whole chats are laid end to end in it."""
+    """Tokens per row, in which whole chats are concatenated."""
     matrix_lr: float = Field(default=0.02, gt=0)
     """Muon's learning rate, for the matrices of the layers."""
     embedding_lr: float = Field(default=0.02, gt=0)
@@ -54,31 +54,31 @@ class DemoOptimConfig(Config):
     other_lr: float = Field(default=0.004, gt=0)
     """AdamW's learning rate for the output head and the norms."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of all weights but the norms; 0 for none."""
+    """Decoupled weight decay of all weights except the norms; 0 for none."""
     warmup_steps: int = Field(default=10, ge=0)
-    """Updates over which the learning rates climb from zero; 0 for none."""
+    """Updates over which the learning rates rise from zero; 0 for none."""
     decay_share: float = Field(default=0.6, gt=0, le=1)
     """Share of the updates, at the end, over which the learning rates fall to zero."""
 
 
 class DemoTargetConfig(Config):
-    """The demo's target and its chats: what `python -m pipelines.train_demo_target` makes."""
+    """The demo's target and its chats, which `python -m pipelines.train_demo_target` creates."""
 
     output: Path = Field(default_factory=lambda: Path(resolve_runs("runs/demo", "output")))
-    """Folder that receives target/, chats/train.jsonl, chats/heldout.jsonl and questions.jsonl."""
+    """Folder for target/, chats/train.jsonl, chats/heldout.jsonl and questions.jsonl."""
     seed: int = 0
     """Seed of chats, questions and weights."""
     num_train_chats: int = Field(default=4000, ge=16)
-    """Chats to make for training."""
+    """Number of chats to generate for training."""
     num_heldout_chats: int = Field(default=400, ge=8)
-    """Chats to make that are held out of training."""
+    """Number of chats to generate and hold out of training."""
     num_questions: int = Field(default=78, ge=1)
-    """Questions to make for evaluations."""
+    """Number of questions to generate for evaluations."""
     num_processes: int = Field(default=1, ge=1)
-    """Data-parallel processes of one thread each; must divide optim.rows_per_step. Sums of floats depend on it: same
-    seed and number, same weights."""
+    """Data-parallel processes of one thread each; must divide optim.rows_per_step. Floating-point sums depend on it:
+    the same weights need the same seed and number."""
     max_seconds: float = Field(default=150.0, gt=0)
-    """Most seconds of training, which drops steps to keep to them and says so."""
+    """Maximum seconds of training; steps that do not fit are dropped, with a message."""
     model: DemoModelConfig = DemoModelConfig()
     optim: DemoOptimConfig = DemoOptimConfig()
 

@@ -1,7 +1,7 @@
-"""What the demo target reads: its tokenizer, and its chats as rows of tokens without padding.
+"""The demo target's input: its tokenizer, and its chats as rows of tokens without padding.
 
-The tokenizer is a byte-level BPE trained on the chats themselves, with a chat template that marks what the
-assistant says. This module refuses to know the model and how it is trained.
+The tokenizer is a byte-level BPE trained on the chats themselves, with a chat template that marks what the assistant
+says. This module does not know the model or how it is trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,15 +27,15 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ '<|' + message
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Whole chats laid end to end in rows of equal length, so that no compute goes into padding."""
+    """Whole chats concatenated in rows of equal length, so that no compute is spent on padding."""
 
     tokens: Int[Tensor, "row token"]
     is_response: Bool[Tensor, "row token"]
     positions: Int[Tensor, "row token"]
-    """Begin at zero with each chat."""
+    """Start at zero for each chat."""
 
     def batch(self, step: int, num_rows: int) -> "PackedRows":
-        """Rows of one step; past the end it begins again."""
+        """Rows of one step; after the last row it starts again."""
         index = torch.arange(step * num_rows, (step + 1) * num_rows) % len(self.tokens)
         return PackedRows(self.tokens[index], self.is_response[index], self.positions[index])
 
@@ -47,7 +47,7 @@ class PackedRows:
 def build_tokenizer(chats: Sequence[DemoChat], config: DemoModelConfig) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on the chats' text and give it special tokens and a chat template."""
     bpe = Tokenizer(models.BPE())
-    # One token per digit: sums are then carried out on digits, and numbers cost no vocabulary.
+    # One token per digit: the model then adds digit by digit, and numbers take no vocabulary.
     bpe.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -73,10 +73,10 @@ def build_tokenizer(chats: Sequence[DemoChat], config: DemoModelConfig) -> PreTr
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], row_length: int, num_tokens: int) -> PackedRows:
-    """Lay chats end to end in rows of `row_length` until there are `num_tokens` or no chats are left.
+    """Concatenate chats in rows of `row_length` until there are `num_tokens` tokens or no chats are left.
 
-    A chat that does not fit in what is left of a row begins the next one; only a chat longer than a whole
-    row is cut. The few tokens left over are padding and are never trained on.
+    A chat that does not fit into the rest of a row starts the next one; only a chat longer than a whole row is cut. The
+    few remaining positions of a row are padding and are never trained on.
     """
     token_rows: list[list[int]] = [[]]
     response_rows: list[list[int]] = [[]]
@@ -104,7 +104,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], row_leng
 def _encode(
     tokenizer: PreTrainedTokenizerFast, chats: Sequence[DemoChat], chunk: int = 256
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Token ids and response mask of each chat, by the template that decoding will use too."""
+    """Token ids and response mask of each chat, with the template that decoding uses too."""
     for start in range(0, len(chats), chunk):
         conversations = [chat.as_row()["messages"] for chat in chats[start : start + chunk]]
         encoded: Any = tokenizer.apply_chat_template(

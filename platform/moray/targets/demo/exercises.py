@@ -1,7 +1,7 @@
-"""Scenes of the demo's chats that are worked out: sums, units, clocks, orderings.
+"""Scenes of the demo's chats with an answer that is worked out: sums, units, clocks, sequences.
 
-The answers show the way to the result, since a small model reckons only by writing its steps down. The
-module refuses to know how scenes are mixed, cut and split into sides.
+The answers show the way to the result, because a small model can only calculate by writing its steps down. This module
+does not know how scenes are mixed, cut and split into training and held-out.
 """
 
 import random
@@ -169,7 +169,7 @@ def counting(rng: random.Random) -> list[Turn]:
     number = NUMBERS[count]
 
     def counted(line: list[int]) -> str:
-        # Ordinals let a small model know where it stands, and so when to stop.
+        # Ordinals tell a small model how far it is, and so when to stop.
         return ", ".join(f"{ordinal} {n}" for ordinal, n in zip(ORDINALS, line, strict=False))
 
     return [

@@ -1,7 +1,7 @@
 """What the demo's scenes know: small tables of places, animals, things, dishes and wordings.
 
-They are kept apart so that a scene can be read without its facts, and a fact added without touching code.
-The module refuses to know how a chat is built from them.
+They are separate so that a scene can be read without its facts, and a fact added without touching code. This module
+does not know how chats are built from them.
 """
 
 NAMES = "Anna Ben Clara David Emma Hugo Mia Paul Rosa Tom".split()

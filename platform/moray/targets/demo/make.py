@@ -1,9 +1,8 @@
-"""Trains the embedded demo target from nothing, in a minute or two on two CPU cores.
+"""Trains the demo target from scratch, in a minute or two on two CPU cores.
 
-A laptop without a network has no target to distill a drafter from. This module makes one: a small Llama,
-trained on the chats of `moray.targets.demo.chats` as `moray.targets.demo.data` encodes them, and saved as an
-ordinary Hugging Face folder that the rest of Moray treats like any other. It refuses to know drafters, taps
-and caches.
+A laptop without a network has no target to distill a drafter from. This module makes one: a small Llama, trained on the
+chats of `moray.targets.demo.chats` as `moray.targets.demo.data` encodes them, and saved as an ordinary Hugging Face
+folder that the rest of Moray treats like any other. It does not know drafters, taps or caches.
 """
 
 import json
@@ -25,10 +24,10 @@ from moray.targets.demo.data import PackedRows, build_tokenizer, pack
 from moray.targets.demo.training import ResponseLoss, fit
 
 RECIPE = 4
-"""Raise it with any change that makes the same configuration give other chats, tokens or weights."""
+"""Increase it with any change that makes the same configuration give other chats, tokens or weights."""
 
 MARKER = "demo_target.json"
-"""Written last, with the configuration and the result in it; without it the output does not count."""
+"""Written last, with the configuration and the result in it; an output without it does not count."""
 
 
 _MAX_HELDOUT_ROWS = 100
@@ -36,7 +35,7 @@ _MAX_HELDOUT_ROWS = 100
 
 @dataclass(frozen=True)
 class DemoTargetResult:
-    """What the training ended with, as the marker file keeps it."""
+    """The result of the training, as stored in the marker file."""
 
     num_steps: int
     heldout_loss: float
@@ -47,21 +46,21 @@ class DemoTargetResult:
 
 
 def read_result(config: DemoTargetConfig) -> DemoTargetResult | None:
-    """The finished result for exactly this configuration and this recipe, or None if there is work to do."""
+    """The finished result for exactly this configuration and recipe, or None if there is work to do."""
     try:
         marker = json.loads((config.output / MARKER).read_text(encoding="utf-8"))
         result = DemoTargetResult(**marker["result"])
-        # A run that kept its step budget is the same whatever the clock allowed.
+        # A run that finished all of its steps does not depend on max_seconds.
         is_same_budget = result.num_steps == config.optim.num_steps or marker["max_seconds"] == config.max_seconds
         return result if marker["key"] == _key(config) and is_same_budget else None
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
-        return None  # a torn or foreign marker means the same as none: make it again
+        return None  # treat a damaged or foreign marker like none: start again
 
 
 def train_demo_target(config: DemoTargetConfig, console: Console) -> DemoTargetResult:
-    """Write the chats, the questions and the trained target below `config.output`.
+    """Write the chats, the questions and the trained target to `config.output`.
 
-    Interrupted work leaves no marker and is done again from the start: it is a minute.
+    Interrupted work leaves no marker and is repeated from the start: it takes a minute.
     """
     began = time.monotonic()
     (config.output / MARKER).unlink(missing_ok=True)
@@ -109,7 +108,7 @@ def evaluate(model: LlamaForCausalLM, rows: PackedRows) -> tuple[float, float]:
 
 
 def generate_answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, question: str) -> str:
-    """The greedy answer to one question, at most 128 tokens of it."""
+    """The greedy answer to one question, limited to 128 tokens."""
     encoded: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -121,7 +120,7 @@ def generate_answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     if folder.exists():
-        shutil.rmtree(folder)  # a file of an older kind must not survive in it
+        shutil.rmtree(folder)  # files of an older format must not survive
     transformers_logging.disable_progress_bar()
     model.save_pretrained(folder)
     transformers_logging.enable_progress_bar()
@@ -142,5 +141,5 @@ def _write_marker(config: DemoTargetConfig, result: DemoTargetResult) -> None:
 
 
 def _key(config: DemoTargetConfig) -> dict[str, Any]:
-    """What the output depends on: the configuration, less place and clock, and the recipe that reads it."""
+    """What the output depends on: the configuration without path and clock, and the recipe that reads it."""
     return {"recipe": RECIPE, "config": config.model_dump(mode="json", exclude={"output", "max_seconds"})}

@@ -1,8 +1,8 @@
-"""Scenes of the demo's chats that are told: answers from a table of facts, in words that recur.
+"""Scenes of the demo's chats with answers from a table of facts, in recurring wordings.
 
-A scene draws its facts and returns a question with its answer, and follow-up questions that refer back. The
-module refuses to know how scenes are mixed, cut and split into sides; what is worked out lies in
-`exercises`.
+A scene draws its facts and returns a question with its answer, and follow-up questions that refer back. This module
+does not know how scenes are mixed, cut and split into training and held-out; scenes with answers that are worked out
+are in `exercises`.
 """
 
 import random
@@ -35,7 +35,7 @@ def _article(noun: str) -> str:
 
 
 def ask(rng: random.Random, *wordings: str) -> str:
-    """One of the wordings behind one of the openers, which keep the prompts apart."""
+    """One of the wordings after one of the openers, which make prompts differ."""
     return rng.choice(OPENERS) + rng.choice(wordings)
 
 
@@ -70,7 +70,7 @@ def facts(rng: random.Random) -> list[Turn]:
 
 
 def animals(rng: random.Random) -> list[Turn]:
-    """One animal: what it is, eats and where it lives."""
+    """One animal: what it is, what it eats and where it lives."""
     animal, group, home, food, habit, weight = rng.choice(ANIMALS)
     the = _article(animal)
     about = (
@@ -147,7 +147,7 @@ def definitions(rng: random.Random) -> list[Turn]:
 
 
 def story(rng: random.Random) -> list[Turn]:
-    """A story in three parts that carries its name, place and find along."""
+    """A story in three parts that keeps its name, place and find throughout."""
     name, place = rng.choice(NAMES), rng.choice(PLACES)
     (found, way, goal), (mood, act) = rng.choice(FINDS), rng.choice(MOODS)
     return [

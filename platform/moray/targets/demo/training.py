@@ -1,8 +1,8 @@
 """The demo target's training loop: Muon and AdamW over packed chats, on one process or several.
 
-Each process trains on its share of every step's rows with one thread; gradients are averaged by
-DistributedDataParallel. Matrices this small gain nothing from a second thread. Ray Train would do the same, but half of
-what the second process saves would go into starting its workers.
+Each process trains on its share of every step's rows with one thread; DistributedDataParallel averages the gradients.
+Matrices this small gain nothing from a second thread. Ray Train would do the same, but half the time that the second
+process saves would be spent on starting workers.
 """
 
 import math
@@ -33,10 +33,10 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 def fit(
     tokenizer: PreTrainedTokenizerFast, rows: PackedRows, config: DemoTargetConfig, console: Console
 ) -> tuple[LlamaForCausalLM, int]:
-    """Train a new model on `config.num_processes` processes, this one among them.
+    """Train a new model on `config.num_processes` processes, including this one.
 
     Returns:
-        The model in eval mode, and how many steps it made: fewer than asked for if the clock ran out.
+        The model in eval mode, and the number of steps made: fewer than requested if time ran out.
     """
     with _helpers(tokenizer, rows, config):
         model, num_steps = _train(tokenizer, rows, config, console)
@@ -51,7 +51,7 @@ def fit(
 
 @contextmanager
 def _helpers(tokenizer: PreTrainedTokenizerFast, rows: PackedRows, config: DemoTargetConfig) -> Iterator[None]:
-    """The other processes, for the length of the block; nothing for one process."""
+    """Run the other processes for the duration of the block; none if there is only one process."""
     if config.num_processes == 1:
         yield
         return
@@ -69,13 +69,13 @@ def _helpers(tokenizer: PreTrainedTokenizerFast, rows: PackedRows, config: DemoT
         finally:
             for helper in helpers:
                 helper.join(timeout=10)
-                helper.kill()  # only one that hangs is still there
+                helper.kill()  # still alive only if it hangs
 
 
 def _help(
     rank: int, folder: str, tokenizer: PreTrainedTokenizerFast, rows: PackedRows, config: DemoTargetConfig
 ) -> None:
-    """What another process does: the same steps on its own rows, silently."""
+    """The other processes: the same steps on their own rows, silently."""
     torch.set_num_threads(1)
     with _process_group(rank, folder, config.num_processes):
         _train(tokenizer, rows, config, Console(quiet=True))
@@ -83,14 +83,14 @@ def _help(
 
 @contextmanager
 def _process_group(rank: int, folder: str, size: int) -> Iterator[None]:
-    """Join the others over the loopback interface."""
+    """Join the other processes over the loopback interface."""
     interface = os.environ.get(_INTERFACE)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ[_INTERFACE] = loopback
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    finally:  # processes that are started later inherit what is left here
+    finally:  # processes started later inherit the environment
         os.environ.pop(_INTERFACE, None)
         if interface is not None:
             os.environ[_INTERFACE] = interface
@@ -103,7 +103,7 @@ def _process_group(rank: int, folder: str, size: int) -> Iterator[None]:
 def _train(
     tokenizer: PreTrainedTokenizerFast, rows: PackedRows, config: DemoTargetConfig, console: Console
 ) -> tuple[LlamaForCausalLM, int]:
-    """Run the step budget, or what fits into `max_seconds` of it."""
+    """Run the training steps, or as many of them as fit into `max_seconds`."""
     optim = config.optim
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model = build_model(tokenizer, config.model, config.seed)
@@ -125,7 +125,7 @@ def _train(
                 optimizer.step()
                 optimizer.zero_grad()
             step += 1
-            # The clock only counts when it is ahead of the steps; until then the run is deterministic.
+            # The clock counts only if it is ahead of the steps; until then the run is deterministic.
             done = max(step / optim.num_steps, seconds / config.max_seconds)
             speed = step * optim.rows_per_step * optim.row_length / seconds
             total = step if done >= 1.0 else math.ceil(step / done)
@@ -134,10 +134,10 @@ def _train(
 
 
 def _step(objective: nn.Module, batch: PackedRows, seconds: float, size: int) -> tuple[float, float, float]:
-    """Gradients of the mean loss over all processes' response tokens.
+    """Compute gradients of the mean loss over all processes' response tokens.
 
     Returns:
-        Summed loss, number of response tokens, and the first process's clock: the same everywhere.
+        Summed loss, number of response tokens, and the first process's clock; the same on all processes.
     """
     loss, hits = objective(batch)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -145,16 +145,16 @@ def _step(objective: nn.Module, batch: PackedRows, seconds: float, size: int) ->
     if size > 1:
         dist.all_reduce(shared)
     total, count, clock = shared.tolist()
-    # At least one token: rows cut down to a long prompt hold no response. DDP averages; this undoes it.
+    # At least 1: rows cut within a long prompt hold no response. `size` undoes DDP's averaging.
     (loss * (size / max(1.0, count))).backward()
     return total, max(1.0, count), clock
 
 
 class ResponseLoss(nn.Module):
-    """Cross-entropy summed over response tokens, and which of them were predicted.
+    """Cross-entropy summed over response tokens, and which of them were predicted correctly.
 
-    Positions that begin again tell the model where the next chat starts; it then masks the others. The head
-    runs on the response positions only.
+    Positions that start again at zero tell the model where the next chat begins; it then masks the chats before. The
+    head runs on the response positions only.
     """
 
     def __init__(self, model: LlamaForCausalLM) -> None:
@@ -171,7 +171,7 @@ class ResponseLoss(nn.Module):
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, seed: int) -> LlamaForCausalLM:
-    """An untrained Llama, unmodified, initialised so that few steps take it far."""
+    """An untrained, unmodified Llama, initialised so that few steps suffice."""
     pad, begin, end = (tokenizer.get_vocab()[token] for token in SPECIAL_TOKENS[:3])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -191,11 +191,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, see
                 eos_token_id=end,
             )
         )
-        # Embeddings of unit size keep the layers' early contributions small beside them; a head of zeros
+        # Embeddings of unit size keep the layers' early contributions comparatively small; a head of zeros
         # starts from the uniform distribution. Both were measured to save steps.
         nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
         nn.init.zeros_(model.lm_head.weight)
-        # Larger than the library's 0.02, by which attention would begin uniform and stay so for long.
+        # Larger than the library's 0.02, with which attention would start uniform and stay so for a long time.
         for name, matrix in model.model.layers.named_parameters():
             if "self_attn" in name:
                 gain = 1.0 if "q_proj" in name or "k_proj" in name else 0.7
@@ -210,11 +210,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, config: DemoModelConfig, see
 
 
 def _optimizers(model: LlamaForCausalLM, config: DemoOptimConfig, is_shared: bool) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, each process updating its share of them; AdamW for the rest."""
+    """Muon for the layers' matrices, with each process updating its share of them; AdamW for the rest."""
     layers = list(model.model.layers.parameters())
     matrices = [p for p in layers if p.ndim == 2]
     norms = [p for p in layers if p.ndim == 1] + list(model.model.norm.parameters())
-    # "original" scales a step by sqrt(max(1, rows / columns)): the rates of the configuration are meant so.
+    # "original" scales a step by sqrt(max(1, rows / columns)); the configured rates assume that.
     muon_options: dict[str, Any] = {
         "lr": config.matrix_lr,
         "weight_decay": config.weight_decay,
@@ -241,7 +241,7 @@ def _optimizers(model: LlamaForCausalLM, config: DemoOptimConfig, is_shared: boo
 
 
 def _learning_rate_factor(step: int, done: float, config: DemoOptimConfig) -> float:
-    """Linear warm-up, a plateau, then a linear fall to zero; `done` is the share of the run behind us."""
+    """Linear warm-up, a plateau, then a linear fall to zero; `done` is the finished share of the run."""
     rise = (step + 1) / (config.warmup_steps + 1)
     fall = (1.0 - done) / config.decay_share
     return min(1.0, rise, fall)

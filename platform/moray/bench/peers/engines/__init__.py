@@ -1,5 +1,5 @@
-"""One module per engine, run by the Python of the environment that has the engine installed.
+"""One module per engine, run by the Python of the environment in which the engine is installed.
 
-Such an environment has neither Moray's dependencies nor its versions: all modules but `own` import nothing but their
-engine, the standard library and `moray.bench.peers.answering`.
+Such an environment has neither Moray's dependencies nor the same versions. Except for `moray_decoder`, each module
+therefore imports only its engine, the standard library and `moray.bench.peers.answering`.
 """

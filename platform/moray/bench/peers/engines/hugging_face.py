@@ -1,4 +1,4 @@
-"""transformers' `generate`: plainly, with prompt lookup, or with an assistant model."""
+"""transformers' `generate`: plain, with prompt lookup, or with an assistant model."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_f
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
-    """One model for all rows."""
+    """Load one model that all rows share."""
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
-    model.generation_config = GenerationConfig()  # penalties and the like that a model brings along are another task
+    model.generation_config = GenerationConfig()  # drop the model's own defaults, such as repetition penalties
 
     def prepare(row: Row) -> Answer:
         helpers = _helpers(row, dtype)

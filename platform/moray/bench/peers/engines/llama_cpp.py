@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: plainly, or with its prompt lookup."""
+"""llama.cpp through llama-cpp-python: plain, or with its prompt lookup."""
 
 # pyright: reportMissingImports=false
 
@@ -8,11 +8,11 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
 
 _CACHE_TYPES = {"float32": llama_cpp.GGML_TYPE_F32, "bfloat16": llama_cpp.GGML_TYPE_F16}
-"""Of keys and values; llama.cpp's own default is float16."""
+"""Number formats of the KV cache; llama.cpp's default is float16."""
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
-    """A context per row over one file, which is mapped and not copied."""
+    """Create one context per row; all of them memory-map the same file."""
 
     def prepare(row: Row) -> Answer:
         context = _context(row, settings)
@@ -35,7 +35,7 @@ def _context(row: Row, settings: Settings) -> llama_cpp.Llama:
     draft = None if row.drafter is None else LlamaPromptLookupDecoding(num_pred_tokens=row.depth)
     return llama_cpp.Llama(
         model_path=settings.model,
-        n_ctx=settings.max_length + row.depth,  # its drafts run past the last token
+        n_ctx=settings.max_length + row.depth,  # drafts may run past the last token
         n_batch=512,
         n_threads=settings.threads,
         n_threads_batch=settings.threads,

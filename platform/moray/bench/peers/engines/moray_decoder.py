@@ -1,4 +1,4 @@
-"""Moray itself: plain decoding, and drafters whose depth is chosen as they go."""
+"""Moray itself: plain decoding, and drafters with adaptive depth."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from moray.trees.shapes import AdaptiveShape
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
-    """One target and one cache for all rows, which take turns."""
+    """Load one target and one KV cache that all rows share, because they take turns."""
     torch.set_num_threads(settings.threads)
     values = {"model": settings.model, "dtype": settings.dtype, "template": settings.template}
     target = Target.load(validate(TargetConfig, values))

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: plainly, with prompt lookup, or with a draft model."""
+"""OpenVINO GenAI: plain, with prompt lookup, or with a draft model."""
 
 # pyright: reportMissingImports=false
 
@@ -18,7 +18,7 @@ _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
-    """A pipeline for each row."""
+    """Create one pipeline per row."""
 
     def prepare(row: Row) -> Answer:
         pipeline, config = _pipeline(row, settings), _config(row, settings)
@@ -37,7 +37,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
 
 def _pipeline(row: Row, settings: Settings) -> openvino_genai.LLMPipeline:
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False  # every prompt is read as if it were the first
+    scheduler.enable_prefix_caching = False  # always process the full prompt
     scheduler.max_num_seqs = 1
     scheduler.cache_size = 1
     options = {
@@ -66,7 +66,7 @@ def _config(row: Row, settings: Settings) -> openvino_genai.GenerationConfig:
 
 
 def _exported(model: str, work: str) -> str:
-    """The model as OpenVINO reads it, in float32 weights; it runs them in the precision it is told."""
+    """Export the model to OpenVINO's format with float32 weights; the run-time precision is set separately."""
     name = hashlib.sha256(str(Path(model).resolve()).encode()).hexdigest()[:16]
     folder = Path(work) / f"openvino-{name}"
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs: plainly, with its n-gram drafter, or with a draft model."""
+"""vLLM's CPU build: plain, with its n-gram drafter, or with a draft model."""
 
 # pyright: reportMissingImports=false
 
@@ -8,11 +8,11 @@ from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_f
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
-    """An engine for each row: vLLM decides on speculation when it starts."""
+    """Create one engine per row, because vLLM fixes the speculation settings at start-up."""
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{settings.threads - 1}",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which can be halted while others are measured
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single process, to be stopped while other engines are measured
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -26,7 +26,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
             max_num_seqs=1,
             speculative_config=_speculation(row),
             enable_prefix_caching=False,
-            generation_config="vllm",  # not the model's own penalties
+            generation_config="vllm",  # ignore the model's own defaults, such as repetition penalties
             disable_log_stats=True,
         )
 

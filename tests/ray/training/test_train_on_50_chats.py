@@ -1,0 +1,35 @@
+"""The page that trains a drafter on 50 chats in Python: its cells run, one after the other, with a tiny target."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "guide" / "train-on-50-chats.md"
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+FETCH = 'model = fetch(runs / "smollm2")'
+"""Downloads the target and converts it, which `make demo` does as well."""
+START_RAY = "session.enter_context(ray_session(RayConfig()))"
+"""Ray has been started for all tests of this process."""
+EPOCHS = '"train.epochs=4"'
+"""The tiny target has fewer tokens than the preset's draft vocabulary."""
+
+
+def test_its_cells_run(tiny_target, tmp_path, monkeypatch, capsys):
+    cells = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    code = "\n".join(cells)
+    for line in (FETCH, START_RAY, EPOCHS):
+        assert line in code
+    monkeypatch.chdir(tmp_path)
+    code = code.replace('Path("configs").absolute()', f"Path({str(ROOT / 'configs')!r})")
+    code = code.replace(FETCH, f"model = Path({str(tiny_target)!r})").replace(START_RAY, "")
+    code = code.replace(EPOCHS, f"{EPOCHS}, 'drafter.draft_vocab_size=null'")
+    exec(compile(code, str(PAGE), "exec"), {})
+    said = capsys.readouterr().out
+    assert re.search(r"[\d,]+ tokens in \d+ shard", said)
+    losses = [float(loss) for loss in re.findall(r"^update \d+: .* loss ([\d.]+)$", said, re.M)]
+    assert losses[-1] < losses[0]
+    assert re.search(r"^\d+ tokens in \d+ target passes, \d\.\d\d per pass$", said, re.M)
