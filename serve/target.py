@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,22 @@ from serve.metrics.sink import Nowhere, Sink
 _LOGGER = logging.getLogger("ray.serve")
 _LAST_SECONDS = 0.1
 """Seconds that open streams have to receive the error before the process of a failed engine exits."""
+
+
+@dataclass(frozen=True)
+class TargetDescription:
+    """What a target replica says about itself."""
+
+    max_model_len: int
+    """Maximum tokens of prompt and answer together."""
+    vocab_size: int
+    drafters: tuple[str, ...]
+    num_open: int
+    """Sequences that run or wait."""
+    num_running: int
+    """Sequences that the engine decodes now."""
+    num_leases: int
+    """Leases of drafter replicas that are held or requested."""
 
 
 class TargetReplica:
@@ -88,8 +105,8 @@ class TargetReplica:
     def _source(self, name: str, drafter: Drafter) -> DraftSource:
         config, engine = self._config, self._config.engine
         if self._places is not None and name in config.pooled:
-            timeout, debts = config.draft_timeout_ms / 1000, 2 * engine.num_micro_batches
-            return RemoteDrafts(drafter, name, self._places, timeout=timeout, max_debts=debts)
+            timeout, max_inflight = config.draft_timeout_ms / 1000, 2 * engine.num_micro_batches
+            return RemoteDrafts(drafter, name, self._places, timeout=timeout, max_inflight=max_inflight)
         most = engine.max_positions_of(self._target.spec.max_positions)
         return LocalDrafts(drafter, most, engine.tree.num_expanded, engine.synthetic.draft)
 
@@ -98,17 +115,17 @@ class TargetReplica:
         if self._ends_process:
             asyncio.get_running_loop().call_later(_LAST_SECONDS, os._exit, 1)
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe(self) -> TargetDescription:
         """Report the limits that the gateway needs, and how busy this replica is."""
         engine = self._engine
-        return {
-            "max_model_len": engine.max_model_len,
-            "vocab_size": self._target.spec.vocab_size,
-            "drafters": list(engine.drafting),
-            "num_open": 0 if self._thread is None else self._thread.num_open,
-            "num_running": engine.num_running,
-            "num_leases": 0 if self._places is None else self._places.num_leases,
-        }
+        return TargetDescription(
+            max_model_len=engine.max_model_len,
+            vocab_size=self._target.spec.vocab_size,
+            drafters=tuple(engine.drafting),
+            num_open=0 if self._thread is None else self._thread.num_open,
+            num_running=engine.num_running,
+            num_leases=0 if self._places is None else self._places.num_leases,
+        )
 
     async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | RequestOutput]:
         """Answer one sequence (see `EngineThread.generate`)."""

@@ -148,7 +148,7 @@ def answered(
 ) -> tuple[Engine, RemoteDrafts, list[list[int]]]:
     """Three sequences at a time: the text that the drafter knows by heart, sampled ones and others."""
     source = RemoteDrafts(
-        drafter, "d", OnePlace(endpoint), timeout=10, connect=connect, max_debts=1 + num_micro_batches
+        drafter, "d", OnePlace(endpoint), timeout=10, connect=connect, max_inflight=1 + num_micro_batches
     )
     config = EngineConfig(
         max_num_seqs=3, kv_cache_tokens=3 * 192, max_model_len=CAPACITY, tree=shape, num_micro_batches=num_micro_batches

@@ -142,7 +142,7 @@ def _unchecked():
 )
 def test_text_and_drafts_are_those_of_a_drafter_in_process(tiny, pool_of, variant, shape, num_micro_batches):
     pool, requests = pool_of(variant), requests_of(tiny)
-    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10, max_debts=2 * num_micro_batches)
+    source = RemoteDrafts(pool.drafter, "d", pool, timeout=10, max_inflight=2 * num_micro_batches)
     remote = engine_of(tiny, source, shape, num_micro_batches=num_micro_batches)
     made = answer_together(remote, requests)
     local = answer_together(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), shape), requests)
@@ -331,7 +331,7 @@ def test_what_cannot_be_reached_is_left_alone_for_longer_and_longer(monkeypatch,
 
 def test_many_sequences_are_told_in_several_messages(monkeypatch, tiny, pool_of):
     """One after the other, where their memory does not fit into one message; each is drafted for all the same."""
-    monkeypatch.setattr(source_module, "_MAX_TOLD_BYTES", 4096)
+    monkeypatch.setattr(source_module, "_MAX_MEMORY_BYTES", 4096)
     pool, requests = pool_of(), requests_of(tiny)
     sent, engine = [], engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10), SHAPES["fixed"])
     monkeypatch.setattr(source_module, "pack", lambda request, tensors: sent.append(request) or pack(request, tensors))

@@ -37,16 +37,16 @@ class CircuitBreaker:
         self._until: dict[Endpoint, tuple[float, float]] = {}
         """When each process may be tried again, and how long its pause was."""
 
-    def __contains__(self, place: Endpoint) -> bool:
-        return place in self._until and time.monotonic() < self._until[place][0]
+    def __contains__(self, endpoint: Endpoint) -> bool:
+        return endpoint in self._until and time.monotonic() < self._until[endpoint][0]
 
-    def add(self, place: Endpoint) -> None:
+    def add(self, endpoint: Endpoint) -> None:
         """Record that a process was given up."""
-        now, (_, before) = time.monotonic(), self._until.get(place, (0.0, _PAUSE_SECONDS / 2))
+        now, (_, before) = time.monotonic(), self._until.get(endpoint, (0.0, _PAUSE_SECONDS / 2))
         pause = min(2 * before, _LONGEST_PAUSE_SECONDS)
         recent = {other: kept for other, kept in self._until.items() if now < kept[0] + _LONGEST_PAUSE_SECONDS}
-        self._until = recent | {place: (now + pause, pause)}
+        self._until = recent | {endpoint: (now + pause, pause)}
 
-    def forgive(self, place: Endpoint) -> None:
+    def reset(self, endpoint: Endpoint) -> None:
         """Record that a process has answered."""
-        self._until.pop(place, None)
+        self._until.pop(endpoint, None)
