@@ -58,7 +58,7 @@ def main(config: CacheActivationsConfig) -> None:
         before = _identity(store)
         manifest = cache_activations(config.output, config.target, config.chats, config.cache, config.capture)
         if before is None or before != _identity(store):  # otherwise an earlier run made it: keep that run's record
-            target = {"target": manifest.plan["target"]["fingerprint"], "text": manifest.plan["text_fingerprint"]}
+            target = {"target": manifest.plan.target.fingerprint, "text": manifest.plan.text_fingerprint}
             store.write_text("run.yaml", run_yaml(config, fingerprints=target))
     rows = sum(shard.rows for shard in manifest.shards.values())
     size = sum(shard.bytes for shard in manifest.shards.values())

@@ -53,4 +53,4 @@ COMMANDS = {
 }
 
 if __name__ == "__main__":
-    run_commands(COMMANDS, __doc__ or "", sys.argv[1:], again="the same command begins anew")
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:], again="the same command starts again")

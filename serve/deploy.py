@@ -234,4 +234,4 @@ def _messages(application: Any) -> str:
 CONFIG = DeployConfig
 
 if __name__ == "__main__":
-    run_entry_point(CONFIG, __doc__ or "", main, again="the application goes on starting; `serve shutdown` ends it")
+    run_entry_point(CONFIG, __doc__ or "", main, again="the application keeps starting; `serve shutdown` ends it")

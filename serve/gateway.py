@@ -20,6 +20,7 @@ from serve.metrics.sink import Nowhere, Sink
 from serve.metrics.statuses import StatusCounter
 from serve.resumable_answer import RETRY_AFTER_SECONDS, ResumableAnswer, not_ready, overloaded
 from serve.single_flight_cache import SingleFlightCache
+from serve.target import TargetDescription
 
 _LOGGER = logging.getLogger("ray.serve")
 _MAX_REFUSALS = 2
@@ -62,7 +63,7 @@ class Gateway:
         self._exporters = exporters or NoExporters()
         self._described = SingleFlightCache(self._describe, _FRESH, _READY_SECONDS)
         self._exported = SingleFlightCache(self._exporters.read, _FRESH, _EXPORTED_SECONDS)
-        self._description: dict[str, Any] | None = None
+        self._description: TargetDescription | None = None
         self._full_until = float("-inf")
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -70,7 +71,7 @@ class Gateway:
 
         return StatusCounter(build_api(self), self._sink)
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe(self) -> TargetDescription:
         """The target's description: context, vocabulary, drafters. It is asked for once.
 
         Raises:
@@ -92,7 +93,7 @@ class Gateway:
         except Exception as error:
             raise not_ready() from error
 
-    async def _describe(self) -> dict[str, Any]:
+    async def _describe(self) -> TargetDescription:
         return await self._targets.describe.remote()
 
     async def metrics(self) -> str:

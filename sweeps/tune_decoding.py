@@ -45,4 +45,4 @@ CONFIG = TuneDecodingConfig
 
 if __name__ == "__main__":
     words = ["resume=true" if word == "--resume" else word for word in sys.argv[1:]]
-    run_entry_point(CONFIG, __doc__ or "", main, words, again="the same command with --resume goes on")
+    run_entry_point(CONFIG, __doc__ or "", main, words, again="the same command with --resume continues")

@@ -12,7 +12,7 @@ from sweeps.decoding.combinations import Combination
 from sweeps.decoding.configs import TuneDecodingConfig
 from sweeps.decoding.results import PLAN_FILE, answers_by_drafter, between_drafters, finalists_of, write_best
 from sweeps.reports.results import Trial
-from sweeps.tuning.folders import State
+from sweeps.tuning.records import State
 from sweeps.tuning.spaces import folder_name
 
 QUESTIONS = (4, 8, 16)
@@ -76,8 +76,6 @@ def decoding_summary(
     finalists = finalists_of(sweep, trials)
     figures = [one.last | {"answers": _answers(one.last)} for one in finalists]
     answers = answers_by_drafter(sweep, finalists, figures)
-    for name, answer in answers.items():
-        answer["evaluate"] = f"{sweep.output}/best-{name}.yaml"
     return {
         "drafters": answers,
         "objective": sweep.objective,

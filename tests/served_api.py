@@ -20,7 +20,7 @@ from serve.api.routes import build_api
 from serve.config import ApiConfig, ServeConfig
 from serve.gateway import Gateway
 from serve.metrics.exporters import Exporters
-from serve.target import TargetReplica
+from serve.target import TargetDescription, TargetReplica
 
 MODEL = "tiny"
 
@@ -76,7 +76,7 @@ class LocalTargets:
         assert uuid.UUID(session_id)
         return self
 
-    async def _describe(self) -> dict[str, Any]:
+    async def _describe(self) -> TargetDescription:
         if not self.is_ready:
             raise RuntimeError("no replica")
         return await self.replica.describe()

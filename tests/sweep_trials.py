@@ -8,7 +8,7 @@ from typing import Any
 from moray.provenance import write_json_atomically
 from sweeps.reports.results import Finalist, Trial, how_sure, rank_agreement
 from sweeps.reports.views import read_space, searched
-from sweeps.tuning.folders import State
+from sweeps.tuning.records import State
 from sweeps.tuning.spaces import folder_name, label
 
 RUNGS = (10_000, 30_000, 90_000)

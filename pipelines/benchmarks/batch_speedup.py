@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moray.bench.spread import quartiles
+from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
@@ -20,7 +21,6 @@ from moray.decoding.planning.fitting import depth_notice, fit_shape, say_once
 from moray.decoding.request import Request
 from moray.decoding.session import synchronise
 from moray.decoding.stats import Generation, tau
-from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
@@ -159,7 +159,7 @@ class _Side:
         passes_before, seconds_before = stats.num_passes, dict(stats.seconds)
         synchronise(device)
         begin = time.perf_counter()
-        answers = answer_together(self.engine, requests)
+        answers = answer_batch(self.engine, requests)
         synchronise(device)
         seconds = time.perf_counter() - begin
         phases = {phase: spent - seconds_before[phase] for phase, spent in stats.seconds.items()}

@@ -20,8 +20,10 @@ from moray.activations.capture.extract import ShardWriter, token_arrays
 from moray.activations.format.channels import quantised_columns, write_channels
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.manifest import read_manifest, write_manifest
-from moray.activations.format.schema import FORMAT, CacheConfig, bytes_per_token
+from moray.activations.format.records import PartSummary
+from moray.activations.format.schema import CacheConfig, bytes_per_token
 from moray.activations.format.store import CacheStore
+from moray.activations.planning.cache_spec import CacheSpec
 from moray.activations.planning.shards import ShardPlan, plan_shards, tap_columns
 from moray.activations.reading.collate import collate, needed_columns
 from moray.activations.reading.epochs import plan_epoch
@@ -91,16 +93,16 @@ def _tokenise(settings: str, folder: str) -> dict[str, Any]:
     chunks = plan_chunks(config.chats, config.cache.chats_per_part)
     spec = read_spec(config.target.model)
     length = min(config.cache.max_length, spec.max_positions)
-    writer = PartWriter(folder, config.target.model_dump(), length)
+    writer = PartWriter(folder, config.target, length)
     begin = time.perf_counter()
     summaries = [writer.write(f"part-{number:05d}", chunk) for number, chunk in enumerate(chunks)]
     seconds = time.perf_counter() - begin
-    tokens = sum(sum(summary["lengths"]) for summary in summaries)
+    tokens = sum(sum(summary.lengths) for summary in summaries)
     if not tokens:
         raise DataError(f"chats.path '{config.chats.path}' holds no chat with an assistant turn: name another")
     store = CacheStore(folder)
     size = sum(store.size(f"tokens/{name}") for name in store.names("tokens", ".parquet"))
-    return _figures("tokenise", tokens, size, seconds) | {"chats": sum(summary["chats"] for summary in summaries)}
+    return _figures("tokenise", tokens, size, seconds) | {"chats": sum(summary.chats for summary in summaries)}
 
 
 def _cache_config(config: CacheBenchmarkConfig, kv: Any, hidden: Any) -> CacheConfig:
@@ -126,12 +128,12 @@ def _capture(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]
     target = Target.load(config.target)
     columns = tap_columns(target.spec, cache)
     store = _open(folder, kv, hidden)
-    store.write_json("plan.json", {"format": FORMAT, "columns": columns, "target": target.spec.model_dump(mode="json")})
+    store.write_json("plan.json", CacheSpec.of(config.target, config.chats, cache).plan().values)
     plans: list[ShardPlan] = []
     lengths_of: dict[str, list[int]] = {}
     for marker in store.names("tokens", ".json"):
         part = marker[:-5]
-        lengths_of[part] = store.read_json(f"tokens/{marker}")["lengths"]
+        lengths_of[part] = store.read_record(f"tokens/{marker}", PartSummary).lengths
         plans += plan_shards(part, lengths_of[part], cache, bytes_per_token(columns))
     batches = [
         token_arrays(store.read_table(f"tokens/{plan.part}.parquet").take(plan.batches[0]))
@@ -163,7 +165,7 @@ def _read(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]:
     store = _open(folder, kv, hidden)
     manifest = read_manifest(store)
     cache = _cache_config(config, kv, hidden)
-    layers = cache.kv_layers if cache.kv_layers is not None else range(manifest.plan["target"]["num_layers"])
+    layers = cache.kv_layers if cache.kv_layers is not None else range(manifest.plan.target.num_layers)
     needs = TapNeeds(tuple(layers), (-1,))
     columns = needed_columns(needs, manifest.columns)
     plan = plan_epoch(manifest.lengths, config.train_batch_tokens, 0, 0, 1)[0]

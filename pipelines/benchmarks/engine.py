@@ -17,6 +17,7 @@ from moray.bench.loading import first_prompts, load_target
 from moray.bench.recording import record
 from moray.bench.reports.wording import number, percent, times
 from moray.bench.spread import quartiles
+from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
@@ -24,7 +25,6 @@ from moray.decoding.planning.fitting import say_once
 from moray.decoding.request import Request
 from moray.decoding.session import synchronise
 from moray.decoding.stats import tau
-from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
 from moray.drafters.loading import load_drafters
 from moray.progress import track
@@ -77,7 +77,7 @@ def _measure(engine: Engine, config: EngineBenchmarkConfig, prompts: list[list[i
     def answer(drafter: str | None, most: int) -> tuple[float, list[list[int]], float]:
         synchronise(engine.target.device)
         begin = time.perf_counter()
-        made = answer_together(
+        made = answer_batch(
             engine,
             [
                 Request(

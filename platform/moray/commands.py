@@ -137,7 +137,7 @@ def run_commands(
     commands: Commands,
     description: str,
     argv: Sequence[str],
-    again: str = "run the same command again to go on",
+    again: str = "run the same command again to resume",
 ) -> None:
     """Find the command that is meant, run it, and turn our own errors into one line and an exit code; `again` is what
     to do after Ctrl-C."""

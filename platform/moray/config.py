@@ -241,7 +241,7 @@ def run_entry_point(
     description: str,
     main: Callable[[AnyConfig], None],
     argv: Sequence[str] | None = None,
-    again: str = "run the same command again to go on",
+    again: str = "run the same command again to resume",
 ) -> None:
     """Parse the command line, run `main`, and turn our own errors into one line and an exit code; `again` is what to do
     after Ctrl-C.
@@ -252,7 +252,7 @@ def run_entry_point(
     run_command(lambda: main(load_config(config_class, parser.parse_args(argv).arguments)), again)
 
 
-def run_command(command: Callable[[], None], again: str = "run the same command again to go on") -> None:
+def run_command(command: Callable[[], None], again: str = "run the same command again to resume") -> None:
     """Run a command and turn our own errors into one line and an exit code."""
     ended = threading.Event()
     try:

@@ -79,11 +79,11 @@ def read_keys(path: str | None) -> tuple[bytes, ...]:
     keys = [line.strip() for line in lines]
     for number, key in enumerate(keys, start=1):
         if any(character.isspace() or not character.isprintable() for character in key):
-            raise ConfigError(f"api.api_keys_file is '{path}', whose line {number} holds more than one word: mend it")
+            raise ConfigError(f"api.api_keys_file is '{path}', whose line {number} holds more than one word: fix it")
     if not any(keys):
         raise ConfigError(
-            f"api.api_keys_file is '{path}', which holds no key: write one on each line, or leave the field out to let "
-            "everybody ask"
+            f"api.api_keys_file is '{path}', which holds no key: write one on each line, or leave the field out to "
+            "answer requests without a key"
         )
     return tuple(dict.fromkeys(key.encode() for key in keys if key))
 

@@ -6,7 +6,7 @@ This module handles tokens and text; HTTP is in `serve.api.routes`.
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple, cast
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.request import Request, RequestOutput, TokenLogprobs
@@ -14,6 +14,7 @@ from moray.decoding.sampling.detokenizer import IncrementalDetokenizer, Piece
 from moray.decoding.sampling.stop import StopStrings
 from moray.errors import DataError
 from moray.text import ChatTokenizer, Message
+from serve.api.documents import FinishReason, UsageBody
 from serve.api.errors import ApiError
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.config import ServeConfig
@@ -31,7 +32,7 @@ class Usage:
     """Draft tokens that did not make it into an answer; clients are not billed for them."""
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> UsageBody:
         """The `usage` object in OpenAI's format."""
         return {
             "prompt_tokens": self.num_prompt,
@@ -54,6 +55,20 @@ class LoggedToken:
     """Where the token begins in the answer's text, in characters."""
 
 
+class AnswerUpdate(NamedTuple):
+    """What one engine update has added to an answer."""
+
+    output: RequestOutput
+    pieces: list[Piece]
+    logged: list[LoggedToken]
+    """Log-probabilities of the update's tokens; empty if none were asked for."""
+
+    @property
+    def text(self) -> str:
+        """The text that is now final."""
+        return "".join(piece.text for piece in self.pieces)
+
+
 @dataclass
 class Choice:
     """One answer while it is being generated."""
@@ -63,26 +78,26 @@ class Choice:
     stream: IncrementalDetokenizer
     tokenizer: ChatTokenizer
     usage: Usage
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     text: list[str] = field(default_factory=list)
     logged: list[LoggedToken] = field(default_factory=list)
 
-    def add(self, update: RequestOutput) -> tuple[list[Piece], list[LoggedToken]]:
-        """Add an update; returns the text that is now final, and the log-probabilities of the update's tokens."""
+    def add(self, update: RequestOutput) -> AnswerUpdate:
+        """Add an engine update; returns what it has added to the answer."""
         pieces = self.stream.push(update.tokens, update.num_accepted)
         offsets = self.stream.offsets
         self.usage.num_answer += len(update.tokens)
         self.usage.num_accepted += update.num_accepted
         self.usage.num_rejected += len(update.rejected)
         if update.finish_reason is not None:
-            self.finish_reason = update.finish_reason
+            self.finish_reason = cast(FinishReason, update.finish_reason)
             pieces += self.stream.finish()
         self.text += [piece.text for piece in pieces]
         if update.logprobs is None:
-            return pieces, []
+            return AnswerUpdate(update, pieces, [])
         logged = [LoggedToken(*each) for each in zip(update.tokens, update.logprobs, offsets, strict=True)]
         self.logged += logged
-        return pieces, logged
+        return AnswerUpdate(update, pieces, logged)
 
 
 def choices_for(

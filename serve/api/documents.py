@@ -1,20 +1,23 @@
-"""Response models for the OpenAPI document. Responses are not converted with them; tests check responses against them.
+"""The JSON documents that the HTTP API sends: answers, chunks of streamed answers, errors and lists of models.
 
-For streams, the events are documented but not the JSON inside them.
+They are typed dictionaries. The routes send them as they are, pyright checks the code that builds them, and FastAPI
+writes the OpenAPI document from them. For streams, that document describes the events but not the JSON inside them.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict  # pydantic does not accept typing.TypedDict before Python 3.12
+
+_exact = with_config(ConfigDict(extra="forbid"))
+"""Decorator that documents that a body has no other fields."""
+
+Count = Annotated[int, Field(ge=0)]
+FinishReason = Literal["stop", "length"]
 
 
-class _Answer(BaseModel):
-    """Base class that forbids extra fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ErrorDetails(_Answer):
+@_exact
+class ErrorDetails(TypedDict):
     """What went wrong."""
 
     message: str
@@ -24,19 +27,22 @@ class ErrorDetails(_Answer):
     code: str | None
 
 
-class ErrorBody(_Answer):
+@_exact
+class ErrorBody(TypedDict):
     """Body of every error."""
 
     error: ErrorDetails
 
 
-class Health(_Answer):
+@_exact
+class Health(TypedDict):
     """Body of `/health`."""
 
     status: Literal["ok"]
 
 
-class Model(_Answer):
+@_exact
+class Model(TypedDict):
     """A model that is served."""
 
     id: str
@@ -46,34 +52,38 @@ class Model(_Answer):
     max_model_len: int
     """Maximum tokens of prompt and answer together."""
     drafters: list[str]
-    synthetic_costs: str = ""
+    synthetic_costs: NotRequired[str]
     """Set only if replicas sleep for a scaling experiment, so that speeds mean nothing."""
 
 
-class ModelList(_Answer):
+@_exact
+class ModelList(TypedDict):
     """Body of `/v1/models`."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class PredictionDetails(_Answer):
+@_exact
+class PredictionDetails(TypedDict):
     """Counts of accepted and rejected draft tokens."""
 
-    accepted_prediction_tokens: int = Field(ge=0)
-    rejected_prediction_tokens: int = Field(ge=0)
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
 
 
-class UsageBody(_Answer):
+@_exact
+class UsageBody(TypedDict):
     """Token counts of a request; rejected draft tokens do not count as completion tokens."""
 
-    prompt_tokens: int = Field(ge=1)
-    completion_tokens: int = Field(ge=0)
-    total_tokens: int = Field(ge=1)
+    prompt_tokens: Annotated[int, Field(ge=1)]
+    completion_tokens: Count
+    total_tokens: Annotated[int, Field(ge=1)]
     completion_tokens_details: PredictionDetails
 
 
-class TopLogprob(_Answer):
+@_exact
+class TopLogprob(TypedDict):
     """One of the most likely tokens."""
 
     token: str
@@ -84,20 +94,23 @@ class TopLogprob(_Answer):
     does not support this kind of tokenizer."""
 
 
+@_exact
 class TokenLogprob(TopLogprob):
     """A token of the answer."""
 
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Answer):
+@_exact
+class ChatLogprobs(TypedDict):
     """Log-probabilities under the target, before temperature and filters."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
-class CompletionLogprobs(_Answer):
+@_exact
+class CompletionLogprobs(TypedDict):
     """The same in the format of the completions API."""
 
     tokens: list[str]
@@ -106,7 +119,8 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int]
 
 
-class AnswerMessage(_Answer):
+@_exact
+class AnswerMessage(TypedDict):
     """A turn of the assistant."""
 
     role: Literal["assistant"]
@@ -114,11 +128,12 @@ class AnswerMessage(_Answer):
     refusal: None
 
 
-class _ChoiceBody(_Answer):
+class _ChoiceBody(TypedDict):
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
 
 
+@_exact
 class ChatChoice(_ChoiceBody):
     """One answer to a chat."""
 
@@ -126,6 +141,7 @@ class ChatChoice(_ChoiceBody):
     message: AnswerMessage
 
 
+@_exact
 class CompletionChoice(_ChoiceBody):
     """One continuation of a text."""
 
@@ -133,13 +149,19 @@ class CompletionChoice(_ChoiceBody):
     text: str
 
 
-class _Whole(_Answer):
+class Head(TypedDict):
+    """What an answer and all of its chunks begin with."""
+
     id: str
     created: int
     model: str
+
+
+class _Whole(Head):
     usage: UsageBody
 
 
+@_exact
 class ChatCompletion(_Whole):
     """Body of `/v1/chat/completions`."""
 
@@ -147,11 +169,84 @@ class ChatCompletion(_Whole):
     choices: list[ChatChoice]
 
 
+@_exact
 class Completion(_Whole):
     """Body of `/v1/completions`."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
+
+
+@_exact
+class TracedPiece(TypedDict):
+    """A piece of text, and whether it was drafted."""
+
+    text: str
+    drafted: bool
+
+
+@_exact
+class Trace(TypedDict):
+    """Moray's own report of one decoding cycle, for requests with `speculation.trace`."""
+
+    index: int
+    """The choice that the cycle belongs to."""
+    pieces: list[TracedPiece]
+    rejected: str
+    """Text that rejected draft tokens would have added."""
+    num_tokens: int
+    num_accepted: int
+    num_rejected: int
+
+
+@_exact
+class Delta(TypedDict):
+    """Text that a chunk adds to a turn of the assistant."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: str
+
+
+@_exact
+class ChatChunkChoice(TypedDict):
+    """What a chunk adds to one answer to a chat; only the chunks that open a stream leave the last two fields out."""
+
+    index: int
+    delta: Delta
+    finish_reason: NotRequired[FinishReason | None]
+    logprobs: NotRequired[ChatLogprobs | None]
+
+
+@_exact
+class CompletionChunkChoice(TypedDict):
+    """What a chunk adds to one continuation of a text."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: CompletionLogprobs | None
+
+
+class _Chunk(Head):
+    usage: NotRequired[UsageBody]
+    """Only in the last chunk, which has no choice."""
+    speculation: NotRequired[Trace]
+
+
+@_exact
+class ChatChunk(_Chunk):
+    """One event of a streamed chat."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+@_exact
+class CompletionChunk(_Chunk):
+    """One event of a streamed continuation."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
 
 
 _EVENT = {
@@ -172,7 +267,7 @@ _ERRORS: dict[int, str] = {
 }
 
 
-def responses(body: type[BaseModel] | None, *statuses: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+def responses(body: type | None, *statuses: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:
     """The `responses` argument of a FastAPI route: its answer (plain text without a `body`) and its errors."""
     answer: dict[str, Any] = {} if body is None else {"model": body}
     if streams:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moray.errors import MorayError
+from serve.api.documents import ErrorBody
 
 _TYPES = {
     400: "invalid_request_error",
@@ -61,7 +62,7 @@ class ApiError(MorayError):
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorBody:
         """The error in OpenAI's format."""
         kind = _TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -13,8 +13,18 @@ from starlette.responses import PlainTextResponse, Response
 
 from serve.api import errors, pages
 from serve.api.access import Access, read_keys
-from serve.api.answers import Choice, check_model, choices_for
-from serve.api.documents import ChatCompletion, Completion, Health, Model, ModelList, responses
+from serve.api.answers import AnswerUpdate, Choice, check_model, choices_for
+from serve.api.documents import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    ErrorBody,
+    Health,
+    Model,
+    ModelList,
+    responses,
+)
 from serve.api.errors import JsonResponse
 from serve.api.failures import FailureGuard, report
 from serve.api.head import HeadAsGet
@@ -26,10 +36,12 @@ from serve.metrics.exporters import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from serve.gateway import Gateway
+    from serve.target import TargetDescription
 
 _LOGGER = logging.getLogger("ray.serve")
 _MAX_CHARACTERS_INLINE = 20_000
 """Maximum characters of a prompt that is tokenised in the event loop, which takes a few milliseconds."""
+_Event = tuple[Choice, AnswerUpdate]
 _ANSWER_ERRORS = (400, 401, 404, 413, 429, 500, 503)
 
 
@@ -54,7 +66,7 @@ def build_api(gateway: "Gateway") -> FastAPI:
     async def health() -> Any:
         """Report whether a target is ready to answer."""
         await gateway.check()
-        return {"status": "ok"}
+        return Health(status="ok")
 
     @api.get(
         "/metrics",
@@ -69,7 +81,7 @@ def build_api(gateway: "Gateway") -> FastAPI:
     @guarded.get("/models", responses=responses(ModelList, 401, 429, 503))
     async def models() -> Any:
         """List the one model and its drafters."""
-        return {"object": "list", "data": [await _model(gateway)]}
+        return ModelList(object="list", data=[await _model(gateway)])
 
     @guarded.get("/models/{model:path}", responses=responses(Model, 401, 404, 429, 503))
     async def model(model: str) -> Any:
@@ -92,12 +104,20 @@ def build_api(gateway: "Gateway") -> FastAPI:
     return api
 
 
-async def _model(gateway: "Gateway") -> dict[str, Any]:
+async def _model(gateway: "Gateway") -> Model:
     description = await gateway.describe()
-    model = {"id": gateway.config.model_name, "object": "model", "created": 0, "owned_by": "moray"}
+    model = Model(
+        id=gateway.config.model_name,
+        object="model",
+        created=0,
+        owned_by="moray",
+        max_model_len=description.max_model_len,
+        drafters=list(description.drafters),
+    )
     synthetic = gateway.config.engine.synthetic
-    made_up = {"synthetic_costs": synthetic.notice} if synthetic.is_on else {}
-    return model | {"max_model_len": description["max_model_len"], "drafters": description["drafters"]} | made_up
+    if synthetic.is_on:
+        model["synthetic_costs"] = synthetic.notice
+    return model
 
 
 async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | CompletionRequest) -> Response:
@@ -118,16 +138,16 @@ async def _answer(gateway: "Gateway", request: Request, body: ChatRequest | Comp
 
 
 async def _choices(
-    gateway: "Gateway", body: ChatRequest | CompletionRequest, description: dict[str, Any]
+    gateway: "Gateway", body: ChatRequest | CompletionRequest, description: "TargetDescription"
 ) -> list[Choice]:
     """See `choices_for`; long texts are tokenised in a thread, so that other streams are not blocked."""
-    limits = description["max_model_len"], description["vocab_size"]
+    limits = description.max_model_len, description.vocab_size
     if body.num_characters <= _MAX_CHARACTERS_INLINE:
         return choices_for(body, gateway.tokenizer, gateway.config, *limits)
     return await asyncio.to_thread(choices_for, body, gateway.tokenizer, gateway.config, *limits)
 
 
-async def _exhaust(events: AsyncGenerator[Any]) -> None:
+async def _exhaust(events: AsyncGenerator[_Event]) -> None:
     async with aclosing(events):
         async for _ in events:
             pass
@@ -140,12 +160,12 @@ def _log(gateway: "Gateway", choices: list[Choice]) -> None:
             _LOGGER.info("asked %r, answered %r", prompt, "".join(choice.text))
 
 
-async def _events(gateway: "Gateway", choices: list[Choice]) -> AsyncGenerator[tuple[Choice, Any]]:
+async def _events(gateway: "Gateway", choices: list[Choice]) -> AsyncGenerator[_Event]:
     """Yield the updates of all choices as they arrive."""
     if len(choices) == 1:
         async with aclosing(gateway.generate(choices[0].request)) as updates:
             async for update in updates:
-                yield choices[0], (update, *choices[0].add(update))
+                yield choices[0], choices[0].add(update)
         return
     merged: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -164,7 +184,7 @@ async def _events(gateway: "Gateway", choices: list[Choice]) -> AsyncGenerator[t
             if isinstance(event, Exception):
                 raise event
             choice, update = event
-            yield choice, (update, *choice.add(update))
+            yield choice, choice.add(update)
     finally:
         for task in tasks:
             task.cancel()
@@ -174,8 +194,8 @@ async def _events(gateway: "Gateway", choices: list[Choice]) -> AsyncGenerator[t
 async def _sse(
     gateway: "Gateway",
     wording: Wording,
-    first: tuple[Choice, Any],
-    events: AsyncGenerator[tuple[Choice, Any]],
+    first: _Event,
+    events: AsyncGenerator[_Event],
     choices: list[Choice],
 ) -> AsyncGenerator[bytes]:
     """Yield server-sent events: a chunk per update, usage if requested, and the end marker."""
@@ -185,8 +205,8 @@ async def _sse(
                 for chunk in wording.opening(choice):
                     yield _data(chunk)
             yield _data(wording.chunk(*first))
-            async for choice, event in events:
-                yield _data(wording.chunk(choice, event))
+            async for choice, update in events:
+                yield _data(wording.chunk(choice, update))
     except errors.ApiError as error:  # too late for a status code
         yield _data(error.body)
         return
@@ -199,5 +219,5 @@ async def _sse(
     yield b"data: [DONE]\n\n"
 
 
-def _data(value: dict[str, Any]) -> bytes:
+def _data(value: ChatChunk | CompletionChunk | ErrorBody) -> bytes:
     return b"data: " + errors.encode(value) + b"\n\n"

@@ -2,10 +2,25 @@
 
 import time
 import uuid
-from typing import Any
 
 from moray.text import ChatTokenizer
-from serve.api.answers import Choice, LoggedToken, Usage
+from serve.api.answers import AnswerUpdate, Choice, LoggedToken, Usage
+from serve.api.documents import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    Head,
+    TokenLogprob,
+    TopLogprob,
+    Trace,
+)
 from serve.api.schemas import ChatRequest, CompletionRequest
 
 _MIN_LOGPROB = -9999.0
@@ -18,72 +33,114 @@ class Wording:
     def __init__(self, body: ChatRequest | CompletionRequest, model: str) -> None:
         self._body = body
         self._is_chat = isinstance(body, ChatRequest)
-        self._common = {
+        self._head: Head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
         self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def whole(self, choices: list[Choice]) -> ChatCompletion | Completion:
         """A response that is not streamed."""
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        words = [self._whole_choice(choice) for choice in choices]
-        return {**self._common, "object": kind, "choices": words, "usage": choices[0].usage.body}
+        usage = choices[0].usage.body
+        if self._is_chat:
+            chats = [_chat_choice(choice) for choice in choices]
+            return {**self._head, "object": "chat.completion", "choices": chats, "usage": usage}
+        texts = [_completion_choice(choice) for choice in choices]
+        return {**self._head, "object": "text_completion", "choices": texts, "usage": usage}
 
-    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+    def opening(self, choice: Choice) -> list[ChatChunk]:
         """The chunks that start a stream."""
-        return (
-            [self._chunk({"index": choice.index, "delta": {"role": "assistant", "content": ""}})]
-            if self._is_chat
-            else []
-        )
+        if not self._is_chat:
+            return []
+        return [self._chat_chunk([{"index": choice.index, "delta": {"role": "assistant", "content": ""}}])]
 
-    def chunk(self, choice: Choice, event: Any) -> dict[str, Any]:
+    def chunk(self, choice: Choice, update: AnswerUpdate) -> ChatChunk | CompletionChunk:
         """The chunk for one update of a stream."""
-        update, pieces, logged = event
-        text = "".join(piece.text for piece in pieces)
-        words: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": None}
-        words |= {"delta": {"content": text}} if self._is_chat else {"text": text}
-        if update.logprobs is not None:
-            words["logprobs"] = self._logprobs(choice.tokenizer, logged)
-        chunk = self._chunk(words)
+        if self._is_chat:
+            chunk = self._chat_chunk([_chat_chunk_choice(choice, update)])
+        else:
+            chunk = self._completion_chunk([_completion_chunk_choice(choice, update)])
         if self._body.speculation.trace:
-            chunk["speculation"] = {
-                "index": choice.index,
-                "pieces": [{"text": piece.text, "drafted": piece.is_drafted} for piece in pieces],
-                "rejected": _text_behind_others(choice.tokenizer, update.rejected),
-                "num_tokens": len(update.tokens),
-                "num_accepted": update.num_accepted,
-                "num_rejected": len(update.rejected),
-            }
+            chunk["speculation"] = _trace(choice, update)
         return chunk
 
-    def usage(self, usage: Usage) -> dict[str, Any]:
+    def usage(self, usage: Usage) -> ChatChunk | CompletionChunk:
         """The last chunk of a stream, which holds the usage."""
-        return {**self._chunk(None), "usage": usage.body}
+        chunk = self._chat_chunk([]) if self._is_chat else self._completion_chunk([])
+        chunk["usage"] = usage.body
+        return chunk
 
-    def _chunk(self, choice: dict[str, Any] | None) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {**self._common, "object": kind, "choices": [] if choice is None else [choice]}
+    def _chat_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        text = "".join(choice.text)
-        logprobs = None if choice.request.logprobs is None else self._logprobs(choice.tokenizer, choice.logged)
-        words = {"index": choice.index, "finish_reason": choice.finish_reason, "logprobs": logprobs}
-        return words | (
-            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
-        )
+    def _completion_chunk(self, choices: list[CompletionChunkChoice]) -> CompletionChunk:
+        return {**self._head, "object": "text_completion", "choices": choices}
 
-    def _logprobs(self, tokenizer: ChatTokenizer, logged: list[LoggedToken]) -> dict[str, Any]:
-        if self._is_chat:
-            return {"content": [_chat_token(tokenizer, each) for each in logged], "refusal": None}
-        return {
-            "tokens": [_key(tokenizer, each.token) for each in logged],
-            "token_logprobs": [max(each.logprobs.token, _MIN_LOGPROB) for each in logged],
-            "top_logprobs": [_top_by_key(tokenizer, each) for each in logged],
-            "text_offset": [each.offset for each in logged],
-        }
+
+def _chat_choice(choice: Choice) -> ChatChoice:
+    assert choice.finish_reason is not None
+    return {
+        "index": choice.index,
+        "finish_reason": choice.finish_reason,
+        "logprobs": None if choice.request.logprobs is None else _chat_logprobs(choice.tokenizer, choice.logged),
+        "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+    }
+
+
+def _completion_choice(choice: Choice) -> CompletionChoice:
+    assert choice.finish_reason is not None
+    return {
+        "index": choice.index,
+        "finish_reason": choice.finish_reason,
+        "logprobs": None if choice.request.logprobs is None else _completion_logprobs(choice.tokenizer, choice.logged),
+        "text": "".join(choice.text),
+    }
+
+
+def _chat_chunk_choice(choice: Choice, update: AnswerUpdate) -> ChatChunkChoice:
+    has_logprobs = update.output.logprobs is not None
+    return {
+        "index": choice.index,
+        "finish_reason": choice.finish_reason,
+        "logprobs": _chat_logprobs(choice.tokenizer, update.logged) if has_logprobs else None,
+        "delta": {"content": update.text},
+    }
+
+
+def _completion_chunk_choice(choice: Choice, update: AnswerUpdate) -> CompletionChunkChoice:
+    has_logprobs = update.output.logprobs is not None
+    return {
+        "index": choice.index,
+        "finish_reason": choice.finish_reason,
+        "logprobs": _completion_logprobs(choice.tokenizer, update.logged) if has_logprobs else None,
+        "text": update.text,
+    }
+
+
+def _trace(choice: Choice, update: AnswerUpdate) -> Trace:
+    output = update.output
+    return {
+        "index": choice.index,
+        "pieces": [{"text": piece.text, "drafted": piece.is_drafted} for piece in update.pieces],
+        "rejected": _text_behind_others(choice.tokenizer, output.rejected),
+        "num_tokens": len(output.tokens),
+        "num_accepted": output.num_accepted,
+        "num_rejected": len(output.rejected),
+    }
+
+
+def _chat_logprobs(tokenizer: ChatTokenizer, logged: list[LoggedToken]) -> ChatLogprobs:
+    return {"content": [_chat_token(tokenizer, each) for each in logged], "refusal": None}
+
+
+def _completion_logprobs(tokenizer: ChatTokenizer, logged: list[LoggedToken]) -> CompletionLogprobs:
+    return {
+        "tokens": [_key(tokenizer, each.token) for each in logged],
+        "token_logprobs": [max(each.logprobs.token, _MIN_LOGPROB) for each in logged],
+        "top_logprobs": [_top_by_key(tokenizer, each) for each in logged],
+        "text_offset": [each.offset for each in logged],
+    }
 
 
 def _text_behind_others(tokenizer: ChatTokenizer, tokens: list[int]) -> str:
@@ -92,10 +149,10 @@ def _text_behind_others(tokenizer: ChatTokenizer, tokens: list[int]) -> str:
     return b"".join(known).decode("utf-8", "replace") if len(known) == len(tokens) else tokenizer.decode(tokens)
 
 
-def _chat_token(tokenizer: ChatTokenizer, logged: LoggedToken) -> dict[str, Any]:
+def _chat_token(tokenizer: ChatTokenizer, logged: LoggedToken) -> TokenLogprob:
     """A token and its alternatives in the format of the chat API."""
 
-    def named(token: int, value: float) -> dict[str, Any]:
+    def named(token: int, value: float) -> TopLogprob:
         data = tokenizer.token_bytes.of(token)
         name = token_name(tokenizer, token)
         return {"token": name, "logprob": max(value, _MIN_LOGPROB), "bytes": None if data is None else list(data)}

@@ -6,8 +6,8 @@ costs and the numbers of replicas and streams; nothing is fitted.
 
 import asyncio
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 from rich import box
 from rich.console import Console
@@ -34,6 +34,42 @@ _COUNTED = {"speculation": {"trace": True}}
 """Request fields that make every chunk report its number of tokens."""
 
 
+class PoolRound(TypedDict):
+    """What one round with a pool has measured."""
+
+    tokens_per_second: float
+    steady_seconds: float
+    """Seconds in which all streams were busy; only they count."""
+    tau: float
+    mean_ttft_ms: float | None
+    cpu_busy: float
+    """Share of the processor time of this machine that was used."""
+
+
+class PoolRow(TypedDict):
+    """The figures of a pool: medians of its rounds, and ratios to the first pool."""
+
+    targets: int
+    drafters: int
+    tokens_per_second: float
+    ratio: float
+    ratio_range: tuple[float, float]
+    predicted_tokens_per_second: float
+    predicted_ratio: float
+    bound: str
+    """What a cycle waits for, by the model."""
+    tau: float
+    cpu_busy: float
+    rounds: list[PoolRound]
+
+
+class Regime(TypedDict):
+    """The costs of a regime, and the figures of all pools with them."""
+
+    costs: Mapping[str, Any]
+    rows: list[PoolRow]
+
+
 def benchmark_scaling(config: ScalingBenchmarkConfig, console: Console) -> dict[str, Any]:
     """Measure every regime with every pool.
 
@@ -57,10 +93,10 @@ def _regime(
     costs: SyntheticCosts,
     questions: Sequence[Question],
     console: Console,
-) -> dict[str, Any]:
+) -> Regime:
     """Measure all pools of one regime; every other round reverses their order, so that drift affects all alike."""
     args = config.args_with({"engine": {"synthetic": costs.model_dump()}})
-    found: list[list[dict[str, Any]]] = [[] for _ in config.pools]
+    found: list[list[PoolRound]] = [[] for _ in config.pools]
     for turn in range(config.rounds):
         places = range(len(config.pools))
         for place in places if turn % 2 == 0 else reversed(places):
@@ -77,7 +113,7 @@ def _regime(
     }  # fmt: skip
 
 
-async def _measure(load: ServeBenchmarkConfig, num_streams: int, questions: Sequence[Question]) -> dict[str, Any]:
+async def _measure(load: ServeBenchmarkConfig, num_streams: int, questions: Sequence[Question]) -> PoolRound:
     import psutil
 
     level = LevelConfig(max_concurrency=num_streams)
@@ -89,6 +125,7 @@ async def _measure(load: ServeBenchmarkConfig, num_streams: int, questions: Sequ
         done = await run_round(client, questions, level, fields=_COUNTED, count=load.num_requests, seed=0)
         busy = psutil.cpu_percent() / 100
     part, figures = steady_part(done.records, num_streams), measure([done], load.goodput)
+    assert figures["tau"] is not None, "the application counts tokens"
     return {
         "tokens_per_second": part.tokens_per_second,
         "steady_seconds": part.seconds,
@@ -102,9 +139,9 @@ def _row(
     config: ScalingBenchmarkConfig,
     pool: PoolConfig,
     costs: SyntheticCosts,
-    found: list[dict[str, Any]],
-    first: list[dict[str, Any]],
-) -> dict[str, Any]:
+    found: list[PoolRound],
+    first: list[PoolRound],
+) -> PoolRow:
     """The figures of one pool, with ratios to the first pool and the model's predictions."""
     ratios = [own["tokens_per_second"] / base["tokens_per_second"] for own, base in zip(found, first, strict=True)]
     pools, base = _pools(config, pool), _pools(config, config.pools[0])
@@ -130,8 +167,9 @@ def _pools(config: ScalingBenchmarkConfig, pool: PoolConfig) -> Pools:
 
 def print_scaling(result: dict[str, Any], console: Console) -> None:
     """Print a table per regime."""
-    for name, regime in result["regimes"].items():
-        costs = validate(SyntheticCosts, regime["costs"])
+    regimes: dict[str, Regime] = result["regimes"]
+    for name, regime in regimes.items():
+        costs = validate(SyntheticCosts, dict(regime["costs"]))
         console.print(f"{name}, {result['label'].upper()}", highlight=False)
         console.print(costs.notice, highlight=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

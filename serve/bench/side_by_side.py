@@ -3,6 +3,7 @@
 For example, this compares drafters in a pool with drafters in the target's process, or one group with two.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moray.bench.load.benchmark import benchmark_endpoint, name_of
-from moray.bench.load.config import LevelConfig
+from moray.bench.load.results import LevelResult, Ratio, VariantFigures, load_of
 from moray.bench.load.variants import ratios
 from moray.bench.reports.wording import number, times
 from serve.bench.applications import check_cores, running
@@ -49,28 +50,30 @@ def benchmark_side_by_side(config: SideBySideConfig, console: Console) -> dict[s
         finally:
             applications.pin("", {})
     made_up = {name for name, own in args.items() if _is_made_up(own)}
-    for level in result["levels"]:
+    levels: list[LevelResult] = result["levels"]
+    for level in levels:
         variants = level["variants"]
         level["ratios"] = {f"{above}/{below}": _ratios(variants, above, below) for above, below in config.pairs}
     synthetic = [name for name, way in config.ways.items() if way.application in made_up]
     return result | {"synthetic": synthetic, "settings": config.model_dump(mode="json")}
 
 
-def _is_made_up(args: dict[str, Any]) -> bool:
+def _is_made_up(args: Mapping[str, Any]) -> bool:
     from serve.config import read_args
 
     return read_args(args).engine.synthetic.is_on
 
 
-def _ratios(variants: dict[str, Any], above: str, below: str) -> dict[str, Any]:
+def _ratios(variants: Mapping[str, VariantFigures], above: str, below: str) -> dict[str, Ratio]:
     pairs = list(zip(variants[above]["rounds"], variants[below]["rounds"], strict=True))
     return ratios(variants[above], variants[below], pairs)
 
 
 def print_side_by_side(result: dict[str, Any], console: Console) -> None:
     """Print the figures of every way, and the requested ratios."""
-    for level in result["levels"]:
-        load = name_of(LevelConfig(**{key: level[key] for key in LevelConfig.model_fields}))
+    levels: list[LevelResult] = result["levels"]
+    for level in levels:
+        load = name_of(load_of(level))
         table = Table(title=load, box=box.SIMPLE_HEAD)
         for heading in ("way", "tokens/s", "ms per token", "TTFT ms", "tau"):
             table.add_column(heading, justify="left" if heading == "way" else "right")
@@ -93,7 +96,7 @@ def print_side_by_side(result: dict[str, Any], console: Console) -> None:
         console.print(Text(f"note: {note}"))
 
 
-def _worded(found: dict[str, Any]) -> str:
+def _worded(found: Mapping[str, Ratio]) -> str:
     parts = []
     for key, words in _SHOWN.items():
         spread = found[key]["quartiles"]

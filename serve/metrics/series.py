@@ -45,44 +45,50 @@ def _histogram(name: str, meaning: str, buckets: tuple[float, ...] = _SECONDS) -
     return Series(f"moray_{name}", "histogram", meaning, (), buckets)
 
 
-RUNNING = _gauge("num_requests_running", "Sequences that hold a place in an engine")
-WAITING = _gauge("num_requests_waiting", "Sequences in line for one")
-KV_USAGE = _gauge("kv_cache_usage_perc", "Share of the key/value memory that is set aside for sequences, 0 to 1")
-PROMPT_TOKENS = _counter("prompt_tokens", "Tokens of prompts read; of an answer taken up again, its tokens too")
+RUNNING = _gauge("num_requests_running", "Sequences that an engine runs")
+WAITING = _gauge("num_requests_waiting", "Sequences that wait for a slot")
+KV_USAGE = _gauge("kv_cache_usage_perc", "Share of the KV cache that sequences have reserved, 0 to 1")
+PROMPT_TOKENS = _counter("prompt_tokens", "Tokens of prompts read, with the tokens of resumed answers")
 GENERATION_TOKENS = _counter("generation_tokens", "Tokens of answers")
-CYCLES = _counter("cycles", "Target passes over running sequences")
-DECODE_PASSES = _counter("decode_passes", "Sequences in those passes")
-DECODE_TOKENS = _counter("decode_tokens", "Tokens that they gave: divided by decode_passes, tau")
+CYCLES = _counter("cycles", "Target passes")
+DECODE_PASSES = _counter("decode_passes", "Sequences in target passes")
+DECODE_TOKENS = _counter("decode_tokens", "Tokens that target passes emitted; divided by decode_passes, tau")
 PHASE_SECONDS = _counter(
     "cycle_phase_seconds",
     "Time of the engine's thread by phase; channel is waiting for drafts beyond the time of drafting",
     "phase",
 )
 NUM_DRAFTS = _counter("spec_decode_num_drafts", "Drafts verified")
-DRAFT_TOKENS = _counter("spec_decode_num_draft_tokens", "Tokens in them")
-ACCEPTED_TOKENS = _counter("spec_decode_num_accepted_tokens", "Tokens of answers that were drafted")
-ACCEPTED_AT = _counter("spec_decode_num_accepted_tokens_per_pos", "The same by depth in the draft, from 0", "position")
-MISSED_DRAFTS = _counter("spec_decode_num_missed_drafts", "Drafts asked for that had not come in time")
+DRAFT_TOKENS = _counter("spec_decode_num_draft_tokens", "Drafted tokens verified")
+ACCEPTED_TOKENS = _counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted")
+ACCEPTED_AT = _counter(
+    "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by depth from 0", "position"
+)
+MISSED_DRAFTS = _counter("spec_decode_num_missed_drafts", "Drafts that did not arrive in time")
 CHANNEL_CYCLES = _counter("channel_cycles", "Messages to drafter replicas", "drafter")
 CHANNEL_BYTES = _counter("channel_bytes", "Bytes to drafter replicas (sent) and from them (received)", "drafter", "way")
 CHANNEL_WAITING = _counter("channel_waiting_seconds", "Waiting for drafts, drafting included", "drafter")
-CHANNEL_DRAFTING = _counter("channel_drafting_seconds", "What drafter replicas say that they needed", "drafter")
-CHANNEL_MISSES = _counter("channel_misses", "Drafts refused: the replica knew the sequence otherwise", "drafter")
-CHANNEL_LATE = _counter("channel_late", "Drafts that a cycle went on without", "drafter")
-CHANNEL_LOST = _counter("channel_lost", "Drafter replicas given up", "drafter")
+CHANNEL_DRAFTING = _counter("channel_drafting_seconds", "Drafting time that drafter replicas report", "drafter")
+CHANNEL_MISSES = _counter(
+    "channel_misses", "Drafts refused because the replica did not have the same tokens of the sequence", "drafter"
+)
+CHANNEL_LATE = _counter("channel_late", "Drafts that arrived too late for their cycle", "drafter")
+CHANNEL_LOST = _counter("channel_lost", "Drafter replicas that stopped answering", "drafter")
 
 DRAFTER_SESSIONS = _gauge("drafter_sessions", "Sequences that hold a drafting state")
 DRAFTER_REQUESTS = _counter("drafter_requests", "Messages answered")
 DRAFTER_DRAFTS = _counter("drafter_drafts", "Drafts made")
-DRAFTER_MISSES = _counter("drafter_misses", "Drafts refused: the sequence is known otherwise, or not at all")
+DRAFTER_MISSES = _counter(
+    "drafter_misses", "Drafts refused because the replica does not have the same tokens of the sequence"
+)
 DRAFTER_AHEAD = _counter(
     "drafter_ahead",
     "Chains asked for that were to be drafted ahead: the guess was right, wrong or unfinished",
     "outcome",
 )
-DRAFTER_EXPIRED = _counter("drafter_expired", "Sequences forgotten because nobody asked for them")
+DRAFTER_EXPIRED = _counter("drafter_expired", "Sessions dropped because no target used them")
 DRAFTER_SECONDS = _counter("drafter_busy_seconds", "Time of answering messages")
-DRAFTER_AHEAD_SECONDS = _counter("drafter_ahead_seconds", "Time of drafting ahead, while no message waited")
+DRAFTER_AHEAD_SECONDS = _counter("drafter_ahead_seconds", "Time of drafting ahead")
 DRAFTER_BATCH = _histogram("drafter_batch_size", "Drafts per message", _BATCH_SIZES)
 
 TIME_TO_FIRST_TOKEN = _histogram("time_to_first_token_seconds", "From a sequence's arrival to its first token")
@@ -91,11 +97,11 @@ INTER_TOKEN_LATENCY = _histogram("inter_token_latency_seconds", "Time between up
 REQUEST_LATENCY = _histogram("e2e_request_latency_seconds", "From a sequence's arrival to its last token")
 REQUESTS = _counter(
     "request_success",
-    "Sequences by how they ended: stop, length; abort: the client left; refused: no place; error",
+    "Sequences by how they ended: stop, length; abort: the client left; refused: the targets were full; error",
     "finished_reason",
 )
-ANSWERS = _counter("http_responses", "Answers over HTTP by path and status code", "path", "status")
-RETRIES = _counter("retries", "Sequences taken up again after their target replica was lost")
+ANSWERS = _counter("http_responses", "HTTP responses by path and status code", "path", "status")
+RETRIES = _counter("retries", "Sequences resumed on another target replica")
 
 ALL: dict[str, Series] = {series.name: series for series in list(globals().values()) if isinstance(series, Series)}
 """All series by name."""

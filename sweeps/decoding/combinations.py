@@ -61,12 +61,12 @@ class Combination:
         return cls(choices["drafter"], parse_tree(choices["tree"]), choices["draft_vocab_size"])
 
     @property
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> Choices:
         """The combination as plain values, as stored in a trial's folder."""
         return {"drafter": self.drafter, **self.decoding}
 
     @property
-    def decoding(self) -> dict[str, Any]:
+    def decoding(self) -> Choices:
         """The same without the drafter."""
         return {"tree": self.tree.model_dump(mode="json"), "draft_vocab_size": self.draft_vocab_size}
 
@@ -150,7 +150,7 @@ def drawn(space: Space, limits: Limits, count: int, seed: int) -> Listing:
     return found
 
 
-def draw_another(space: Space, limits: Limits, known: Listing, rng: random.Random) -> dict[str, Any] | None:
+def draw_another(space: Space, limits: Limits, known: Listing, rng: random.Random) -> Choices | None:
     """Draw until a combination is new and add it to `known`; returns its choices, or None after too many draws."""
     for _ in range(_MAX_DRAWS):
         choices = draw(space, rng)

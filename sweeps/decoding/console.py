@@ -1,18 +1,19 @@
 """Prints the summary of a sweep over decoding choices in the terminal."""
 
-from typing import Any
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from moray.bench.reports.wording import number
+from sweeps.decoding.summaries import DecodingSummary, DrafterAnswer
+from sweeps.reports.summaries import TrialSummary
+from sweeps.tuning.records import Figures, LastFigures
 
 _COLUMNS = ("speed-up", "tau", "tok/s", "draft", "verify")
 """The last two are the costs of a draft step and of verifying a tree, in units of a plain step."""
 
 
-def print_decoding(summary: dict[str, Any], console: Console) -> None:
+def print_decoding(summary: DecodingSummary, console: Console) -> None:
     """Print each drafter's trials, best first, its finalists, and the winner."""
     for drafter in {trial["choices"]["drafter"]: None for trial in summary["trials"]}:
         trials = [trial for trial in summary["trials"] if trial["choices"]["drafter"] == drafter]
@@ -22,7 +23,8 @@ def print_decoding(summary: dict[str, Any], console: Console) -> None:
             _print_answer(drafter, answer, summary, console)
     between = summary["between"]
     if between is not None:
-        chance = "" if between["ahead_interval"][0] > 0 else ": they cannot be told apart by these measurements"
+        is_sure = between["ahead_interval"] is not None and between["ahead_interval"][0] > 0
+        chance = "" if is_sure else ": they cannot be told apart by these measurements"
         console.print(
             f"{between['best']} is ahead of {between['second']}, each at its best, in {between['stays_ahead']:.0%} of "
             f"resamples of prompts{chance}", markup=False, highlight=False,
@@ -30,7 +32,7 @@ def print_decoding(summary: dict[str, Any], console: Console) -> None:
     console.print(f"{summary['wall_seconds']:.0f} s", highlight=False)
 
 
-def _print_trials(title: str, trials: list[dict[str, Any]], console: Console) -> None:
+def _print_trials(title: str, trials: list[TrialSummary], console: Console) -> None:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("way to decode", overflow="fold")
     for column in ("state", "questions", *_COLUMNS):
@@ -49,7 +51,7 @@ def _print_trials(title: str, trials: list[dict[str, Any]], console: Console) ->
             console.print(f"{trial['name']}: {trial['state']}: {trial['message']}", markup=False, highlight=False)
 
 
-def _print_answer(drafter: str, answer: dict[str, Any], summary: dict[str, Any], console: Console) -> None:
+def _print_answer(drafter: str, answer: DrafterAnswer, summary: DecodingSummary, console: Console) -> None:
     table = Table(title=f"{drafter}: side by side", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("way to decode", overflow="fold")
     for column in (f"{summary['objective']}, 95 %", *_COLUMNS):
@@ -74,7 +76,7 @@ def _short(name: str) -> str:
     return name.partition(", ")[2]
 
 
-def _cells(figures: dict[str, Any]) -> list[str]:
+def _cells(figures: Figures | LastFigures) -> list[str]:
     return [
         number(figures.get("speedup"), 3), number(figures.get("tau"), 3), number(figures.get("tokens_per_second"), 3),
         number(figures.get("draft_cost"), 2), number(figures.get("verify_cost"), 3),

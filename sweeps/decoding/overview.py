@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,24 @@ from moray.bench.reports.wording import duration
 from moray.errors import DataError
 from moray.provenance import RUN_FILE, read_json, read_run_yaml
 from sweeps.decoding.results import PLAN_FILE, ranked, read_shapes
-from sweeps.reports.overview import LEGEND, how_far, named, sure_cell
-from sweeps.reports.results import Trial
+from sweeps.decoding.summaries import (
+    BestRow,
+    DecodingOverview,
+    DecodingSummary,
+    DrafterAnswer,
+    DrafterOverview,
+    FinalistRow,
+    PlanFile,
+)
+from sweeps.reports.overview import LEGEND, how_far, leader_of, named, sure_cell
+from sweeps.reports.results import NO_LEAD, Trial, lead_of
+from sweeps.reports.summaries import HowFar
 from sweeps.tuning.folders import ENDED
 from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 
 _KEYS = {"drafters", "space", "search", "objective", "ladder"}
 _OF_TRAININGS = {"distill", "distil"}
 """A key that only a sweep over trainings has, and its name in earlier versions."""
-_OF_FINALIST = ("name", "choices", "objective", "spread")
 
 
 def is_decoding(folder: str) -> bool:
@@ -42,7 +51,7 @@ def _is_decoding(config: Any) -> bool:
     return isinstance(config, dict) and config.keys() >= _KEYS and config.keys().isdisjoint(_OF_TRAININGS)
 
 
-def decoding_overview(folder: str) -> dict[str, Any]:
+def decoding_overview(folder: str) -> DecodingOverview:
     """Results or progress of a sweep over decoding choices, per drafter; see `is_decoding`.
 
     Raises:
@@ -50,30 +59,31 @@ def decoding_overview(folder: str) -> dict[str, Any]:
     """
     path = Path(folder)
     config = read_run_yaml(path)["config"]
-    summary = read_json(path / SUMMARY_FILE) if (path / SUMMARY_FILE).is_file() else {}
-    plan = read_json(path / PLAN_FILE) if (path / PLAN_FILE).is_file() else {}
+    summary: DecodingSummary | None = read_json(path / SUMMARY_FILE) if (path / SUMMARY_FILE).is_file() else None
+    plan: PlanFile | None = read_json(path / PLAN_FILE) if (path / PLAN_FILE).is_file() else None
     trials = _trials(folder)
     names = [Path(drafter).name for drafter in config["drafters"]]
-    rungs = len(plan.get("questions", ())) or config["ladder"]["rungs"]
-    planned, worked_on = plan.get("trials", {}), is_worked_on(path)
+    rungs = (len(plan["questions"]) if plan else 0) or config["ladder"]["rungs"]
+    planned, worked_on = plan["trials"] if plan else {}, is_worked_on(path)
+    answers = summary["drafters"] if summary else {}
     return {
         "sweep": folder,
         "objective": config["objective"],
-        "complete": bool(summary),
+        "complete": summary is not None,
         "drafters": {
-            name: _of_drafter(summary.get("drafters", {}).get(name))
-            | {
-                "progress": _progress(
+            name: _of_drafter(
+                answers.get(name),
+                _progress(
                     [trial for trial in trials if trial.choices["drafter"] == name],
                     planned.get(name, config["search"].get("num_trials")),
                     rungs,
                     worked_on,
-                )
-            }
+                ),
+            )
             for name in names
         },
-        "between": summary.get("between"),
-        "left_out": summary.get("left_out"),
+        "between": summary["between"] if summary else None,
+        "left_out": summary["left_out"] if summary else None,
         "num_trials": len(trials),
         "wall_seconds": seconds_run(path) or None,
     }
@@ -86,24 +96,30 @@ def _trials(folder: str) -> list[Trial]:
         raise DataError(f"'{folder}' holds a trial that no sweep over decoding choices has left there") from None
 
 
-def _of_drafter(answer: Mapping[str, Any] | None) -> dict[str, Any]:
+def _of_drafter(answer: DrafterAnswer | None, progress: HowFar) -> DrafterOverview:
     """A drafter's winner, its runner-up and how certain the lead is; all None if there is no answer yet."""
     if answer is None:
-        return {"winner": None, "runner_up": None, "evaluate": None, "sure": _sure({})}
-    first, *others = ({key: row[key] for key in _OF_FINALIST} for row in answer["finalists"])
+        return {"winner": None, "runner_up": None, "evaluate": None, "sure": NO_LEAD, "progress": progress}
+    first, *others = map(_best_row, answer["finalists"])
     return {
         "winner": first,
         "runner_up": others[0] if others else None,
         "evaluate": answer["evaluate"],
-        "sure": _sure(answer),
+        "sure": lead_of(answer),
+        "progress": progress,
     }
 
 
-def _sure(answer: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: answer.get(key) for key in ("ahead_by", "ahead_interval", "stays_ahead")}
+def _best_row(row: FinalistRow) -> BestRow:
+    return {
+        "name": row["name"],
+        "choices": row["choices"],
+        "objective": row["objective"],
+        "spread": row["spread"],
+    }
 
 
-def _progress(trials: Sequence[Trial], planned: int | None, rungs: int, worked_on: bool) -> dict[str, Any]:
+def _progress(trials: Sequence[Trial], planned: int | None, rungs: int, worked_on: bool) -> HowFar:
     """A drafter's number of planned trials, the states of those that have begun, and the leader."""
     best = next((trial for trial in ranked(trials) if trial.rows), None)
     return {
@@ -113,11 +129,11 @@ def _progress(trials: Sequence[Trial], planned: int | None, rungs: int, worked_o
         "states": dict(Counter(trial.state for trial in trials)),
         "rungs": rungs,
         "worked_on": worked_on,
-        "leader": best and {"name": best.name, "rung": best.last["rung"], "objective": best.last["objective"]},
+        "leader": leader_of(best) if best else None,
     }
 
 
-def print_decoding_overviews(overviews: Sequence[Mapping[str, Any]], console: Console) -> None:
+def print_decoding_overviews(overviews: Sequence[DecodingOverview], console: Console) -> None:
     """Print a table of the drafters of all sweeps, then the progress of unfinished sweeps."""
     table = Table(title="Sweeps over decoding", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.caption, table.caption_justify = LEGEND, "left"
@@ -141,7 +157,7 @@ def print_decoding_overviews(overviews: Sequence[Mapping[str, Any]], console: Co
                 console.print(how_far(title, found["objective"], one["progress"]), markup=False, highlight=False)
 
 
-def _best_two(name: str, one: Mapping[str, Any], is_complete: bool) -> str:
+def _best_two(name: str, one: DrafterOverview, is_complete: bool) -> str:
     rows = [row for row in (one["winner"], one["runner_up"]) if row]
     if not rows:
         return f"{name}: {'no trial came to its end' if is_complete else 'not finished'}"

@@ -20,9 +20,11 @@ from moray.bench.reports.drawing import (
 from moray.bench.reports.svg import INK, render_svg
 from moray.bench.reports.wording import number
 from sweeps.decoding.results import spread_of
+from sweeps.decoding.summaries import FinalistRow
 from sweeps.reports.plots import front_plot
 from sweeps.reports.results import Trial
 from sweeps.reports.views import WORDS, figure
+from sweeps.tuning.configs import Objective
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,8 +37,8 @@ _AGAIN = "finalist, side by side"
 
 def draw_plots(
     groups: Mapping[str, Sequence[Trial]],
-    finalists: Mapping[str, Sequence[Mapping[str, Any]]],
-    objective: str,
+    finalists: Mapping[str, Sequence[FinalistRow]],
+    objective: Objective,
     top: int,
 ) -> list[Plot]:
     """Draw the plots for each drafter.
@@ -55,7 +57,7 @@ def draw_plots(
                 f"pareto-{index}",
                 f"{drafter}: what is gained, and what drafting costs",
                 trials,
-                lambda trial: trial.last["rung"] == top,
+                lambda trial: trial.rows[-1]["rung"] == top,
                 lambda trial: shorten(short_name(trial.name, trial.choices["drafter"]), 46),
                 "tree and size of the draft vocabulary (where it is not the trained one)",
             )
@@ -72,8 +74,8 @@ def _bars(
     name: str,
     drafter: str,
     trials: Sequence[Trial],
-    finalists: Sequence[Mapping[str, Any]],
-    objective: str,
+    finalists: Sequence[FinalistRow],
+    objective: Objective,
     top: int,
 ) -> Plot:
     """Draw a bar for every measured trial in the order of the table; pale if it was asked fewer questions."""
@@ -94,7 +96,7 @@ def _bars(
         for index, trial in enumerate(shown):
             value, spread = figure(trial.last, "objective") or 0.0, spread_of(objective, trial.last) or []
             kind = kinds[trial.name]
-            bar = axes.barh(index, value, height=0.36, **_look(kind, trial.last["rung"] == top))
+            bar = axes.barh(index, value, height=0.36, **_look(kind, trial.rows[-1]["rung"] == top))
             handles[kind] = handles[kind] or bar
             axes.plot(spread, [index] * len(spread), color=INK, linewidth=1.2, marker="|", markersize=6)
             end, text = max(value, *spread), number(value)
@@ -116,10 +118,10 @@ def _bars(
     return Plot(name, title, description, render_svg(name, draw, bar_height(len(shown)) + legend_height(legend)))
 
 
-def _kind(trial: Trial, again: Mapping[str, Any], top: int) -> str:
+def _kind(trial: Trial, again: Mapping[str, FinalistRow], top: int) -> str:
     if trial.name in again:
         return _FINALIST
-    return _WHOLE if trial.last["rung"] == top else _STOPPED
+    return _WHOLE if trial.rows[-1]["rung"] == top else _STOPPED
 
 
 def _look(kind: str, is_whole: bool) -> dict[str, Any]:
@@ -127,7 +129,9 @@ def _look(kind: str, is_whole: bool) -> dict[str, Any]:
     return {"color": colour, "alpha": 1 if is_whole else _FADED}
 
 
-def _description(shown: Sequence[Trial], num_measured: int, word: str, top: int, again: Mapping[str, Any]) -> str:
+def _description(
+    shown: Sequence[Trial], num_measured: int, word: str, top: int, again: Mapping[str, FinalistRow]
+) -> str:
     best = shown[0]
     text = (
         f"A bar for every way to decode, on the highest rung that it came to: its {word} in the search. Thin line: "
@@ -136,7 +140,7 @@ def _description(shown: Sequence[Trial], num_measured: int, word: str, top: int,
     )
     if any(trial.name in again for trial in shown):
         text += " Diamond: what finalists came to when they were measured again side by side, which alone decides."
-    if any(trial.last["rung"] < top for trial in shown):
+    if any(trial.rows[-1]["rung"] < top for trial in shown):
         text += " Pale: stopped early, asked fewer questions than the others, and not comparable with them."
     if num_measured > len(shown):
         text += f" The last {num_measured - len(shown)} are left out here; the table has them."

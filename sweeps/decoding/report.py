@@ -18,6 +18,7 @@ from moray.provenance import write_text_atomically
 from moray.targets.spec import TargetConfig
 from sweeps.decoding.plots import draw_plots
 from sweeps.decoding.results import ranked
+from sweeps.decoding.summaries import Between, DecodingSummary, DrafterAnswer
 from sweeps.reports.report import lead_in_words, setting_rows, write_tables
 from sweeps.reports.results import Trial
 from sweeps.reports.views import WORDS
@@ -40,13 +41,13 @@ _COLUMNS = (
 )
 
 
-def write_decoding(summary: dict[str, Any], trials: Sequence[Trial], output: Path) -> None:
+def write_decoding(summary: DecodingSummary, trials: Sequence[Trial], output: Path) -> None:
     """Write all files; summary.json comes last, because it marks the sweep as complete."""
     write_text_atomically(output / "report.html", render_html(summary, trials))
     write_tables(summary, list(trials), output)
 
 
-def render_html(summary: dict[str, Any], trials: Sequence[Trial]) -> str:
+def render_html(summary: DecodingSummary, trials: Sequence[Trial]) -> str:
     """Render the page: one file that needs no network, no script and no other file."""
     answers, word = summary["drafters"], WORDS[summary["objective"]]
     names = dict.fromkeys([*answers, *(trial.choices["drafter"] for trial in trials)])
@@ -84,7 +85,7 @@ def render_html(summary: dict[str, Any], trials: Sequence[Trial]) -> str:
     )
 
 
-def sure_in_words(answer: Mapping[str, Any], word: str) -> list[str]:
+def sure_in_words(answer: DrafterAnswer, word: str) -> list[str]:
     """Sentences about what a drafter's winner has reached, and how certain its lead is."""
     between = f" (95 % interval {interval(answer['spread'])})" if answer["spread"] else ""
     found = [f"{word.capitalize()} {number(answer['objective'])}{between}, measured again after the search."]
@@ -94,7 +95,7 @@ def sure_in_words(answer: Mapping[str, Any], word: str) -> list[str]:
     return found + lead_in_words(first["name"], second["name"], answer, word, "prompts")
 
 
-def _between_in_words(between: Mapping[str, Any] | None, word: str) -> list[str]:
+def _between_in_words(between: Between | None, word: str) -> list[str]:
     """Sentences about which drafter is best; empty if there is only one."""
     if between is None:
         return []

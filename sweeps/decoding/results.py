@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -21,7 +20,10 @@ from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 from sweeps.decoding.combinations import Combination
 from sweeps.decoding.configs import TuneDecodingConfig
-from sweeps.reports.results import Finalist, Trial, how_sure, read_trials
+from sweeps.decoding.summaries import Between, DrafterAnswer
+from sweeps.reports.results import Finalist, Trial, how_sure, lead_of, read_trials, without_answers
+from sweeps.tuning.configs import Objective
+from sweeps.tuning.records import LastFigures, MeasuredFigures
 
 PLAN_FILE = "plan.json"
 """File with the planned number of trials per drafter (`trials`) and of questions per rung (`questions`)."""
@@ -54,15 +56,15 @@ def finalists_of(sweep: TuneDecodingConfig, trials: Sequence[Trial]) -> list[Tri
             if one.choices["drafter"] == name
             and one.state in ("finished", "stopped")
             and one.rows
-            and one.last["lossless"] is not False
+            and one.last.get("lossless") is not False
         ]
         found += sorted(ranked(able)[: sweep.confirm.finalists], key=lambda one: one.name)  # in a stable order
     return found
 
 
 def answers_by_drafter(
-    sweep: TuneDecodingConfig, trials: Sequence[Trial], figures: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
+    sweep: TuneDecodingConfig, trials: Sequence[Trial], figures: Sequence[MeasuredFigures]
+) -> dict[str, DrafterAnswer]:
     """The winner of every drafter and how certain its lead is, as in summary.json; the best drafter first.
 
     Args:
@@ -70,10 +72,10 @@ def answers_by_drafter(
         trials: the finalists.
         figures: the figures of each finalist, measured side by side.
     """
-    found = {}
+    found: dict[str, DrafterAnswer] = {}
     for name in sweep.folders:
         rows = {
-            trial.name: (trial, dict(figure))
+            trial.name: (trial, figure)
             for trial, figure in zip(trials, figures, strict=True)
             if trial.choices["drafter"] == name
         }
@@ -87,8 +89,8 @@ def answers_by_drafter(
             "name": trial.name,
             "objective": sure["finalists"][0]["mean"],
             "spread": spread_of(sweep.objective, figure),
-            "figures": {key: value for key, value in figure.items() if key != "answers"},
-            **{key: value for key, value in sure.items() if key != "finalists"},
+            "figures": without_answers(figure),
+            **lead_of(sure),
             "finalists": [
                 {
                     "name": row["name"],
@@ -99,16 +101,17 @@ def answers_by_drafter(
                 }
                 for row in sure["finalists"]
             ],
+            "evaluate": str(_best_file(sweep, name)),
         }
     return dict(sorted(found.items(), key=lambda item: -item[1]["objective"]))
 
 
 def between_drafters(
     sweep: TuneDecodingConfig,
-    answers: Mapping[str, Mapping[str, Any]],
+    answers: Mapping[str, DrafterAnswer],
     trials: Sequence[Trial],
-    figures: Sequence[Mapping[str, Any]],
-) -> dict[str, Any] | None:
+    figures: Sequence[MeasuredFigures],
+) -> Between | None:
     """Which drafter is best, each with its winner, and how certain that is; None if there is only one drafter."""
     if len(answers) < 2:
         return None
@@ -116,15 +119,15 @@ def between_drafters(
     winners = [_finalist(trial, figure) for trial, figure in zip(trials, figures, strict=True) if trial.name in names]
     sure = how_sure(winners, sweep.objective)
     first, second = (row["choices"]["drafter"] for row in sure["finalists"][:2])
-    return {"best": first, "second": second, **{key: value for key, value in sure.items() if key != "finalists"}}
+    return {"best": first, "second": second, **lead_of(sure)}
 
 
-def spread_of(objective: str, figures: Mapping[str, Any]) -> list[float] | None:
+def spread_of(objective: Objective, figures: MeasuredFigures | LastFigures) -> list[float] | None:
     """95 % interval of the objective by bootstrap over prompts; None if unknown."""
     if objective == "tokens_per_second":
         found = ratio_interval([(tokens, seconds) for tokens, seconds, *_ in figures.get("answers", ())])
     else:
-        found = figures.get(f"{objective}_spread")
+        found = figures.get("speedup_spread" if objective == "speedup" else "tau_spread")
     return None if found is None else list(found)
 
 
@@ -137,7 +140,7 @@ def write_best(sweep: TuneDecodingConfig, drafter: str, combination: Combination
     folder = sweep.folders[drafter]
     if combination.draft_vocab_size is not None:
         folder = str(_restricted(sweep, combination, output / "best" / drafter))
-    path = output / f"best-{drafter}.yaml"
+    path = _best_file(sweep, drafter)
     values = {
         "drafters": [folder],
         "trees": [combination.tree.model_dump(mode="json", exclude_none=True)],
@@ -146,6 +149,10 @@ def write_best(sweep: TuneDecodingConfig, drafter: str, combination: Combination
     text = yaml.safe_dump(values, sort_keys=False, width=110, default_flow_style=None)
     write_text_atomically(path.absolute(), f"# {_COMMAND.format(path=path)}\n{text}")
     return path
+
+
+def _best_file(sweep: TuneDecodingConfig, drafter: str) -> Path:
+    return Path(sweep.output) / f"best-{drafter}.yaml"
 
 
 def _restricted(sweep: TuneDecodingConfig, combination: Combination, folder: Path) -> Path:
@@ -165,5 +172,5 @@ def _restricted(sweep: TuneDecodingConfig, combination: Combination, folder: Pat
     return folder
 
 
-def _finalist(trial: Trial, figures: Mapping[str, Any]) -> Finalist:
-    return Finalist(trial.name, trial.choices, {0: dict(figures)}, {0: str(trial.folder)})
+def _finalist(trial: Trial, figures: MeasuredFigures) -> Finalist:
+    return Finalist(trial.name, trial.choices, {0: figures}, {0: str(trial.folder)})

@@ -27,18 +27,20 @@ from sweeps.decoding.results import (
     read_shapes,
     write_best,
 )
+from sweeps.decoding.summaries import DecodingSummary, PlanFile
 from sweeps.decoding.trial import measure_together, run_shape
 from sweeps.reports.results import Trial, first_message
 from sweeps.tuning.configs import OptunaSearch, RandomSearch
-from sweeps.tuning.distinct import DistinctSearcher
+from sweeps.tuning.distinct import DistinctSearcher, Proposal
 from sweeps.tuning.folders import TrialFolder, trial_folders
 from sweeps.tuning.progress import SweepProgressActor, follow_sweep
+from sweeps.tuning.records import MeasuredFigures
 from sweeps.tuning.resume import alone, begin_or_resume_sweep, is_done, running_clock, seconds_run
 from sweeps.tuning.spaces import Choices, from_text, lies_in
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
 
-def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
+def run_decoding(sweep: TuneDecodingConfig, console: Console) -> DecodingSummary:
     """Run or resume a sweep; returns the contents of summary.json.
 
     Raises:
@@ -58,7 +60,8 @@ def run_decoding(sweep: TuneDecodingConfig, console: Console) -> dict[str, Any]:
         begin_or_resume_sweep(output, _recorded(sweep), fingerprints(sweep))
         with running_clock(output):
             planned = {name: num_planned(sweep, one, name) for name, one in listings.items()}
-            write_json_atomically(output / PLAN_FILE, {"trials": planned, "questions": sizes})
+            plan: PlanFile = {"trials": planned, "questions": sizes}
+            write_json_atomically(output / PLAN_FILE, plan)
             total = sum(_total(sweep, one) for one in listings.values())
             console.print(
                 f"{total} ways to decode, {concurrent} measured at a time, with {', '.join(map(str, sizes))} questions",
@@ -110,9 +113,15 @@ def num_planned(sweep: TuneDecodingConfig, listing: Listing, drafter: str) -> in
 def _is_left(sweep: TuneDecodingConfig, listings: Mapping[str, Listing], trial: Trial) -> bool:
     """Whether the trial is left over from an earlier space and is not part of the current one."""
     if isinstance(sweep.search, OptunaSearch):
-        return not lies_in(TrialFolder(trial.folder).record["drawn"], sweep.space)
+        return not lies_in(_drawn(TrialFolder(trial.folder)), sweep.space)
     listing = listings.get(trial.choices["drafter"], Listing())
     return trial.choices not in [one.choices for one in listing.combinations]
+
+
+def _drawn(folder: TrialFolder) -> Choices:
+    """The searcher's proposal for a trial."""
+    record = folder.record
+    return record.get("drawn", record["choices"])
 
 
 def _plan(
@@ -140,14 +149,14 @@ def _plan(
 def _search(sweep: TuneDecodingConfig, limits: Limits, listing: Listing, plan: Plan) -> None:
     """Search the best ways to decode with one drafter; each drafter is searched separately."""
     if isinstance(sweep.search, OptunaSearch):
-        records = [folder.record for folder in trial_folders(sweep.output)]
-        begun = [record["drawn"] for record in records if record["choices"]["drafter"] == limits.name]
+        folders = trial_folders(sweep.output)
+        begun = [_drawn(folder) for folder in folders if folder.record["choices"]["drafter"] == limits.name]
         begun = [choices for choices in begun if lies_in(choices, sweep.space)]  # drop those of an earlier space
         inner = optuna_searcher(sweep.search, sweep.space, begun)
 
         rng = random.Random(sweep.search.seed)
 
-        def spare() -> dict[str, Any] | None:
+        def spare() -> Proposal | None:
             another = draw_another(sweep.space, limits, listing, rng)
             return None if another is None else as_drawn(another, sweep.space)
 
@@ -159,7 +168,7 @@ def _search(sweep: TuneDecodingConfig, limits: Limits, listing: Listing, plan: P
         tune_listed(plan, points)
 
 
-def _confirm(sweep: TuneDecodingConfig, finalists: list[Trial], console: Console) -> list[dict[str, Any]]:
+def _confirm(sweep: TuneDecodingConfig, finalists: list[Trial], console: Console) -> list[MeasuredFigures]:
     """Measure the finalists of all drafters side by side, with nothing else running."""
     points = [trial.choices for trial in finalists]
     count = num_questions(sweep, sweep.confirm.num_questions or sweep.num_questions)
@@ -175,16 +184,16 @@ def _write(
     sweep: TuneDecodingConfig,
     listings: dict[str, Listing],
     finalists: list[Trial],
-    figures: list[dict[str, Any]],
+    figures: list[MeasuredFigures],
     output: Path,
-) -> dict[str, Any]:
+) -> DecodingSummary:
     trials = read_shapes(sweep.output)
     answers = answers_by_drafter(sweep, finalists, figures)
     for name, answer in answers.items():
         winner = Combination.of({"drafter": name, **answer["winner"]})
-        answer["evaluate"] = str(write_best(sweep, name, winner))
+        write_best(sweep, name, winner)
     left_out: dict[str, Counter[str]] = {name: one.left_out for name, one in listings.items()}
-    summary = {
+    summary: DecodingSummary = {
         "drafters": answers,
         "objective": sweep.objective,
         "between": between_drafters(sweep, answers, finalists, figures),

@@ -31,9 +31,10 @@ from sweeps.decoding.combinations import Combination, Limits, combine
 from sweeps.decoding.configs import TuneDecodingConfig
 from sweeps.tuning.figures import figures
 from sweeps.tuning.folders import ENDED, trial_folder
+from sweeps.tuning.records import MeasuredFigures, Row
 from sweeps.tuning.spaces import Choices
 
-Ask = Callable[[int], list[dict[str, Any]]]
+Ask = Callable[[int], list[MeasuredFigures]]
 """ask(count) returns the figures of all combinations over the first `count` questions."""
 
 
@@ -58,7 +59,7 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
     with ExitStack() as stack:
         ask: Ask | None = None
         for rung, size in enumerate(sizes):
-            row = known.get(rung)
+            row: Row | None = known.get(rung)
             if row is None and has_ended:
                 return
             if row is None:
@@ -66,7 +67,8 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
                 try:
                     ask = ask or stack.enter_context(asking(config, [combination], folder.path, sizes[-1]))
                     (found,) = ask(size)
-                    if found[sweep.objective] is None:
+                    objective = found.get(sweep.objective)
+                    if objective is None:
                         raise DataError(
                             f"{sweep.objective} is not known of {size} questions, whose answers are one token long: "
                             "give other questions, or fewer rungs"
@@ -78,14 +80,14 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
                     return
                 finally:
                     progress_actor.forget.remote(folder.path.name)
-                row = {"rung": rung, "rung_questions": size, **found, "objective": found[sweep.objective]}
+                row = {"rung": rung, "rung_questions": size, **found, "objective": objective}
                 folder.add(row)
             if size == sizes[-1]:
                 folder.end("finished")
             tune.report({key: value for key, value in row.items() if key != "answers"})
 
 
-def measure_together(config: str, points: Sequence[Choices], folder: str, count: int) -> list[dict[str, Any]]:
+def measure_together(config: str, points: Sequence[Choices], folder: str, count: int) -> list[MeasuredFigures]:
     """Measure several combinations in this process, in turn on the same questions; returns their figures."""
     with asking(config, [Combination.of(choices) for choices in points], Path(folder), count) as ask:
         return ask(count)
@@ -115,7 +117,7 @@ def asking(config: str, combinations: Sequence[Combination], folder: Path, most:
     with open_answers(evaluation, measurement_fingerprints(evaluation, target, tokenizer) | sizes) as log:
         num_asked = 0
 
-        def ask(count: int) -> list[dict[str, Any]]:
+        def ask(count: int) -> list[MeasuredFigures]:
             nonlocal num_asked
             turns = sum(len(question.turns) for question in questions[:num_asked])
             for _ in runner.ask(questions[num_asked:count], log, turns):

@@ -1,6 +1,5 @@
 """Overviews of sweeps of trainings, read from their folders. Uses neither Ray nor plots."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +15,9 @@ from moray.bench.reports.wording import count, duration, interval, number, perce
 from moray.errors import DataError
 from moray.explain import nearest_path
 from moray.provenance import RUN_FILE, read_json, read_run_yaml
-from moray.renamed import with_current_names
-from sweeps.reports.results import Trial, read_trials
-from sweeps.reports.views import Searched, common_rung, read_space, searched, tokens_at, worths
-from sweeps.trainings.configs import SweepConfig
+from sweeps.reports.results import NO_LEAD, Trial, lead_of, read_trials
+from sweeps.reports.summaries import HowFar, HowSure, Lead, Leader, Overview, RunnerUp, Summary, WorthRow
+from sweeps.reports.views import Searched, Worth, common_rung, read_space, searched, tokens_at, worths
 from sweeps.tuning.folders import ENDED
 from sweeps.tuning.resume import SUMMARY_FILE, is_worked_on, seconds_run
 from sweeps.tuning.spaces import Space, size
@@ -27,8 +25,13 @@ from sweeps.tuning.spaces import Space, size
 LEGEND = "sure: how often the winner stays ahead of the next when prompts and seeds are drawn again; ?: may be chance"
 """Explains the columns that are not self-explanatory."""
 
+_KEYS = {"distill", "space", "objective", "ladder"}
+"""What the configuration of a sweep over trainings has, among others."""
+_OLD_KEY = "distil"
+"""The name of `distill` before version 0.2."""
 
-def overview(folder: str) -> dict[str, Any]:
+
+def overview(folder: str) -> Overview:
     """Results or progress of a sweep of trainings.
 
     Raises:
@@ -44,23 +47,22 @@ def overview(folder: str) -> dict[str, Any]:
         raise DataError(f"'{path / RUN_FILE}' has a space that cannot be read") from None
     trials = read_trials(folder)
     search = searched(trials, space, config["objective"])
-    summary = read_json(path / SUMMARY_FILE) if (path / SUMMARY_FILE).is_file() else None
-    sure = summary["sure"] if summary else {}
+    summary: Summary | None = read_json(path / SUMMARY_FILE) if (path / SUMMARY_FILE).is_file() else None
     rung = common_rung(search)
     return {
         "sweep": folder,
         "objective": search.objective,
         "complete": summary is not None,
         "winner": summary["winner"] if summary else None,
-        "runner_up": _runner_up(sure),
-        "sure": {key: sure.get(key) for key in ("ahead_by", "ahead_interval", "stays_ahead")},
+        "runner_up": _runner_up(summary["sure"]) if summary else None,
+        "sure": lead_of(summary["sure"]) if summary else NO_LEAD,
         "progress": _progress(search, config, is_worked_on(path)),
         "num_trials": len(trials),
         "training_tokens": sum(trial.training_tokens for trial in trials),
         "wall_seconds": seconds_run(path) or None,
         "worth_rung": rung,
         "worth_tokens": tokens_at(search, rung),
-        "worths": [dataclasses.asdict(worth) for worth in worths(search, rung)],
+        "worths": [_row_of(worth) for worth in worths(search, rung)],
     }
 
 
@@ -68,20 +70,36 @@ def _config(path: Path) -> dict[str, Any]:
     """The sweep's configuration, as of its start or last resumption."""
     if (path / RUN_FILE).is_file():
         config = read_run_yaml(path).get("config")
-        config = with_current_names(SweepConfig, config, notice=False) if isinstance(config, dict) else {}
-        if {"distill", "space", "objective", "ladder"} <= config.keys():
+        if isinstance(config, dict) and {"distill" if key == _OLD_KEY else key for key in config} >= _KEYS:
             return config
     raise DataError(
         f"'{path}' holds no sweep: give the output of a `python -m sweeps.tune` or `python -m sweeps.tune_decoding`"
     )
 
 
-def _runner_up(sure: dict[str, Any]) -> dict[str, Any] | None:
-    finalists = sure.get("finalists", [])
-    return {key: finalists[1][key] for key in ("name", "choices", "mean", "spread")} if len(finalists) > 1 else None
+def _runner_up(sure: HowSure) -> RunnerUp | None:
+    if len(sure["finalists"]) < 2:
+        return None
+    second = sure["finalists"][1]
+    return {
+        "name": second["name"],
+        "choices": second["choices"],
+        "mean": second["mean"],
+        "spread": second["spread"],
+    }
 
 
-def _progress(search: Searched, config: dict[str, Any], worked_on: bool) -> dict[str, Any]:
+def _row_of(worth: Worth) -> WorthRow:
+    return {
+        "key": worth.key,
+        "value": worth.value,
+        "trials": worth.trials,
+        "mean": worth.mean,
+        "best": worth.best,
+    }
+
+
+def _progress(search: Searched, config: Mapping[str, Any], worked_on: bool) -> HowFar:
     """The number of planned trials, the states of those that have begun, and the leader."""
     best = search.ranked[:1]
     return {
@@ -91,19 +109,21 @@ def _progress(search: Searched, config: dict[str, Any], worked_on: bool) -> dict
         "states": dict(Counter(trial.state for trial in search.trials)),
         "rungs": config["ladder"]["rungs"],
         "worked_on": worked_on,
-        "leader": _leader(best[0]) if best else None,
+        "leader": leader_of(best[0]) if best else None,
     }
 
 
-def _planned(space: Space, search: dict[str, Any]) -> int | None:
+def _planned(space: Space, search: Mapping[str, Any]) -> int | None:
     return search.get("num_trials") or size(space)
 
 
-def _leader(trial: Trial) -> dict[str, Any]:
-    return {"name": trial.name, "rung": trial.last["rung"], "objective": trial.last["objective"]}
+def leader_of(trial: Trial) -> Leader:
+    """The trial as the leader of a search; it has been measured."""
+    last = trial.rows[-1]
+    return {"name": trial.name, "rung": last["rung"], "objective": last["objective"]}
 
 
-def print_overviews(overviews: Sequence[dict[str, Any]], console: Console) -> None:
+def print_overviews(overviews: Sequence[Overview], console: Console) -> None:
     """Print a table of the sweeps, the progress of unfinished ones, then per sweep the objective by value."""
     console.print(_side_by_side(overviews))
     for found in overviews:
@@ -117,7 +137,7 @@ def print_overviews(overviews: Sequence[dict[str, Any]], console: Console) -> No
             console.print(_worth_table(found))
 
 
-def _side_by_side(overviews: Sequence[dict[str, Any]]) -> Table:
+def _side_by_side(overviews: Sequence[Overview]) -> Table:
     table = Table(title="Sweeps", box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.caption, table.caption_justify = LEGEND, "left"
     table.add_column("sweep", overflow="fold")
@@ -141,14 +161,14 @@ def named(name: str, value: float, spread: Sequence[float] | None) -> str:
     return f"{name}: {number(value)}" + (f" ({interval(spread)})" if spread else "")
 
 
-def sure_cell(sure: dict[str, Any]) -> str:
+def sure_cell(sure: Lead) -> str:
     """Share of resamples in which the winner stays ahead; `?` if the 95 % interval of its lead contains 0."""
-    if sure["stays_ahead"] is None:
+    if sure["stays_ahead"] is None or sure["ahead_interval"] is None:
         return "-"
     return f"{percent(sure['stays_ahead'])}{'' if sure['ahead_interval'][0] > 0 else ' ?'}"
 
 
-def how_far(name: str, objective: str, progress: Mapping[str, Any]) -> str:
+def how_far(name: str, objective: str, progress: HowFar) -> str:
     """Describe the progress of an unfinished sweep, or of a part of one."""
     words = {} if progress["worked_on"] else {"running": "interrupted"}
     ended, others = [], []
@@ -165,7 +185,7 @@ def how_far(name: str, objective: str, progress: Mapping[str, Any]) -> str:
     )
 
 
-def _worth_table(found: dict[str, Any]) -> Table:
+def _worth_table(found: Overview) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("key", overflow="fold")
     table.add_column("value", overflow="fold")

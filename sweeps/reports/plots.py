@@ -12,6 +12,7 @@ from moray.bench.reports.svg import INK, render_svg
 from moray.bench.reports.wording import number, percent
 from sweeps.reports.plots_of_orders import parallel_plot, rank_plot
 from sweeps.reports.results import Trial, pareto
+from sweeps.reports.summaries import RankAgreement
 from sweeps.reports.views import WORDS, Searched, cells, figure
 from sweeps.tuning.spaces import short, show
 
@@ -26,7 +27,7 @@ _FADED = 0.3
 _FRONT = "What is gained, and what drafting costs"
 
 
-def draw_plots(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> list[Plot]:
+def draw_plots(search: Searched, ranks: Sequence[RankAgreement]) -> list[Plot]:
     """Draw all plots in the order of the page."""
     return [
         *(_map(search, key) for key in ("tau", "speedup")),
@@ -125,7 +126,7 @@ def _curves(search: Searched) -> Plot:
         return Plot("curves", title, "", missing="no trial was measured")
     named = ranked[:_NUM_NAMED]
     names = _apart([search.brief(trial, 48) for trial in named])
-    tokens = {row["rung_tokens"] for trial in ranked for row in trial.rows}
+    tokens = {row.get("rung_tokens", 0) for trial in ranked for row in trial.rows}
 
     def draw(canvas: "Figure") -> None:
         panels = canvas.subplots(len(keys), 1, sharex=True)
@@ -154,7 +155,7 @@ def _curves(search: Searched) -> Plot:
 
 
 def _points(trial: Trial, key: str) -> tuple[list[float], list[float]]:
-    pairs = [(row["rung_tokens"], value) for row in trial.rows if (value := figure(row, key)) is not None]
+    pairs = [(row.get("rung_tokens", 0), value) for row in trial.rows if (value := figure(row, key)) is not None]
     return [tokens for tokens, _ in pairs], [value for _, value in pairs]
 
 

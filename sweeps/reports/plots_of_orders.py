@@ -4,7 +4,7 @@ Each plot takes the same steps: collect what it shows, draw that, describe it. T
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,9 @@ from moray.bench.reports.drawing import Plot, shorten
 from moray.bench.reports.svg import INK, render_svg
 from moray.bench.reports.wording import number
 from sweeps.reports.results import Trial
+from sweeps.reports.summaries import RankAgreement
 from sweeps.reports.views import WORDS, Searched, at_height, figure, height
+from sweeps.tuning.records import Row
 from sweeps.tuning.spaces import Range, short, show
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ def _trial_lines(search: Searched, trials: Sequence[Trial], columns: Sequence[_C
     lines: list[_TrialLine] = []
     for index, trial in enumerate(trials):
         heights = [column.heights[index] for column in columns]
-        lines.append(_TrialLine(heights, trial.last["objective"], search.is_whole(trial)))
+        lines.append(_TrialLine(heights, trial.rows[-1]["objective"], search.is_whole(trial)))
     return lines
 
 
@@ -184,7 +186,7 @@ class _Measured(NamedTuple):
     """A trial, and what was measured on each rung that it came to."""
 
     trial: Trial
-    rows_by_rung: dict[int, dict[str, Any]]
+    rows_by_rung: dict[int, Row]
 
 
 @dataclass(frozen=True)
@@ -205,11 +207,11 @@ class _Ranks:
     """What the rank plot shows."""
 
     rungs: list[int]
-    tokens: list[float]  # training tokens of each rung
+    tokens: list[int]  # training tokens of each rung
     lines: list[_RankLine]  # ordered by their ranks on the last rung, the best first
 
 
-def rank_plot(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> Plot:
+def rank_plot(search: Searched, ranks: Sequence[RankAgreement]) -> Plot:
     """Plot the rank of every trial on each rung: if lines cross, an early order was not the last one.
 
     Args:
@@ -223,7 +225,7 @@ def rank_plot(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> Plot:
     trials = _trials_measured_on(rungs, search)
     if len(trials) < 2:
         return Plot(name, title, "", missing="fewer than two trials came to the last rung")
-    tokens = [trials[0].rows_by_rung[rung]["rung_tokens"] for rung in rungs]
+    tokens = [trials[0].rows_by_rung[rung].get("rung_tokens", 0) for rung in rungs]
     shown = _Ranks(rungs, tokens, _rank_lines(search, trials, rungs))
     description = (
         f"The {len(trials)} trials that came to the last rung, ranked among themselves at each rung. Lines that do not "
@@ -233,7 +235,7 @@ def rank_plot(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> Plot:
     return Plot(name, title, description, svg)
 
 
-def _rungs_to_show(search: Searched, ranks: Sequence[Mapping[str, Any]]) -> list[int]:
+def _rungs_to_show(search: Searched, ranks: Sequence[RankAgreement]) -> list[int]:
     """List the rungs that were compared, and the highest rung that any trial came to."""
     rungs = [rank["rung"] for rank in ranks]
     highest = max((row["rung"] for trial in search.trials for row in trial.rows), default=0)

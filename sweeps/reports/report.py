@@ -10,6 +10,7 @@ from moray.bench.reports.wording import number, percent
 from moray.config import flatten
 from moray.provenance import write_json_atomically, write_text_atomically
 from sweeps.reports.results import Trial
+from sweeps.reports.summaries import Lead, Summary
 from sweeps.reports.views import WORDS, common_rung, read_space, searched, tokens_at, worths
 
 _FEW_SEEDS = 5
@@ -24,13 +25,13 @@ _COLUMNS = (
 )
 
 
-def write_sweep(summary: dict[str, Any], trials: list[Trial], output: Path) -> None:
+def write_sweep(summary: Summary, trials: list[Trial], output: Path) -> None:
     """Write all files; summary.json comes last, because it marks the sweep as complete."""
     write_text_atomically(output / "report.html", render_html(summary, trials))
     write_tables(summary, trials, output)
 
 
-def write_tables(summary: dict[str, Any], trials: list[Trial], output: Path) -> None:
+def write_tables(summary: Mapping[str, Any], trials: list[Trial], output: Path) -> None:
     """Write sweep.parquet, then summary.json."""
     import pandas as pd
 
@@ -45,7 +46,7 @@ def write_tables(summary: dict[str, Any], trials: list[Trial], output: Path) -> 
     write_json_atomically(output / "summary.json", summary)
 
 
-def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
+def render_html(summary: Summary, trials: list[Trial]) -> str:
     """Render the page: one file that needs no network, no script and no other file."""
     from sweeps.reports.plots import draw_plots
 
@@ -73,12 +74,12 @@ def render_html(summary: dict[str, Any], trials: list[Trial]) -> str:
     )
 
 
-def is_batched(summary: dict[str, Any]) -> bool:
+def is_batched(summary: Summary) -> bool:
     """Whether several sequences were decoded together, in which case figures are per round over all prompts."""
     return summary["config"].get("decoding", {}).get("batch_size", 1) > 1
 
 
-def how_sure_in_words(summary: dict[str, Any]) -> list[str]:
+def how_sure_in_words(summary: Summary) -> list[str]:
     """Sentences about how certain the winner's lead is."""
     sure, word = summary["sure"], WORDS[summary["objective"]]
     drawn = "rounds" if is_batched(summary) else "prompts"
@@ -95,19 +96,19 @@ def how_sure_in_words(summary: dict[str, Any]) -> list[str]:
     return found
 
 
-def lead_in_words(
-    first: str, second: str, sure: Mapping[str, Any], word: str, drawn: str, span: str = "95 % interval"
-) -> list[str]:
+def lead_in_words(first: str, second: str, sure: Lead, word: str, drawn: str, span: str = "95 % interval") -> list[str]:
     """Sentences about how far one is ahead of another, and whether that may be chance.
 
     Args:
         first: name of the one ahead.
         second: name of the one behind.
-        sure: result of `how_sure` for the two.
+        sure: the lead of the one ahead, which is known.
         word: the objective in words.
         drawn: what was resampled.
         span: what the bounds of `ahead_interval` are.
     """
+    assert sure["ahead_by"] is not None
+    assert sure["ahead_interval"] is not None
     low, high = sure["ahead_interval"]
     gap = (
         f"{first} is ahead of {second} by {number(sure['ahead_by'])} in {word} ({span} {number(low)} to "
@@ -116,11 +117,11 @@ def lead_in_words(
     return [gap] if low > 0 else ["The two best cannot be told apart by these measurements.", gap]
 
 
-def _cells(values: dict[str, Any]) -> dict[str, Any]:
+def _cells(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: str(v) if isinstance(v, list | dict) else v for key, v in values.items() if key != "answers"}
 
 
-def setting_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
+def setting_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Flatten nested settings to pairs of (dotted key, text)."""
     return [
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

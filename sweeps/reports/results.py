@@ -3,22 +3,27 @@
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from moray.distill.tracking.metrics import read_metrics
+from sweeps.reports.summaries import HowSure, Lead, RankAgreement, RankedFinalist, TrialSummary
+from sweeps.tuning.configs import Objective
 from sweeps.tuning.folders import TrialFolder, trial_folders
-from sweeps.tuning.spaces import label
+from sweeps.tuning.records import Figures, LastFigures, MeasuredFigures, Row, State
+from sweeps.tuning.spaces import Choices, label
 
 _NUM_RESAMPLES = 2000
+NO_LEAD: Lead = {"ahead_by": None, "ahead_interval": None, "stays_ahead": None}
+"""The lead as long as there is nothing to compare with."""
 
 Answers = Sequence[Sequence[float]]
 """Per prompt: tokens, seconds, seconds of plain decoding, cycles, tokens emitted by cycles (see `figures.Answer`)."""
 
 
-def objective_of(name: str, answers: Answers) -> float:
+def objective_of(name: Objective, answers: Answers) -> float:
     """Compute the objective over some answers."""
     tokens, seconds, plain, cycles, emitted = (sum(column) for column in zip(*answers, strict=True))
     figures = {
@@ -34,16 +39,16 @@ class Trial:
     """One trial, as recorded in its folder."""
 
     name: str
-    choices: dict[str, Any]
-    state: str
+    choices: Choices
+    state: State
     message: str | None
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     folder: Path
 
     @property
-    def last(self) -> dict[str, Any]:
+    def last(self) -> LastFigures:
         """The figures on the highest rung that the trial has reached; empty if it has reached none."""
-        return self.rows[-1] if self.rows else {}
+        return cast(LastFigures, self.rows[-1]) if self.rows else {}
 
     @property
     def training_tokens(self) -> int:
@@ -51,9 +56,10 @@ class Trial:
         reports = read_metrics(self.folder)
         return int(max(self.last.get("training_tokens", 0), reports[-1]["tokens"] if reports else 0))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> TrialSummary:
         """The trial as in summary.json."""
-        figures = {key: value for key, value in self.last.items() if key != "answers"}
+        figures = self.last.copy()
+        figures.pop("answers", None)
         return {
             "name": self.name,
             "choices": self.choices,
@@ -63,6 +69,11 @@ class Trial:
             "folder": str(self.folder),
             "figures": figures,
         }
+
+
+def without_answers(figures: MeasuredFigures) -> Figures:
+    """A copy of the figures alone."""
+    return cast(Figures, {key: value for key, value in figures.items() if key != "answers"})
 
 
 def read_trials(output: str) -> list[Trial]:
@@ -78,8 +89,8 @@ def _read(folder: TrialFolder) -> Trial:
 
 def best_trials(trials: Sequence[Trial], count: int) -> list[Trial]:
     """The best trials that were trained to the end, without those that were not lossless."""
-    finished = [trial for trial in trials if trial.state == "finished" and trial.last["lossless"] is not False]
-    return sorted(finished, key=lambda trial: -trial.last["objective"])[:count]
+    finished = [trial for trial in trials if trial.state == "finished" and trial.last.get("lossless") is not False]
+    return sorted(finished, key=lambda trial: -trial.rows[-1]["objective"])[:count]
 
 
 def first_message(trials: Sequence[Trial]) -> str:
@@ -93,35 +104,32 @@ class Finalist:
     """One combination, trained from one or more seeds and measured side by side with the other finalists."""
 
     name: str
-    choices: dict[str, Any]
-    seeds: dict[int, dict[str, Any]]
+    choices: Choices
+    seeds: dict[int, MeasuredFigures]
     """Figures by seed."""
     folders: dict[int, str]
 
-    def objectives(self, name: str) -> list[float]:
+    def objectives(self, name: Objective) -> list[float]:
         """The objective of each seed."""
         return [objective_of(name, figures["answers"]) for figures in self.seeds.values()]
 
 
-def how_sure(finalists: Sequence[Finalist], objective: str) -> dict[str, Any]:
+def how_sure(finalists: Sequence[Finalist], objective: Objective) -> HowSure:
     """How far the best finalist is ahead of the second, and how often it stays ahead when prompts and seeds are
     resampled (paired bootstrap: both get the same prompts, because they were measured in turn)."""
     ranked = sorted(finalists, key=lambda finalist: -statistics.fmean(finalist.objectives(objective)))
-    rows = [
+    rows: list[RankedFinalist] = [
         {
             "name": finalist.name,
             "choices": finalist.choices,
             "mean": statistics.fmean(finalist.objectives(objective)),
             "spread": [min(finalist.objectives(objective)), max(finalist.objectives(objective))],
-            "seeds": {
-                str(seed): {key: value for key, value in figures.items() if key != "answers"}
-                for seed, figures in finalist.seeds.items()
-            },
+            "seeds": {str(seed): without_answers(figures) for seed, figures in finalist.seeds.items()},
         }
         for finalist in ranked
     ]
     if len(ranked) < 2:
-        return {"finalists": rows, "ahead_by": None, "ahead_interval": None, "stays_ahead": None}
+        return {"finalists": rows, **NO_LEAD}
     gaps = _resampled_gaps(ranked[0], ranked[1], objective)
     return {
         "finalists": rows,
@@ -131,7 +139,16 @@ def how_sure(finalists: Sequence[Finalist], objective: str) -> dict[str, Any]:
     }
 
 
-def _resampled_gaps(first: Finalist, second: Finalist, objective: str) -> list[float]:
+def lead_of(sure: Lead) -> Lead:
+    """The lead alone."""
+    return {
+        "ahead_by": sure["ahead_by"],
+        "ahead_interval": sure["ahead_interval"],
+        "stays_ahead": sure["stays_ahead"],
+    }
+
+
+def _resampled_gaps(first: Finalist, second: Finalist, objective: Objective) -> list[float]:
     rng = random.Random(0)  # fixed seed, so that the same measurements give the same result
     ours, theirs = (list(finalist.seeds.values()) for finalist in (first, second))
     num_prompts = len(ours[0]["answers"])
@@ -149,14 +166,14 @@ def _resampled_gaps(first: Finalist, second: Finalist, objective: str) -> list[f
     return sorted(gaps)
 
 
-def rank_agreement(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+def rank_agreement(trials: Sequence[Trial]) -> list[RankAgreement]:
     """How well the ranking on each earlier rung predicted the ranking on the last one: Spearman's correlation over the
     trials that reached both. If trials were stopped early, these are only the best ones."""
     numbers = sorted({row["rung"] for trial in trials for row in trial.rows})
-    found = []
+    found: list[RankAgreement] = []
     for number in numbers[:-1]:
         pairs = [
-            (by_rung[number]["objective"], by_rung[numbers[-1]]["objective"], by_rung[number]["rung_tokens"])
+            (by_rung[number]["objective"], by_rung[numbers[-1]]["objective"], by_rung[number].get("rung_tokens"))
             for trial in trials
             if (by_rung := {row["rung"]: row for row in trial.rows}).keys() >= {number, numbers[-1]}
         ]
@@ -183,7 +200,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     return value if math.isfinite(value) else None
 
 
-Figure = Callable[[Mapping[str, Any]], float]
+Figure = Callable[[LastFigures], float]
 """figure(row) returns one figure of a rung's measurement."""
 
 

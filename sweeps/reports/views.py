@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from moray.bench.reports.drawing import shorten
 from sweeps.reports.results import Trial
+from sweeps.tuning.configs import Objective
 from sweeps.tuning.spaces import Range, Space, label, lies_in, short, show
 
 WORDS = {"speedup": "speed-up", "tau": "tau", "tokens_per_second": "tokens per second"}
@@ -45,12 +46,12 @@ class Searched:
 
     trials: Sequence[Trial]
     space: Space
-    objective: str
+    objective: Objective
 
     @property
     def top(self) -> float:
         """Training tokens of the highest rung that any trial has reached."""
-        return max((row["rung_tokens"] for trial in self.trials for row in trial.rows), default=0.0)
+        return max((row.get("rung_tokens", 0) for trial in self.trials for row in trial.rows), default=0.0)
 
     def share(self, trial: Trial) -> float:
         """A trial's training as a share of the training needed for the highest rung."""
@@ -58,7 +59,7 @@ class Searched:
 
     def is_whole(self, trial: Trial) -> bool:
         """Whether a trial reached the highest rung; only such trials are comparable."""
-        return bool(trial.rows) and trial.last["rung_tokens"] >= self.top
+        return bool(trial.rows) and trial.last.get("rung_tokens", 0) >= self.top
 
     @property
     def ranked(self) -> list[Trial]:
@@ -89,7 +90,7 @@ class Searched:
         )
 
 
-def searched(trials: Iterable[Trial], space: Space, objective: str) -> Searched:
+def searched(trials: Iterable[Trial], space: Space, objective: Objective) -> Searched:
     """Select the trials that belong to the current search from all trials of a sweep."""
     return Searched([trial for trial in trials if lies_in(trial.choices, space)], space, objective)
 
@@ -130,13 +131,15 @@ class Worth:
 
 def common_rung(search: Searched) -> int | None:
     """The highest rung that all trials with figures have reached, ignoring diverged and failed ones."""
-    lasts = [trial.last["rung"] for trial in search.trials if trial.rows and trial.state not in ("diverged", "failed")]
+    lasts = [
+        trial.rows[-1]["rung"] for trial in search.trials if trial.rows and trial.state not in ("diverged", "failed")
+    ]
     return min(lasts, default=None)
 
 
 def tokens_at(search: Searched, rung: int | None) -> float | None:
     """Training tokens of a rung; None if no trial has reached it."""
-    return next((row["rung_tokens"] for trial in search.trials for row in trial.rows if row["rung"] == rung), None)
+    return next((row.get("rung_tokens") for trial in search.trials for row in trial.rows if row["rung"] == rung), None)
 
 
 def worths(search: Searched, rung: int | None) -> list[Worth]:

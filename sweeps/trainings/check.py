@@ -95,7 +95,7 @@ def concurrency(sweep: SweepConfig, config: DistillConfig) -> int:
     """The number of trials that run at the same time: as many as fit; on a single machine, limited by its cores.
 
     Raises:
-        ConfigError: a measurement asks for more CPUs or GPUs than there are.
+        ConfigError: there is no room for the workers of one trial, or for a measurement.
     """
     num_workers(config)
     workers = config.workers
@@ -105,7 +105,7 @@ def concurrency(sweep: SweepConfig, config: DistillConfig) -> int:
         if asked > present.get(name, 0.0):
             raise ConfigError(
                 f"decoding.{field} is {asked:g}; there are {present.get(name, 0.0):g} {name}s, and a measurement "
-                "would wait for ever: give less"
+                "would wait forever: give less"
             )
     rooms = [(present.get("CPU", 1.0) - _READING_CPUS) / (workers.most * workers.cpus_per_worker + WAITING_CPUS)]
     if workers.use_gpu:

@@ -1,15 +1,14 @@
 """Prints the summary of a sweep of trainings in the terminal."""
 
-from typing import Any
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from moray.bench.reports.wording import number
+from sweeps.reports.summaries import Summary
 
 
-def print_summary(summary: dict[str, Any], console: Console) -> None:
+def print_summary(summary: Summary, console: Console) -> None:
     """Print the trials, best first, and the winner."""
     table = Table(
         title="Trials, as measured in the search beside others",
@@ -49,7 +48,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
             f"ahead of {second['name']} ({second['mean']:.2f}) in {sure['stays_ahead']:.0%} of resamples of prompts "
             "and seeds", markup=False, highlight=False,
         )  # fmt: skip
-        if sure["ahead_interval"][0] <= 0:
+        if sure["ahead_interval"] is not None and sure["ahead_interval"][0] <= 0:
             console.print("these two cannot be told apart by these measurements", highlight=False)
     console.print(
         f"{summary['training_tokens']:,} training tokens, {summary['wall_seconds']:.0f} s; the best drafter, for "

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from moray.bench.configs import EvaluateConfig
 from moray.bench.runner import Measurement, Method, Runner
@@ -10,9 +9,10 @@ from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape
 from sweeps.tuning.figures import Answer, figures
+from sweeps.tuning.records import MeasuredFigures
 
 
-def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> dict[str, dict[str, Any]]:
+def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> dict[str, MeasuredFigures]:
     """Measure every drafter of an evaluation (JSON) with one tree; returns figures and answers by drafter name.
 
     Runs in a Ray task. Every method decodes each prompt `rounds` times, greedily and therefore with the same answer,
@@ -45,7 +45,8 @@ def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> d
         prompts = [tokenizer.encode_prompt([{"role": "user", "content": one.turns[0]}]) for one in questions]
         eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
         for name, drafter in drafters.items():
-            found[name] |= _batch_figures(target, drafter, prompts, eos_ids, config, rounds, batch_size)
+            batched = _batch_figures(target, drafter, prompts, eos_ids, config, rounds, batch_size)
+            found[name] = {**found[name], **batched}
     return found
 
 
@@ -57,7 +58,7 @@ def _batch_figures(
     config: EvaluateConfig,
     rounds: int,
     batch_size: int,
-) -> dict[str, Any]:
+) -> MeasuredFigures:
     """Figures of batched decoding that replace those of a single sequence. They leave `lossless` as it is: sums depend
     on the shape of the batch, so near ties may fall either way (`equal_share` is the share of equal answers)."""
     from pipelines.benchmarks.batch_speedup import measure_batch_speedup

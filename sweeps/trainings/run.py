@@ -25,6 +25,7 @@ from moray.provenance import (
 )
 from sweeps.reports.report import write_sweep
 from sweeps.reports.results import Finalist, Trial, best_trials, first_message, how_sure, rank_agreement, read_trials
+from sweeps.reports.summaries import Summary
 from sweeps.reports.views import searched
 from sweeps.trainings.check import check_sweep, concurrency
 from sweeps.trainings.configs import DecodingConfig, SweepConfig
@@ -35,8 +36,9 @@ from sweeps.trainings.trial import measure_on_ray
 from sweeps.tuning.configs import GridSearch
 from sweeps.tuning.folders import trial_folder, trial_folders
 from sweeps.tuning.progress import SweepProgressActor, follow_sweep
+from sweeps.tuning.records import MeasuredFigures
 from sweeps.tuning.resume import SUMMARY_FILE, alone, begin_or_resume_sweep, is_done, running_clock, seconds_run
-from sweeps.tuning.spaces import lies_in, size
+from sweeps.tuning.spaces import Choices, lies_in, size
 
 _FINAL_FILE = "final.json"
 _DISTILL_FILE, _OLD_DISTILL_FILE = "distill.yaml", "distil.yaml"
@@ -46,7 +48,7 @@ _NOT_SHARED = ("ray", "workers", "output", "trackers")
 _SEED = "train.seed"
 
 
-def run_sweep(sweep: SweepConfig, console: Console) -> dict[str, Any]:
+def run_sweep(sweep: SweepConfig, console: Console) -> Summary:
     """Run or resume a sweep; returns the contents of summary.json.
 
     Raises:
@@ -101,11 +103,13 @@ def _confirm(
     sweep: SweepConfig, best: list[Trial], last: Rung, progress_actor: Any, concurrent: int, console: Console
 ) -> list[Finalist]:
     """Train the best trials again from other seeds, then measure all side by side with nothing else running."""
-    points: dict[str, dict[int, dict[str, Any]]] = {}
+    points: dict[str, dict[int, Choices]] = {}
     for trial in best:
         first = sweep.trial(trial.choices).train.seed
-        others = {first + i: {**trial.choices, _SEED: first + i} for i in range(1, sweep.confirm.seeds)}
-        points[trial.folder.name] = {first: trial.choices} | (others if _SEED not in sweep.space else {})
+        points[trial.folder.name] = {first: trial.choices}
+        if _SEED not in sweep.space:
+            others = range(first + 1, first + sweep.confirm.seeds)
+            points[trial.folder.name] |= {seed: {**trial.choices, _SEED: seed} for seed in others}
     new = [choices for seeds in points.values() for choices in list(seeds.values())[1:]]
     if new:
         console.print(f"the best {len(best)} once more, from other seeds", highlight=False)
@@ -133,7 +137,7 @@ def _confirm(
     ]
 
 
-def _measure_together(sweep: SweepConfig, folders: tuple[str, ...], console: Console) -> dict[str, dict[str, Any]]:
+def _measure_together(sweep: SweepConfig, folders: tuple[str, ...], console: Console) -> dict[str, MeasuredFigures]:
     path = Path(sweep.output).absolute() / _FINAL_FILE
     names = sorted(map(folder_key, folders))
     if path.is_file() and sorted(read_json(path)) == names:
@@ -156,11 +160,11 @@ def _crown(sweep: SweepConfig, finalists: list[Finalist], output: Path) -> None:
         (best / f".{name}.tmp").replace(best / name)
 
 
-def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], output: Path) -> dict[str, Any]:
+def _write(sweep: SweepConfig, trials: list[Trial], finalists: list[Finalist], output: Path) -> Summary:
     sure = how_sure(finalists, sweep.objective)
     first = sure["finalists"][0]
     found = searched(trials, sweep.space, sweep.objective).trials
-    summary = {
+    summary: Summary = {
         "winner": {
             "name": first["name"],
             "choices": first["choices"],

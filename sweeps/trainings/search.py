@@ -9,7 +9,7 @@ from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung
 from sweeps.trainings.trial import run_trial
 from sweeps.tuning.configs import OptunaSearch, RandomSearch
-from sweeps.tuning.distinct import DistinctSearcher
+from sweeps.tuning.distinct import DistinctSearcher, Proposal
 from sweeps.tuning.folders import trial_folders
 from sweeps.tuning.spaces import Choices, Space, Verdict, draw, folder_name, from_text, grid, lies_in
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
@@ -50,14 +50,14 @@ def _distinct(sweep: SweepConfig, search: OptunaSearch) -> DistinctSearcher:
     known: set[str] = set()
     rng = random.Random(search.seed)
 
-    def judge(proposal: dict[str, Any]) -> Verdict:
+    def judge(proposal: Proposal) -> Verdict:
         name = folder_name(from_text(proposal))
         if name in known:
             return "again"
         known.add(name)
         return "new"
 
-    def spare() -> dict[str, Any] | None:
+    def spare() -> Proposal | None:
         for _ in range(_MAX_DRAWS):
             drawn = as_drawn(draw(sweep.space, rng), sweep.space)
             if judge(drawn) == "new":

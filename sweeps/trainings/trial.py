@@ -7,7 +7,7 @@ again after any kind of crash (see `sweeps.tuning.folders`).
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung, steps_at
 from sweeps.trainings.measure import measure
 from sweeps.tuning.folders import ENDED, TrialFolder, trial_folder
+from sweeps.tuning.records import MeasuredFigures, Row
 from sweeps.tuning.spaces import Choices
 
 _DRIVER = "DEFAULT"
@@ -67,7 +68,7 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_act
 
 def _climb(
     sweep: SweepConfig, config: DistillConfig, folder: TrialFolder, rungs: tuple[Rung, Rung], sweep_board: Any
-) -> dict[str, Any]:
+) -> Row:
     """Train up to the first of the two rungs and measure there; the second is the last rung of the ladder."""
     begin = time.time()
     rung, last = rungs
@@ -82,7 +83,10 @@ def _climb(
         trained = read_metrics(folder.path)[-1]
         sweep_board.watch.remote(folder.path.name, None, rung.number)
         figures = measure_on_ray(sweep, config, (str(folder.path),))[folder.path.name]
-        row = {
+        objective = figures.get(sweep.objective)
+        if objective is None:
+            raise DataError(f"{sweep.objective} is not known, for all answers are one token long: give other questions")
+        row: Row = {
             "rung": rung.number,
             "rung_tokens": rung.tokens,
             "step": checkpoint_step(checkpoint),
@@ -91,11 +95,9 @@ def _climb(
             "loss": trained["loss"],
             "simulated_tau": trained["simulated_tau"],
             **figures,
-            "objective": figures[sweep.objective],
+            "objective": objective,
             "seconds": time.time() - begin,
         }
-        if row["objective"] is None:
-            raise DataError(f"{sweep.objective} is not known, for all answers are one token long: give other questions")
         folder.add(row)
         _track(config, folder, progress_actor, row)
     finally:
@@ -104,13 +106,14 @@ def _climb(
     return row
 
 
-def _track(config: DistillConfig, folder: TrialFolder, progress_actor: Any, row: Mapping[str, Any]) -> None:
+def _track(config: DistillConfig, folder: TrialFolder, progress_actor: Any, row: Row) -> None:
     """Write the measured figures to the run's trackers and its TensorBoard."""
     from moray.distill.tracking.sinks import TensorBoard
 
-    figures = {f"sweep/{name}": float(row[name]) for name in ("tau", "speedup", "tokens_per_second", "objective")}
+    values = {name: row.get(name) for name in ("tau", "speedup", "tokens_per_second", "objective")}
+    figures = {f"sweep/{name}": float(value) for name, value in values.items() if value is not None}
     for sink in [TensorBoard(folder.path / "tensorboard"), *open_run_trackers(config, folder.path, progress_actor)]:
-        sink.write(row["step"], figures)
+        sink.write(row.get("step", 0), figures)
         sink.close()
 
 
@@ -120,7 +123,7 @@ def decoding_gpus(sweep: SweepConfig, config: DistillConfig) -> float:
     return config.workers.resources.get("GPU", 0.0) if given is None else given
 
 
-def measure_on_ray(sweep: SweepConfig, config: DistillConfig, folders: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def measure_on_ray(sweep: SweepConfig, config: DistillConfig, folders: tuple[str, ...]) -> dict[str, MeasuredFigures]:
     """Measure the drafters in some folders in a task with its own resources; returns figures by folder name."""
     decoding = sweep.decoding
     gpus = decoding_gpus(sweep, config)

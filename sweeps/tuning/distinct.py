@@ -9,6 +9,9 @@ from sweeps.tuning.spaces import Verdict
 
 _MAX_ASKED = 50
 
+Proposal = dict[str, Any]
+"""A combination as a searcher draws it: a value by key, in the searcher's terms."""
+
 
 class DistinctSearcher(Searcher):
     """Asks an inner searcher until it proposes something new.
@@ -19,7 +22,7 @@ class DistinctSearcher(Searcher):
     """
 
     def __init__(
-        self, inner: Searcher, judge: Callable[[dict[str, Any]], Verdict], spare: Callable[[], dict[str, Any] | None]
+        self, inner: Searcher, judge: Callable[[Proposal], Verdict], spare: Callable[[], Proposal | None]
     ) -> None:
         """
         Args:
@@ -30,7 +33,7 @@ class DistinctSearcher(Searcher):
         super().__init__(metric=inner.metric, mode=inner.mode)
         self._inner, self._judge, self._spare = inner, judge, spare
         self._names: dict[str, str] = {}
-        self._spares: dict[str, dict[str, Any]] = {}
+        self._spares: dict[str, Proposal] = {}
         self._num_asked = 0
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict, **spec: Any) -> bool:

@@ -1,26 +1,10 @@
 """The figures that trials keep of a measurement, per drafter and tree."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from moray.bench.configs import EvaluateConfig
 from moray.bench.runner import Measurement
-
-FIGURES = {
-    "tau": "tau",
-    "tau_spread": "tau_spread",
-    "speedup": "speedup_vs_plain",
-    "speedup_spread": "speedup_spread",
-    "tokens_per_second": "tokens_per_second",
-    "draft_steps": "draft_steps",
-    "draft_cost": "draft_cost",
-    "verify_cost": "verify_cost",
-    "efficiency": "efficiency",
-    "lossless": "lossless",
-    "num_prompts": "num_prompts",
-    "num_tokens": "num_tokens",
-}
-"""Names of figures in sweeps, and in an evaluation's report."""
+from sweeps.tuning.records import MeasuredFigures
 
 
 @dataclass(frozen=True)
@@ -38,14 +22,14 @@ class Answer:
         return [self.tokens, self.seconds, self.plain_seconds, self.cycles, self.emitted]
 
 
-def figures(measurement: Measurement, config: EvaluateConfig) -> list[dict[str, Any]]:
+def figures(measurement: Measurement, config: EvaluateConfig) -> list[MeasuredFigures]:
     """Figures of every drafter and tree over all answers so far, with the answers themselves; `config` must have a
     single temperature."""
     from moray.bench.summary import summarise
 
     rows = summarise(measurement, config.samplings, config.target.dtype)["rows"]
     plain, *drafted = measurement.methods
-    found = []
+    found: list[MeasuredFigures] = []
     for row, method in zip(rows, drafted, strict=True):
         answers = [
             Answer(
@@ -57,5 +41,21 @@ def figures(measurement: Measurement, config: EvaluateConfig) -> list[dict[str, 
             ).row()
             for own, other in zip(method.generations, plain.generations, strict=True)
         ]
-        found.append({ours: row[theirs] for ours, theirs in FIGURES.items()} | {"answers": answers})
+        found.append(
+            {
+                "tau": row["tau"],
+                "tau_spread": row["tau_spread"],
+                "speedup": row["speedup_vs_plain"],
+                "speedup_spread": row["speedup_spread"],
+                "tokens_per_second": row["tokens_per_second"],
+                "draft_steps": row["draft_steps"],
+                "draft_cost": row["draft_cost"],
+                "verify_cost": row["verify_cost"],
+                "efficiency": row["efficiency"],
+                "lossless": row["lossless"],
+                "num_prompts": row["num_prompts"],
+                "num_tokens": row["num_tokens"],
+                "answers": answers,
+            }
+        )
     return found

@@ -7,19 +7,14 @@ trials/<name>/ ...          the folder of its distillation
 
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from moray.provenance import read_json, write_json_atomically
-from sweeps.tuning.spaces import folder_name
+from sweeps.tuning.records import Row, State, TrialRecord
+from sweeps.tuning.spaces import Choices, folder_name
 
 TRIAL_FILE, RUNGS_FILE = "trial.json", "rungs.json"
-
-State = Literal["running", "stopped", "finished", "diverged", "failed"]
-"""`stopped` by the scheduler; `finished` on the last rung; `diverged` if a loss or gradient is not finite; `failed` if
-processes died too often or an error ended the trial. Failed trials are retried when the sweep is resumed."""
 
 ENDED = ("stopped", "finished", "diverged")
 
@@ -31,29 +26,44 @@ class TrialFolder:
     path: Path
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """The measurements, in the order of the rungs."""
         return read_json(self.path / RUNGS_FILE) if (self.path / RUNGS_FILE).is_file() else []
 
     @property
-    def record(self) -> dict[str, Any]:
-        """Choices, state, message and start time; empty if the trial has not begun."""
-        return read_json(self.path / TRIAL_FILE) if (self.path / TRIAL_FILE).is_file() else {}
+    def record(self) -> TrialRecord:
+        """Choices, state, message and start time.
+
+        Raises:
+            DataError: the trial has not begun.
+        """
+        return read_json(self.path / TRIAL_FILE)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a record of the trial."""
+        return (self.path / TRIAL_FILE).is_file()
 
     @property
     def state(self) -> State | None:
         """State of the trial; None if it has not begun."""
-        return self.record.get("state")
+        return self.record["state"] if self.has_begun else None
 
-    def begin(self, choices: Mapping[str, Any], drawn: Mapping[str, Any] | None = None) -> None:
+    def begin(self, choices: Choices, drawn: Choices | None = None) -> None:
         """Record that the trial has started or restarted; `drawn` is the searcher's proposal, if it differs."""
-        first = {"choices": dict(choices), "begun": time.time()} | ({"drawn": dict(drawn)} if drawn else {})
-        write_json_atomically(self.path / TRIAL_FILE, {**first, **self.record, "state": "running", "message": None})
+        record: TrialRecord = (
+            {**self.record, "state": "running", "message": None}
+            if self.has_begun
+            else {"choices": dict(choices), "begun": time.time(), "state": "running", "message": None}
+        )
+        if drawn and "drawn" not in record:
+            record["drawn"] = dict(drawn)
+        self._write(record)
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Store the measurement of a rung, replacing an earlier one."""
         rows = [other for other in self.rows if other["rung"] != row["rung"]]
-        write_json_atomically(self.path / RUNGS_FILE, [*rows, dict(row)])
+        write_json_atomically(self.path / RUNGS_FILE, [*rows, row])
 
     def end(self, state: State, message: str | None = None) -> None:
         """Record how the trial ended; has no effect on a trial that is not running.
@@ -62,12 +72,15 @@ class TrialFolder:
         than drafters.
         """
         if self.state == "running":
-            write_json_atomically(self.path / TRIAL_FILE, {**self.record, "state": state, "message": message})
+            self._write({**self.record, "state": state, "message": message})
         if self.state in ENDED:
             shutil.rmtree(self.path / "ray", ignore_errors=True)
 
+    def _write(self, record: TrialRecord) -> None:
+        write_json_atomically(self.path / TRIAL_FILE, record)
 
-def trial_folder(output: str, choices: Mapping[str, Any]) -> TrialFolder:
+
+def trial_folder(output: str, choices: Choices) -> TrialFolder:
     """The folder of the trial with these choices."""
     return TrialFolder(Path(output).absolute() / "trials" / folder_name(choices))
 

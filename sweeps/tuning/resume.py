@@ -44,7 +44,7 @@ def is_done(output: Path, sweep: Config, fingerprints: Callable[[], Mapping[str,
     if not (output / RUN_FILE).is_file():
         return False
     check_run(output, sweep, fingerprints(), irrelevant=_MAY_DIFFER)
-    summary, why = output / SUMMARY_FILE, "a sweep that is not finished: add --resume to go on with it"
+    summary, why = output / SUMMARY_FILE, "a sweep that is not finished: add --resume to continue it"
     if summary.is_file():
         others = _others(recorded_config(type(sweep), read_json(summary)["config"]), sweep.model_dump(mode="json"))
         if not others:

@@ -68,8 +68,8 @@ def _dimensions(values: Any) -> Any:
     return _dotted(values, "") if isinstance(values, Mapping) else values
 
 
-def _dotted(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _dotted(values: Mapping[str, Any], prefix: str) -> dict[str, Dimension]:
+    found: dict[str, Dimension] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and (value.get("type") in _KINDS or "low" in value):
@@ -101,25 +101,25 @@ def size(space: Space) -> int | None:
     return math.prod(len(dimension) for dimension in space.values() if isinstance(dimension, list))
 
 
-def grid(space: Space) -> Iterator[dict[str, Any]]:
+def grid(space: Space) -> Iterator[Choices]:
     """Yield every combination, with the last key changing fastest; a range contributes only its ends."""
     values = [dimension.bounds if isinstance(dimension, Range) else dimension for dimension in space.values()]
     for combination in itertools.product(*values):
         yield dict(zip(space, combination, strict=True))
 
 
-def corners_of(space: Space) -> list[dict[str, Any]]:
+def corners_of(space: Space) -> list[Choices]:
     """Every combination or, if there are too many, a subset in which each value of each key occurs."""
     count = size(space)
     if count is not None and count <= _MAX_CORNERS:
         return list(grid(space))
     values = {key: list(d.bounds) if isinstance(d, Range) else d for key, d in space.items()}
     base = {key: options[0] for key, options in values.items()}
-    single = [{**base, key: value} for key, options in values.items() for value in options]
+    single: list[Choices] = [{**base, key: value} for key, options in values.items() for value in options]
     return [*single, *itertools.islice(grid(space), _MAX_CORNERS)]
 
 
-def draw(space: Space, rng: random.Random) -> dict[str, Any]:
+def draw(space: Space, rng: random.Random) -> Choices:
     """Draw a combination at random; a loguniform range is uniform in its logarithm."""
     return {key: _draw(dimension, rng) for key, dimension in space.items()}
 
@@ -148,7 +148,7 @@ def to_text(choices: Choices) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in choices.items()}
 
 
-def from_text(texts: Mapping[str, Any]) -> dict[str, Any]:
+def from_text(texts: Mapping[str, Any]) -> Choices:
     """The inverse of `to_text`; numbers that a searcher drew from a range stay as they are."""
     return {key: json.loads(value) if isinstance(value, str) else value for key, value in texts.items()}
 

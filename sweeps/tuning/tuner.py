@@ -19,6 +19,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch as RayOptunaSearch
 
 from sweeps.tuning.configs import OptunaSearch
+from sweeps.tuning.distinct import Proposal
 from sweeps.tuning.folders import TrialFolder, trial_folder
 from sweeps.tuning.spaces import Choices, Range, Space, from_text, to_text
 
@@ -52,7 +53,7 @@ class Plan:
     tidy: Callable[[], object] | None = None
     """Called regularly to release what trials with dead processes had reserved; otherwise other trials might wait for
     it forever."""
-    choices: Callable[[dict[str, Any]], Choices] = dict
+    choices: Callable[[Choices], Choices] = dict
     """choices(drawn) returns the choices that a trial's folder is named after."""
 
 
@@ -72,7 +73,7 @@ def _tune(plan: Plan, space: dict[str, Any], searcher: Any, num_trials: int) -> 
     shutil.rmtree(storage / "tune", ignore_errors=True)  # state of an earlier search; the trial folders replace it
     run = plan.run
 
-    def trial(params: dict[str, Any]) -> None:
+    def trial(params: Proposal) -> None:
         run(_chosen(params))
 
     tune.Tuner(
@@ -130,7 +131,7 @@ def _scheduler(plan: Plan) -> TrialScheduler:
     )
 
 
-def _chosen(params: dict[str, Any]) -> dict[str, Any]:
+def _chosen(params: Proposal) -> Choices:
     return from_text(json.loads(params[_LISTED]) if _LISTED in params else params)
 
 
@@ -157,6 +158,6 @@ def optuna_searcher(search: OptunaSearch, space: Space, begun: Sequence[Choices]
     return RayOptunaSearch(metric=METRIC, mode="max", sampler=sampler, points_to_evaluate=points or None)
 
 
-def as_drawn(choices: Choices, space: Space) -> dict[str, Any]:
+def as_drawn(choices: Choices, space: Space) -> Proposal:
     """Convert choices to the form in which a searcher draws them from the space."""
     return {key: choices[key] if isinstance(d, Range) else json.dumps(choices[key]) for key, d in space.items()}

@@ -7,12 +7,12 @@ import torch
 from side_by_side import COUPLED, FILTERED, GREEDY
 from tiny_targets import MAX_POSITIONS
 
+from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.engine import Engine
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
-from moray.decoding.together import answer_together
 from moray.errors import DataError
 from moray.targets.model import Target
 
@@ -44,7 +44,7 @@ def together(
     target: Target, prompts: list[list[int]], params: SamplingParams, batch_tokens: int
 ) -> list[tuple[list[int], str]]:
     engine = engine_of(target, batch_tokens, max_num_batched_tokens=100)
-    made = answer_together(engine, [request(prompt, params, 7 * number) for number, prompt in enumerate(prompts)])
+    made = answer_batch(engine, [request(prompt, params, 7 * number) for number, prompt in enumerate(prompts)])
     return [(generation.tokens, generation.finish_reason) for generation in made]
 
 

@@ -8,6 +8,7 @@ from side_by_side import ADAPTIVE, COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
 
+from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
@@ -18,7 +19,6 @@ from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.decoding.sampling.stop import StopStrings
 from moray.decoding.stats import Generation
-from moray.decoding.together import answer_together
 from moray.drafters.base import Drafter
 from moray.trees.shapes import SparseShape
 
@@ -75,7 +75,7 @@ def together(
     tiny: TinyTarget, drafter: Drafter, shape, prompts, params, count, *, capacity=CAPACITY, **more
 ) -> list[Generation]:
     engine = engine_of(tiny, drafter, shape, capacity=capacity, **more)
-    return answer_together(engine, requests_of(prompts, params, count, capacity))
+    return answer_batch(engine, requests_of(prompts, params, count, capacity))
 
 
 def texts(generations: list[Generation]) -> list[tuple[list[int], str]]:
@@ -160,7 +160,7 @@ def test_a_pass_has_as_many_rows_as_sequences_run(tiny, half_right, monkeypatch)
     cut = [tokens[: tokens.index(early) + 1] if early in tokens else tokens for tokens in answers]
     monkeypatch.setattr(type(tiny.target), "forward", counted)
     engine = engine_of(tiny, half_right, CHAIN, batch=2, eos=(early,))
-    generations = answer_together(engine, requests_of(prompts, GREEDY, 30))
+    generations = answer_batch(engine, requests_of(prompts, GREEDY, 30))
     assert [g.tokens for g in generations] == cut
     assert len(cut[0]) <= 5 < len(cut[1])
     assert sum(rows) == sum(g.num_cycles for g in generations), "no row was idle"
@@ -186,7 +186,7 @@ def test_stop_strings_end_an_answer(tiny, half_right):
     decode = lambda tokens: "".join(f"<{t}>" for t in tokens)  # noqa: E731
     stop = StopStrings([f"<{tiny.hugging_face(prompts[0], 12)[9]}>"], decode)
     engine = engine_of(tiny, half_right, CHAIN, eos=(), decode=decode)
-    generations = answer_together(engine, requests_of(prompts, GREEDY, 30, stop=stop.strings))
+    generations = answer_batch(engine, requests_of(prompts, GREEDY, 30, stop=stop.strings))
     decoder = PlainDecoder(tiny.target, CAPACITY)
     assert texts(generations) == texts([decoder.generate(p, GREEDY, 30, (), stop=stop) for p in prompts])
     assert generations[0].finish_reason == "stop"
@@ -196,7 +196,7 @@ def test_an_engine_is_used_again_and_again(tiny, half_right):
     engine = engine_of(tiny, half_right, DYNAMIC, batch=2, eos=())
     for seed in range(3):
         prompts = [tiny.prompt(seed + i, 5 + 20 * i) for i in range(3)]
-        assert [g.tokens for g in answer_together(engine, requests_of(prompts, GREEDY, 15))] == [
+        assert [g.tokens for g in answer_batch(engine, requests_of(prompts, GREEDY, 15))] == [
             g.tokens for g in alone(tiny, prompts, GREEDY, 15, ())
         ]
     assert engine.kv_used == engine.num_running == 0
@@ -212,7 +212,7 @@ def test_a_cycle_waits_for_the_device_once(tiny, monkeypatch):
     for name in ("item", "__int__", "__bool__", "__index__", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the device is waited for"))
     with unchecked():
-        answer_together(engine, requests_of(prompts, GREEDY, 12))
+        answer_batch(engine, requests_of(prompts, GREEDY, 12))
     assert reads.count(1) == engine.stats.num_passes + reads.count(0)
 
 
@@ -227,7 +227,7 @@ def test_an_engine_of_many_chooses_n_depth_and_nodes(tiny, kind):
     engine.calibrate({"d": drafter})
     prompts = [tiny.prompt(row, 10 + row) for row in range(4)]
     asked = [Request(prompt=tuple(prompt), max_new_tokens=30) for prompt in prompts]
-    made = answer_together(engine, asked)
+    made = answer_batch(engine, asked)
     plain = PlainDecoder(tiny.target, CAPACITY)
     for prompt, generation in zip(prompts, made, strict=True):
         assert generation.tokens == plain.generate(prompt, SamplingParams(), 30, ()).tokens

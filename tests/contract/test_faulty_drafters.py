@@ -14,6 +14,7 @@ from side_by_side import ADAPTIVE, COUPLED, FILTERED, GREEDY, SHAPES, plainly
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
+from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
@@ -26,7 +27,6 @@ from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
 from moray.decoding.sampling.accept import accept
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.together import answer_together
 from moray.errors import ConfigError, DataError
 from moray.trees.grow import grow
 from moray.trees.ranking import prune
@@ -115,7 +115,7 @@ def test_spoilt_scores_never_change_the_text_of_an_engine(tiny, tree):
         Request(prompt=tuple(prompt), params=params, max_new_tokens=COUNT, drafter=fault)
         for fault, params, prompt in asked
     ]
-    made = answer_together(engine, requests)
+    made = answer_batch(engine, requests)
     for (fault, params, prompt), generation in zip(asked, made, strict=True):
         assert generation.tokens == plainly(tiny, prompt, params, COUNT), fault
 
@@ -255,7 +255,7 @@ def answers_over(tiny, shape, spoil: Callable[[DraftReply], bytes]) -> RemoteDra
     config = EngineConfig(kv_cache_tokens=3 * 256, max_model_len=CAPACITY, tree=shape)
     engine = Engine(tiny.target, config, (), drafts={DRAFTER: source})
     asked = [(GREEDY, tiny.prompt()), (COUPLED, tiny.prompt(1))]
-    made = answer_together(
+    made = answer_batch(
         engine, [Request(prompt=tuple(prompt), params=params, max_new_tokens=COUNT) for params, prompt in asked]
     )
     assert [g.tokens for g in made] == [plainly(tiny, prompt, params, COUNT) for params, prompt in asked]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from moray.activations.capture.record import record_taps
 from moray.activations.format.schema import CacheConfig
+from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
@@ -22,7 +23,6 @@ from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.decoding.session import PREFILL_CHUNK
-from moray.decoding.together import answer_together
 from moray.targets.head import TargetHead
 from moray.trees.tree import TokenTree, structure_of
 
@@ -76,7 +76,7 @@ def together(tiny: TinyTarget, requests: list[Request], capacity: int, shape) ->
     )
     drafts = {"rehearsed": LocalDrafts(half_right(tiny), capacity, shape.num_expanded)}
     engine = Engine(tiny.target, config, (), drafts=drafts)
-    return [generation.tokens for generation in answer_together(engine, requests)]
+    return [generation.tokens for generation in answer_batch(engine, requests)]
 
 
 # --- Sliding windows ---

@@ -11,6 +11,7 @@ from shape_checks import unchecked
 from side_by_side import COUPLED, GREEDY
 from tiny_batches import taps_of
 
+from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.engine import Engine
 from moray.decoding.plain import PlainDecoder
@@ -20,7 +21,6 @@ from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftRequest, Entry, pack, unpack_request
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
-from moray.decoding.together import answer_together
 from moray.errors import UnreachableError
 from moray.trees.shapes import ChainShape, FixedShape, GrowableShape, num_expanded_ahead
 
@@ -154,7 +154,7 @@ def answered(
         max_num_seqs=3, kv_cache_tokens=3 * 192, max_model_len=CAPACITY, tree=shape, num_micro_batches=num_micro_batches
     )
     engine = Engine(tiny.target, config, (), drafts={"d": source})
-    return engine, source, [made.tokens for made in answer_together(engine, requests_of(tiny))]
+    return engine, source, [made.tokens for made in answer_batch(engine, requests_of(tiny))]
 
 
 def requests_of(tiny) -> list[Request]:

@@ -296,7 +296,7 @@ def test_sigterm_ends_in_one_line_and_closes_what_was_opened(capsys):
     with pytest.raises(SystemExit) as caught:
         run_entry_point(Run, "Test.", work, ["name=a"])
     assert caught.value.code == 143
-    assert capsys.readouterr().err == "ended by SIGTERM: run the same command again to go on\n"
+    assert capsys.readouterr().err == "ended by SIGTERM: run the same command again to resume\n"
     assert closed
     assert signal.getsignal(signal.SIGTERM) == before
 

@@ -73,7 +73,7 @@ class AnswerLog:
         ):
             if there != wanted:
                 raise DataError(
-                    f"'{self.path}' goes on with {name} = {there}, but {wanted} is next; remove the file to ask anew"
+                    f"'{self.path}' goes on with {name} = {there}, but {wanted} is next; remove the file to ask again"
                 )
         return line.answers
 
@@ -90,7 +90,7 @@ class AnswerLog:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise DataError(
-                f"'{self.path}' cannot be written: {error.strerror}; mend that and run the same command again"
+                f"'{self.path}' cannot be written: {error.strerror}; fix that and run the same command again"
             ) from None
 
 
@@ -162,11 +162,11 @@ def _whole_lines(content: bytes) -> list[bytes]:
 def _check_owner(folder: Path, config: EvaluateConfig, fingerprints: Mapping[str, str]) -> None:
     answers = f"'{folder / ANSWERS_FILE}'"
     if not (folder / RUN_FILE).is_file():
-        raise DataError(f"{answers} has no {RUN_FILE} beside it that says what was asked; remove it to ask anew")
+        raise DataError(f"{answers} has no {RUN_FILE} beside it that says what was asked; remove it to ask again")
     check_run(folder, config, fingerprints, in_the_way=answers)
 
 
-def _read_line(line: bytes, where: str, advice: str = "remove the file to ask anew") -> AnsweredTurn:
+def _read_line(line: bytes, where: str, advice: str = "remove the file to ask again") -> AnsweredTurn:
     try:
         return AnsweredTurn.model_validate_json(line)
     except ValidationError as error:

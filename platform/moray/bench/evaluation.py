@@ -46,7 +46,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
         if log.num_recorded:
             console.print(
                 f"{log.num_recorded} of {total} turns were answered before (begun {record['written_at']}); "
-                f"remove {log.path} to ask them anew", markup=False, highlight=False,
+                f"remove {log.path} to ask them again", markup=False, highlight=False,
             )  # fmt: skip
         _ask(runner, questions, log, total, console)
     if not runner.measurement.asked:

@@ -2,8 +2,9 @@
 shared disk."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -15,22 +16,34 @@ from moray.progress import Progress
 _POLL_SECONDS = 0.5
 
 
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a run is."""
+
+    step: int = 0
+    """Updates that are done."""
+    total: int | None = None
+    """Updates of the whole run; None before its workers have started."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The run's last report; empty before the first."""
+
+
 @ray.remote
 class ProgressActor:
     """Holds the latest progress of one run."""
 
     def __init__(self) -> None:
-        self._latest: dict[str, Any] = {"step": 0, "total": None, "metrics": {}}
+        self._latest = RunProgress()
         self._failure: MorayError | None = None
         self._warnings: list[str] = []
 
     def start(self, step: int, total: int) -> None:
         """A worker group has started, or started again, at `step` of `total`."""
-        self._latest = {"step": step, "total": total, "metrics": {}}
+        self._latest = RunProgress(step, total)
 
     def update(self, step: int, metrics: dict[str, float]) -> None:
         """`step` updates are done."""
-        self._latest |= {"step": step, "metrics": metrics}
+        self._latest = replace(self._latest, step=step, metrics=metrics)
 
     def fail(self, error: MorayError) -> None:
         """A worker met an error that will come again however often it is restarted."""
@@ -49,7 +62,7 @@ class ProgressActor:
         """The error that ended the run, if one did."""
         return self._failure
 
-    def latest(self) -> dict[str, Any]:
+    def latest(self) -> RunProgress:
         """What was pinned last."""
         return self._latest
 
@@ -65,7 +78,7 @@ def follow(progress_actor: Any, title: str) -> Iterator[None]:
             while not stopped:
                 stopped = stop.wait(_POLL_SECONDS)
                 try:
-                    latest: Any = ray.get(progress_actor.latest.remote(), timeout=5)
+                    latest: RunProgress = ray.get(progress_actor.latest.remote(), timeout=5)
                     warnings: Any = ray.get(progress_actor.warnings.remote(num_warnings), timeout=5)
                 except ray.exceptions.GetTimeoutError:
                     continue  # on a busy machine the actor may be slow to answer
@@ -74,8 +87,8 @@ def follow(progress_actor: Any, title: str) -> Iterator[None]:
                 for text in warnings:
                     progress.say(f"warning: {text}", style="yellow")
                 num_warnings += len(warnings)
-                if latest["total"] is not None:
-                    progress.update(total=latest["total"], done=latest["step"], note=training_note(latest["metrics"]))
+                if latest.total is not None:
+                    progress.update(total=latest.total, done=latest.step, note=training_note(latest.metrics))
 
         thread = threading.Thread(target=poll, daemon=True)
         thread.start()
@@ -86,7 +99,7 @@ def follow(progress_actor: Any, title: str) -> Iterator[None]:
             thread.join(timeout=10)
 
 
-def training_note(metrics: dict[str, float]) -> str:
+def training_note(metrics: Mapping[str, float]) -> str:
     """The figures of a training's last report that people watch."""
     if not metrics:
         return ""

@@ -35,7 +35,9 @@ def load_training(folder: Path, optimiser: Optimiser | Parallel) -> Progress:
         state = load_file(folder / "training.safetensors")
         problem = describe_nonfinite(state.items())
         if problem:
-            raise DataError(f"checkpoint '{folder}' cannot be resumed: {problem} of the optimiser; begin anew")
+            raise DataError(
+                f"checkpoint '{folder}' cannot be resumed: {problem} of the optimiser; start again with another output"
+            )
         optimiser.load_state_dict(state)
         return Progress(**json.loads((folder / "training.json").read_text(encoding="utf-8")))
     except (OSError, SafetensorError, json.JSONDecodeError, TypeError) as error:

@@ -186,7 +186,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         depth: int,
     ) -> tuple[Sequence[int], Float[Tensor, "left new vocab"]]:
         """`step` for several sequences with the same number of nodes each: which of them go on, and their scores. This
-        version runs one after the other; see `drafters.common.together`."""
+        version runs one after the other; see `drafters.common.batched`."""
         seen = [None] * len(states) if ancestors is None else ancestors.expand(len(states), -1, -1).unbind()
         found: dict[int, Tensor] = {}
         for place, (state, new, sees) in enumerate(zip(states, tokens, seen, strict=True)):

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import DraftOutput, DraftView, Feature, Memory, Prediction, parents_of
+from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import KeysValues, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
-from moray.drafters.common.together import TogetherDrafter
 from moray.drafters.common.unrolled import drafted_before, from_step
 from moray.drafters.configs import EagleConfig
 from moray.targets.head import TargetHead
@@ -43,7 +43,7 @@ class EagleState:
     drafted: list[Tensor]  # predicted features of the expanded nodes, level by level
 
 
-class Eagle(TogetherDrafter[EagleState]):
+class Eagle(BatchedDrafter[EagleState]):
     """Drafts from its own features; `layer` is one decoder layer, `fc` joins embedding and feature."""
 
     def __init__(self, config: EagleConfig, head: TargetHead) -> None:

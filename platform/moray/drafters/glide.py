@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.common.attention import attend, attend_each, without_known
+from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import RMSNorm, Rotary, RotaryTable, SelfAttention, SwiGLU, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.common.t_step import memory_tokens
-from moray.drafters.common.together import TogetherDrafter
 from moray.drafters.configs import GlideConfig
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
@@ -41,7 +41,7 @@ class GlideState:
     target: Tensor
 
 
-class Glide(TogetherDrafter[GlideState]):
+class Glide(BatchedDrafter[GlideState]):
     """Drafts from token embeddings and the target's last keys and values."""
 
     def __init__(self, config: GlideConfig, head: TargetHead) -> None:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
 from moray.drafters.common.attention import Reach
+from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import RMSNorm, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
-from moray.drafters.common.together import TogetherDrafter
 from moray.drafters.configs import IndependentConfig
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
@@ -34,7 +34,7 @@ class IndependentState:
     caches: list[Tensor]  # per layer [2, 1, kv_heads, slots, head_dim]
 
 
-class Independent(TogetherDrafter[IndependentState]):
+class Independent(BatchedDrafter[IndependentState]):
     """Drafts as a separate language model."""
 
     def __init__(self, config: IndependentConfig, head: TargetHead) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
-from moray.drafters.common.together import TogetherDrafter
+from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.configs import MedusaConfig
 from moray.targets.head import TargetHead
 
@@ -30,7 +30,7 @@ class MedusaState:
     logits: Tensor | None = None  # [heads, vocab]
 
 
-class Medusa(TogetherDrafter[MedusaState]):
+class Medusa(BatchedDrafter[MedusaState]):
     """Drafts every level at once, from one hidden state of the target."""
 
     def __init__(self, config: MedusaConfig, head: TargetHead) -> None:

@@ -159,7 +159,7 @@ def test_quantised_columns_keep_their_channels_and_new_ones_are_found_as_at_firs
 
     # Another codec for what is new is fine, for what is there it is another cache.
     make(grown, **(MANY | {"hidden_depths": (-1, -2, -4, -3)}), **codecs, column_codecs={"hidden.-3": "bfloat16"})
-    assert read_manifest(CacheStore(str(grown))).columns["hidden.-3"]["codec"] == "bfloat16"
+    assert read_manifest(CacheStore(str(grown))).columns["hidden.-3"].codec == "bfloat16"
     _verify(grown, tiny_target)
     with pytest.raises(MismatchError, match="was cached with cache = "):
         make(grown, **(MANY | {"hidden_depths": (-1, -2, -4, -3)}), **codecs)
@@ -273,7 +273,7 @@ def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
 
     # The old command mends what is old, and leaves what has been added.
     assert make(cache, **FEW).columns == old.columns
-    assert list(stored_columns(store, done)) == list(plan["columns"])
+    assert list(stored_columns(store, done)) == list(plan.columns)
     assert read_manifest(store).hidden_rms == old.hidden_rms
     new = make(cache, **MANY)
     assert f"adding kv.00, hidden.-4 to {len(others)} of {len(old.shards)} shards" in capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_a_quantised_cache_is_close_to_the_unquantised_one(
     output = tmp_path / "cache"
     codecs = {"kv_codec": "int8", "hidden_codec": "fp8", "column_codecs": {"hidden.-1": "bfloat16"}}
     manifest = _cache(output, tiny_target, chats_file, **codecs)
-    assert manifest.columns["kv.01"]["codec"] == "int8"
+    assert manifest.columns["kv.01"].codec == "int8"
     told = capsys.readouterr().out
     plan = json.loads((output / "forecast.json").read_text())
     assert f"60 chats, {manifest.num_tokens:,} tokens in {len(manifest.shards)} shards" in told
@@ -210,7 +210,7 @@ def test_a_disk_that_fills_up_ends_the_job_and_the_same_command_goes_on(
         assert "cannot be written: no room is left (the disk is full)" in message
         assert "of the cache are written and safe, " in message
         assert ("about " in message) == (stage == "shards")
-        assert message.endswith("make room, then run the same command again to go on")
+        assert message.endswith("make room, then run the same command again to resume")
         assert "\n" not in message
         time.sleep(1)
         assert not list(output.rglob("*.tmp"))

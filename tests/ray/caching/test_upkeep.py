@@ -89,7 +89,7 @@ def test_the_caching_command_redoes_what_is_damaged_and_says_so(
     assert f"shard 'shards/{gone}.parquet' is damaged: it is missing" in printed
     assert f"shard 'shards/{marked}.parquet' is damaged: its marker is damaged" in printed
     assert "part 'tokens/part-00001.parquet' is damaged: it has 50 bytes, noted are" in printed
-    assert "plan.json' was damaged: written anew from manifest.json" in printed
+    assert "plan.json' was damaged: written again from manifest.json" in printed
     after = _times(cache)
     redone = {f"shards/{name}.{kind}" for name in (cut, gone, marked) for kind in ("json", "parquet")}
     redone |= {"tokens/part-00001.json", "tokens/part-00001.parquet", "plan.json", "manifest.json"}

@@ -157,7 +157,7 @@ class ServedApp:
             os.kill(pid, signal.SIGKILL)
         return len(chosen)
 
-    def describe(self, deployment: str) -> dict[str, Any]:
+    def describe(self, deployment: str) -> Any:
         """What one replica says of itself."""
         from ray import serve
 
@@ -171,7 +171,7 @@ class ServedApp:
         begin = time.monotonic()
         while True:
             target, drafter = self.describe("Target"), self.describe("Drafter")
-            busy = *(target[name] for name in ("num_open", "num_running", "num_leases")), *drafter.values()
+            busy = target.num_open, target.num_running, target.num_leases, *drafter.values()
             if not any(busy):
                 return time.monotonic() - begin
             assert time.monotonic() - begin < seconds, busy
@@ -207,7 +207,7 @@ class ServedApp:
                 num_drafted = chunk.usage.completion_tokens_details.accepted_prediction_tokens or 0
         return text, num_drafted
 
-    def ask_all(self, asked: list[Question], at_once: int) -> list[tuple[str, int]]:
+    def request_drafts(self, asked: list[Question], at_once: int) -> list[tuple[str, int]]:
         """All answers, so many asked for at the same time."""
 
         async def run() -> list[tuple[str, int]]:

@@ -22,10 +22,10 @@ def test_texts_are_the_target_s_own_at_any_number_of_replicas(app, expected):
     asked = questions(NUM_QUESTIONS)
     for num_replicas in ({}, {"Target": 2, "Drafter": 2}):
         app.deploy(num_replicas)
-        answers = app.ask_all(asked, AT_ONCE)
+        answers = app.request_drafts(asked, AT_ONCE)
         assert [text for text, _ in answers] == expected, num_replicas
         assert sum(num_drafted for _, num_drafted in answers) > 50, "drafts were accepted"
-    alone = app.ask_all(asked[:12], 1)
+    alone = app.request_drafts(asked[:12], 1)
     assert [text for text, _ in alone] == expected[:12], "sampling with a seed gives the same text at any concurrency"
 
 
@@ -56,7 +56,7 @@ def test_whoever_is_killed_nothing_is_lost(app, expected, victims):
         deadline = time.monotonic() + 200
         while any(killed[victim] < 2 for victim in victims):
             assert time.monotonic() < deadline, killed
-            assert [text for text, _ in app.ask_all(asked, AT_ONCE)] == expected
+            assert [text for text, _ in app.request_drafts(asked, AT_ONCE)] == expected
     finally:
         is_over.set()
         thread.join()
@@ -76,7 +76,7 @@ def test_a_killed_target_holds_no_places(app):
 
     def ask() -> None:
         while not is_over.is_set():
-            answers.extend(app.ask_all(asked, len(asked)))
+            answers.extend(app.request_drafts(asked, len(asked)))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -96,7 +96,7 @@ def test_a_killed_target_holds_no_places(app):
 def _wait_for_drafts(app: ServedApp, asked: list[Question]) -> None:
     """Speculation comes back by itself, in the pool."""
     deadline = time.monotonic() + 60
-    while not sum(num_drafted for _, num_drafted in app.ask_all(asked[:3], 1)):
+    while not sum(num_drafted for _, num_drafted in app.request_drafts(asked[:3], 1)):
         assert time.monotonic() < deadline
         time.sleep(1)
 
@@ -181,7 +181,7 @@ def test_a_killed_gateway_leaves_nothing_running(app):
 
     def ask() -> None:
         try:
-            app.ask_all(asked, AT_ONCE)
+            app.request_drafts(asked, AT_ONCE)
         except (openai.OpenAIError, httpx.HTTPError) as error:
             failures.append(error)
 
@@ -189,7 +189,7 @@ def test_a_killed_gateway_leaves_nothing_running(app):
     thread.start()
     try:
         deadline = time.monotonic() + 60
-        while app.describe("Target")["num_running"] < AT_ONCE:
+        while app.describe("Target").num_running < AT_ONCE:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         app.kill("Gateway")

@@ -81,7 +81,7 @@ def test_memory_is_flat(app, length):
                 assert (await response.read()).endswith(b"data: [DONE]\n\n")
             return response.status
 
-    async def ask_all(count: int) -> None:
+    async def request_drafts(count: int) -> None:
         places = asyncio.Semaphore(AT_ONCE)
         async with aiohttp.ClientSession() as session:
             statuses = await asyncio.gather(*(ask(session, places) for _ in range(count)))
@@ -92,9 +92,9 @@ def test_memory_is_flat(app, length):
         names = ("Gateway", "Target", "Drafter")
         return {f"{name} {pid}": psutil.Process(pid).memory_full_info().uss for name in names for pid in app.pids(name)}
 
-    asyncio.run(ask_all(num_before))
+    asyncio.run(request_drafts(num_before))
     before = measured()
-    asyncio.run(ask_all(num_measured))
+    asyncio.run(request_drafts(num_measured))
     after = measured()
     assert len(before) == 3
     growth = {name: after[name] - before[name] for name in before}
@@ -112,9 +112,9 @@ def test_another_setting_is_rolled_out_while_answers_are_streamed(app, expected)
     rollout = threading.Thread(target=app.deploy, args=(everywhere,), kwargs={"api": api})
     rollout.start()
     while rollout.is_alive():
-        assert [text for text, _ in app.ask_all(asked, AT_ONCE)] == expected
+        assert [text for text, _ in app.request_drafts(asked, AT_ONCE)] == expected
     rollout.join()
-    assert [text for text, _ in app.ask_all(asked, AT_ONCE)] == expected
+    assert [text for text, _ in app.request_drafts(asked, AT_ONCE)] == expected
     assert all(app.num_running(name) == 2 and not before[name] & set(app.ready(name)) for name in everywhere)
     with app.plain_client() as client:
         fields = {"model": MODEL, "prompt": "one two", "extra_body": {"ignore_eos": True}}
@@ -132,12 +132,12 @@ def test_pools_grow_under_load_and_shrink_again(app, expected):
         while [app.num_running(name) for name in pools] != [count, count]:
             assert time.monotonic() < deadline, "the pools were not scaled"
             part = asked if at_once > 1 else asked[:4]
-            assert [text for text, _ in app.ask_all(part, at_once)] == expected[: len(part)]
+            assert [text for text, _ in app.request_drafts(part, at_once)] == expected[: len(part)]
 
     wait_for(1, 1)
     wait_for(2, 24)
     wait_for(1, 1)
-    assert [text for text, _ in app.ask_all(asked, 1)] == expected
+    assert [text for text, _ in app.request_drafts(asked, 1)] == expected
 
 
 @pytest.mark.timeout(300)

@@ -123,20 +123,22 @@ def test_a_run_may_go_on_with_what_changes_no_weight(
 
 @pytest.mark.parametrize("kind", [DataError, UnreachableError])
 def test_only_what_may_answer_again_is_left_to_ray_to_retry(
-    monkeypatch: pytest.MonkeyPatch, kind: type[DataError]
+    monkeypatch: pytest.MonkeyPatch, kind: type[DataError], tmp_path: Path
 ) -> None:
     import ray
 
     from moray.cluster.progress_actor import ProgressActor
     from moray.cluster.training import worker as training
 
-    def fail(settings: dict[str, Any]) -> None:
+    def fail(settings: training.WorkerSettings) -> None:
         raise kind("no")
 
     monkeypatch.setattr(training, "_train", fail)
     progress_actor: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    config = _config(tmp_path, tmp_path, tmp_path)
+    settings = training.WorkerSettings(config, tmp_path, 1, None, progress_actor)
     with pytest.raises(kind):
-        training.work({"progress_actor": progress_actor})
+        training.work({"settings": settings})
     failure: Any = ray.get(progress_actor.failure.remote())
     assert (failure is None) == (kind is UnreachableError)
 
@@ -144,7 +146,7 @@ def test_only_what_may_answer_again_is_left_to_ray_to_retry(
 def test_a_cache_of_another_target_is_refused(other_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
     from moray.cluster.training.distill import distill
 
-    cached = read_manifest(CacheStore(str(tiny_cache))).plan["target"]["fingerprint"]
+    cached = read_manifest(CacheStore(str(tiny_cache))).plan.target.fingerprint
     config = _config(other_target, tiny_cache, tmp_path / "run")
     with pytest.raises(MismatchError, match=rf"fingerprint {cached}; target.model '{other_target}' has [0-9a-f]+: "):
         distill(config)
@@ -223,8 +225,8 @@ def test_a_range_of_workers_is_cut_to_the_machine_and_to_the_run_s_lanes(
 ) -> None:
     from moray.cluster.training.data_shards import num_workers, run_data_shards
 
-    def asked(given: Any, accumulate: int = 1) -> DistillConfig:
-        config = _config(tiny_target, tiny_cache, tmp_path / "run", gradient_accumulation_steps=accumulate)
+    def asked(given: Any, **train: Any) -> DistillConfig:
+        config = _config(tiny_target, tiny_cache, tmp_path / "run", **train)
         return config.model_copy(update={"workers": config.workers.model_copy(update={"num_workers": given})})
 
     assert run_data_shards(asked((1, 8), gradient_accumulation_steps=3)) == 24

@@ -54,7 +54,7 @@ def _end(run: Any, how: str, ready: Callable[[], bool]) -> None:
     run.wait_until(ready)
     run.interrupt()
     assert run.finish() == 130, run.output
-    assert "interrupted: the same command with --resume goes on" in run.output
+    assert "interrupted: the same command with --resume continues" in run.output
     run.wait_until_gone(60, but=("DashboardAgent", "RuntimeEnvAgent"))
 
 

@@ -68,7 +68,7 @@ def count_runs(runner: Runner) -> list[int]:
     return asked
 
 
-def ask_all(target: Target, config: EvaluateConfig) -> tuple[Runner, int, list[int]]:
+def request_drafts(target: Target, config: EvaluateConfig) -> tuple[Runner, int, list[int]]:
     """Ask what is not answered yet: the runner, the turns that count as done, and the calls of methods."""
     runner = runner_of(target, config)
     calls = count_runs(runner)
@@ -82,7 +82,7 @@ def texts(runner: Runner) -> list[list[list[int]]]:
 
 def test_a_run_that_was_cut_anywhere_goes_on_where_it_was(folder, target, tmp_path):
     config = config_of(folder, tmp_path)
-    whole, num_done, calls = ask_all(target, config)
+    whole, num_done, calls = request_drafts(target, config)
     assert num_done == NUM_TURNS
     assert len(whole.measurement.asked) == 6
     assert whole.measurement.num_skipped == 6
@@ -92,7 +92,7 @@ def test_a_run_that_was_cut_anywhere_goes_on_where_it_was(folder, target, tmp_pa
     for length in (0, 10, first - 1, first, first + 1, second + 700, len(content) - 1, len(content)):
         (tmp_path / ANSWERS_FILE).write_bytes(content[:length])
         num_known = content[:length].count(b"\n")
-        runner, num_done, calls = ask_all(target, config)
+        runner, num_done, calls = request_drafts(target, config)
         assert num_done == NUM_TURNS, "the bar ends at 100 %"
         assert texts(runner) == texts(whole)
         assert all(all(method.lossless) for method in runner.measurement.methods if method.name != "generate")
@@ -107,7 +107,7 @@ def test_a_run_that_was_cut_anywhere_goes_on_where_it_was(folder, target, tmp_pa
 
 
 def test_a_line_holds_all_that_figures_are_made_of(folder, target, tmp_path):
-    runner, _, _ = ask_all(target, config_of(folder, tmp_path))
+    runner, _, _ = request_drafts(target, config_of(folder, tmp_path))
     line = json.loads((tmp_path / ANSWERS_FILE).read_text().splitlines()[0])
     assert [(answer["method"], answer["tree"]) for answer in line["answers"]] == [
         ("plain", ""), ("generate", ""), ("rehearsed", "chain-3")
@@ -116,7 +116,7 @@ def test_a_line_holds_all_that_figures_are_made_of(folder, target, tmp_path):
         "tokens", "finish_reason", "accepted", "emitted", "drafted", "layer_counts", "seconds",
         "prefill_seconds", "phases",
     }  # fmt: skip
-    again, _, _ = ask_all(target, config_of(folder, tmp_path))
+    again, _, _ = request_drafts(target, config_of(folder, tmp_path))
     for method, known in zip(runner.measurement.methods, again.measurement.methods, strict=True):
         assert method.generations == known.generations
 
@@ -131,7 +131,7 @@ def test_a_line_holds_all_that_figures_are_made_of(folder, target, tmp_path):
     ],
 )
 def test_answers_of_another_evaluation_are_refused(folder, target, tmp_path, change, fingerprints, message):
-    ask_all(target, config_of(folder, tmp_path))
+    request_drafts(target, config_of(folder, tmp_path))
     before = (tmp_path / ANSWERS_FILE).read_bytes()
     with pytest.raises(MismatchError, match=message), open_answers(config_of(folder, tmp_path, **change), fingerprints):
         pass
@@ -141,13 +141,13 @@ def test_answers_of_another_evaluation_are_refused(folder, target, tmp_path, cha
 def test_a_folder_with_a_report_but_no_answers_may_be_used(folder, target, tmp_path):
     with open_answers(config_of(folder, tmp_path, max_new_tokens=9), {"target": "other"}):
         pass
-    assert ask_all(target, config_of(folder, tmp_path))[1] == NUM_TURNS
-    assert ask_all(target, config_of(folder, tmp_path))[2] == []
+    assert request_drafts(target, config_of(folder, tmp_path))[1] == NUM_TURNS
+    assert request_drafts(target, config_of(folder, tmp_path))[2] == []
 
 
 def test_damage_is_named_and_never_repaired_silently(folder, target, tmp_path):
     config = config_of(folder, tmp_path)
-    ask_all(target, config)
+    request_drafts(target, config)
     path = tmp_path / ANSWERS_FILE
     lines = path.read_bytes().splitlines(keepends=True)
     for wrong, message in (
@@ -158,12 +158,12 @@ def test_damage_is_named_and_never_repaired_silently(folder, target, tmp_path):
     ):
         path.write_bytes(b"".join(wrong))
         with pytest.raises(DataError, match=message):
-            ask_all(target, config)
+            request_drafts(target, config)
         assert path.read_bytes() == b"".join(wrong)
     path.write_bytes(b"".join(lines))
     (tmp_path / "run.yaml").unlink()
     with pytest.raises(DataError, match=r"has no run.yaml beside it"):
-        ask_all(target, config)
+        request_drafts(target, config)
 
 
 def test_two_processes_do_not_write_the_same_answers(folder, tmp_path):

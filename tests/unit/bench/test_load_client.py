@@ -266,7 +266,7 @@ def test_the_interrupted_command_prints_and_writes_what_it_has_and_no_traceback(
             return process.returncode, out.decode(), err.decode()
 
     code, out, err = asyncio.run(run())
-    assert (code, err) == (130, "\ninterrupted: the same command begins anew\n")
+    assert (code, err) == (130, "\ninterrupted: the same command starts again\n")
     assert "interrupted: 1 of 2 levels were measured" in out
     assert json.loads((tmp_path / "r.json").read_text())["levels"][0]["variants"]["default"]["completed"] == 4
 

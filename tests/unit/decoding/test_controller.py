@@ -145,7 +145,7 @@ def test_a_factor_learnt_at_one_size_holds_at_all():
     slow = costs_of([(1, 3.0), (9, 3.0)], [(1, 0.3), (8, 2.4)])
     for depth in (1, 8):
         wanted = slow.verify_seconds(depth + 1) + slow.draft_seconds(depth, 0)
-        assert own._seconds(1, 1, depth, depth, 0) == pytest.approx(wanted, rel=0.15)
+        assert own._costs.cycle_seconds(1, 1, depth, depth, 0) == pytest.approx(wanted, rel=0.15)
 
 
 @pytest.mark.parametrize("slower", [(1, 2, 1), (1, 1, 3), (3, 3, 3), (1, 8, 8)], ids=str)
@@ -356,7 +356,7 @@ def test_trees_of_one_pass_share_their_number_of_nodes():
     trees = [log_probs_of(seed, count) for seed, count in enumerate((40, 3, 17, 0))]
 
     def rate(count: int) -> float:
-        seconds = own._costs.verify_seconds(6, count + 1) + own._costs.draft_seconds(4, 4, 0)
+        seconds = own._costs.table.verify_seconds(6, count + 1) + own._costs.table.draft_seconds(4, 4, 0)
         return (6 + sum(math.exp(p) for tree in trees for p in tree[:count])) / seconds
 
     best = own.nodes_worth_verifying(FOUR_LEVELS, trees, 6)
@@ -506,7 +506,8 @@ def test_an_n_that_takes_longer_than_was_measured_is_corrected_alone():
         own.record_pass(1, depth, 1.02)
         own.record_draft(plan, 1, 1, (0.5, 1.5)[plan.num_target_layers])
     taken = [
-        own._seconds(1, 1, depth, depth, num_target_layers) - own._seconds(1, 0, depth, 0, num_target_layers)
+        own._costs.cycle_seconds(1, 1, depth, depth, num_target_layers)
+        - own._costs.cycle_seconds(1, 0, depth, 0, num_target_layers)
         for num_target_layers in (0, 1)
     ]
     assert taken == pytest.approx([0.5, 1.5], rel=0.3)

@@ -13,8 +13,9 @@ from tiny_targets import load_target
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import Ask, LocalDrafts
 from moray.decoding.engine.engine import Engine
-from moray.decoding.planning.controller import NUM_TRIED, DraftPlan, SpeculationController
+from moray.decoding.planning.controller import DraftPlan, SpeculationController
 from moray.decoding.planning.costs import Costs, CostTable
+from moray.decoding.planning.probing import NUM_TRIED
 from moray.decoding.request import Request
 from moray.drafters.base import Memory
 from moray.trees.grow import root_alone
@@ -92,7 +93,7 @@ def test_costs_between_measured_sizes_lie_on_a_line(monkeypatch):
     own = SpeculationController(SHAPE)
     own.set_costs(CostTable({rows: costs_of(verify=[(1, 0.01 * rows)], draft=[(1, 0.001)]) for rows in (2, 10)}))
     seen = []
-    monkeypatch.setattr(own._verify, "record", lambda expected, seconds: seen.append(expected))
+    monkeypatch.setattr(own._costs._verify, "record", lambda expected, seconds: seen.append(expected))
     for rows in (1, 2, 4, 10, 50):
         own.record_pass(rows, 0, 1.0)
     assert seen == pytest.approx([0.02, 0.02, 0.04, 0.10, 0.10])
@@ -251,8 +252,8 @@ class Asked:
         self.controller.set_costs(CostTable({1: costs_of(verify=[(1, 1.0), (8, 1.0)], draft=[(1, 1e-9), (6, 1e-9)])}))
         for name in ("record_pass", "record_rest", "record_ask"):  # whatever this machine takes
             monkeypatch.setattr(self.controller, name, lambda *_: None)
-        monkeypatch.setattr(self.controller._draft, "record", lambda *_: None)
-        monkeypatch.setattr(self.controller._draft_scale[0], "lower", lambda *_: False)
+        monkeypatch.setattr(self.controller._costs._draft, "record", lambda *_: None)
+        monkeypatch.setattr(self.controller._costs._draft_scale[0], "lower", lambda *_: False)
         for number in range(num_rows):
             self.engine.submit(
                 Request(prompt=tuple(tiny.prompt(number, length=40)), params=GREEDY, max_new_tokens=num_tokens)

@@ -14,6 +14,7 @@ from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
+from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import Ask, LocalDrafts
 from moray.decoding.engine.engine import Engine
@@ -28,7 +29,6 @@ from moray.decoding.remote.messages import DraftReply, DraftRequest, Entry, pack
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.together import answer_together
 from moray.errors import DataError, UnreachableError
 
 CAPACITY = 320
@@ -144,8 +144,8 @@ def test_text_and_drafts_are_those_of_a_drafter_in_process(tiny, pool_of, varian
     pool, requests = pool_of(variant), requests_of(tiny)
     source = RemoteDrafts(pool.drafter, "d", pool, timeout=10, max_inflight=2 * num_micro_batches)
     remote = engine_of(tiny, source, shape, num_micro_batches=num_micro_batches)
-    made = answer_together(remote, requests)
-    local = answer_together(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), shape), requests)
+    made = answer_batch(remote, requests)
+    local = answer_batch(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), shape), requests)
     assert [g.tokens for g in made] == alone(tiny, requests)
     assert [g.accepted for g in made] == [g.accepted for g in local]
     assert sorted(pool.opened) == sorted(pool.closed), "every place is given back"
@@ -155,8 +155,8 @@ def test_rejection_works_though_distributions_do_not_cross(tiny, pool_of):
     """A chain's tokens are then the likeliest ones, tested as point masses; the law itself is not tested here."""
     pool = pool_of()
     requests = requests_of(tiny, (SamplingParams(temperature=0.8, seed=1, acceptance_method="rejection"),))
-    made = answer_together(engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10)), requests)
-    trees = answer_together(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), SHAPES["fixed"]), requests)
+    made = answer_batch(engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10)), requests)
+    trees = answer_batch(engine_of(tiny, LocalDrafts(pool.drafter, CAPACITY, 64), SHAPES["fixed"]), requests)
     assert [g.tokens for g in made] != [g.tokens for g in trees], "by rejection the text depends on what was drafted"
     assert all(len(generation.tokens) == 30 for generation in made)
 
@@ -185,7 +185,7 @@ def test_without_any_drafter_decoding_is_plain(tiny, pool_of):
     pool, requests = pool_of(), requests_of(tiny)
     pool.stop()
     engine = engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10))
-    assert [g.tokens for g in answer_together(engine, requests)] == alone(tiny, requests)
+    assert [g.tokens for g in answer_batch(engine, requests)] == alone(tiny, requests)
     assert engine.stats.num_drafts == 0
 
 
@@ -195,7 +195,7 @@ def test_late_drafts_are_done_without(tiny, pool_of):
     pool.delay = 0.05
     source = RemoteDrafts(pool.drafter, "d", pool, timeout=0.005)
     engine = engine_of(tiny, source)
-    assert [g.tokens for g in answer_together(engine, requests)] == alone(tiny, requests)
+    assert [g.tokens for g in answer_batch(engine, requests)] == alone(tiny, requests)
     assert source.stats.num_late > 0
     assert source.stats.num_cycles < engine.stats.num_passes
 
@@ -335,7 +335,7 @@ def test_many_sequences_are_told_in_several_messages(monkeypatch, tiny, pool_of)
     pool, requests = pool_of(), requests_of(tiny)
     sent, engine = [], engine_of(tiny, RemoteDrafts(pool.drafter, "d", pool, timeout=10), SHAPES["fixed"])
     monkeypatch.setattr(source_module, "pack", lambda request, tensors: sent.append(request) or pack(request, tensors))
-    made = answer_together(engine, requests)
+    made = answer_batch(engine, requests)
     assert [generation.tokens for generation in made] == alone(tiny, requests)
     assert engine.stats.num_missed > 0, "all were told at once"
     assert {entry.session for request in sent for entry in request.entries} == set(pool.opened)
@@ -348,7 +348,7 @@ def test_a_drafter_that_ends_while_nobody_drafts_there_is_noticed(tiny, pool_of)
         pool.drafter, "d", pool, timeout=10, connect=lambda place: channels.append(SocketChannel(place)) or channels[-1]
     )
     for number in range(2):
-        answer_together(engine_of(tiny, source), requests)
+        answer_batch(engine_of(tiny, source), requests)
         assert len(channels) == number + 1
         pool.start()
         pool.kill()

@@ -5,6 +5,7 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
 from moray.decoding import synthetic
+from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
@@ -13,7 +14,6 @@ from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftRequest, Entry
 from moray.decoding.request import Request
 from moray.decoding.synthetic import SyntheticCost, SyntheticCosts
-from moray.decoding.together import answer_together
 from moray.trees.shapes import ChainShape
 
 CAPACITY = 128
@@ -64,7 +64,7 @@ def answers(tiny, costs: SyntheticCosts) -> tuple[list[list[int]], Engine]:
         )
         for seed in range(5)
     ]
-    return [made.tokens for made in answer_together(engine, requests)], engine
+    return [made.tokens for made in answer_batch(engine, requests)], engine
 
 
 def test_tokens_stay_and_every_pass_and_draft_costs_what_was_set(tiny, clock):

@@ -91,7 +91,7 @@ def test_the_sides_take_turns_and_the_median_counts(tiny, monkeypatch):
 
 
 def test_other_text_is_found(tiny, monkeypatch):
-    answer = batch_speedup.answer_together
+    answer = batch_speedup.answer_batch
 
     def wrong(engine, requests):
         generations = answer(engine, requests)

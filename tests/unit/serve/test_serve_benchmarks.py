@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from moray.config import load_config, validate
@@ -19,6 +20,7 @@ from serve.bench.configs import PoolConfig, ScalingBenchmarkConfig, SideBySideCo
 from serve.bench.side_by_side import benchmark_side_by_side
 from serve.benchmark import main_side_by_side
 from serve.config import ServeConfig, read_args
+from serve.target import TargetDescription
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "configs" / "benchmarks"
 APPLICATION = {"target": {"model": "t"}, "drafters": {"moa": "m"}}
@@ -138,13 +140,13 @@ def test_every_thread_is_put_on_its_cores_and_set_free_again():
 
 def test_a_model_says_that_its_speed_is_made_up():
     def shown(engine: dict[str, Any]) -> dict[str, Any]:
-        async def describe() -> dict[str, Any]:
-            return {"max_model_len": 64, "drafters": ["moa"]}
+        async def describe() -> TargetDescription:
+            return TargetDescription(64, 100, ("moa",), num_open=0, num_running=0, num_leases=0)
 
         config = validate(ServeConfig, APPLICATION | {"engine": engine})
         gateway: Any = SimpleNamespace(config=config, describe=describe)
         found = asyncio.run(_model(gateway))
-        assert Model.model_validate(found)
+        assert TypeAdapter(Model).validate_python(found)
         return found
 
     assert "synthetic_costs" not in shown({})

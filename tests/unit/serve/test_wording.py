@@ -1,14 +1,20 @@
 """Names of tokens in completions, whose likeliest tokens are a dictionary: none takes another's place."""
 
 import pytest
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from moray.decoding.request import TokenLogprobs
+from moray.decoding.params import SamplingParams
+from moray.decoding.request import Request, RequestOutput, TokenLogprobs
+from moray.decoding.sampling.detokenizer import IncrementalDetokenizer
+from moray.decoding.sampling.stop import StopStrings
 from moray.targets.demo.data import CHAT_TEMPLATE
 from moray.text import ChatTokenizer
-from serve.api.answers import LoggedToken
-from serve.api.wording import _text_behind_others, _top_by_key
+from serve.api.answers import Choice, LoggedToken, Usage
+from serve.api.documents import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from serve.api.schemas import ChatRequest, CompletionRequest
+from serve.api.wording import Wording, _text_behind_others, _top_by_key
 
 WORDS = ["<s>", "A", "<0x41>", "▁A", "<0xE6>", "▁"]
 
@@ -38,3 +44,27 @@ def test_refused_drafts_keep_their_first_space(tokenizer):
     assert _text_behind_others(tokenizer, [3, 1]) == " AA"
     assert _text_behind_others(tokenizer, [0, 4, 0]) == "\ufffd"
     assert _text_behind_others(tokenizer, []) == ""
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
+def test_answers_and_chunks_are_as_documented(tokenizer, is_chat):
+    prompt = {"messages": [{"role": "user", "content": "A"}], "logprobs": True, "top_logprobs": 2}
+    fields = prompt if is_chat else {"prompt": "A", "logprobs": 2}
+    request_class, chunk, whole = (
+        (ChatRequest, ChatChunk, ChatCompletion) if is_chat else (CompletionRequest, CompletionChunk, Completion)
+    )
+    body = request_class.model_validate({"model": "m", "speculation": {"trace": True}, **fields})
+    request = Request(prompt=(1,), params=SamplingParams(), max_new_tokens=4, logprobs=2)
+    stream = IncrementalDetokenizer(StopStrings((), tokenizer.decode), (), tokenizer.token_bytes.of)
+    choice, wording = Choice(0, request, stream, tokenizer, Usage(num_prompt=1)), Wording(body, "m")
+    logged = [TokenLogprobs(-1.0, [(1, -1.0), (2, -2.0)]) for _ in range(2)]
+    outputs = [
+        RequestOutput(0, [1, 3], num_accepted=1, rejected=[4], logprobs=logged),
+        RequestOutput(0, [], finish_reason="stop", logprobs=[]),
+    ]
+    chunks = [*wording.opening(choice), *(wording.chunk(choice, choice.add(one)) for one in outputs)]
+    chunks.append(wording.usage(choice.usage))
+    assert TypeAdapter(list[chunk]).validate_python(chunks, strict=True) == chunks
+    assert chunks[-2]["speculation"]["num_rejected"] == 0
+    answer = wording.whole([choice])
+    assert TypeAdapter(whole).validate_python(answer, strict=True) == answer

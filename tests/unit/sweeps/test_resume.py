@@ -87,7 +87,7 @@ def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another process works on the sweep"):
             is_done(tmp_path, sweep, dict, resume=True)
     assert not is_worked_on(tmp_path)
-    with pytest.raises(ConfigError, match="a sweep that is not finished: add --resume to go on with it"):
+    with pytest.raises(ConfigError, match="a sweep that is not finished: add --resume to continue it"):
         is_done(tmp_path, sweep, dict, resume=False)
     assert not is_done(tmp_path, sweep, dict, resume=True)
     _finish(sweep)

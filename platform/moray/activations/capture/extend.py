@@ -1,18 +1,15 @@
 """From a committed shard to the same with more columns: run the target over its tokens, encode, write, commit."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from moray.activations.capture.attempts import MAX_ATTEMPTS, Attempts
 from moray.activations.capture.extract import TapEncoder, token_arrays
 from moray.activations.format.channels import CHANNELS_FILE, channels_fingerprint, read_channels
-from moray.activations.format.row_groups import checked_row_groups
-from moray.activations.format.schema import METADATA_KEY, CacheConfig, shard_schema
+from moray.activations.format.row_groups import checked_row_groups, shard_writer
+from moray.activations.format.schema import CacheConfig, Column, read_description, shard_schema
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.growth import NEXT, finish_replaced
@@ -74,10 +71,8 @@ class ShardExtender:
         kept = [name for name in self._columns if stored.get(name) == self._columns[name]]
         new = [name for name in self._columns if name not in kept]
         squares: dict[str, float] = {}
-        compression = self._config.compression
-        options: dict[str, Any] = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
         with self._store.open_output(f"shards/{shard}.parquet") as sink:
-            with pq.ParquetWriter(sink, self._schema, **options) as writer:
+            with shard_writer(sink, self._schema, self._config.compression) as writer:
                 for table in self._row_groups(info, kept, new, squares):
                     writer.write_table(table, row_group_size=table.num_rows)
             sums = info.hidden_square_sums | squares
@@ -88,21 +83,21 @@ class ShardExtender:
         self._store.delete(f"shards/{shard}{NEXT}")
         return info
 
-    def _stored(self, shard: str) -> dict[str, Any]:
+    def _stored(self, shard: str) -> dict[str, Column]:
         """Codec and width of the columns that a shard has.
 
         Raises:
             DataError: they were encoded with other channels than those that the cache has now.
         """
         with self._store.open_shard(shard) as file:
-            described = json.loads(file.schema_arrow.metadata[METADATA_KEY])
-        fingerprint = channels_fingerprint(read_channels(self._store, described["columns"]))
-        if fingerprint != described.get("channels"):
+            described = read_description(file.schema_arrow)
+        fingerprint = channels_fingerprint(read_channels(self._store, described.columns))
+        if fingerprint != described.channels:
             raise DataError(
                 f"'{self._store.uri}/{CHANNELS_FILE}' is not the one that shard '{shard}' was written with: put that "
                 "back"
             )
-        return described["columns"]
+        return described.columns
 
     def _row_groups(
         self, info: ShardInfo, kept: list[str], new: list[str], squares: dict[str, float]

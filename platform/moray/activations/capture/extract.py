@@ -1,11 +1,9 @@
 """From planned chats to a shard of activations: run the target, encode, write, commit."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from jaxtyping import Bool, UInt8
 from torch import Tensor
@@ -20,7 +18,8 @@ from moray.activations.format.channels import (
     read_channels,
 )
 from moray.activations.format.codec import codec
-from moray.activations.format.schema import CacheConfig, codec_bytes, hidden_column, shard_schema
+from moray.activations.format.row_groups import shard_writer
+from moray.activations.format.schema import CacheConfig, hidden_column, shard_schema
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import ShardPlan, tap_columns
@@ -50,7 +49,7 @@ class TapEncoder:
         is_finite: dict[str, Tensor] = {}
         squares: dict[str, Tensor] = {}
         for name, values in record_taps(self._target, self._config, tokens):
-            chosen = codec(self.columns[name]["codec"])
+            chosen = codec(self.columns[name].codec)
             is_finite[name] = chosen.can_hold(values)
             if name in self.hidden:
                 squares[name] = values.float().square().mean(dim=1)
@@ -75,7 +74,7 @@ class TapEncoder:
         for name, is_finite in finite.items():
             if not bool(is_finite.all()):
                 uid = _first_not_finite(is_finite, lengths, uids)
-                stored = self.columns[name]["codec"]
+                stored = self.columns[name].codec
                 raise DataError(
                     f"column '{name}' of chat '{uid}' is not finite as {stored}: give another output and "
                     "target.dtype=float32, and if float16 is what it is stored in, bfloat16 instead"
@@ -83,7 +82,7 @@ class TapEncoder:
         return {name: _binary(data, lengths) for name, data in encoded.items()}, sums
 
     def _check_size(self, num_tokens: int) -> None:
-        size = num_tokens * max(codec_bytes(column["codec"], column["width"]) for column in self.columns.values())
+        size = num_tokens * max(column.bytes_per_token for column in self.columns.values())
         if size >= 1 << 31:
             raise ConfigError(f"cache.batch_tokens makes a column of {size} bytes; 2 GiB is the most: lower it")
 
@@ -127,10 +126,8 @@ class ShardWriter:
         part = self._read_part(plan.part)
         squares = dict.fromkeys(self._encoder.hidden, 0.0)
         row_groups: list[list[int]] = []
-        compression = self._config.compression
-        options: dict[str, Any] = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
         with self._store.open_output(f"shards/{plan.name}.parquet") as sink:
-            with pq.ParquetWriter(sink, self._schema, **options) as writer:
+            with shard_writer(sink, self._schema, self._config.compression) as writer:
                 for rows in plan.batches:
                     batch = part.take(pa.array(rows))
                     table = self._run(batch, squares)

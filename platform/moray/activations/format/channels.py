@@ -8,7 +8,6 @@ written is what is read.
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moray.activations.format.schema import QUANTISED
+from moray.activations.format.schema import QUANTISED, Column
 from moray.activations.format.store import CacheStore
 from moray.errors import DataError
 
@@ -40,9 +39,9 @@ Channels = Mapping[str, ColumnChannels]
 """Channels by tap column."""
 
 
-def quantised_columns(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def quantised_columns(columns: Mapping[str, Column]) -> list[str]:
     """The columns that need channels."""
-    return [name for name, column in columns.items() if column["codec"] in QUANTISED]
+    return [name for name, column in columns.items() if column.codec in QUANTISED]
 
 
 class ChannelStatistics:
@@ -94,7 +93,7 @@ def write_channels(store: CacheStore, channels: Channels) -> None:
     store.write_table(CHANNELS_FILE, pa.table(columns))
 
 
-def read_channels(store: CacheStore, columns: Mapping[str, Mapping[str, Any]]) -> Channels:
+def read_channels(store: CacheStore, columns: Mapping[str, Column]) -> Channels:
     """The channels of a cache; none if no column is quantised.
 
     Raises:
@@ -118,10 +117,10 @@ def read_channels(store: CacheStore, columns: Mapping[str, Mapping[str, Any]]) -
             torch.from_numpy(np.array(table.column(kind)[rows[name]].values.to_numpy(), dtype=np.float32))
             for kind in ("offset", "scale")
         )
-        if not offset.shape == scale.shape == (columns[name]["width"],):
+        if not offset.shape == scale.shape == (columns[name].width,):
             raise DataError(
                 f"'{store.uri}/{CHANNELS_FILE}' has {len(offset)} channels for column '{name}', which has "
-                f"{columns[name]['width']}: put back the cache's own"
+                f"{columns[name].width}: put back the cache's own"
             )
         found[name] = ColumnChannels(offset, scale)
     return found
@@ -132,7 +131,7 @@ def read_known_channels(store: CacheStore) -> Channels:
     if not store.exists(CHANNELS_FILE):
         return {}
     widths = {row["column"]: len(row["offset"]) for row in store.read_table(CHANNELS_FILE).to_pylist()}
-    return read_channels(store, {name: {"codec": QUANTISED[0], "width": width} for name, width in widths.items()})
+    return read_channels(store, {name: Column(QUANTISED[0], width) for name, width in widths.items()})
 
 
 def channels_fingerprint(channels: Channels) -> str | None:

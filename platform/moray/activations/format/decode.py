@@ -1,7 +1,6 @@
 """From stored bytes back to values, on the device that needs them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +11,7 @@ from torch import Tensor
 from moray.activations.format.channels import Channels, read_channels
 from moray.activations.format.codec import codec
 from moray.activations.format.manifest import Manifest
+from moray.activations.format.schema import Column
 from moray.activations.format.store import CacheStore
 
 
@@ -23,7 +23,7 @@ class TapDecoder:
 
     def __init__(
         self,
-        columns: Mapping[str, Mapping[str, Any]],
+        columns: Mapping[str, Column],
         device: torch.device | str = "cpu",
         channels: Channels | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -58,10 +58,10 @@ class TapDecoder:
     def decode(self, table: pa.Table, name: str) -> Float[Tensor, "tokens width"]:
         """The values of one column, chats one after the other."""
         column = self.columns[name]
-        chosen = codec(column["codec"])
+        chosen = codec(column.codec)
         data = torch.from_numpy(np.concatenate([_bytes_of(chunk) for chunk in table.column(name).chunks]))
-        data = data.to(self.device, non_blocking=True).view(-1, chosen.bytes_per_token(column["width"]))
-        return chosen.decode(data, column["width"], self._channels.get(name), self.dtype)
+        data = data.to(self.device, non_blocking=True).view(-1, chosen.bytes_per_token(column.width))
+        return chosen.decode(data, column.width, self._channels.get(name), self.dtype)
 
 
 def _bytes_of(array: pa.BinaryArray) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
+from moray.activations.format.records import PlanRecord
 from moray.activations.format.scan import scan
-from moray.activations.format.schema import FORMAT
+from moray.activations.format.schema import FORMAT, Column
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
 from moray.errors import DamagedError, DataError
@@ -17,15 +17,17 @@ LAYOUT_FILE = "layout.json"
 class Manifest:
     """A complete cache: its plan (fingerprints, columns), shards and statistics."""
 
-    plan: dict[str, Any]
+    plan: PlanRecord
     shards: dict[str, ShardInfo]
     hidden_rms: dict[int, float]
     """Root mean square of the hidden states, by depth."""
+    chats: dict[str, int]
+    """Chats kept, dropped and bad."""
 
     @property
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, Column]:
         """Codec and width by tap column."""
-        return self.plan["columns"]
+        return self.plan.columns
 
     @property
     def num_tokens(self) -> int:
@@ -45,10 +47,10 @@ def write_manifest(store: CacheStore, counts: dict[str, int]) -> Manifest:
         store: the cache.
         counts: chats read, dropped and bad, as reported by the tokenising stage.
     """
-    plan, shards = store.read_json("plan.json"), scan(store).counting
+    plan, shards = store.read_record("plan.json", PlanRecord), scan(store).counting
     tokens = sum(shard.tokens for shard in shards.values())
     # Not those of columns that are being added: not all shards have them.
-    names = {name for shard in shards.values() for name in shard.hidden_square_sums if name in plan["columns"]}
+    names = {name for shard in shards.values() for name in shard.hidden_square_sums if name in plan.columns}
     rms = {
         name: math.sqrt(sum(s.hidden_square_sums[name] for s in shards.values()) / max(1, tokens))
         for name in sorted(names)
@@ -63,7 +65,7 @@ def write_manifest(store: CacheStore, counts: dict[str, int]) -> Manifest:
         "manifest.json",
         {
             "format": FORMAT,
-            "plan": plan,
+            "plan": plan.values,
             "totals": totals,
             "chats": counts,
             "hidden_rms": rms,
@@ -85,8 +87,8 @@ def write_layout(
         counts: chats read, dropped and bad.
     """
     shards = [{"name": name, "row_groups": groups} for name, groups in row_groups.items()]
-    plan = store.read_json("plan.json")
-    layout = {"format": FORMAT, "plan": plan, "chats": counts, "hidden_rms": hidden_rms, "shards": shards}
+    plan = store.read_record("plan.json", PlanRecord)
+    layout = {"format": FORMAT, "plan": plan.values, "chats": counts, "hidden_rms": hidden_rms, "shards": shards}
     store.write_json(LAYOUT_FILE, layout)
 
 
@@ -97,6 +99,10 @@ def read_layout(store: CacheStore) -> Manifest:
         DamagedError: it is missing or damaged.
     """
     values = store.read_json(LAYOUT_FILE)
+    try:
+        plan = PlanRecord.of(values["plan"])
+    except ValueError as error:
+        raise DamagedError(f"'{store.uri}/{LAYOUT_FILE}' is damaged: {error}; remove it and train again") from None
     shards = {
         shard["name"]: ShardInfo(
             shard["name"],
@@ -109,7 +115,7 @@ def read_layout(store: CacheStore) -> Manifest:
         )
         for shard in values["shards"]
     }
-    return Manifest(values["plan"], shards, _by_depth(values["hidden_rms"]))
+    return Manifest(plan, shards, _by_depth(values["hidden_rms"]), values["chats"])
 
 
 def read_manifest(store: CacheStore) -> Manifest:
@@ -131,7 +137,8 @@ def read_manifest(store: CacheStore) -> Manifest:
         raise DataError(f"'{store.uri}' has format {values.get('format')}; this version reads {FORMAT}")
     try:
         shards = {shard["name"]: ShardInfo(**shard) for shard in values["shards"]}
-        return Manifest(values["plan"], shards, _by_depth(values["hidden_rms"]))
+        plan = PlanRecord.of(values["plan"])
+        return Manifest(plan, shards, _by_depth(values["hidden_rms"]), values.get("chats", {}))
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(
             f"'{store.uri}/manifest.json' is damaged: {error}; run pipelines.cache_activations again"

@@ -1,13 +1,28 @@
-"""Reading a shard row group by row group, each checked against the shard's marker."""
+"""Shards row group by row group: written, and read with each checked against the shard's marker."""
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
+from moray.activations.format.atomic_file import AtomicFile
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
 from moray.errors import DamagedError
+
+
+def shard_writer(sink: AtomicFile, schema: pa.Schema, compression: str) -> pq.ParquetWriter:
+    """What writes the row groups of a shard; a block that it is opened in ends the file.
+
+    Args:
+        sink: the shard's file.
+        schema: of the shard (see `shard_schema`).
+        compression: as in `CacheConfig`.
+    """
+    codec: Any = compression  # pyarrow's own types name a few codecs
+    return pq.ParquetWriter(sink, schema, compression=codec, use_dictionary=False, write_page_checksum=True)
 
 
 def checked_row_groups(store: CacheStore, info: ShardInfo, columns: list[str] | None = None) -> Iterator[pa.Table]:

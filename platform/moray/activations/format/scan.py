@@ -6,8 +6,8 @@ counts then, so that at every instant each chat is in exactly one shard that cou
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
+from moray.activations.format.records import PartSummary
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
 from moray.activations.format.threads import in_threads
@@ -76,7 +76,7 @@ def remove_damaged(store: CacheStore, found: CacheScan) -> None:
 class Parts:
     """The tokenised parts of a cache by name."""
 
-    whole: dict[str, dict[str, Any]]
+    whole: dict[str, PartSummary]
     """What each part's own JSON file says of it."""
     damaged: dict[str, str]
     """What is wrong with a part that should be there."""
@@ -92,20 +92,20 @@ def find_parts(store: CacheStore, number: int = 0) -> Parts:
     sizes = store.sizes("tokens")
     names = sorted({name[:-5] for name in sizes if name.endswith(".json")} | {f"part-{i:05d}" for i in range(number)})
 
-    def look(name: str) -> dict[str, Any] | str:
+    def look(name: str) -> PartSummary | str:
         try:
-            summary = store.read_json(f"tokens/{name}.json")
+            summary = store.read_record(f"tokens/{name}.json", PartSummary)
         except DamagedError as error:
             return "it is missing" if "is missing" in str(error) else "what is noted of it is damaged"
-        if summary.get("name") != name or "bytes" not in summary:
+        if summary.name != name:
             return "what is noted of it is damaged"
         size = sizes.get(f"{name}.parquet")
         if size is None:
             return "it is missing"
-        return summary if size == summary["bytes"] else f"it has {size:,} bytes, noted are {summary['bytes']:,}"
+        return summary if size == summary.bytes else f"it has {size:,} bytes, noted are {summary.bytes:,}"
 
     found = dict(zip(names, in_threads(look, names), strict=True))
     return Parts(
-        {name: value for name, value in found.items() if isinstance(value, dict)},
+        {name: value for name, value in found.items() if isinstance(value, PartSummary)},
         {name: value for name, value in found.items() if isinstance(value, str)},
     )

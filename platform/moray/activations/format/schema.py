@@ -27,10 +27,12 @@ then on the plan's `shard_token_bytes` tells with how many bytes a token the sha
 """
 
 import json
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 import pyarrow as pa
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from moray.config import Config
 
@@ -42,6 +44,29 @@ BITS: dict[str, int] = {"bfloat16": 16, "float16": 16, "float32": 32, "fp8": 8, 
 QUANTISED = ("fp8", "int8", "int4")
 """Codecs with a scale per token, and with channels."""
 SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one tap column is stored."""
+
+    codec: CodecName
+    width: int
+    """Values of one token."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Stored bytes of one token."""
+        return codec_bytes(self.codec, self.width)
+
+
+@dataclass(frozen=True)
+class ShardDescription:
+    """What a shard says of itself, in the metadata of its schema."""
+
+    columns: dict[str, Column]
+    channels: str | None
+    """Fingerprint of the channels that its quantised columns were encoded with; None if it has none."""
 
 
 class CacheConfig(Config):
@@ -72,7 +97,7 @@ class CacheConfig(Config):
     """Chats that are read, tokenised and sorted by length together."""
 
     @property
-    def for_plan(self) -> dict[str, Any]:
+    def for_plan(self) -> dict[str, JsonValue]:
         """What makes one cache differ from another: a quota does not."""
         left_out = {"max_bytes"} | (set() if self.column_codecs else {"column_codecs"})
         return self.model_dump(mode="json", exclude=left_out)
@@ -88,14 +113,9 @@ def hidden_column(depth: int) -> str:
     return f"hidden.{depth}"
 
 
-def bytes_per_token(columns: dict[str, dict[str, Any]]) -> int:
+def bytes_per_token(columns: Mapping[str, Column]) -> int:
     """Stored bytes of one token, compression and Parquet's own overhead aside."""
-    return sum(codec_bytes(column["codec"], column["width"]) for column in columns.values())
-
-
-def shard_token_bytes(plan: dict[str, Any]) -> int:
-    """Bytes of a token with which the shards of a plan were cut: those of the columns that it began with."""
-    return int(plan.get("shard_token_bytes") or bytes_per_token(plan["columns"]))
+    return sum(column.bytes_per_token for column in columns.values())
 
 
 def codec_bytes(name: str, width: int) -> int:
@@ -103,11 +123,16 @@ def codec_bytes(name: str, width: int) -> int:
     return (width * BITS[name] + 7) // 8 + (SCALE_BYTES if name in QUANTISED else 0)
 
 
-def shard_schema(columns: dict[str, dict[str, Any]], channels: str | None = None) -> pa.Schema:
+def column_values(columns: Mapping[str, Column]) -> dict[str, dict[str, str | int]]:
+    """Columns as JSON has them: {"kv.00": {"codec": "bfloat16", "width": 128}, ...}."""
+    return {name: asdict(column) for name, column in columns.items()}
+
+
+def shard_schema(columns: Mapping[str, Column], channels: str | None = None) -> pa.Schema:
     """The Arrow schema of a shard.
 
     Args:
-        columns: per tap column its codec and width: {"kv.00": {"codec": "bfloat16", "width": 128}, ...}.
+        columns: the tap columns, in the order in which they are stored.
         channels: fingerprint of the channels that quantised columns were encoded with.
     """
     fields = [
@@ -117,8 +142,15 @@ def shard_schema(columns: dict[str, dict[str, Any]], channels: str | None = None
         pa.field("response_mask", pa.list_(pa.bool_())),
         *(pa.field(name, pa.binary()) for name in columns),
     ]
-    described = {"format": FORMAT, "columns": columns} | ({"channels": channels} if channels else {})
+    described = {"format": FORMAT, "columns": column_values(columns)} | ({"channels": channels} if channels else {})
     return pa.schema(fields, metadata={METADATA_KEY: json.dumps(described)})
+
+
+def read_description(schema: pa.Schema) -> ShardDescription:
+    """What the schema of a shard says of it."""
+    described = json.loads(schema.metadata[METADATA_KEY])
+    columns = {name: Column(column["codec"], column["width"]) for name, column in described["columns"].items()}
+    return ShardDescription(columns, described.get("channels"))
 
 
 TOKENS_SCHEMA = pa.schema(

@@ -7,7 +7,7 @@ instant, a job finds every finished shard and redoes the others. Every JSON file
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from moray.activations.format.atomic_file import AtomicFile
 from moray.activations.format.location import absolute, refuse_secrets
+from moray.activations.format.records import AnyRecord, PlanRecord
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.threads import in_threads
 from moray.errors import ConfigError, DamagedError, DataError, MismatchError, UnreachableError
@@ -101,9 +102,9 @@ class CacheStore:
             except FileNotFoundError:
                 return
 
-    def write_json(self, name: str, value: dict[str, Any]) -> None:
+    def write_json(self, name: str, value: Mapping[str, object]) -> None:
         """Write a JSON file so that it is there whole or not at all, with a hash by which damage is noticed."""
-        self._write_atomically(name, lambda sink: sink.write(json.dumps(value | {_SEAL: _seal(value)}).encode()))
+        self._write_atomically(name, lambda sink: sink.write(json.dumps({**value, _SEAL: _seal(value)}).encode()))
 
     def read_json(self, name: str) -> Any:
         """Read a JSON file that `write_json` wrote.
@@ -130,6 +131,14 @@ class CacheStore:
                 f"'{self.uri}/{name}' is damaged: {error}; remove it and run pipelines.cache_activations"
             ) from None
         return value
+
+    def read_record(self, name: str, kind: type[AnyRecord]) -> AnyRecord:
+        """Read a JSON file as a record.
+
+        Raises:
+            DamagedError: it is missing or damaged, or lacks a value.
+        """
+        return self._record(name, kind, self.read_json(name))
 
     def sha256(self, name: str, chunk_bytes: int = 8 << 20) -> str:
         """Hash of a file, read in chunks."""
@@ -195,8 +204,11 @@ class CacheStore:
                 f"shard '{self.uri}/{name}' cannot be read: {error}; remove it and its .json, then cache again"
             ) from None
 
-    def begin_or_resume(self, plan: dict[str, Any]) -> None:
+    def begin_or_resume(self, plan: Mapping[str, object]) -> None:
         """Start a cache, or go on with one that was started for the same plan; clears what a kill left half-written.
+
+        Args:
+            plan: plain values, such as `PlanRecord.values`: they are compared with the file's key by key.
 
         Raises:
             MismatchError: something else is cached here; the first differing entry and both values are named.
@@ -206,7 +218,7 @@ class CacheStore:
             self.clear_temporary()
             self.write_json("plan.json", plan)
             return
-        present = self.read_plan()
+        present = self.read_plan_values()
         for key in plan:
             if as_runs(present.get(key)) != as_runs(plan[key]):
                 raise MismatchError(
@@ -272,8 +284,16 @@ class CacheStore:
                 raise
             raise self._unreachable(name, error) from None
 
-    def read_plan(self) -> Any:
-        """The plan; where its file is damaged, the copy that the manifest of a complete cache holds."""
+    def read_plan(self) -> PlanRecord:
+        """The plan; where its file is damaged, the copy that the manifest of a complete cache holds.
+
+        Raises:
+            DamagedError: there is none, or it lacks a value.
+        """
+        return self._record("plan.json", PlanRecord, self.read_plan_values())
+
+    def read_plan_values(self) -> Any:
+        """The plan as plain values, to compare with others; otherwise as `read_plan`."""
         try:
             return self.read_json("plan.json")
         except DamagedError as damaged:
@@ -281,9 +301,17 @@ class CacheStore:
                 plan = self.read_json("manifest.json")["plan"]
             except (DamagedError, KeyError):
                 raise damaged from None
-        print(f"'{self.uri}/plan.json' was damaged: written anew from manifest.json")
+        print(f"'{self.uri}/plan.json' was damaged: written again from manifest.json")
         self.write_json("plan.json", plan)
         return plan
+
+    def _record(self, name: str, kind: type[AnyRecord], values: Mapping[str, object]) -> AnyRecord:
+        try:
+            return kind.of(values)
+        except ValueError as error:
+            raise DamagedError(
+                f"'{self.uri}/{name}' is damaged: {error}; remove it and run pipelines.cache_activations"
+            ) from None
 
     def _write_atomically(self, name: str, write: Callable[[AtomicFile], object]) -> AtomicFile:
         with self.open_output(name) as sink:
@@ -326,5 +354,5 @@ def _is_unreachable(error: Exception) -> bool:
     return error.errno is not None or isinstance(error, PermissionError) or "AWS Error" in str(error)
 
 
-def _seal(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+def _seal(value: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(dict(value), sort_keys=True).encode()).hexdigest()[:16]

@@ -6,11 +6,8 @@ a job may be killed at any instant. Readers of the old manifest find the old sha
 """
 
 from collections.abc import Iterable
-from typing import Any
 
-import pyarrow.parquet as pq
-
-from moray.activations.format.row_groups import checked_row_groups, damaged
+from moray.activations.format.row_groups import checked_row_groups, damaged, shard_writer
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
 
@@ -44,12 +41,11 @@ def join(store: CacheStore, group: list[ShardInfo], compression: str) -> ShardIn
     """
     made_of = sorted(name for info in group for name in info.planned)
     name = f"{made_of[0]}-x{len(made_of)}"
-    options: dict[str, Any] = {"compression": compression, "use_dictionary": False, "write_page_checksum": True}
     row_groups: list[list[int]] = []
     with store.open_output(f"shards/{name}.parquet") as sink:
         with store.open_shard(group[0].name) as first:
             schema = first.schema_arrow
-        with pq.ParquetWriter(sink, schema, **options) as writer:
+        with shard_writer(sink, schema, compression) as writer:
             for info in group:
                 for table in checked_row_groups(store, info):
                     if table.schema != schema:

@@ -1,10 +1,9 @@
 """What a cache holds, in figures: from its manifest, and for prompt and response tokens from its parts."""
 
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
-from moray.activations.format.codec import codec
 from moray.activations.format.manifest import Manifest
 from moray.activations.format.store import CacheStore
 from moray.activations.format.threads import in_threads
@@ -16,7 +15,57 @@ _BAR = 40
 _TOKEN_BYTES = 4 + 1 / 8  # id and mask, as Arrow holds them
 
 
-def cache_statistics(store: CacheStore, manifest: Manifest, batch_tokens: int) -> dict[str, Any]:
+class TokenBytes(TypedDict):
+    """Bytes of one token."""
+
+    columns: dict[str, int]
+    """By tap column."""
+    nominal: float
+    """Of all columns, with the token's id and mask."""
+    stored: float
+    """As it lies on the disk."""
+
+
+class LengthFigures(TypedDict):
+    """Tokens of a chat, over all chats."""
+
+    mean: float
+    median: float
+    p95: float
+    longest: int
+    histogram: list[list[int]]
+    """Of each bin its first length, its last and the number of chats."""
+
+
+class EpochFigures(TypedDict):
+    """One epoch of a training with batches of a given size."""
+
+    batch_tokens: int
+    steps: int
+    padding: float
+
+
+class CacheFigures(TypedDict):
+    """What a cache holds, as `stats --json` writes it."""
+
+    chats: int
+    tokens: int
+    response_tokens: int | None
+    """None where the parts have been removed; prompt_tokens, too."""
+    prompt_tokens: int | None
+    shards: int
+    bytes: int
+    row_groups: int
+    bytes_per_token: TokenBytes
+    compression_ratio: float
+    lengths: LengthFigures
+    capture_padding: float
+    """Share of padding in the row groups as the target ran them."""
+    epoch: EpochFigures
+    hidden_rms: dict[str, float]
+
+
+def cache_statistics(store: CacheStore, manifest: Manifest, batch_tokens: int) -> CacheFigures:
     """Figures of a complete cache, ready for JSON.
 
     Args:
@@ -26,9 +75,7 @@ def cache_statistics(store: CacheStore, manifest: Manifest, batch_tokens: int) -
     """
     groups = [lengths for shard in manifest.shards.values() for lengths in shard.row_groups]
     lengths = np.array([length for group in groups for length in group], dtype=np.int64)
-    columns = {
-        name: codec(column["codec"]).bytes_per_token(column["width"]) for name, column in manifest.columns.items()
-    }
+    columns = {name: column.bytes_per_token for name, column in manifest.columns.items()}
     tokens, size = manifest.num_tokens, sum(shard.bytes for shard in manifest.shards.values())
     responses = _response_tokens(store)
     if responses is not None and responses > tokens:
@@ -46,12 +93,12 @@ def cache_statistics(store: CacheStore, manifest: Manifest, batch_tokens: int) -
         "compression_ratio": nominal * tokens / max(1, size),
         "lengths": _length_figures(lengths),
         "capture_padding": _padding(groups),
-        "epoch": {"batch_tokens": batch_tokens, **_epoch_padding(manifest, batch_tokens)},
+        "epoch": _epoch_figures(manifest, batch_tokens),
         "hidden_rms": {str(depth): value for depth, value in manifest.hidden_rms.items()},
     }
 
 
-def statistics_lines(figures: dict[str, Any]) -> list[str]:
+def statistics_lines(figures: CacheFigures) -> list[str]:
     """The same as text."""
     per_token, lengths, epoch = figures["bytes_per_token"], figures["lengths"], figures["epoch"]
     split = ""
@@ -89,7 +136,7 @@ def _response_tokens(store: CacheStore) -> int | None:
     return sum(in_threads(count, parts, num_threads=4))
 
 
-def _length_figures(lengths: np.ndarray) -> dict[str, Any]:
+def _length_figures(lengths: np.ndarray) -> LengthFigures:
     if not len(lengths):
         return {"mean": 0.0, "median": 0.0, "p95": 0.0, "longest": 0, "histogram": []}
     longest = int(lengths.max())
@@ -112,11 +159,11 @@ def _padding(batches: list[list[int]]) -> float:
     return 1 - sum(map(sum, batches)) / max(1, padded)
 
 
-def _epoch_padding(manifest: Manifest, batch_tokens: int) -> dict[str, Any]:
+def _epoch_figures(manifest: Manifest, batch_tokens: int) -> EpochFigures:
     all_lengths = manifest.lengths
     plan = plan_epoch(all_lengths, batch_tokens, seed=0, epoch=0, num_data_shards=1)[0]
     batches = []
     for window in plan.windows:
         lengths = [length for shard, group in window.row_groups for length in all_lengths[shard][group]]
         batches += [[lengths[row] for row in rows] for rows in window.batches]
-    return {"steps": len(batches), "padding": _padding(batches)}
+    return {"batch_tokens": batch_tokens, "steps": len(batches), "padding": _padding(batches)}

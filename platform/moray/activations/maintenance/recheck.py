@@ -5,16 +5,16 @@ that wrote the cache is asked, so that an error there cannot hide itself.
 """
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moray.activations.format.codec import codec
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.manifest import Manifest
+from moray.activations.format.schema import Column
 from moray.activations.format.store import CacheStore
 from moray.errors import MismatchError
 from moray.targets.model import Target
@@ -43,7 +43,7 @@ def recheck(store: CacheStore, manifest: Manifest, target: Target, num_chats: in
     Raises:
         MismatchError: the cache was made from another target.
     """
-    cached = manifest.plan["target"]["fingerprint"]
+    cached = manifest.plan.target.fingerprint
     if cached != target.spec.fingerprint:
         raise MismatchError(
             f"'{store.uri}' was cached from a target with fingerprint {cached}, target.model has "
@@ -61,14 +61,14 @@ def recheck(store: CacheStore, manifest: Manifest, target: Target, num_chats: in
     return errors
 
 
-def too_far(errors: dict[str, ColumnError], columns: dict[str, Any], max_error: float | None) -> dict[str, float]:
+def too_far(errors: dict[str, ColumnError], columns: Mapping[str, Column], max_error: float | None) -> dict[str, float]:
     """Columns whose relative error is larger than allowed, and what is allowed. NaN is too far."""
     limits = {name: max_error or _default_limit(column) for name, column in columns.items()}
     return {name: limits[name] for name, error in errors.items() if not error.relative_rms <= limits[name]}
 
 
-def _default_limit(column: dict[str, Any]) -> float:
-    value_bytes = codec(column["codec"]).bytes_per_token(column["width"]) / column["width"]
+def _default_limit(column: Column) -> float:
+    value_bytes = column.bytes_per_token / column.width
     return 0.02 if value_bytes >= 2 else 0.08 if value_bytes >= 1 else 0.3
 
 

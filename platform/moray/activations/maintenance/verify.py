@@ -4,15 +4,15 @@ A problem is a normal event here: it is collected, named and, if asked for, un-c
 command makes that again. Whether the values are the target's is `moray.activations.maintenance.recheck`'s question.
 """
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from moray.activations.format.channels import CHANNELS_FILE, channels_fingerprint, read_channels
 from moray.activations.format.manifest import Manifest, read_manifest
+from moray.activations.format.records import PlanRecord
 from moray.activations.format.scan import CacheScan, find_parts, scan
-from moray.activations.format.schema import METADATA_KEY
+from moray.activations.format.schema import read_description
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.growth import unfinished_growth
 from moray.errors import DamagedError, DataError, UnreachableError
@@ -61,7 +61,7 @@ def verify_files(
     _check_manifest(store, found, findings)
     _check_channels(store, found, findings)
     digests = {f"shards/{info.name}.parquet": (info.sha256, info.bytes) for info in found.counting.values()}
-    digests |= {f"tokens/{name}.parquet": (part["sha256"], part["bytes"]) for name, part in parts.whole.items()}
+    digests |= {f"tokens/{name}.parquet": (part.sha256, part.bytes) for name, part in parts.whole.items()}
     findings.num_bytes = sum(num_bytes for _, num_bytes in digests.values())
     start(findings.num_bytes)
 
@@ -87,9 +87,9 @@ def _check_channels(store: CacheStore, found: CacheScan, findings: Findings) -> 
     for name in sorted(found.counting)[:1]:  # the writer gives all shards the same
         try:
             with store.open_shard(name) as shard:
-                described = json.loads(shard.schema_arrow.metadata[METADATA_KEY])
-            channels = read_channels(store, described["columns"])
-            if channels_fingerprint(channels) != described.get("channels"):
+                described = read_description(shard.schema_arrow)
+            channels = read_channels(store, described.columns)
+            if channels_fingerprint(channels) != described.channels:
                 findings.other.append(f"{CHANNELS_FILE} is not the one that shards were written with: put that back")
         except UnreachableError:
             raise
@@ -100,7 +100,7 @@ def _check_channels(store: CacheStore, found: CacheScan, findings: Findings) -> 
 
 def _check_manifest(store: CacheStore, found: CacheScan, findings: Findings) -> None:
     try:
-        plan = store.read_json("plan.json")
+        plan = store.read_record("plan.json", PlanRecord)
     except DamagedError as error:
         findings.other.append(str(error).partition(";")[0])
         plan = None

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from moray.activations.format.records import PlanRecord, shard_token_bytes
 from moray.activations.format.scan import find_parts
-from moray.activations.format.schema import FORMAT, CacheConfig, shard_token_bytes
+from moray.activations.format.schema import FORMAT, CacheConfig, Column, column_values
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import check_fits, forecast
@@ -29,7 +29,7 @@ class CacheSpec:
     chats: ChatsConfig
     chunks: list[ChatChunk]
     cache: CacheConfig
-    columns: dict[str, dict[str, Any]]
+    columns: dict[str, Column]
 
     @classmethod
     def of(
@@ -55,9 +55,9 @@ class CacheSpec:
         """Most tokens of a chat: `cache.max_length`, but never more than the target's context."""
         return min(self.cache.max_length, self.spec.max_positions)
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> PlanRecord:
         """All that decides the contents of the cache; a folder with another plan is another cache."""
-        return {
+        values = {
             "format": FORMAT,
             "target": self.spec.for_plan,
             "dtype": self.target.dtype,
@@ -66,8 +66,9 @@ class CacheSpec:
             "chats": self.chats.model_dump(mode="json", exclude={"max_bad_rows"}),
             "files": {chunk.label: chunk.file_bytes for chunk in self.chunks},
             "cache": self.cache.for_plan,
-            "columns": self.columns,
+            "columns": column_values(self.columns),
         }
+        return PlanRecord.of(values)  # from values, so that what is left out of them stays unset
 
     def check_disk_space(self, store: CacheStore) -> None:
         """Refuse, from a sample of chats, a cache that will not fit; the whole check follows the tokenising.
@@ -91,7 +92,7 @@ class CachePlan:
     @classmethod
     def of(cls, store: CacheStore, cache: CacheConfig) -> "CachePlan":
         """Cut the parts of a cache that has a plan; the result is always the same."""
-        lengths = {part: summary["lengths"] for part, summary in find_parts(store).whole.items()}
+        lengths = {part: summary.lengths for part, summary in find_parts(store).whole.items()}
         token_bytes = shard_token_bytes(store.read_plan())
         shards = [
             plan

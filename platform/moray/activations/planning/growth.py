@@ -8,21 +8,18 @@ way; which shards are done is told by their own schemas.
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import yaml
+from pydantic import JsonValue
 
 from moray.activations.format.disk_space import DiskSpace, size_text
+from moray.activations.format.records import PlanRecord, Record, shard_token_bytes
 from moray.activations.format.row_groups import damaged
-from moray.activations.format.schema import (
-    METADATA_KEY,
-    CacheConfig,
-    bytes_per_token,
-    shard_token_bytes,
-)
+from moray.activations.format.schema import CacheConfig, Column, bytes_per_token, read_description
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
 from moray.activations.format.threads import in_threads
@@ -40,39 +37,51 @@ _COLUMN_KEYS = ("hidden_depths", "kv_layers", "hidden_codec", "kv_codec", "colum
 _MODULE = "pipelines.cache_activations"
 
 
-def columns_to_add(store: CacheStore, plan: dict[str, Any]) -> list[str]:
+class AddingNote(Record):
+    """adding.json: what is being added to a cache."""
+
+    added: list[str]
+    """Columns that it did not have."""
+    columns: dict[str, Column]
+    """All that it is to have."""
+    cache: CacheConfig
+    """The settings that ask for them."""
+
+
+def columns_to_add(store: CacheStore, plan: Mapping[str, object]) -> list[str]:
     """The columns that a plan has beyond those of the cache; none if there is no cache, or if anything else differs.
 
     Args:
         store: where the cache is, if there is one.
-        plan: what is wanted. An empty fingerprint of the target (weights not read) is taken for the cache's.
+        plan: what is wanted, as plain values (`PlanRecord.values`). An empty fingerprint of the target (weights not
+            read) is taken for the cache's.
     """
     if not store.exists("plan.json"):
         return []
-    plan, present = json.loads(json.dumps(plan)), store.read_plan()
-    if not plan["target"]["fingerprint"]:
-        plan["target"]["fingerprint"] = present["target"]["fingerprint"]
-    if any(as_runs(present.get(key)) != as_runs(plan[key]) for key in plan if key not in ("cache", "columns")):
+    wanted, present = json.loads(json.dumps(plan)), store.read_plan_values()
+    if not wanted["target"]["fingerprint"]:
+        wanted["target"]["fingerprint"] = present["target"]["fingerprint"]
+    if any(as_runs(present.get(key)) != as_runs(wanted[key]) for key in wanted if key not in ("cache", "columns")):
         return []
-    if _but_columns(present["cache"]) != _but_columns(plan["cache"]):
+    if _but_columns(present["cache"]) != _but_columns(wanted["cache"]):
         return []
-    if any(plan["columns"].get(name) != column for name, column in present["columns"].items()):
+    if any(wanted["columns"].get(name) != column for name, column in present["columns"].items()):
         return []
-    return [name for name in plan["columns"] if name not in present["columns"]]
+    return [name for name in wanted["columns"] if name not in present["columns"]]
 
 
-def _but_columns(cache: dict[str, Any]) -> dict[str, Any]:
+def _but_columns(cache: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in cache.items() if key not in _COLUMN_KEYS}
 
 
-def stored_columns(store: CacheStore, shard: str) -> dict[str, Any]:
+def stored_columns(store: CacheStore, shard: str) -> dict[str, Column]:
     """Codec and width of the columns that a shard has, by its own schema.
 
     Raises:
         DataError: the shard cannot be read.
     """
     with store.open_shard(shard) as file:
-        return json.loads(file.schema_arrow.metadata[METADATA_KEY])["columns"]
+        return read_description(file.schema_arrow).columns
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,7 @@ class Growth:
 
 
 def plan_growth(
-    store: CacheStore, plan: dict[str, Any], added: list[str], shards: dict[str, ShardInfo], missing_tokens: int = 0
+    store: CacheStore, plan: PlanRecord, added: list[str], shards: dict[str, ShardInfo], missing_tokens: int = 0
 ) -> Growth:
     """Look at every shard's schema, many at a time.
 
@@ -119,7 +128,7 @@ def plan_growth(
     Raises:
         DataError: a shard cannot be read or lacks a column that the cache names.
     """
-    wanted, old = plan["columns"], store.read_plan()["columns"]
+    wanted, old = plan.columns, store.read_plan().columns
     stored = dict(zip(shards, in_threads(partial(stored_columns, store), list(shards)), strict=True))
     lacking: dict[str, ShardInfo] = {}
     num_bytes = missing_tokens * bytes_per_token(wanted)
@@ -152,33 +161,37 @@ def check_growth_fits(growth: Growth, disk: DiskSpace, uri: str) -> None:
         )
     raise ConfigError(
         f"{takes}, but {size_text(disk.free or 0)} are free, of which {size_text(disk.reserve)} must stay free while "
-        "shards are written anew: make space, or add fewer columns or in a smaller codec (cache.column_codecs)"
+        "shards are rewritten: make space, or add fewer columns or in a smaller codec (cache.column_codecs)"
     )
 
 
-def begin_growth(store: CacheStore, plan: dict[str, Any], added: list[str]) -> None:
+def begin_growth(store: CacheStore, plan: PlanRecord, added: list[str]) -> None:
     """Note what is being added, before the first shard gets it."""
-    store.write_json(ADDING_FILE, _note(plan, added))
+    store.write_json(ADDING_FILE, _note(plan, added).values)
 
 
-def is_begun(store: CacheStore, plan: dict[str, Any], added: list[str]) -> bool:
+def is_begun(store: CacheStore, plan: PlanRecord, added: list[str]) -> bool:
     """Whether the same was begun before."""
-    return store.exists(ADDING_FILE) and store.read_json(ADDING_FILE) == json.loads(json.dumps(_note(plan, added)))
+    return store.exists(ADDING_FILE) and store.read_json(ADDING_FILE) == _note(plan, added).values
 
 
-def _note(plan: dict[str, Any], added: list[str]) -> dict[str, Any]:
-    return {"added": added, "columns": plan["columns"], "cache": plan["cache"]}
+def _note(plan: PlanRecord, added: list[str]) -> AddingNote:
+    return AddingNote(added=added, columns=plan.columns, cache=plan.cache)
 
 
-def end_growth(store: CacheStore, plan: dict[str, Any]) -> None:
+def _read_note(store: CacheStore) -> AddingNote:
+    return store.read_record(ADDING_FILE, AddingNote)
+
+
+def end_growth(store: CacheStore, plan: PlanRecord) -> None:
     """Forget the note once the cache has what it names; what another plan was to add stays noted."""
-    if store.exists(ADDING_FILE) and set(store.read_json(ADDING_FILE)["columns"]) <= set(plan["columns"]):
+    if store.exists(ADDING_FILE) and _read_note(store).columns.keys() <= plan.columns.keys():
         store.delete(ADDING_FILE)
 
 
-def grown_plan(store: CacheStore, plan: dict[str, Any]) -> dict[str, Any]:
+def grown_plan(store: CacheStore, plan: PlanRecord) -> PlanRecord:
     """The plan of a cache whose shards all have the wanted columns: it remembers how these were cut."""
-    return {**plan, "shard_token_bytes": shard_token_bytes(store.read_plan())}
+    return plan.model_copy(update={"shard_token_bytes": shard_token_bytes(store.read_plan())})
 
 
 def finish_replaced(store: CacheStore, shard: str | None = None) -> None:
@@ -218,7 +231,7 @@ def unfinished_growth(store: CacheStore) -> str | None:
     """What is being added and which command completes it; None if nothing is."""
     if not store.exists(ADDING_FILE):
         return None
-    added = store.read_json(ADDING_FILE)["added"]
+    added = _read_note(store).added
     return f"columns {listed(added)} are being added; complete that with {command_to_add(store, added)}"
 
 
@@ -238,30 +251,30 @@ def command_to_add(store: CacheStore, missing: Iterable[str]) -> str:
         if settings["output"] != store.uri:
             overrides = [f"output={store.uri}", *overrides]
     except (DataError, yaml.YAMLError, AttributeError, KeyError, IndexError, TypeError, ValueError):
-        overrides = _overrides(taps, store.read_plan()["cache"])
+        overrides = _overrides(taps, store.read_plan().cache.model_dump(mode="json", exclude_unset=True))
         return f"the command that made '{store.uri}', with {shlex.join(overrides)}"
     replaced = tuple(f"{word.partition('=')[0]}=" for word in overrides)
     kept = [word for word in argv[1:] if not word.startswith(replaced)] if replaced else argv[1:]
     return shlex.join(["python", "-m", _MODULE, *kept, *overrides])
 
 
-def _taps(store: CacheStore, missing: list[str]) -> dict[str, Any]:
+def _taps(store: CacheStore, missing: list[str]) -> dict[str, JsonValue]:
     """The settings that say which columns there are, so that the missing ones are among them: those with which these
     are being added already, if they are."""
     if store.exists(ADDING_FILE):
-        note = store.read_json(ADDING_FILE)
-        if set(missing) <= set(note["added"]):
-            return {key: note["cache"][key] for key in _COLUMN_KEYS if key in note["cache"]}
-    cache = store.read_plan()["cache"]
+        note = _read_note(store)
+        if set(missing) <= set(note.added):
+            return note.cache.model_dump(mode="json", exclude_unset=True, include={*_COLUMN_KEYS})
+    cache = store.read_plan().cache
     numbers = only_columns(CacheConfig(), missing)
-    depths, layers = list(cache["hidden_depths"]), cache["kv_layers"]
+    depths, layers = list(cache.hidden_depths), cache.kv_layers
     depths += sorted({*numbers.hidden_depths} - {*depths}, reverse=True)
-    if layers is not None and not set(numbers.kv_layers or ()) <= set(layers):
-        layers = sorted({*layers, *(numbers.kv_layers or ())})
-    return {"hidden_depths": depths, "kv_layers": layers}
+    if layers is not None and not {*(numbers.kv_layers or ())} <= {*layers}:
+        layers = tuple(sorted({*layers, *(numbers.kv_layers or ())}))
+    return {"hidden_depths": [*depths], "kv_layers": None if layers is None else [*layers]}
 
 
-def _overrides(taps: dict[str, Any], cache: dict[str, Any]) -> list[str]:
+def _overrides(taps: Mapping[str, JsonValue], cache: Mapping[str, object]) -> list[str]:
     """What is to be typed where the settings were those of `cache`."""
     differing = {key: value for key, value in taps.items() if value != cache.get(key)}
     return [f"cache.{key}={_typed(value)}" for key, value in differing.items()]
@@ -282,7 +295,7 @@ def _words(settings: dict[str, Any]) -> list[str]:
     return override_words({key: value for key, value in given.items() if value != {}})
 
 
-def override_words(settings: dict[str, Any]) -> list[str]:
+def override_words(settings: Mapping[str, object]) -> list[str]:
     """Settings as a command line has them: key=value."""
     pairs = flatten(settings).items()
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]

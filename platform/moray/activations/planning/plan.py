@@ -5,9 +5,9 @@ The number of tokens is exact once all chats are tokenised; before, `moray.activ
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from moray.activations.format.disk_space import DiskSpace, size_text
+from moray.activations.format.records import Record
 from moray.activations.format.schema import CacheConfig, bytes_per_token
 from moray.activations.planning.shards import ShardPlan, tap_columns
 from moray.errors import ConfigError
@@ -43,6 +43,24 @@ class Workload:
         return 1 - self.tokens / max(1, self.padded_tokens)
 
 
+class ForecastRecord(Record):
+    """forecast.json: how much a cache will be, as told before its first shard was written."""
+
+    rows: int
+    chats: int
+    tokens: int
+    padding: float
+    """Share of the tokens the target runs that is padding."""
+    shards: int
+    bytes: dict[str, int]
+    """By group: keys and values, hidden states, text."""
+    bytes_per_token: int
+    free_bytes: int | None
+    max_bytes: int | None
+    tokens_per_second: float | None
+    hours: float | None
+
+
 @dataclass(frozen=True)
 class Forecast:
     """What a cache will be."""
@@ -68,21 +86,21 @@ class Forecast:
         share = 1 - min(1.0, written / max(1, self.total))
         return self.workload.tokens * share / self.tokens_per_second / num_targets / 3600
 
-    def record(self, disk: DiskSpace, num_targets: int) -> dict[str, Any]:
+    def record(self, disk: DiskSpace, num_targets: int) -> ForecastRecord:
         """What is kept of it beside the shards."""
-        return {
-            "rows": self.workload.rows,
-            "chats": self.workload.chats,
-            "tokens": self.workload.tokens,
-            "padding": self.workload.padding,
-            "shards": self.shards,
-            "bytes": self.bytes,
-            "bytes_per_token": self.bytes_per_token,
-            "free_bytes": disk.free,
-            "max_bytes": disk.max_bytes,
-            "tokens_per_second": self.tokens_per_second,
-            "hours": self.hours(num_targets),
-        }
+        return ForecastRecord(
+            rows=self.workload.rows,
+            chats=self.workload.chats,
+            tokens=self.workload.tokens,
+            padding=self.workload.padding,
+            shards=self.shards,
+            bytes=self.bytes,
+            bytes_per_token=self.bytes_per_token,
+            free_bytes=disk.free,
+            max_bytes=disk.max_bytes,
+            tokens_per_second=self.tokens_per_second,
+            hours=self.hours(num_targets),
+        )
 
     def lines(self, disk: DiskSpace, num_targets: int) -> list[str]:
         """What to tell a user before it is made."""

@@ -61,7 +61,7 @@ def print_plan(
     work = project(sample, wanted.rows, cache)
     plan = replace(forecast(spec, cache, work), tokens_per_second=_speed(target, cache, sample, workers))
     disk = measure_disk_space(store, cache)
-    added = columns_to_add(store, wanted.plan())
+    added = columns_to_add(store, wanted.plan().values)
     told = replace(plan, tokens_per_second=None) if added else plan  # the target runs over what is written as well
     lines = [f"from {sample.rows:,} of {work.rows:,} rows:", *told.lines(disk, workers.num_targets)]
     if added:

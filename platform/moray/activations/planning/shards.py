@@ -2,12 +2,11 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moray.activations.format.schema import CacheConfig, hidden_column, kv_column
+from moray.activations.format.schema import CacheConfig, Column, hidden_column, kv_column
 from moray.errors import ConfigError
 from moray.targets.spec import TargetSpec
 
@@ -21,7 +20,7 @@ class ShardPlan:
     batches: list[list[int]]
 
 
-def tap_columns(spec: TargetSpec, config: CacheConfig) -> dict[str, dict[str, Any]]:
+def tap_columns(spec: TargetSpec, config: CacheConfig) -> dict[str, Column]:
     """Codec and width of every tap column, in the order they are stored.
 
     Raises:
@@ -34,9 +33,9 @@ def tap_columns(spec: TargetSpec, config: CacheConfig) -> dict[str, dict[str, An
     for depth in config.hidden_depths:
         if not -1 - spec.num_layers <= depth <= -1:
             raise ConfigError(f"cache.hidden_depths holds {depth}; accepted are -1 to {-1 - spec.num_layers}")
-    columns = {kv_column(i): {"codec": config.kv_codec, "width": spec.kv_width} for i in layers}
+    columns = {kv_column(i): Column(config.kv_codec, spec.kv_width) for i in layers}
     for depth in config.hidden_depths:
-        columns[hidden_column(depth)] = {"codec": config.hidden_codec, "width": spec.hidden_size}
+        columns[hidden_column(depth)] = Column(config.hidden_codec, spec.hidden_size)
     if not columns:
         raise ConfigError("cache.kv_layers and cache.hidden_depths are both empty: there is nothing to cache")
     for name, codec in config.column_codecs.items():
@@ -46,7 +45,7 @@ def tap_columns(spec: TargetSpec, config: CacheConfig) -> dict[str, dict[str, An
             raise ConfigError(
                 f"cache.column_codecs names '{name}', which is not cached; there are {listed(columns)}{nearest}"
             )
-        columns[name]["codec"] = codec
+        columns[name] = replace(columns[name], codec=codec)
     return columns
 
 

@@ -1,17 +1,15 @@
 """From rows of cached shards to the tensors of a training batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from moray.activations.format.codec import codec
 from moray.activations.format.decode import TapDecoder
-from moray.activations.format.schema import hidden_column, kv_column
+from moray.activations.format.schema import Column, hidden_column, kv_column
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.growth import command_to_add
 from moray.activations.planning.shards import listed
@@ -21,7 +19,7 @@ from moray.errors import DataError
 _TEXT_BYTES = 5  # a token id and its mask
 
 
-def needed_columns(needs: TapNeeds, columns: dict[str, Any], store: CacheStore | None = None) -> list[str]:
+def needed_columns(needs: TapNeeds, columns: Mapping[str, Column], store: CacheStore | None = None) -> list[str]:
     """The columns that a drafter's batches are made of.
 
     Args:
@@ -43,7 +41,7 @@ def needed_columns(needs: TapNeeds, columns: dict[str, Any], store: CacheStore |
     return ["uid", "num_tokens", "tokens", "response_mask", *_tap_columns(needs)]
 
 
-def missing_columns(needs: TapNeeds, columns: dict[str, Any]) -> list[str]:
+def missing_columns(needs: TapNeeds, columns: Mapping[str, Column]) -> list[str]:
     """The tap columns that a drafter reads and a cache lacks."""
     return [name for name in _tap_columns(needs) if name not in columns]
 
@@ -52,10 +50,10 @@ def _tap_columns(needs: TapNeeds) -> list[str]:
     return [kv_column(layer) for layer in needs.kv_layers] + [hidden_column(depth) for depth in needs.hidden_depths]
 
 
-def bytes_per_token(needs: TapNeeds, columns: dict[str, Any]) -> int:
+def bytes_per_token(needs: TapNeeds, columns: Mapping[str, Column]) -> int:
     """Bytes of one token in the columns that `needed_columns` names, as they are read and travel."""
     taps = [columns[name] for name in needed_columns(needs, columns) if name in columns]
-    return sum(codec(tap["codec"]).bytes_per_token(tap["width"]) for tap in taps) + _TEXT_BYTES
+    return sum(tap.bytes_per_token for tap in taps) + _TEXT_BYTES
 
 
 def data_shard_batch(table: pa.Table, needs: TapNeeds, decoder: TapDecoder, data_shard: int = 0) -> DataShardBatch:

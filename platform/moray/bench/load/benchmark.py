@@ -10,6 +10,7 @@ from rich.console import Console
 from moray.bench.load.client import Client
 from moray.bench.load.config import LevelConfig, ServeBenchmarkConfig
 from moray.bench.load.metrics import measure
+from moray.bench.load.results import LevelFigures, LevelResult, VariantFigures, level_result
 from moray.bench.load.rounds import Round, order_of, run_round
 from moray.bench.load.variants import equal_texts, ratios
 from moray.bench.recording import record
@@ -51,7 +52,7 @@ async def _benchmark(
             await by_url[url].find_model()
         clients = {name: by_url[config.url_of(name)] for name in config.variants}
         with Progress("serve", len(config.variants) * total, unit="requests", console=console) as progress:
-            levels: list[dict[str, Any]] = []
+            levels: list[LevelResult] = []
             try:
                 for level in config.levels:
                     rated = _rated(level, levels, config.baseline_name)
@@ -76,7 +77,7 @@ def _count(config: ServeBenchmarkConfig, level: LevelConfig) -> int:
     return level.num_requests or config.num_requests
 
 
-def _rated(level: LevelConfig, levels: Sequence[dict[str, Any]], base: str) -> LevelConfig:
+def _rated(level: LevelConfig, levels: Sequence[LevelResult], base: str) -> LevelConfig:
     """Resolve the level's request rate, which may be a multiple of the throughput measured at the first level."""
     if level.times_first is None:
         return level
@@ -96,7 +97,7 @@ async def _level(
     level: LevelConfig,
     done: Callable[[], None],
     prepare: Callable[[str], None],
-) -> dict[str, Any]:
+) -> LevelResult:
     if config.num_warmups:
         for name in config.variants:
             prepare(name)
@@ -118,7 +119,7 @@ async def _level(
                     done=done,
                 )
             )
-    return level.model_dump(mode="json") | summarise(rounds, config)
+    return level_result(level, summarise(rounds, config))
 
 
 async def _warm_up(
@@ -136,18 +137,18 @@ async def _warm_up(
     if failed:
         raise DataError(
             f"the warm-up of variant '{name}' failed at '{config.url_of(name)}' ({failed[0].error}); nothing was "
-            "measured: mend the request or the server, or measure all the same with num_warmups=0"
+            "measured: fix the request or the server, or measure all the same with num_warmups=0"
         )
 
 
-def summarise(rounds: dict[str, list[Round]], config: ServeBenchmarkConfig) -> dict[str, Any]:
+def summarise(rounds: dict[str, list[Round]], config: ServeBenchmarkConfig) -> LevelFigures:
     """Compute the figures of one level."""
     pooled = {name: measure(own, config.goodput) for name, own in rounds.items()}
     single = {name: [measure([each], config.goodput) for each in own] for name, own in rounds.items()}
     base = config.baseline_name
-    variants = {}
+    variants: dict[str, VariantFigures] = {}
     for name, figures in pooled.items():
-        variants[name] = figures | {"rounds": single[name]}
+        variants[name] = {**figures, "rounds": single[name]}
         if config.save_requests:
             variants[name]["requests"] = [[each.body for each in own.records] for own in rounds[name]]
     found = {
@@ -180,7 +181,7 @@ def short_name_of(level: LevelConfig) -> str:
     return f"{rate}, {most}" if most else rate
 
 
-def _notes(levels: Sequence[dict[str, Any]]) -> list[str]:
+def _notes(levels: Sequence[LevelResult]) -> list[str]:
     notes = ["the machine named here is the one that sent the requests"]
     figures = [figures for level in levels for figures in level["variants"].values()]
     if any(each["num_uncounted"] for each in figures):

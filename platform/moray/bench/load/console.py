@@ -1,5 +1,6 @@
 """Prints the figures in the terminal: the block known from `vllm bench serve`, then our own figures, then ratios."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -9,6 +10,7 @@ from rich.text import Text
 
 from moray.bench.load.benchmark import name_of, short_name_of
 from moray.bench.load.config import LevelConfig
+from moray.bench.load.results import LevelResult, LoadFigures, Ratio, load_of
 from moray.bench.load.variants import RATIOS
 from moray.bench.reports.wording import number, percent, times
 
@@ -24,8 +26,9 @@ _LATENCIES = (
 
 def print_load(result: dict[str, Any], console: Console) -> None:
     """Print every level and variant, the ratios and the notes."""
-    for level in result["levels"]:
-        load = _level(level)
+    levels: list[LevelResult] = result["levels"]
+    for level in levels:
+        load = load_of(level)
         for name, figures in level["variants"].items():
             console.print(Text(f"{result['model']}, {name}: {name_of(load)}"))
             console.print(Text("\n".join(block(load, figures))))
@@ -34,13 +37,13 @@ def print_load(result: dict[str, Any], console: Console) -> None:
         equal = level["equal_texts"]
         if equal is not None:
             console.print(Text(f"equal texts: {equal['equal']} of {equal['compared']} ({percent(equal['share'])})"))
-    if len(result["levels"]) > 1:
-        console.print(_overview(result["levels"]))
+    if len(levels) > 1:
+        console.print(_overview(levels))
     for note in result["notes"]:
         console.print(Text(f"note: {note}"))
 
 
-def block(level: LevelConfig, figures: dict[str, Any]) -> list[str]:
+def block(level: LevelConfig, figures: LoadFigures) -> list[str]:
     """Format one variant at one level as lines."""
     goodput = figures["request_goodput"]
     rows: list[tuple[str, Any]] = [
@@ -79,11 +82,7 @@ def _line(name: str, value: float | None) -> str:
     return f"{name:<40}{shown}".rstrip()
 
 
-def _level(level: dict[str, Any]) -> LevelConfig:
-    return LevelConfig(**{key: level[key] for key in LevelConfig.model_fields})
-
-
-def _overview(levels: list[dict[str, Any]]) -> Table:
+def _overview(levels: list[LevelResult]) -> Table:
     """Build a table of all levels. Latencies cover answered requests only; ratios are of tokens per second, relative
     to the baseline. Columns for rejected and failed requests appear only if there were any."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -107,7 +106,7 @@ def _overview(levels: list[dict[str, Any]]) -> Table:
         for name, figures in level["variants"].items():
             spreads = [figures[key] for key in ("ttft_ms", "e2e_ms")]
             table.add_row(
-                short_name_of(_level(level)),
+                short_name_of(load_of(level)),
                 *([Text(name)] if has_variants else []),
                 *(str(figures[key]) for key in shown),
                 number(figures["output_throughput"]),
@@ -118,7 +117,7 @@ def _overview(levels: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _ratio_table(title: str, ratios: dict[str, Any]) -> Table:
+def _ratio_table(title: str, ratios: Mapping[str, Ratio]) -> Table:
     table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("ratio of")
     for name in ("all rounds", "lowest", "highest"):

@@ -5,18 +5,16 @@ Rounds are pooled by adding up their tokens and their durations. This module doe
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from moray.bench.load.config import GoodputConfig
 from moray.bench.load.request import RequestRecord
+from moray.bench.load.results import Acceptance, LoadFigures, Spread
 from moray.bench.load.rounds import Round
 
-_PERCENTILES = (90, 95, 99)
 
-
-def measure(rounds: Sequence[Round], goodput: GoodputConfig) -> dict[str, Any]:
+def measure(rounds: Sequence[Round], goodput: GoodputConfig) -> LoadFigures:
     """Compute all figures; latencies are in milliseconds, None for what was not measured."""
     records = [record for each in rounds for record in each.records]
     good = [record for record in records if record.outcome == "ok"]
@@ -49,10 +47,11 @@ def measure(rounds: Sequence[Round], goodput: GoodputConfig) -> dict[str, Any]:
         "tokens_per_second_per_user": 1e3 / mean if (mean := _mean(tpots)) else None,
         "tokens_per_second_per_user_with_ttft": _inverse([r.e2e / r.num_output for r in good if r.num_output]),
         "num_uncounted": sum(not r.has_usage for r in good),
-    } | acceptance(good)
+        **acceptance(good),
+    }
 
 
-def acceptance(records: Iterable[RequestRecord]) -> dict[str, Any]:
+def acceptance(records: Iterable[RequestRecord]) -> Acceptance:
     """Figures about the drafts. tau is tokens / (tokens - accepted), because each pass adds one token of the target."""
     told = [r for r in records if r.num_accepted is not None]
     tokens, accepted = sum(r.num_output for r in told), sum(r.num_accepted or 0 for r in told)
@@ -85,17 +84,23 @@ def peak_concurrency(records: Iterable[RequestRecord]) -> int:
     return peak
 
 
-def spread(values: Sequence[float]) -> dict[str, float | None]:
+def spread(values: Sequence[float]) -> Spread:
     """Mean, median, standard deviation and percentiles, interpolated as in numpy and therefore as in vLLM."""
-    names = ("mean", "median", "std", *(f"p{percentile}" for percentile in _PERCENTILES))
     if not values:
-        return dict.fromkeys(names)
+        return {"mean": None, "median": None, "std": None, "p90": None, "p95": None, "p99": None}
     array = np.asarray(values)
-    figures = (array.mean(), np.median(array), array.std(), *np.percentile(array, _PERCENTILES))
-    return {name: float(figure) for name, figure in zip(names, figures, strict=True)}
+    p90, p95, p99 = np.percentile(array, (90, 95, 99))
+    return {
+        "mean": float(array.mean()),
+        "median": float(np.median(array)),
+        "std": float(array.std()),
+        "p90": float(p90),
+        "p95": float(p95),
+        "p99": float(p99),
+    }
 
 
-def _spread_per_token(records: Iterable[RequestRecord]) -> dict[str, float | None]:
+def _spread_per_token(records: Iterable[RequestRecord]) -> Spread:
     """Like `spread`, but over tokens: the tokens of a chunk share its time, and each token counts."""
     pairs = sorted(pair for r in records for pair in r.token_gaps)
     if not pairs:
@@ -103,12 +108,18 @@ def _spread_per_token(records: Iterable[RequestRecord]) -> dict[str, float | Non
     values, weights = 1e3 * np.array([value for value, _ in pairs]), np.array([weight for _, weight in pairs])
     mean = float(np.average(values, weights=weights))
     below = np.cumsum(weights) / weights.sum()
-    std = float(np.sqrt(np.average((values - mean) ** 2, weights=weights)))
-    shares = {"median": 0.5} | {f"p{percentile}": percentile / 100 for percentile in _PERCENTILES}
-    last = len(values) - 1
-    points = {name: float(values[min(last, np.searchsorted(below, share))]) for name, share in shares.items()}
-    figures: dict[str, float | None] = {"mean": mean, "std": std}
-    return figures | points
+
+    def at(share: float) -> float:
+        return float(values[min(len(values) - 1, int(np.searchsorted(below, share)))])
+
+    return {
+        "mean": mean,
+        "median": at(0.5),
+        "std": float(np.sqrt(np.average((values - mean) ** 2, weights=weights))),
+        "p90": at(0.9),
+        "p95": at(0.95),
+        "p99": at(0.99),
+    }
 
 
 def _mean(values: Sequence[float]) -> float | None:

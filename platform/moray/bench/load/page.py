@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from moray.bench.load.benchmark import name_of
-from moray.bench.load.config import LevelConfig
+from moray.bench.load.results import LevelResult, LoadFigures, load_of
 from moray.bench.reports.drawing import Plot, legend_below, legend_height, line
 from moray.bench.reports.page import render_page
 from moray.bench.reports.svg import render_svg
@@ -23,22 +23,23 @@ _PANELS = (
 
 def render_load(result: dict[str, Any]) -> str:
     """Render the HTML page of a benchmark."""
-    names = [name_of(LevelConfig(**{k: level[k] for k in LevelConfig.model_fields})) for level in result["levels"]]
+    levels: list[LevelResult] = result["levels"]
+    names = [name_of(load_of(level)) for level in levels]
     rows = [
         (name, variant, figures)
-        for name, level in zip(names, result["levels"], strict=True)
+        for name, level in zip(names, levels, strict=True)
         for variant, figures in level["variants"].items()
     ]
-    plots = [_plot(name, title, series, result["levels"]) for name, title, series in _PANELS]
+    plots = [_plot(name, title, series, levels) for name, title, series in _PANELS]
     ratios = [
         (name, pair, found)
-        for name, level in zip(names, result["levels"], strict=True)
+        for name, level in zip(names, levels, strict=True)
         for pair, found in level["ratios"].items()
     ]
     return render_page("moray.bench.load", "load.html.jinja", result=result, rows=rows, plots=plots, ratios=ratios)
 
 
-def _plot(name: str, title: str, series: tuple[tuple[str, tuple[str, ...]], ...], levels: list[dict[str, Any]]) -> Plot:
+def _plot(name: str, title: str, series: tuple[tuple[str, tuple[str, ...]], ...], levels: list[LevelResult]) -> Plot:
     variants = list(levels[0]["variants"])
     lines: dict[str, list[tuple[float, float]]] = {}
     for label, keys in series:
@@ -65,7 +66,7 @@ def _painter(lines: dict[str, list[tuple[float, float]]]) -> Callable[["Figure"]
     return draw
 
 
-def _point(figures: dict[str, Any], keys: tuple[str, ...]) -> tuple[float, float] | None:
+def _point(figures: LoadFigures, keys: tuple[str, ...]) -> tuple[float, float] | None:
     value: Any = figures
     for key in keys:
         value = value[key]

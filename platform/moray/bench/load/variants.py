@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moray.bench.load.results import DifferentTexts, EqualTexts, LoadFigures, Ratio
 from moray.bench.load.rounds import Round
 from moray.bench.spread import quartiles
 
@@ -20,10 +21,10 @@ _MAX_SHOWN = 3
 
 
 def ratios(
-    above: dict[str, Any], below: dict[str, Any], rounds: Sequence[tuple[dict[str, Any], dict[str, Any]]]
-) -> dict[str, Any]:
+    above: LoadFigures, below: LoadFigures, rounds: Sequence[tuple[LoadFigures, LoadFigures]]
+) -> dict[str, Ratio]:
     """Ratios of two variants' figures: over all rounds together, and their spread over single rounds."""
-    found = {}
+    found: dict[str, Ratio] = {}
     for name, keys in RATIOS.items():
         single = [_ratio(_at(a, keys), _at(b, keys)) for a, b in rounds]
         known = [value for value in single if value is not None]
@@ -37,10 +38,10 @@ def ratios(
     return found
 
 
-def equal_texts(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
+def equal_texts(rounds: Mapping[str, Sequence[Round]]) -> EqualTexts:
     """Count the requests that all variants answered with the same text; skip those that any variant did not answer."""
     compared = equal = 0
-    different = []
+    different: list[DifferentTexts] = []
     for number, together in enumerate(zip(*rounds.values(), strict=True)):
         for records in zip(*(each.records for each in together), strict=True):
             if any(record.outcome != "ok" for record in records):
@@ -55,7 +56,7 @@ def equal_texts(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     return {"compared": compared, "equal": equal, "share": share, "different": different}
 
 
-def _at(figures: dict[str, Any], keys: Sequence[str]) -> float | None:
+def _at(figures: LoadFigures, keys: Sequence[str]) -> float | None:
     value: Any = figures
     for key in keys:
         value = value[key]

@@ -1,14 +1,13 @@
 """The calibration pass of a cache on Ray: one target runs a few batches before the first shard is written."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, cast
 
 import ray
 
 from moray.activations.capture.calibration import calibrate, calibration_batches
 from moray.activations.format.channels import CHANNELS_FILE, quantised_columns, read_known_channels, write_channels
+from moray.activations.format.records import Record
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.cache_spec import CachePlan, CacheSpec
@@ -22,52 +21,54 @@ _OLD_FILE = "rehearsal.json"
 """Its name before version 0.2."""
 
 
-def calibration(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig) -> dict[str, Any]:
+class CalibrationRecord(Record):
+    """calibration.json: what the target told on a few batches."""
+
+    tokens_per_second: float
+    """That one target encodes."""
+    hidden_rms: dict[str, float]
+    """Root mean square of the hidden states, by column."""
+
+
+def calibration(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig) -> CalibrationRecord:
     """What the target told on a few batches, once per cache; as `calibrate_on_ray`."""
     file = next((name for name in (CALIBRATION_FILE, _OLD_FILE) if store.exists(name)), None)
     if file is not None and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
-        return store.read_json(file)
+        return store.read_record(file, CalibrationRecord)
     with Progress("run the target on a few batches, to know its speed and its values"):
         told = calibrate_on_ray(store, wanted.target, wanted.cache, capture, planned.shards)
-    store.write_json(CALIBRATION_FILE, told)
+    store.write_json(CALIBRATION_FILE, told.values)
     return told
 
 
 def calibrate_on_ray(
     store: CacheStore, target: TargetConfig, cache: CacheConfig, capture: CaptureConfig, shards: Sequence[ShardPlan]
-) -> dict[str, Any]:
-    """Find and store the channels of quantised columns of which the cache has none yet.
-
-    Returns:
-        "tokens_per_second" of one target, and "hidden_rms" by column.
+) -> CalibrationRecord:
+    """Run one target on a few batches; find and store the channels of quantised columns of which the cache has none.
 
     Raises:
         DataError: the target produced a value that is not finite.
     """
-    batches = [json.dumps(asdict(plan)) for plan in calibration_batches(shards)]
+    batches = calibration_batches(shards)
     task = ray.remote(num_cpus=capture.cpus_per_target, num_gpus=capture.gpus_per_target, max_retries=1)(_calibrate)
-    answer = cast(Any, task).remote(
-        store.uri, target.model_dump(), cache.model_dump(), batches, capture.threads_per_target
-    )
-    return cast(Any, ray.get(answer))
+    return cast(Any, ray.get(cast(Any, task).remote(store, target, cache, batches, capture.threads_per_target)))
 
 
 def _calibrate(
-    uri: str, target: dict[str, Any], cache: dict[str, Any], batches: list[str], threads: int
-) -> dict[str, Any]:
+    store: CacheStore, target: TargetConfig, cache: CacheConfig, batches: list[ShardPlan], threads: int
+) -> CalibrationRecord:
     import torch
 
     from moray.activations.capture.extract import token_arrays
     from moray.targets.model import Target
 
     torch.set_num_threads(threads)
-    store, config = CacheStore(uri), CacheConfig.model_validate(cache)
-    loaded = Target.load(TargetConfig.model_validate(target))
+    loaded = Target.load(target)
     tokens = []
-    for plan in (ShardPlan(**json.loads(batch)) for batch in batches):
+    for plan in batches:
         tokens.append(token_arrays(store.read_table(f"tokens/{plan.part}.parquet").take(plan.batches[0])))
     known = read_known_channels(store)
-    result = calibrate(loaded, config, tokens, known)
+    result = calibrate(loaded, cache, tokens, known)
     if result.channels.keys() - known.keys():
         write_channels(store, {**known, **result.channels})
-    return {"tokens_per_second": result.tokens_per_second, "hidden_rms": result.hidden_rms}
+    return CalibrationRecord(tokens_per_second=result.tokens_per_second, hidden_rms=result.hidden_rms)

@@ -5,16 +5,14 @@ shards and bytes is known before the target runs: a cache that does not fit is r
 batch, and a resumed job knows which shards are missing.
 """
 
-import json
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
-import ray
 import ray.data
 
 from moray.activations.capture.extract import ShardWriter
 from moray.activations.format.channels import CHANNELS_FILE, read_channels
 from moray.activations.format.manifest import LAYOUT_FILE, Manifest, read_manifest, write_layout, write_manifest
+from moray.activations.format.records import PlanRecord
 from moray.activations.format.scan import CacheScan, find_parts, remove_damaged, scan
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
@@ -22,11 +20,11 @@ from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, Cach
 from moray.activations.planning.growth import columns_to_add, end_growth, finish_replaced, grown_plan
 from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import check_fits, count_work, forecast
-from moray.activations.planning.shards import ShardPlan
 from moray.cluster.caching.calibration import CALIBRATION_FILE, calibration
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.disk_full import Goal, told_if_cache_full
 from moray.cluster.caching.extend import add_columns
+from moray.cluster.caching.rows import Batch, ShardPlanRow, TokensRow, batch_of, dataset_of, rows_from, rows_of
 from moray.cluster.caching.tokenise import tokenise
 from moray.cluster.errors import own_errors
 from moray.data.ultrachat import ChatsConfig
@@ -92,7 +90,7 @@ def lay_out_cache(
     if is_kept:
         wanted.check_disk_space(store)
     with told_if_cache_full(store) as goal, own_errors():
-        store.begin_or_resume(wanted.plan())
+        store.begin_or_resume(wanted.plan().values)
         finish_replaced(store)
         remove_damaged(store, scan(store))
         if store.exists(LAYOUT_FILE) and not find_parts(store, len(wanted.chunks)).damaged:
@@ -105,7 +103,7 @@ def lay_out_cache(
             plan.name: [[planned.lengths[plan.part][row] for row in batch] for batch in plan.batches]
             for plan in planned.shards
         }
-        write_layout(store, row_groups, calibration(store, wanted, planned, capture)["hidden_rms"], counts)
+        write_layout(store, row_groups, calibration(store, wanted, planned, capture).hidden_rms, counts)
 
 
 def _whole_manifest(store: CacheStore, wanted: CacheSpec, found: CacheScan) -> Manifest | None:
@@ -122,11 +120,11 @@ def _whole_manifest(store: CacheStore, wanted: CacheSpec, found: CacheScan) -> M
     return manifest if has_all_shards and has_all_parts else None
 
 
-def _replace_plan(store: CacheStore, plan: dict[str, Any]) -> None:
+def _replace_plan(store: CacheStore, plan: PlanRecord) -> None:
     """Put the plan with the new columns in place, once all shards have them."""
     for name in (LAYOUT_FILE, "run.yaml"):  # they describe the old columns; the caller writes another run.yaml
         store.delete(name)
-    store.write_json("plan.json", plan)
+    store.write_json("plan.json", plan.values)
 
 
 def _begin_or_resume(store: CacheStore, wanted: CacheSpec) -> list[str]:
@@ -135,11 +133,11 @@ def _begin_or_resume(store: CacheStore, wanted: CacheSpec) -> list[str]:
     Raises:
         MismatchError: something else is cached there.
     """
-    added = columns_to_add(store, wanted.plan())
+    added = columns_to_add(store, wanted.plan().values)
     if added:
         store.clear_temporary()
     else:
-        store.begin_or_resume(wanted.plan())
+        store.begin_or_resume(wanted.plan().values)
     finish_replaced(store)
     return added
 
@@ -174,9 +172,9 @@ def _check_and_announce(
             store, wanted.columns
         )  # raises if they are lost: new ones would not fit the shards that are there
     is_new = not store.exists(FORECAST_FILE)
-    plan = replace(plan, tokens_per_second=calibration(store, wanted, planned, capture)["tokens_per_second"])
+    plan = replace(plan, tokens_per_second=calibration(store, wanted, planned, capture).tokens_per_second)
     if is_new:
-        store.write_json(FORECAST_FILE, plan.record(disk, capture.num_targets))
+        store.write_json(FORECAST_FILE, plan.record(disk, capture.num_targets).values)
     print("\n".join(plan.lines(disk, capture.num_targets)))
 
 
@@ -190,18 +188,16 @@ def _remove_text(store: CacheStore) -> None:
 class _ShardActor:
     """Holds one target replica and writes shards with it."""
 
-    def __init__(self, uri: str, target: dict[str, Any], cache: dict[str, Any], threads: int) -> None:
+    def __init__(self, store: CacheStore, target: TargetConfig, cache: CacheConfig, threads: int) -> None:
         import torch
 
         from moray.targets.model import Target
 
         torch.set_num_threads(threads)
-        config = CacheConfig.model_validate(cache)
-        self._writer = ShardWriter(Target.load(TargetConfig.model_validate(target)), CacheStore(uri), config)
+        self._writer = ShardWriter(Target.load(target), store, cache)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        infos = [self._writer.write(ShardPlan(**json.loads(plan))) for plan in batch["plan"]]
-        return {"tokens": [info.tokens for info in infos]}
+    def __call__(self, batch: Batch) -> Batch:
+        return batch_of([TokensRow(self._writer.write(row.plan).tokens) for row in rows_of(batch, ShardPlanRow)])
 
 
 def _run_target(
@@ -213,20 +209,19 @@ def _run_target(
 ) -> None:
     """Stage 2: write the shards that are missing."""
     done = scan(store).planned
-    missing = [plan for plan in planned.shards if plan.name not in done]
+    missing = [ShardPlanRow(plan) for plan in planned.shards if plan.name not in done]
     if not missing:
         return
-    items = [{"plan": json.dumps(asdict(plan))} for plan in missing]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+    dataset = dataset_of(missing).map_batches(
         _ShardActor,
-        fn_constructor_args=(store.uri, target.model_dump(), cache.model_dump(), capture.threads_per_target),
+        fn_constructor_args=(store, target, cache, capture.threads_per_target),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(capture.num_targets, len(items))),
+        compute=ray.data.ActorPoolStrategy(size=min(capture.num_targets, len(missing))),
         num_cpus=capture.cpus_per_target,
         num_gpus=capture.gpus_per_target,
     )
     tokens_of = planned.tokens_of
     finished = sum(tokens_of[name] for name in done if name in tokens_of)
     with Progress("cache", sum(tokens_of.values()), done=finished, unit="tokens") as progress:
-        for row in dataset.iter_rows():
-            progress.advance(int(row["tokens"]))
+        for row in rows_from(dataset, TokensRow):
+            progress.advance(row.tokens)

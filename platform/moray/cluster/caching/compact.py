@@ -1,6 +1,5 @@
 """Compaction on Ray Data: every task joins one group of small shards, one row group in memory at a time."""
 
-import json
 from typing import Any, cast
 
 import ray.data
@@ -11,6 +10,7 @@ from moray.activations.format.schema import bytes_per_token
 from moray.activations.format.store import CacheStore
 from moray.activations.maintenance.compact import join, plan_compaction, remove_superseded
 from moray.activations.planning.growth import refuse_while_growing
+from moray.cluster.caching.rows import Batch, GroupRow, JoinedRow, batch_of, dataset_of, rows_from, rows_of
 from moray.cluster.errors import own_errors
 from moray.errors import DamagedError
 from moray.progress import Progress
@@ -43,36 +43,34 @@ def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, in
             f"'{output}' has damaged shards ({', '.join(damaged[:3])}): run the caching command again, then compact"
         )
     plan = manifest.plan
-    size = shard_mib or plan["cache"]["shard_mib"]
-    groups = plan_compaction(found.counting.values(), bytes_per_token(plan["columns"]), size)
+    size = shard_mib or plan.cache.shard_mib
+    groups = plan_compaction(found.counting.values(), bytes_per_token(plan.columns), size)
     if groups:
         with own_errors():
-            _join_all(store, [[info.name for info in group] for group in groups], plan["cache"], num_tasks)
+            _join_all(store, [[info.name for info in group] for group in groups], plan.cache.compression, num_tasks)
         found = scan(store)
     if manifest.shards != found.counting:
-        manifest = write_manifest(store, store.read_json("manifest.json")["chats"])
+        manifest = write_manifest(store, manifest.chats)
     # Only now: until here readers had the old manifest.
     remove_superseded(store, found.superseded)
     return before, len(manifest.shards)
 
 
-def _join_all(store: CacheStore, groups: list[list[str]], cache: dict[str, Any], num_tasks: int) -> None:
-    items = [{"group": json.dumps(group)} for group in groups]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+def _join_all(store: CacheStore, groups: list[list[str]], compression: str, num_tasks: int) -> None:
+    dataset = dataset_of([GroupRow(group) for group in groups]).map_batches(
         cast(Any, _join),  # Ray's own types leave functions with further arguments out
-        fn_args=(store.uri, cache["compression"]),
+        fn_args=(store, compression),
         batch_size=1,
         num_cpus=1,
-        compute=ray.data.TaskPoolStrategy(size=min(num_tasks, len(items))),
+        compute=ray.data.TaskPoolStrategy(size=min(num_tasks, len(groups))),
     )
     with Progress("compact", sum(map(len, groups)), unit="shards") as progress:
-        for row in dataset.iter_rows():
-            progress.advance(int(row["shards"]))
+        for row in rows_from(dataset, JoinedRow):
+            progress.advance(row.num_shards)
 
 
-def _join(batch: dict[str, Any], uri: str, compression: str) -> dict[str, Any]:
-    store = CacheStore(uri)
-    groups = [json.loads(text) for text in batch["group"]]
-    for group in groups:
-        join(store, [store.read_marker(name) for name in group], compression)
-    return {"shards": [len(group) for group in groups]}
+def _join(batch: Batch, store: CacheStore, compression: str) -> Batch:
+    rows = rows_of(batch, GroupRow)
+    for row in rows:
+        join(store, [store.read_marker(name) for name in row.shards], compression)
+    return batch_of([JoinedRow(len(row.shards)) for row in rows])

@@ -3,8 +3,8 @@
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
 
+from moray.cluster.caching.answer_store import AnsweredChat, AnswerSummary
 from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.data.ultrachat import BadRow, Chat
 from moray.decoding.engine.config import EngineConfig
@@ -68,11 +68,15 @@ class Dialogue:
         return self._turns[0] if self._turns else []
 
     @property
-    def row(self) -> dict[str, Any]:
-        """In UltraChat's schema; `uid` names the source row, as `prompt_id` does for readers that know no uid."""
-        asked = next(message["content"] for message in self.messages if message["role"] == "user")
-        reasons = {"finish_reasons": self.finish_reasons}
-        return {"prompt": asked, "prompt_id": self.uid, "messages": self.messages, "uid": self.uid, **reasons}
+    def row(self) -> AnsweredChat:
+        """The line that is written of it."""
+        return {
+            "prompt": next(message["content"] for message in self.messages if message["role"] == "user"),
+            "prompt_id": self.uid,
+            "messages": self.messages,
+            "uid": self.uid,
+            "finish_reasons": self.finish_reasons,
+        }
 
     @property
     def lack(self) -> str | None:
@@ -88,13 +92,8 @@ def answer_chats(
     tokenizer: ChatTokenizer,
     eos_ids: Collection[int],
     config: RegenerateConfig,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Answer the chats of one part; returns the rows to write, in order, and what became of all of them.
-
-    The summary counts `rows` read and `chats` kept; `dropped` and `shortened` chats by why (too_long: no room for a
-    question and its answer; truncated: an answer was cut off and `keep_truncated` is false; empty: no answer with
-    text in it; without_question); `finish_reasons` of the kept answers; and tokens generated.
-    """
+) -> tuple[list[AnsweredChat], AnswerSummary]:
+    """Answer the chats of one part; returns the rows to write, in order, and what became of all of them."""
     bad = [str(row) for row in rows if isinstance(row, BadRow)]
     dialogues = [Dialogue(row, config.max_turns) for row in rows if not isinstance(row, BadRow)]
     context = min(config.max_length, target.spec.max_positions)
@@ -138,16 +137,16 @@ def answer_chats(
                 ask(dialogue)
     usable = [dialogue for dialogue in dialogues if dialogue.uid not in refused]
     kept = [dialogue for dialogue in usable if dialogue.lack is None]
-    summary = {
-        "rows": len(rows),
-        "chats": len(kept),
-        "bad": len(bad),
-        "bad_rows": bad[:KEPT_BAD_ROWS],
-        "dropped": dict(Counter(dialogue.lack for dialogue in usable if dialogue.lack is not None)),
-        "shortened": dict(Counter(dialogue.cut for dialogue in kept if dialogue.cut is not None)),
-        "finish_reasons": dict(Counter(reason for dialogue in kept for reason in dialogue.finish_reasons)),
-        "tokens": sum(dialogue.num_tokens for dialogue in dialogues),
-    }
+    summary = AnswerSummary(
+        rows=len(rows),
+        chats=len(kept),
+        bad=len(bad),
+        bad_rows=bad[:KEPT_BAD_ROWS],
+        dropped=dict(Counter(dialogue.lack for dialogue in usable if dialogue.lack is not None)),
+        shortened=dict(Counter(dialogue.cut for dialogue in kept if dialogue.cut is not None)),
+        finish_reasons=dict(Counter(reason for dialogue in kept for reason in dialogue.finish_reasons)),
+        tokens=sum(dialogue.num_tokens for dialogue in dialogues),
+    )
     return [dialogue.row for dialogue in kept], summary
 
 

@@ -41,7 +41,7 @@ def told_if_cache_full(store: CacheStore) -> Iterator[Goal]:
             missing = f"about {size_text(max(0, goal.total - written))} are missing"
         raise StorageFullError(
             f"{error}; {size_text(written)} of the cache are written and safe, {missing}: make room, then run the "
-            "same command again to go on"
+            "same command again to resume"
         ) from None
 
 

@@ -1,7 +1,6 @@
 """Columns added to a cache on Ray Data: every actor holds one target and writes shard after shard anew."""
 
 from dataclasses import replace
-from typing import Any
 
 import ray.data
 
@@ -16,6 +15,7 @@ from moray.activations.planning.plan import count_work, forecast
 from moray.cluster.caching.calibration import CALIBRATION_FILE, calibration
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.disk_full import Goal
+from moray.cluster.caching.rows import Batch, ShardRow, TokensRow, batch_of, dataset_of, rows_from, rows_of
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 
@@ -51,8 +51,8 @@ def add_columns(
         told = calibration(store, wanted, planned, capture)
         work = count_work(planned.shards, planned.lengths, wanted.rows)
         whole = forecast(wanted.spec, wanted.cache, work, len(planned.shards))
-        whole = replace(whole, tokens_per_second=told["tokens_per_second"])
-        store.write_json(FORECAST_FILE, whole.record(disk, capture.num_targets))
+        whole = replace(whole, tokens_per_second=told.tokens_per_second)
+        store.write_json(FORECAST_FILE, whole.record(disk, capture.num_targets).values)
         begin_growth(store, plan, added)
     print(growth.announcement)
     _extend_all(store, growth, wanted, capture)
@@ -61,37 +61,31 @@ def add_columns(
 class _ExtendActor:
     """Holds one target replica and extends shards with it."""
 
-    def __init__(self, uri: str, target: dict[str, Any], cache: dict[str, Any], threads: int) -> None:
+    def __init__(self, store: CacheStore, target: TargetConfig, cache: CacheConfig, threads: int) -> None:
         import torch
 
         from moray.targets.model import Target
 
         torch.set_num_threads(threads)
-        config = CacheConfig.model_validate(cache)
-        self._extender = ShardExtender(Target.load(TargetConfig.model_validate(target)), CacheStore(uri), config)
+        self._extender = ShardExtender(Target.load(target), store, cache)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {"tokens": [self._extender.extend(str(shard)).tokens for shard in batch["shard"]]}
+    def __call__(self, batch: Batch) -> Batch:
+        return batch_of([TokensRow(self._extender.extend(row.shard).tokens) for row in rows_of(batch, ShardRow)])
 
 
 def _extend_all(store: CacheStore, growth: Growth, wanted: CacheSpec, capture: CaptureConfig) -> None:
-    items = [{"shard": name} for name in growth.shards]
-    if not items:
+    rows = [ShardRow(name) for name in growth.shards]
+    if not rows:
         return
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+    dataset = dataset_of(rows).map_batches(
         _ExtendActor,
-        fn_constructor_args=(
-            store.uri,
-            wanted.target.model_dump(),
-            wanted.cache.model_dump(),
-            capture.threads_per_target,
-        ),
+        fn_constructor_args=(store, wanted.target, wanted.cache, capture.threads_per_target),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(capture.num_targets, len(items))),
+        compute=ray.data.ActorPoolStrategy(size=min(capture.num_targets, len(rows))),
         num_cpus=capture.cpus_per_target,
         num_gpus=capture.gpus_per_target,
     )
     finished = growth.tokens - growth.tokens_left
     with Progress("add columns", growth.tokens, done=finished, unit="tokens") as progress:
-        for row in dataset.iter_rows():
-            progress.advance(int(row["tokens"]))
+        for row in rows_from(dataset, TokensRow):
+            progress.advance(row.tokens)

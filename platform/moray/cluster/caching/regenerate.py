@@ -7,16 +7,17 @@ written whole or not at all; a killed job goes on with the parts that are missin
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import ray.data
 
 from moray.activations.capture.attempts import MAX_ATTEMPTS, Attempts
-from moray.cluster.caching.answer_store import AGAIN, AnswerStore
+from moray.cluster.caching.answer_store import AGAIN, AnswerStore, AnswerSummary
 from moray.cluster.caching.dialogues import KEPT_BAD_ROWS, answer_chats
 from moray.cluster.caching.regenerate_config import RegenerateConfig
+from moray.cluster.caching.rows import AnsweredRow, Batch, ChunkRow, batch_of, dataset_of, rows_from, rows_of
 from moray.cluster.errors import own_errors
 from moray.data.ultrachat import ChatChunk, plan_chunks, read_chunk
 from moray.errors import ConfigError, DataError
@@ -25,10 +26,20 @@ from moray.provenance import run_yaml
 from moray.targets.spec import read_spec
 from moray.text import ChatTokenizer
 
-Summary = dict[str, Any]
+
+class AnswerTotal(TypedDict):
+    """summary.yaml: the counts of all parts together, each as in `AnswerSummary`."""
+
+    rows: int
+    chats: int
+    bad: int
+    tokens: int
+    dropped: dict[str, int]
+    shortened: dict[str, int]
+    finish_reasons: dict[str, int]
 
 
-def regenerate(config: RegenerateConfig) -> Summary:
+def regenerate(config: RegenerateConfig) -> AnswerTotal:
     """Answer all chats of `config.chats` with the target; returns counts over all parts. Needs a session.
 
     Raises:
@@ -55,7 +66,7 @@ def regenerate(config: RegenerateConfig) -> Summary:
     if summaries.keys() != chunks.keys():
         _answer_missing(config, store, chunks, summaries)
     total = _total(summaries)
-    for line in [line for summary in summaries.values() for line in summary["bad_rows"]][:KEPT_BAD_ROWS]:
+    for line in [line for summary in summaries.values() for line in summary.bad_rows][:KEPT_BAD_ROWS]:
         print(f"bad row: {line}")
     store.clear_temporary()  # left by target replicas that died
     store.put("summary.yaml", json.dumps(total, indent=2) + "\n")
@@ -63,27 +74,26 @@ def regenerate(config: RegenerateConfig) -> Summary:
 
 
 def _answer_missing(
-    config: RegenerateConfig, store: AnswerStore, chunks: Mapping[str, ChatChunk], summaries: dict[str, Summary]
+    config: RegenerateConfig, store: AnswerStore, chunks: Mapping[str, ChatChunk], summaries: dict[str, AnswerSummary]
 ) -> None:
     """Answer the parts that have no summary yet, and add theirs."""
-    missing = [{"name": name, "chunk": chunk} for name, chunk in chunks.items() if name not in summaries]
-    dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map_batches(
+    missing = [ChunkRow(name, chunk) for name, chunk in chunks.items() if name not in summaries]
+    dataset = dataset_of(missing).map_batches(
         _Answerer,
-        fn_constructor_args=(store, config.model_dump_json()),
+        fn_constructor_args=(store, config),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=min(config.num_targets, len(missing))),
         num_cpus=config.cpus_per_target,
         num_gpus=config.gpus_per_target,
     )
-    done = sum(summary["rows"] for summary in summaries.values())
+    done = sum(summary.rows for summary in summaries.values())
     total = sum(chunk.num_rows for chunk in chunks.values())
     with own_errors(), Progress("regenerate", total, done=done, unit="chats") as progress:
         begin, num_tokens = time.monotonic(), 0
-        for row in dataset.iter_rows():
-            summary = json.loads(row["summary"])
-            summaries[row["name"]] = summary
-            num_tokens += summary["tokens"]
-            progress.advance(summary["rows"])
+        for row in rows_from(dataset, AnsweredRow):
+            summaries[row.name] = row.summary
+            num_tokens += row.summary.tokens
+            progress.advance(row.summary.rows)
             progress.update(note=f"{num_tokens / (time.monotonic() - begin):,.0f} tokens/s")
             _check_bad_rows(summaries, config.chats.max_bad_rows)
 
@@ -91,24 +101,24 @@ def _answer_missing(
 class _Answerer:
     """Holds one target replica and answers chunks of chats with it."""
 
-    def __init__(self, store: AnswerStore, config_json: str) -> None:
+    def __init__(self, store: AnswerStore, config: RegenerateConfig) -> None:
         import torch
 
         from moray.targets.model import Target
 
         self._store = store
         self._attempts = Attempts(store)
-        self._config = RegenerateConfig.model_validate_json(config_json)
+        self._config = config
         torch.set_num_threads(self._config.threads_per_target)
         self._target = Target.load(self._config.target)
         self._tokenizer = ChatTokenizer.load(self._config.target.model, self._config.target.template)
         self._eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        summaries = [self._answer(*pair) for pair in zip(batch["name"], batch["chunk"], strict=True)]
-        return {"name": batch["name"], "summary": [json.dumps(summary) for summary in summaries]}
+    def __call__(self, batch: Batch) -> Batch:
+        rows = rows_of(batch, ChunkRow)
+        return batch_of([AnsweredRow(row.name, self._answer(row.name, row.chunk)) for row in rows])
 
-    def _answer(self, name: str, chunk: ChatChunk) -> Summary:
+    def _answer(self, name: str, chunk: ChatChunk) -> AnswerSummary:
         if not self._attempts.begin(name):
             raise DataError(
                 f"{MAX_ATTEMPTS} target replicas died over {name} ({chunk.file}, {chunk.num_rows} rows from row "
@@ -121,25 +131,34 @@ class _Answerer:
         return summary
 
 
-def _check_bad_rows(summaries: Mapping[str, Summary], most: int) -> None:
+def _check_bad_rows(summaries: Mapping[str, AnswerSummary], most: int) -> None:
     """Over all parts, those of earlier invocations included."""
-    num_bad = sum(summary["bad"] for summary in summaries.values())
+    num_bad = sum(summary.bad for summary in summaries.values())
     if num_bad > most:
-        first = next(line for name in sorted(summaries) for line in summaries[name]["bad_rows"])
+        first = next(line for name in sorted(summaries) for line in summaries[name].bad_rows)
         raise DataError(
             f"{num_bad} bad rows, chats.max_bad_rows allows {most}; the first: {first}; allow more and {AGAIN}, or "
-            "mend the file and begin anew"
+            "fix the file and start again"
         )
 
 
-def _total(summaries: Mapping[str, Summary]) -> Summary:
+def _total(summaries: Mapping[str, AnswerSummary]) -> AnswerTotal:
     """The counts of all parts together."""
-    total: Summary = {}
-    for key in ("rows", "chats", "bad", "tokens"):
-        total[key] = sum(summary[key] for summary in summaries.values())
-    for key in ("dropped", "shortened", "finish_reasons"):
-        counts: Counter[str] = Counter()
-        for summary in summaries.values():
-            counts.update(summary[key])
-        total[key] = dict(sorted(counts.items()))
-    return total
+    parts = list(summaries.values())
+    return {
+        "rows": sum(part.rows for part in parts),
+        "chats": sum(part.chats for part in parts),
+        "bad": sum(part.bad for part in parts),
+        "tokens": sum(part.tokens for part in parts),
+        "dropped": _sums(part.dropped for part in parts),
+        "shortened": _sums(part.shortened for part in parts),
+        "finish_reasons": _sums(part.finish_reasons for part in parts),
+    }
+
+
+def _sums(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Counts of several parts added up, by name."""
+    total: Counter[str] = Counter()
+    for part in counts:
+        total.update(part)
+    return dict(sorted(total.items()))

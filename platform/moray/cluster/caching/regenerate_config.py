@@ -1,8 +1,6 @@
 """Configuration of `pipelines.regenerate`. Imports neither ray nor torch."""
 
-from typing import Any
-
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from moray.cluster.configs import RayConfig
 from moray.config import Config
@@ -77,10 +75,10 @@ class RegenerateConfig(Config):
         return self
 
     @property
-    def text_settings(self) -> dict[str, Any]:
+    def text_settings(self) -> dict[str, JsonValue]:
         """What decides the text and its parts; everything else may differ when a run goes on."""
         others = {"target", "output", "batch_tokens", "ray"}
         places = {"num_targets", "cpus_per_target", "gpus_per_target", "threads_per_target"}
-        settings = self.model_dump(mode="json", exclude=others | places)
-        del settings["chats"]["max_bad_rows"]
+        left_out: dict[str, bool | set[str]] = dict.fromkeys(others | places, True)
+        settings = self.model_dump(mode="json", exclude=left_out | {"chats": {"max_bad_rows"}})
         return settings | {"dtype": self.target.dtype}

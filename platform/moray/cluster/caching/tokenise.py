@@ -1,16 +1,17 @@
 """First stage of a cache, on Ray Data: chats become parts, which hold tokens only (4 bytes each)."""
 
-import json
 from typing import Any
 
 import pyarrow as pa
 import ray
 import ray.data
 
+from moray.activations.format.records import PartSummary
 from moray.activations.format.scan import find_parts
 from moray.activations.format.schema import TOKENS_SCHEMA
 from moray.activations.format.store import CacheStore
 from moray.cluster.caching.configs import CaptureConfig
+from moray.cluster.caching.rows import Batch, ChunkRow, PartRow, batch_of, dataset_of, rows_from, rows_of
 from moray.data.ultrachat import BadRow, ChatChunk, read_chunk
 from moray.errors import DataError
 from moray.progress import Progress
@@ -23,17 +24,16 @@ _KEPT_BAD_ROWS = 20
 class PartWriter:
     """Tokenises one chunk of the input into one part."""
 
-    def __init__(self, uri: str, target: dict[str, Any], max_length: int) -> None:
-        config = TargetConfig.model_validate(target)
+    def __init__(self, uri: str, target: TargetConfig, max_length: int) -> None:
         self._store = CacheStore(uri)
-        self._tokenizer = ChatTokenizer.load(config.model, config.template)
+        self._tokenizer = ChatTokenizer.load(target.model, target.template)
         self._max_length = max_length
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        summaries = [self.write(*pair) for pair in zip(batch["name"], batch["chunk"], strict=True)]
-        return {"summary": [json.dumps(summary) for summary in summaries]}
+    def __call__(self, batch: Batch) -> Batch:
+        return batch_of([PartRow(self.write(row.name, row.chunk)) for row in rows_of(batch, ChunkRow)])
 
-    def write(self, name: str, chunk: ChatChunk) -> dict[str, Any]:
+    def write(self, name: str, chunk: ChatChunk) -> PartSummary:
+        """Tokenise a chunk and write its part, then what is noted of it: only then does it count."""
         columns: dict[str, list[Any]] = {"uid": [], "tokens": [], "response_mask": []}
         bad: list[str] = []
         num_dropped = 0
@@ -53,17 +53,17 @@ class PartWriter:
             columns["tokens"].append(chat.tokens)
             columns["response_mask"].append(chat.response_mask)
         file = self._store.write_table(f"tokens/{name}.parquet", pa.table(columns, schema=TOKENS_SCHEMA))
-        summary = {
-            "name": name,
-            "bytes": file.num_bytes,
-            "sha256": file.sha256,
-            "chats": len(columns["uid"]),
-            "dropped": num_dropped,
-            "bad": len(bad),
-            "bad_rows": bad[:_KEPT_BAD_ROWS],
-            "lengths": [len(tokens) for tokens in columns["tokens"]],
-        }
-        self._store.write_json(f"tokens/{name}.json", summary)
+        summary = PartSummary(
+            name=name,
+            bytes=file.num_bytes,
+            sha256=file.sha256,
+            chats=len(columns["uid"]),
+            dropped=num_dropped,
+            bad=len(bad),
+            bad_rows=bad[:_KEPT_BAD_ROWS],
+            lengths=[len(tokens) for tokens in columns["tokens"]],
+        )
+        self._store.write_json(f"tokens/{name}.json", summary.values)
         return summary
 
 
@@ -82,26 +82,29 @@ def tokenise(
         print(f"part 'tokens/{name}.parquet' is damaged: {reason}; it will be made again")
     summaries = found.whole
     done = len(summaries)
-    missing = [{"name": name, "chunk": chunk} for name, chunk in chunks.items() if name not in summaries]
+    missing = [ChunkRow(name, chunk) for name, chunk in chunks.items() if name not in summaries]
     if missing:
-        dataset = ray.data.from_items(missing, override_num_blocks=len(missing)).map_batches(
+        dataset = dataset_of(missing).map_batches(
             PartWriter,
-            fn_constructor_args=(store.uri, target.model_dump(), max_length),
+            fn_constructor_args=(store.uri, target, max_length),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=min(capture.num_tokenisers, len(missing))),
             num_cpus=1,
         )
         with Progress("tokenise", len(chunks), done=done, unit="parts") as progress:
             chats_done = 0
-            for row in dataset.iter_rows():
-                summary = json.loads(row["summary"])
-                summaries[summary["name"]] = summary
-                chats_done += summary["chats"]
+            for row in rows_from(dataset, PartRow):
+                summaries[row.summary.name] = row.summary
+                chats_done += row.summary.chats
                 progress.advance()
                 progress.update(note=f"{chats_done:,} chats")
     ordered = [summaries[name] for name in chunks]
-    counts = {key: sum(summary[key] for summary in ordered) for key in ("chats", "dropped", "bad")}
-    _report_bad_rows(counts, [line for summary in ordered for line in summary["bad_rows"]], max_bad_rows)
+    counts = {
+        "chats": sum(summary.chats for summary in ordered),
+        "dropped": sum(summary.dropped for summary in ordered),
+        "bad": sum(summary.bad for summary in ordered),
+    }
+    _report_bad_rows(counts, [line for summary in ordered for line in summary.bad_rows], max_bad_rows)
     return counts
 
 
@@ -111,7 +114,7 @@ def _report_bad_rows(counts: dict[str, int], lines: list[str], most: int) -> Non
     if counts["bad"] > most:
         raise DataError(
             f"{counts['bad']} bad rows, chats.max_bad_rows allows {most}; the first: {lines[0]}; "
-            "mend them or allow more"
+            "fix them or raise chats.max_bad_rows"
         )
     if not counts["chats"]:
         raise DataError(f"no chat with an assistant turn is left: {counts['dropped']} dropped, {counts['bad']} bad")

@@ -13,7 +13,7 @@ from ray.core.generated import gcs_pb2
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from moray.activations.format.manifest import LAYOUT_FILE, read_layout, write_manifest
+from moray.activations.format.manifest import read_layout, write_manifest
 from moray.activations.format.scan import scan
 from moray.activations.format.store import CacheStore
 from moray.activations.reading.token_counts import token_counts
@@ -25,7 +25,14 @@ from moray.cluster.training.data_shards import num_workers, run_data_shards
 from moray.cluster.training.live import open_source
 from moray.cluster.training.resume import begin_or_resume, is_complete, withdraw
 from moray.cluster.training.validate import check_validation, validate_last, validation_of
-from moray.cluster.training.worker import RUN_NAME, checkpoint_step, newest_checkpoint, open_run_trackers, work
+from moray.cluster.training.worker import (
+    RUN_NAME,
+    WorkerSettings,
+    checkpoint_step,
+    newest_checkpoint,
+    open_run_trackers,
+    work,
+)
 from moray.distill.tracking.metrics import send_validation
 from moray.distill.tracking.trackers import check_trackers
 from moray.errors import DataError
@@ -126,16 +133,10 @@ def _trainer(
 ) -> TorchTrainer:
     output = Path(config.output).absolute()
     _mend_snapshot(output)
-    settings = {
-        "config": config.model_dump_json(),
-        "progress_actor": progress_actor,
-        "output": str(output),
-        "num_data_shards": run_data_shards(config),
-        "stop_step": stop_step,
-    }
+    settings = WorkerSettings(config, output, run_data_shards(config), stop_step, progress_actor)
     return _Trainer(
         work,
-        train_loop_config=settings,
+        train_loop_config={"settings": settings},
         scaling_config=ray.train.ScalingConfig(
             num_workers=asked,
             use_gpu=config.workers.use_gpu,
@@ -196,9 +197,10 @@ def _close_cache(config: DistillConfig) -> None:
     store = CacheStore(config.activations)
     if store.exists("manifest.json"):
         return
-    planned, written = read_layout(store).shards.keys(), scan(store).planned
+    layout, written = read_layout(store), scan(store).planned
+    planned = layout.shards.keys()
     if planned <= written:
-        write_manifest(store, store.read_json(LAYOUT_FILE)["chats"])
+        write_manifest(store, layout.chats)
     else:
         print(
             f"{config.activations}: {len(written)} of {len(planned)} shards are written; pipelines.cache_activations "
@@ -210,7 +212,7 @@ def _count_tokens(config: DistillConfig) -> None:
     """Count once, before every worker asks for it."""
     if config.drafter.num_draft_tokens is not None:
         store = CacheStore(config.activations)
-        token_counts(store, open_source(config).plan["target"]["vocab_size"])
+        token_counts(store, open_source(config).plan.target.vocab_size)
 
 
 def _mend_snapshot(output: Path) -> None:

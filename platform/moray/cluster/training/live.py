@@ -11,14 +11,14 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import pyarrow as pa
 
 from moray.activations.capture.attempts import ATTEMPTS_FOLDER, MAX_ATTEMPTS, Attempts
 from moray.activations.capture.extract import ShardWriter
 from moray.activations.format.manifest import Manifest, read_layout, read_manifest
-from moray.activations.format.schema import CacheConfig, hidden_column, kv_column, shard_token_bytes
+from moray.activations.format.records import PartSummary, PlanRecord, shard_token_bytes
+from moray.activations.format.schema import CacheConfig, hidden_column, kv_column
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import ShardPlan, only_columns, plan_shards
 from moray.batch import TapNeeds
@@ -42,6 +42,26 @@ def open_source(config: DistillConfig) -> Manifest:
 
 
 @dataclass(frozen=True)
+class WindowSettings:
+    """What a replica that makes windows is told; picklable."""
+
+    store: CacheStore
+    target: TargetConfig
+    planned: CacheConfig
+    """By which chats were cut into shards."""
+    stored: CacheConfig
+    """The taps that are encoded."""
+    columns: list[str]
+    """Of a window's table."""
+    is_kept: bool
+    """Whether shards are written."""
+    threads: int
+    """Of torch."""
+    stage: str
+    """A name of its own for what counts attempts: other runs may make the same windows now."""
+
+
+@dataclass(frozen=True)
 class LiveTargets:
     """The target replicas of one training worker: what they run, and on what."""
 
@@ -49,20 +69,18 @@ class LiveTargets:
     source: LiveSource
     num_targets: int
 
-    def arguments(self, uri: str, needs: TapNeeds, columns: list[str]) -> tuple[Any, ...]:
-        """What `LiveWindows` is made with."""
-        cache = self.source.cache
-        stored = cache if self.source.type == "hybrid" else only_needed(cache, needs)
-        settings = {"planned": cache.model_dump(), "stored": stored.model_dump()}
-        capture = self.source.capture
-        return (
-            uri,
-            self.target.model_dump(),
-            settings,
-            columns,
-            self.source.type == "hybrid",
-            capture.threads_per_target,
-            uuid.uuid4().hex[:8],
+    def settings(self, uri: str, needs: TapNeeds, columns: list[str]) -> WindowSettings:
+        """What their replicas are told."""
+        cache, is_kept = self.source.cache, self.source.type == "hybrid"
+        return WindowSettings(
+            CacheStore(uri),
+            self.target,
+            planned=cache,
+            stored=cache if is_kept else only_needed(cache, needs),
+            columns=columns,
+            is_kept=is_kept,
+            threads=self.source.capture.threads_per_target,
+            stage=uuid.uuid4().hex[:8],
         )
 
 
@@ -74,24 +92,9 @@ def only_needed(cache: CacheConfig, needs: TapNeeds) -> CacheConfig:
 class LiveWindows:
     """Holds one target replica and makes windows with it; a Ray actor."""
 
-    def __init__(
-        self,
-        uri: str,
-        target: dict[str, Any],
-        settings: dict[str, Any],
-        columns: list[str],
-        keeps: bool,
-        threads: int,
-        stage: str,
-    ) -> None:
-        self._store = CacheStore(uri)
-        self._columns = columns
-        self._keeps = keeps
-        self._target = target
-        self._threads = threads
-        self._planned = CacheConfig.model_validate(settings["planned"])
-        self._stored = CacheConfig.model_validate(settings["stored"])
-        self._stage = stage  # other runs may make the same windows now
+    def __init__(self, settings: WindowSettings) -> None:
+        self._settings = settings
+        self._store = settings.store
         self._attempts = Attempts(self._store, ATTEMPTS_FOLDER)
         self._part = ""
         self._plans: dict[str, ShardPlan] = {}
@@ -102,12 +105,12 @@ class LiveWindows:
         Raises:
             DataError: replicas die over these row groups.
         """
-        if not self._keeps:
+        if not self._settings.is_kept:
             return self._make(row_groups)
         for shard in dict.fromkeys(shard for shard, _ in row_groups):
             if not self._store.exists(f"shards/{shard}.json"):
                 self._writer.write(self._plan(shard))
-        return read_window(row_groups, self._store.uri, self._columns)
+        return read_window(row_groups, self._store.uri, self._settings.columns)
 
     def _make(self, row_groups: Sequence[tuple[str, int]]) -> pa.Table:
         """
@@ -115,7 +118,7 @@ class LiveWindows:
             DataError: replicas die over these row groups.
         """
         shard, group = row_groups[0]
-        name = f"{self._stage}-{shard}-{group}"
+        name = f"{self._settings.stage}-{shard}-{group}"
         if not self._attempts.begin(name):
             raise DataError(
                 f"{MAX_ATTEMPTS} target replicas died over row group {group} of shard '{shard}' of '{self._store.uri}' "
@@ -126,7 +129,7 @@ class LiveWindows:
             tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
         finally:
             self._attempts.end(name)
-        return pa.concat_tables([table.select(self._columns) for table in tables])
+        return pa.concat_tables([table.select(self._settings.columns) for table in tables])
 
     @cached_property
     def _writer(self) -> ShardWriter:
@@ -136,19 +139,19 @@ class LiveWindows:
 
         from moray.targets.model import Target
 
-        torch.set_num_threads(self._threads)
-        loaded = Target.load(TargetConfig.model_validate(self._target))
-        return ShardWriter(loaded, self._store, self._stored)
+        torch.set_num_threads(self._settings.threads)
+        return ShardWriter(Target.load(self._settings.target), self._store, self._settings.stored)
 
     @cached_property
     def _token_bytes(self) -> int:
-        return shard_token_bytes(self._store.read_json("plan.json"))
+        return shard_token_bytes(self._store.read_record("plan.json", PlanRecord))
 
     def _plan(self, shard: str) -> ShardPlan:
         """The plan of one shard; those of one part are made together and kept until another part is asked for."""
         part = f"part-{shard.rpartition('-')[0]}"
         if part != self._part:
-            lengths = self._store.read_json(f"tokens/{part}.json")["lengths"]
-            self._plans = {plan.name: plan for plan in plan_shards(part, lengths, self._planned, self._token_bytes)}
+            lengths = self._store.read_record(f"tokens/{part}.json", PartSummary).lengths
+            plans = plan_shards(part, lengths, self._settings.planned, self._token_bytes)
+            self._plans = {plan.name: plan for plan in plans}
             self._part = part
         return self._plans[shard]

@@ -76,8 +76,8 @@ def _makers(uri: str, needs: TapNeeds, columns: list[str], targets: LiveTargets,
     kind: Any = ray.remote(
         num_cpus=capture.cpus_per_target, num_gpus=capture.gpus_per_target, max_restarts=-1, max_task_retries=-1
     )(LiveWindows)
-    arguments = targets.arguments(uri, needs, columns)
-    replicas = [kind.remote(*arguments) for _ in range(min(targets.num_targets, num_windows))]
+    settings = targets.settings(uri, needs, columns)
+    replicas = [kind.remote(settings) for _ in range(min(targets.num_targets, num_windows))]
     turns = cycle(replicas)
     return lambda window: next(turns).window.remote(window.row_groups)
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from moray.activations.format.manifest import Manifest, read_manifest
+from moray.activations.format.schema import column_values
 from moray.activations.format.store import CacheStore
 from moray.cluster.training.configs import DistillConfig
 from moray.distill.runs import begin_run, check_run
@@ -51,27 +52,27 @@ def run_fingerprints(config: DistillConfig) -> dict[str, str]:
     check_same_target(manifest, spec, config.activations, config.target)
     return {
         "target": spec.fingerprint,
-        "text": manifest.plan["text_fingerprint"],
+        "text": manifest.plan.text_fingerprint,
         "training_data": _data_fingerprint(manifest),
     }
 
 
 def _data_fingerprint(manifest: Manifest) -> str:
     """Hash of what is cached: its columns and the hashes of its shards."""
-    parts = [manifest.columns, sorted((name, shard.sha256) for name, shard in manifest.shards.items())]
+    parts = [column_values(manifest.columns), sorted((name, shard.sha256) for name, shard in manifest.shards.items())]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def check_same_target(manifest: Manifest, spec: TargetSpec, activations: str, target: TargetConfig) -> None:
     """Refuse a cache of another target, tokenizer or template."""
-    cached = manifest.plan["target"]["fingerprint"]
+    cached = manifest.plan.target.fingerprint
     if cached != spec.fingerprint:
         raise MismatchError(
             f"activations '{activations}' were cached from a target with fingerprint {cached}; "
             f"target.model '{target.model}' has {spec.fingerprint}: cache again or point to the right one"
         )
     text = fingerprint_parts(ChatTokenizer.load(target.model, target.template).fingerprint)
-    for name, before in fingerprint_parts(manifest.plan["text_fingerprint"]).items():
+    for name, before in fingerprint_parts(manifest.plan.text_fingerprint).items():
         if before != text[name]:
             raise MismatchError(
                 f"activations '{activations}' were cached with another {name}: fingerprint {before}, the "

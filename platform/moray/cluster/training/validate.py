@@ -84,7 +84,7 @@ def validate_last(config: DistillConfig, checkpoint: ray.train.Checkpoint, outpu
         ray.get(task.remote(checkpoint, config=config.model_dump_json(), output=str(output)))
 
 
-def validate_checkpoint(checkpoint: ray.train.Checkpoint, config: str, output: str) -> dict[str, Any]:
+def validate_checkpoint(checkpoint: ray.train.Checkpoint, config: str, output: str) -> dict[str, float]:
     """Measure the drafter of a checkpoint and add its row to the run's validation.jsonl. Runs in a task of its own."""
     import torch
 

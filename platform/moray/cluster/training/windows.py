@@ -24,7 +24,7 @@ def read_window(row_groups: Sequence[tuple[str, int]], uri: str, columns: list[s
         by_shard.setdefault(shard, []).append(group)
     pieces: dict[tuple[str, int], pa.Table] = {}
     for shard, groups in by_shard.items():  # every shard is opened once
-        lengths = store.read_json(f"shards/{shard}.json")["row_groups"]
+        lengths = store.read_marker(shard).row_groups
         table = store.read_row_groups(shard, groups, columns)
         begin = 0
         for group in groups:

@@ -40,10 +40,29 @@ from moray.targets.head import TargetHead
 RUN_NAME = "train"
 
 
-def work(settings: dict[str, Any]) -> None:
-    """One Ray Train worker. Only failures of the machine are worth a restart: ours would come again."""
-    progress_actor = settings["progress_actor"]
-    if ray.get(progress_actor.failure.remote()) is not None:
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What every worker of a run is told; picklable."""
+
+    config: DistillConfig
+    output: Path
+    """Absolute folder of the run."""
+    num_data_shards: int
+    """Of the run, whatever its number of workers now."""
+    stop_step: int | None
+    """Where training ends for now, if that is before the end of the run."""
+    progress_actor: Any
+    """Handle of the `ProgressActor` that is told how far training is."""
+
+
+def work(loop_config: dict[str, WorkerSettings]) -> None:
+    """One Ray Train worker. Only failures of the machine are worth a restart: ours would come again.
+
+    Args:
+        loop_config: Ray Train wants a dictionary; its one key is "settings".
+    """
+    settings = loop_config["settings"]
+    if ray.get(settings.progress_actor.failure.remote()) is not None:
         return
     try:
         with own_errors():
@@ -51,7 +70,7 @@ def work(settings: dict[str, Any]) -> None:
     except UnreachableError:  # may answer again
         raise
     except MorayError as error:
-        ray.get(progress_actor.fail.remote(error))
+        ray.get(settings.progress_actor.fail.remote(error))
         raise
 
 
@@ -82,13 +101,10 @@ def open_run_trackers(config: DistillConfig, output: Path, progress_actor: Any) 
 
 @dataclass(frozen=True)
 class _Worker:
-    """Who of how many this is, and where the run lies."""
+    """Who of how many this is."""
 
     rank: int
     num_workers: int
-    num_data_shards: int
-    output: Path
-    progress_actor: Any
 
     @property
     def is_first(self) -> bool:
@@ -96,42 +112,36 @@ class _Worker:
         return self.rank == 0
 
 
-def _train(settings: dict[str, Any]) -> None:
-    config = DistillConfig.model_validate_json(settings["config"])
+def _train(settings: WorkerSettings) -> None:
+    config, output, progress_actor = settings.config, settings.output, settings.progress_actor
     torch.set_num_threads(config.workers.threads_per_worker)
     context = ray.train.get_context()
-    worker = _Worker(
-        context.get_world_rank(),
-        context.get_world_size(),
-        settings["num_data_shards"],
-        Path(settings["output"]),
-        settings["progress_actor"],
-    )
+    worker = _Worker(context.get_world_rank(), context.get_world_size())
     manifest = open_source(config)
     device = get_device()
     drafter = build_drafter(config, manifest, device.type).to(device)
-    plans = plan_data_shards(config, manifest, drafter.needs, worker.num_data_shards)
-    newest = newest_checkpoint(worker.output)
+    plans = plan_data_shards(config, manifest, drafter.needs, settings.num_data_shards)
+    newest = newest_checkpoint(output)
     parallel, first = _resume(config, drafter, worker, newest)
     if newest is not None and not _is_listed(newest):
         _save(parallel, first, manifest, worker, is_validated(config, first.step))
         if worker.is_first:  # all have read it: a report waits for everybody
             shutil.rmtree(newest.path, ignore_errors=True)
-    span = _span(plans, config, first, worker.num_data_shards, settings["stop_step"])
+    span = _span(plans, config, first, settings.num_data_shards, settings.stop_step)
     reader = Reader(
         config.activations, manifest, drafter.needs, device, config.workers.prefetch_windows, _targets(config, worker)
     )
-    mine = data_shards_of(worker.rank, worker.num_workers, worker.num_data_shards)
+    mine = data_shards_of(worker.rank, worker.num_workers, settings.num_data_shards)
     updates = _updates([{data_shard: plan[data_shard] for data_shard in mine} for plan in plans], span, reader)
-    trackers = open_run_trackers(config, worker.output, worker.progress_actor) if worker.is_first else []
-    writer = MetricsWriter(worker.output, first.step, trackers) if worker.is_first else None
+    trackers = open_run_trackers(config, output, progress_actor) if worker.is_first else []
+    writer = MetricsWriter(output, first.step, trackers) if worker.is_first else None
     if worker.is_first:
-        worker.progress_actor.start.remote(first.step, span.last_step)
+        progress_actor.start.remote(first.step, span.last_step)
 
     def report(progress: Progress, metrics: dict[str, float]) -> None:
         if writer is not None:
             writer.write(progress, metrics)
-            worker.progress_actor.update.remote(progress.step, metrics)
+            progress_actor.update.remote(progress.step, metrics)
 
     def save(progress: Progress) -> None:
         _save(parallel, progress, manifest, worker, is_validated(config, progress.step))
@@ -140,7 +150,7 @@ def _train(settings: dict[str, Any]) -> None:
         train(parallel, updates, span, config.losses, config.train, report, save)
     except NonFiniteError as error:
         if worker.is_first:
-            write_record(worker.output, error.record)
+            write_record(output, error.record)
         raise DataError(str(error)) from None
     finally:  # the figures up to an error are those that people need
         if writer is not None:
@@ -181,7 +191,7 @@ def _save(parallel: Parallel, progress: Progress, manifest: Manifest, worker: _W
         ray.train.report({"step": progress.step})
         return
     with tempfile.TemporaryDirectory() as folder:
-        save_drafter(Path(folder), parallel.drafter, manifest.plan["text_fingerprint"], weights)
+        save_drafter(Path(folder), parallel.drafter, manifest.plan.text_fingerprint, weights)
         save_training(Path(folder), state, progress)
         ray.train.report(
             {"step": progress.step},

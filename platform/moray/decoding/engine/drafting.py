@@ -17,8 +17,9 @@ from moray.decoding.engine.draft_source import Ask, DraftSource
 from moray.decoding.engine.kv_cache import BatchedKVCache
 from moray.decoding.engine.sequence import EngineSequence
 from moray.decoding.engine.stats import EngineStats
-from moray.decoding.planning.controller import NUM_TRIED, DraftPlan, SpeculationController
+from moray.decoding.planning.controller import DraftPlan, SpeculationController
 from moray.decoding.planning.fitting import depth_notice, fit_shape
+from moray.decoding.planning.probing import NUM_TRIED
 from moray.drafters.common.rows import on_device
 from moray.targets.model import Target
 from moray.trees.ranking import Pruned, prune
@@ -88,37 +89,45 @@ class DraftScheduler:
     def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
         """Start drafting for those sequences in `rows` without a draft under way; the next pass has `num_rows`
         sequences."""
-        wanted = [row for row in rows if running[row].asked is None]
-        if not wanted:
+        idle = [row for row in rows if running[row].asked is None]
+        if not idle:
             return
-        plan = self.controller.plan(num_rows, len(wanted))
+        plan, chosen = self._choose(running, idle, num_rows)
+        if plan is not None and chosen:
+            self._request(running, plan, chosen, num_rows)
+
+    def _choose(
+        self, running: list[EngineSequence], idle: list[int], num_rows: int
+    ) -> tuple[DraftPlan | None, list[int]]:
+        """What to draft, and for which rows; None to draft nothing."""
+        plan = self.controller.plan(num_rows, len(idle))
         self._is_wanted, self._are_too_few = plan is not None, False
         if plan is None:
-            return
+            return None, []
         if self.controller.is_trying:  # prefer sequences that already have a drafter
-            wanted.sort(key=lambda row: not self.source.can_draft(running[row].number))
-            wanted = wanted[: max(0, NUM_TRIED - self._num_under_way(running))]
-        for row in wanted:
+            idle = sorted(idle, key=lambda row: not self.source.can_draft(running[row].number))
+            idle = idle[: max(0, NUM_TRIED - self._num_under_way(running))]
+        for row in idle:
             self.source.open(running[row].number)
-        rows = [row for row in wanted if self.source.can_draft(running[row].number)]
-        if len(rows) < len(wanted) and not self.controller.is_trying:  # fewer drafts may call for another plan
-            plan = self.controller.plan(num_rows, len(rows))
+        ready = [row for row in idle if self.source.can_draft(running[row].number)]
+        if len(ready) < len(idle) and not self.controller.is_trying:  # fewer drafts may call for another plan
+            plan = self.controller.plan(num_rows, len(ready))
             self._are_too_few = plan is None
-        if not rows or plan is None:
-            return
+        return plan, ready
+
+    def _request(self, running: list[EngineSequence], plan: DraftPlan, rows: list[int], num_rows: int) -> None:
+        """Send the source the tokens that it does not know, and request a draft for each row."""
         unknown = {row: running[row].length - self.source.num_known(running[row].number) for row in rows}
         many = {row: count for row, count in unknown.items() if count > _FEW}
+        few = {row: count for row, count in unknown.items() if 0 < count <= _FEW}
         self._is_behind = bool(many)
         self._tell_many(running, many)
         begin = time.perf_counter()
-        self._tell_few(running, {row: count for row, count in unknown.items() if 0 < count <= _FEW})
+        self._tell_few(running, few)
+        n = plan.num_target_layers if len(self.source.layer_counts) > 1 else None
         sequences = [running[row] for row in rows]
-        num_target_layers = plan.num_target_layers if len(self.source.layer_counts) > 1 else None
         self.source.ask(
-            [
-                Ask(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, num_target_layers, self._prunes)
-                for s in sequences
-            ]
+            [Ask(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, n, self._prunes) for s in sequences]
         )
         if self._is_timed and len(many) <= len(rows) // 8:  # sending whole prompts is not typical
             self.controller.record_ask(len(rows), num_rows, time.perf_counter() - begin)
@@ -128,33 +137,44 @@ class DraftScheduler:
     def collect(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> dict[int, Draft]:
         """Return the requested drafts, by row, for a pass over `num_rows`; those that did not arrive in time are
         missing."""
-        has_rows, rows = bool(rows), [row for row in rows if running[row].asked is not None]
-        if not rows:
-            if has_rows and not self._num_under_way(running):
-                if not self._is_wanted:
-                    self.controller.pause(len(running))
-                elif self._are_too_few:
-                    self.controller.decay(len(running))
-            return {}
-        begin = time.perf_counter()
-        found = self.source.collect([running[row].number for row in rows])
         plans = {row: plan for row in rows if (plan := running[row].asked) is not None}
-        deepest = max(plans.values(), key=lambda plan: plan.shape.depth)
+        if not plans:
+            if rows and not self._num_under_way(running):
+                self._record_no_draft(len(running))
+            return {}
+        numbers = {row: running[row].number for row in plans}
+        begin = time.perf_counter()
+        found = self.source.collect([*numbers.values()])
         seconds = time.perf_counter() - begin if self._is_timed and not self._is_behind else None
-        self.controller.record_draft(deepest, len(rows), num_rows, seconds)
-        self._stats.num_missed += len(rows) - len(found)
-        for row in rows:
+        deepest = max(plans.values(), key=lambda plan: plan.shape.depth)
+        self.controller.record_draft(deepest, len(plans), num_rows, seconds)
+        self._stats.num_missed += len(plans) - len(found)
+        for row in plans:
             running[row].asked = None
-        trees = {row: found[running[row].number] for row in rows if running[row].number in found}
-        drafts = {row: Draft(tree, plans[row].num_target_layers) for row, tree in trees.items()}
+        drafts = {
+            row: Draft(found[number], plans[row].num_target_layers)
+            for row, number in numbers.items()
+            if number in found
+        }
         if self._prunes:
             drafts |= self._pruned(drafts, deepest, num_rows)
-        empty = [row for row, draft in drafts.items() if draft.tree.num_nodes == 1]  # the drafter found nothing
-        if self.controller.is_trying:  # otherwise the time spent waiting counts against late drafts
-            empty += [row for row in rows if row not in drafts]
-        for _ in empty:  # the others are recorded once they are verified
-            self.controller.record_empty()
+        self._record_empty(drafts, len(plans))
         return drafts
+
+    def _record_no_draft(self, num_running: int) -> None:
+        """Record a cycle without drafts, if the controller had its say in that."""
+        if not self._is_wanted:
+            self.controller.pause(num_running)
+        elif self._are_too_few:
+            self.controller.decay(num_running)
+
+    def _record_empty(self, drafts: Mapping[int, Draft], num_asked: int) -> None:
+        """Record drafts in which the drafter found nothing; the others are recorded once they are verified."""
+        num_empty = sum(draft.tree.num_nodes == 1 for draft in drafts.values())
+        if self.controller.is_trying:  # otherwise the time spent waiting counts against late drafts
+            num_empty += num_asked - len(drafts)
+        for _ in range(num_empty):
+            self.controller.record_empty()
 
     def _pruned(self, drafts: Mapping[int, Draft], plan: DraftPlan, num_rows: int) -> dict[int, Draft]:
         """Prune the drafts that have nodes to the nodes worth verifying."""
@@ -216,7 +236,7 @@ class DraftScheduler:
             sequence.num_kept = 0
 
 
-def ask_all(
+def request_drafts(
     draftings: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int], num_rows: int
 ) -> None:
     """Request drafts, each from its sequence's source. A remote source can then start before the next pass."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import DraftSource
-from moray.decoding.engine.drafting import DraftScheduler, ask_all, awaits_first_draft, collect_all
+from moray.decoding.engine.drafting import DraftScheduler, awaits_first_draft, collect_all, request_drafts
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.engine.scheduler import Scheduler
 from moray.decoding.engine.sequence import EngineSequence, ending_of
@@ -311,12 +311,12 @@ class Engine:
     def _ask(self, rows: Collection[int], num_rows: int) -> None:
         """Start the drafts of some rows, for a pass over `num_rows`."""
         with self.stats.timed("propose"):
-            ask_all(self.drafting.values(), self._scheduler.decoding, rows, num_rows)
+            request_drafts(self.drafting.values(), self._scheduler.decoding, rows, num_rows)
 
     def _propose(self, rows: range, running: list[EngineSequence]) -> list[TokenTree]:
         """One tree for each sequence in `rows`; the root alone if there is no draft."""
         decoding = self._scheduler.decoding
-        ask_all(self.drafting.values(), decoding, rows, len(rows))  # again, for rows that had no draft before
+        request_drafts(self.drafting.values(), decoding, rows, len(rows))  # again, for rows that had no draft before
         found = collect_all(self.drafting.values(), decoding, rows)
         for row, sequence in zip(rows, running, strict=True):
             sequence.draft = found.get(row)

@@ -25,7 +25,7 @@ class EngineStats:
     """Waits for the device at the end of each phase, if phases are to be timed separately on a GPU."""
     num_steps: int = 0
     num_passes: int = 0
-    """Target passes over running sequences."""
+    """Target passes."""
     num_rows: int = 0
     """Sequences in those passes."""
     num_prompt_tokens: int = 0

@@ -22,7 +22,7 @@ from moray.trees.tree import TokenTree, chain_of
 
 _LENGTH = 128
 """Assumed length of every row, in tokens."""
-_REPEATS = 3
+_REPEATS = 5
 
 
 def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> CostTable:

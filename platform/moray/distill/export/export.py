@@ -161,7 +161,7 @@ def _write_text_files(folder: Path, config: ExportConfig, tokenizer: ChatTokeniz
     if again != tokenizer.fingerprint:
         raise DataError(
             f"the tokenizer of target.model '{config.target.model}' does not survive saving: fingerprint "
-            f"{tokenizer.fingerprint} before, {again} after; save it anew with AutoTokenizer and train on that"
+            f"{tokenizer.fingerprint} before, {again} after; save it again with AutoTokenizer and train on that"
         )
     generation = resolve_folder(config.target.model) / "generation_config.json"
     if generation.is_file():

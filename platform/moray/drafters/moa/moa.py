@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
 from moray.drafters.base import DraftOutput, DraftView, Feature, Memory, Prediction
+from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.common.t_step import memory_tokens, own_tokens, past_and_drafted
-from moray.drafters.common.together import TogetherDrafter
 from moray.drafters.configs import MoABase
 from moray.drafters.moa.pooled import PooledSelfAttentionLayer
 from moray.errors import ConfigError
@@ -53,7 +53,7 @@ class MoAState:
     """N: how many of those layers the next draft runs."""
 
 
-class MoA(TogetherDrafter[MoAState]):
+class MoA(BatchedDrafter[MoAState]):
     """The Mixture-of-Attentions drafter."""
 
     def __init__(self, config: MoABase, head: TargetHead) -> None:

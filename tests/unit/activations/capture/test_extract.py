@@ -18,7 +18,7 @@ from moray.activations.capture.extract import ShardWriter, find_channels, token_
 from moray.activations.capture.record import record_taps
 from moray.activations.format.channels import channels_fingerprint, read_channels, write_channels
 from moray.activations.format.decode import TapDecoder
-from moray.activations.format.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token
+from moray.activations.format.schema import TOKENS_SCHEMA, CacheConfig, Column, bytes_per_token
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import ShardPlan, plan_shards, tap_columns
 from moray.errors import ConfigError, DataError
@@ -117,10 +117,10 @@ def test_plans_are_deterministic_and_an_empty_part_makes_none() -> None:
 def test_columns_follow_the_target_and_the_configuration(spec: TargetSpec) -> None:
     columns = tap_columns(spec, CacheConfig(kv_layers=(0, 2), hidden_depths=(-1, -4), hidden_codec="float32"))
     assert columns == {
-        "kv.00": {"codec": "bfloat16", "width": 2 * KV_HEADS * HEAD_DIM},
-        "kv.02": {"codec": "bfloat16", "width": 2 * KV_HEADS * HEAD_DIM},
-        "hidden.-1": {"codec": "float32", "width": HIDDEN},
-        "hidden.-4": {"codec": "float32", "width": HIDDEN},
+        "kv.00": Column("bfloat16", 2 * KV_HEADS * HEAD_DIM),
+        "kv.02": Column("bfloat16", 2 * KV_HEADS * HEAD_DIM),
+        "hidden.-1": Column("float32", HIDDEN),
+        "hidden.-4": Column("float32", HIDDEN),
     }
     assert bytes_per_token(columns) == 2 * 32 * 2 + 2 * 32 * 4
     with pytest.raises(ConfigError, match=r"cache.kv_layers holds 3; the target has layers 0 to 2"):

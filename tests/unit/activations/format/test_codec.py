@@ -17,7 +17,7 @@ from moray.activations.format.channels import (
     write_channels,
 )
 from moray.activations.format.codec import codec
-from moray.activations.format.schema import CacheConfig, bytes_per_token
+from moray.activations.format.schema import CacheConfig, Column, bytes_per_token
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import tap_columns
 from moray.config import load_config
@@ -166,7 +166,7 @@ def test_channels_are_mean_and_deviation_and_a_still_one_gets_a_share_of_the_oth
 
 def test_channels_are_kept_bit_for_bit_and_plain_pyarrow_reads_them(tmp_path: Path) -> None:
     store = CacheStore(str(tmp_path))
-    columns = {"kv.00": {"codec": "int4", "width": 64}, "hidden.-1": {"codec": "bfloat16", "width": 8}}
+    columns = {"kv.00": Column("int4", 64), "hidden.-1": Column("bfloat16", 8)}
     assert read_channels(store, {"hidden.-1": columns["hidden.-1"]}) == {}
     with pytest.raises(DataError, match=r"channels.parquet' is missing"):
         read_channels(store, columns)
@@ -184,7 +184,7 @@ def test_channels_are_kept_bit_for_bit_and_plain_pyarrow_reads_them(tmp_path: Pa
     with pytest.raises(DataError, match=r"has no column 'kv.01'"):
         read_channels(store, {"kv.01": columns["kv.00"]})
     with pytest.raises(DataError, match=r"has 64 channels for column 'kv.00', which has 32"):
-        read_channels(store, {"kv.00": {"codec": "int4", "width": 32}})
+        read_channels(store, {"kv.00": Column("int4", 32)})
 
 
 # --- Sizes ---
@@ -208,8 +208,8 @@ def test_llama_3_8b_takes_what_the_design_says(settings: dict, kibibytes: int, t
     kinds = {name.split(".")[0]: (name, column) for name, column in columns.items()}
     written = 0
     for kind, (name, column) in kinds.items():
-        values = torch.randn(64, column["width"], generator=torch.Generator().manual_seed(0)).bfloat16()
-        data = codec(column["codec"]).encode(values).numpy().tobytes()
+        values = torch.randn(64, column.width, generator=torch.Generator().manual_seed(0)).bfloat16()
+        data = codec(column.codec).encode(values).numpy().tobytes()
         path = tmp_path / f"{kind}.parquet"
         table = pa.table({name: pa.array([data], pa.binary())})
         pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
@@ -225,7 +225,7 @@ def test_single_columns_may_have_a_codec_of_their_own(tmp_path: Path) -> None:
     path.write_text("kv_codec: int4\ncolumn_codecs:\n  hidden.-1: float32\n  kv.00: int8\n")
     config = load_config(CacheConfig, [str(path), "column_codecs={hidden.-1: bfloat16}", "hidden_codec=fp8"])
     columns = tap_columns(LLAMA_3_8B, config)
-    found = {name: column["codec"] for name, column in columns.items()}
+    found = {name: column.codec for name, column in columns.items()}
     assert found["kv.00"] == "int8"
     assert found["kv.01"] == found["kv.31"] == "int4"
     assert found["hidden.-1"] == "bfloat16"

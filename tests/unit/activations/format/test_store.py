@@ -9,9 +9,26 @@ import pyarrow.parquet as pq
 import pytest
 
 from moray.activations.format.manifest import read_manifest, write_manifest
+from moray.activations.format.records import shard_token_bytes
+from moray.activations.format.schema import Column
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
-from moray.errors import ConfigError, DataError, MismatchError, UnreachableError
+from moray.errors import ConfigError, DamagedError, DataError, MismatchError, UnreachableError
+
+PLAN = {
+    "format": 1,
+    "target": {
+        "family": "llama", "num_layers": 2, "hidden_size": 2, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2,
+        "intermediate_size": 4, "vocab_size": 9, "max_positions": 64, "rope_theta": 10000.0, "norm_eps": 1e-06,
+        "fingerprint": "f",
+    },
+    "text_fingerprint": "t",
+    "chats": {"path": "chats.jsonl"},
+    "files": {"chats.jsonl": 9},
+    "cache": {"hidden_depths": [-1], "kv_layers": []},
+    "columns": {"hidden.-1": {"codec": "float32", "width": 2}},
+}  # fmt: skip
+"""As an early version wrote it: later keys are not there."""
 
 
 @pytest.fixture
@@ -173,7 +190,7 @@ def test_a_uri_serves_as_well_as_a_path(store: CacheStore, tmp_path: Path) -> No
 
 
 def test_manifest_sums_up_and_reads_back(store: CacheStore) -> None:
-    store.begin_or_resume({"columns": {"hidden.-1": {"codec": "float32", "width": 2}}})
+    store.begin_or_resume(PLAN)
     for name in ("a", "b"):
         (Path(store.uri) / "shards").mkdir(exist_ok=True)
         (Path(store.uri) / f"shards/{name}.parquet").write_bytes(bytes(100))
@@ -183,6 +200,7 @@ def test_manifest_sums_up_and_reads_back(store: CacheStore) -> None:
     assert manifest.num_tokens == 14
     assert manifest.lengths == {"a": [[4, 3]], "b": [[4, 3]]}
     assert manifest.hidden_rms == {-1: 2.0}
+    assert manifest.chats == {"chats": 4, "dropped": 0, "bad": 0}
     stored = json.loads((Path(store.uri) / "manifest.json").read_text())
     assert stored["totals"] == {"shards": 2, "rows": 4, "tokens": 14, "bytes": 200}
 
@@ -195,4 +213,37 @@ def test_an_absent_an_unfinished_and_a_newer_cache_are_told_apart(store: CacheSt
         read_manifest(store)
     store.write_json("manifest.json", {"format": 99})
     with pytest.raises(DataError, match="has format 99; this version reads 1"):
+        read_manifest(store)
+
+
+def test_a_plan_has_types_and_is_written_as_it_was(store: CacheStore) -> None:
+    """What an early version left out stays out; what a later one adds is kept, and so are numbers and order."""
+    values = PLAN | {"cache": PLAN["cache"] | {"column_codecs": {"hidden.-1": "float32"}}, "added_later": {"a": [1.5]}}
+    store.begin_or_resume(values)
+    plan = store.read_plan()
+    assert (plan.target.vocab_size, plan.cache.hidden_depths, plan.cache.shard_mib) == (9, (-1,), 256)
+    assert (plan.columns, plan.dtype, plan.content_rule) == ({"hidden.-1": Column("float32", 2)}, None, None)
+    assert plan.values == values == store.read_json("plan.json")
+    assert list(plan.values["target"]) == list(PLAN["target"])
+    assert json.dumps(plan.values) == json.dumps(values)
+    store.begin_or_resume(plan.values)
+    assert shard_token_bytes(plan) == 8
+    assert shard_token_bytes(plan.model_copy(update={"shard_token_bytes": 5})) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"columns": {"hidden.-1": {"codec": "float33", "width": 2}}}, "columns.hidden.-1.codec: "),
+        ({"text_fingerprint": None}, "text_fingerprint: "),
+        ({"target": {"family": "llama"}}, "target.num_layers: "),
+    ],
+)
+def test_a_plan_that_lacks_something_is_named_as_damaged(store: CacheStore, change: dict, reason: str) -> None:
+    store.begin_or_resume(PLAN | change)
+    with pytest.raises(DamagedError, match=rf"plan.json' is damaged: {reason}") as caught:
+        store.read_plan()
+    assert "\n" not in str(caught.value)
+    store.write_json("manifest.json", {"format": 1, "plan": PLAN | change, "shards": [], "hidden_rms": {}})
+    with pytest.raises(DamagedError, match=rf"manifest.json' is damaged: {reason}"):
         read_manifest(store)

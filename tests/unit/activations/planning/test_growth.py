@@ -1,6 +1,5 @@
 """Columns added to shards, without Ray: what counts as that, bytes that stay, and the command that is to be typed."""
 
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,8 @@ from moray.activations.capture.extend import ShardExtender
 from moray.activations.capture.extract import ShardWriter, token_arrays
 from moray.activations.format.channels import read_known_channels, write_channels
 from moray.activations.format.disk_space import DiskSpace
-from moray.activations.format.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token, shard_token_bytes
+from moray.activations.format.records import PlanRecord, shard_token_bytes
+from moray.activations.format.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token, column_values
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.growth import (
     begin_growth,
@@ -49,10 +49,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target.load(TargetConfig(model=str(folder), device="cpu"))
 
 
-def _plan(target: Target, config: CacheConfig, **changes: Any) -> dict[str, Any]:
-    spec = target.spec.model_dump(mode="json")
-    plan = {"format": 1, "target": spec, "cache": config.for_plan, "columns": tap_columns(target.spec, config)}
-    return plan | changes
+def _plan(target: Target, config: CacheConfig, **changes: Any) -> PlanRecord:
+    values = {
+        "format": 1,
+        "target": target.spec.for_plan,
+        "text_fingerprint": "text",
+        "chats": {"path": "chats.jsonl"},
+        "files": {"chats.jsonl": 9},
+        "cache": config.for_plan,
+        "columns": column_values(tap_columns(target.spec, config)),
+    }
+    return PlanRecord.of(values | changes)
 
 
 def _write(folder: Path, target: Target, config: CacheConfig) -> CacheStore:
@@ -62,7 +69,7 @@ def _write(folder: Path, target: Target, config: CacheConfig) -> CacheStore:
     masks = [[k % 2 == 0 for k in range(length)] for length in LENGTHS]
     part = pa.table({"uid": list("abcde"), "tokens": rows, "response_mask": masks}, schema=TOKENS_SCHEMA)
     store.write_table("tokens/part-00000.parquet", part)
-    store.begin_or_resume(_plan(target, config))
+    store.begin_or_resume(_plan(target, config).values)
     _calibrate(store, target, config)
     ShardWriter(target, store, config).write(plan_shards("part-00000", LENGTHS, config, 100)[0])
     return store
@@ -161,18 +168,18 @@ def test_what_fails_leaves_the_shard_as_it_was(tmp_path: Path, target: Target, m
 
 def test_only_more_columns_of_the_same_cache_are_an_addition(tmp_path: Path, target: Target) -> None:
     store, plan = CacheStore(str(tmp_path)), _plan(target, FEW)
-    assert columns_to_add(store, plan) == []
-    store.begin_or_resume(plan)
-    assert columns_to_add(store, plan) == []
-    more = _plan(target, MANY)
+    assert columns_to_add(store, plan.values) == []
+    store.begin_or_resume(plan.values)
+    assert columns_to_add(store, plan.values) == []
+    more = _plan(target, MANY).values
     assert columns_to_add(store, more) == ["kv.00", "hidden.-4"]
     unread = more | {"target": more["target"] | {"fingerprint": ""}}
     assert columns_to_add(store, unread) == ["kv.00", "hidden.-4"]
     others = [
-        _plan(target, MANY, format=2),
+        _plan(target, MANY, format=2).values,
         more | {"target": more["target"] | {"fingerprint": "other"}},
         *(
-            _plan(target, MANY.model_copy(update=changes))
+            _plan(target, MANY.model_copy(update=changes)).values
             for changes in (
                 {"hidden_codec": "fp8"},
                 {"hidden_depths": (-1, -3)},
@@ -185,25 +192,25 @@ def test_only_more_columns_of_the_same_cache_are_an_addition(tmp_path: Path, tar
     assert [columns_to_add(store, other) for other in others] == [[]] * len(others)
     # Of columns that are new alone, the codec is free, and a new default for kinds that the cache has none of.
     single = MANY.model_copy(update={"column_codecs": {"kv.00": "int8"}})
-    assert columns_to_add(store, _plan(target, single)) == ["kv.00", "hidden.-4"]
+    assert columns_to_add(store, _plan(target, single).values) == ["kv.00", "hidden.-4"]
 
 
 def test_shards_are_still_cut_as_they_were(tmp_path: Path, target: Target) -> None:
     store, plan = CacheStore(str(tmp_path)), _plan(target, FEW)
-    store.begin_or_resume(plan)
-    assert shard_token_bytes(plan) == bytes_per_token(plan["columns"])
+    store.begin_or_resume(plan.values)
+    assert shard_token_bytes(plan) == bytes_per_token(plan.columns)
     grown = grown_plan(store, _plan(target, MANY))
-    assert shard_token_bytes(grown) == bytes_per_token(plan["columns"])
-    store.write_json("plan.json", grown)
-    store.begin_or_resume(_plan(target, MANY))
+    assert shard_token_bytes(grown) == bytes_per_token(plan.columns)
+    store.write_json("plan.json", grown.values)
+    store.begin_or_resume(_plan(target, MANY).values)
     again = grown_plan(store, _plan(target, CacheConfig(hidden_depths=(-4, -1, -2, -3))))
-    assert shard_token_bytes(again) == bytes_per_token(plan["columns"])
+    assert shard_token_bytes(again) == bytes_per_token(plan.columns)
 
 
 def test_growth_is_counted_and_refused_where_there_is_no_room(tmp_path: Path, target: Target) -> None:
     store, plan = _write(tmp_path, target, FEW), _plan(target, MANY)
     growth = plan_growth(store, plan, ["kv.00", "hidden.-4"], store.committed(), missing_tokens=10)
-    all_columns, new = plan["columns"], {name: plan["columns"][name] for name in ("kv.00", "hidden.-4")}
+    all_columns, new = plan.columns, {name: plan.columns[name] for name in ("kv.00", "hidden.-4")}
     assert growth.bytes == sum(LENGTHS) * bytes_per_token(new) + 10 * bytes_per_token(all_columns)
     assert growth.largest == sum(LENGTHS) * bytes_per_token(all_columns)
     assert growth.announcement.startswith("adding kv.00, hidden.-4 to 1 shards: ")
@@ -238,7 +245,7 @@ def _record(store: CacheStore, argv: list[str], **settings: Any) -> None:
 
 def test_the_command_is_the_one_that_made_the_cache_with_all_columns(tmp_path: Path, target: Target) -> None:
     store = CacheStore(str(tmp_path / "a cache"))
-    store.begin_or_resume(_plan(target, FEW))
+    store.begin_or_resume(_plan(target, FEW).values)
     wanted = "'cache.hidden_depths=[-1,-2,-4]' 'cache.kv_layers=[0,2]'"
     missing = ["kv.00", "hidden.-4"]
     assert command_to_add(store, missing) == f"the command that made '{store.uri}', with {wanted}"
@@ -254,9 +261,9 @@ def test_the_command_is_the_one_that_made_the_cache_with_all_columns(tmp_path: P
         "'cache.hidden_depths=[-4,-1,-2]' 'cache.kv_layers=[0,2]' 'cache.column_codecs={\"hidden.-4\":\"int8\"}'"
     )
     assert command_to_add(store, ["hidden.-4"]) == told + told_begun
-    store.write_json("plan.json", begun)  # a kill before the manifest is written
+    store.write_json("plan.json", begun.values)  # a kill before the manifest is written
     assert command_to_add(store, missing) == told + told_begun
-    store.write_json("plan.json", _plan(target, FEW))
+    store.write_json("plan.json", _plan(target, FEW).values)
     store.delete("adding.json")
     _record(store, ARGV, output="elsewhere")
     assert command_to_add(store, missing) == f"{told}'output={store.uri}' {wanted}"
@@ -273,15 +280,15 @@ def test_the_command_is_the_one_that_made_the_cache_with_all_columns(tmp_path: P
 
 def test_a_drafter_s_missing_columns_are_named_with_the_command(tmp_path: Path, target: Target) -> None:
     store, plan = CacheStore(str(tmp_path)), _plan(target, FEW)
-    store.begin_or_resume(plan)
+    store.begin_or_resume(plan.values)
     _record(store, ARGV)
     needs = TapNeeds(kv_layers=(1, 2), hidden_depths=(-3, -1))
     with pytest.raises(
         DataError, match=r"no column 'kv.01', .*: to add kv.01, hidden.-3, run python -m pipe"
     ) as caught:
-        needed_columns(needs, plan["columns"], store)
+        needed_columns(needs, plan.columns, store)
     assert str(caught.value).endswith("'cache.hidden_depths=[-1,-2,-3]' 'cache.kv_layers=[1,2]'")
     assert "\n" not in str(caught.value)
-    store.write_json("plan.json", json.loads(json.dumps(_plan(target, FEW.model_copy(update={"kv_layers": None})))))
+    store.write_json("plan.json", _plan(target, FEW.model_copy(update={"kv_layers": None})).values)
     _record(store, ARGV[:-1], cache={"kv_layers": None})
     assert command_to_add(store, ["hidden.-3"]).endswith("'chats.path=my chats.jsonl' 'cache.hidden_depths=[-1,-2,-3]'")

@@ -8,6 +8,7 @@ import torch
 
 from moray.activations.format.codec import codec
 from moray.activations.format.decode import TapDecoder
+from moray.activations.format.schema import Column
 from moray.activations.reading.collate import bytes_per_token, collate, data_shard_batch, needed_columns
 from moray.activations.reading.epochs import EpochPlan, plan_epoch
 from moray.batch import TapNeeds
@@ -15,10 +16,10 @@ from moray.errors import DataError
 
 BATCH_TOKENS = 2048
 COLUMNS = {
-    "kv.00": {"codec": "bfloat16", "width": 4},
-    "kv.01": {"codec": "bfloat16", "width": 4},
-    "hidden.-1": {"codec": "float32", "width": 3},
-    "hidden.-2": {"codec": "float16", "width": 3},
+    "kv.00": Column("bfloat16", 4),
+    "kv.01": Column("bfloat16", 4),
+    "hidden.-1": Column("float32", 3),
+    "hidden.-2": Column("float16", 3),
 }
 
 
@@ -42,7 +43,7 @@ def _batches(plan: EpochPlan, shards: dict[str, list[list[int]]]) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_data_shards", [1, 2, 3, 7])
 def test_every_chat_comes_once_and_lanes_make_equal_steps(num_data_shards: int) -> None:
     shards = _shards()
     plans = plan_epoch(shards, BATCH_TOKENS, seed=5, epoch=2, num_data_shards=num_data_shards)
@@ -77,7 +78,7 @@ def _sorted_shards(mean_log: float, deviation: float, num_chats: int) -> dict[st
 # About UltraChat's lengths with Llama's tokenizer, cut at 2048; and shorter chats that differ more.
 @pytest.mark.parametrize("window_tokens", [None, 8000, 40000])
 @pytest.mark.parametrize(
-    ("mean_log", "deviation", "batch_tokens", "num_lanes"),
+    ("mean_log", "deviation", "batch_tokens", "num_data_shards"),
     [(6.9, 0.55, 16384, 4), (6.9, 0.55, 32768, 1), (6.0, 0.8, 8192, 1)],
 )
 def test_little_is_padding_and_batches_are_full(
@@ -108,7 +109,7 @@ def test_plans_are_deterministic_and_differ_from_epoch_to_epoch_and_seed_to_seed
         }
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2])
+@pytest.mark.parametrize("num_data_shards", [1, 2])
 def test_before_and_after_cut_an_epoch_anywhere_without_loss(num_data_shards: int) -> None:
     shards = _shards()
     for plan in plan_epoch(shards, BATCH_TOKENS, 0, 0, num_data_shards):
@@ -135,8 +136,8 @@ def _row(length: int, seed: int) -> dict[str, object]:
         "response_mask": [i % 2 == 0 for i in range(length)],
     }
     for name, column in COLUMNS.items():
-        values = torch.randn(length, column["width"], generator=generator)
-        row[name] = codec(column["codec"]).encode(values).numpy().tobytes()
+        values = torch.randn(length, column.width, generator=generator)
+        row[name] = codec(column.codec).encode(values).numpy().tobytes()
     return row
 
 
@@ -153,8 +154,8 @@ def _table(lengths: list[int]) -> pa.Table:
 
 
 def _decoded(row: dict[str, object], name: str) -> torch.Tensor:
-    dtype = getattr(torch, COLUMNS[name]["codec"])
-    return torch.frombuffer(bytearray(row[name]), dtype=dtype).view(-1, COLUMNS[name]["width"])  # type: ignore[arg-type]
+    dtype = getattr(torch, COLUMNS[name].codec)
+    return torch.frombuffer(bytearray(row[name]), dtype=dtype).view(-1, COLUMNS[name].width)  # type: ignore[arg-type]
 
 
 def test_collate_pads_right_and_keeps_every_value() -> None:

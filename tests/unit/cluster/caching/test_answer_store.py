@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from moray.activations.capture.attempts import Attempts
-from moray.cluster.caching.answer_store import AnswerStore
+from moray.cluster.caching.answer_store import AnswerStore, AnswerSummary
 from moray.errors import DataError, MismatchError
 
-SUMMARY = {"rows": 1, "chats": 1}
+SUMMARY = AnswerSummary(
+    rows=1, chats=1, bad=0, bad_rows=[], dropped={}, shortened={}, finish_reasons={"eos": 1}, tokens=3
+)
 
 
 def test_a_part_counts_once_its_summary_is_there(tmp_path: Path) -> None:
@@ -22,6 +24,12 @@ def test_a_part_counts_once_its_summary_is_there(tmp_path: Path) -> None:
     store.put("part-00002.yaml", "- damaged")
     with pytest.raises(DataError, match=r"part-00002.yaml' is damaged"):
         store.summaries()
+    store.put("part-00002.yaml", "rows: 1\nchats: many")
+    with pytest.raises(
+        DataError, match=r"part-00002.yaml' is damaged: chats: .*; remove it and run the same"
+    ) as caught:
+        store.summaries()
+    assert "\n" not in str(caught.value)
 
 
 def test_what_a_kill_left_is_gone_when_all_begins_anew(tmp_path: Path) -> None:

@@ -103,16 +103,16 @@ def test_every_row_is_accounted_for(folder: Path, tokenizer: ChatTokenizer) -> N
     eos = set(tokenizer.eos_ids)
     answered, summary = answer_chats(rows, target, tokenizer, eos, settings(folder))
     assert [row["uid"] for row in answered] == ["1", "4"]
-    assert summary["bad_rows"] == ["f, row 2: no chat"]
-    assert (summary["rows"], summary["chats"], summary["bad"]) == (4, 2, 1)
-    assert (summary["dropped"], summary["shortened"]) == ({"too_long": 1}, {"too_long": 1})
-    assert sum(summary["finish_reasons"].values()) == 3
+    assert summary.bad_rows == ["f, row 2: no chat"]
+    assert (summary.rows, summary.chats, summary.bad) == (4, 2, 1)
+    assert (summary.dropped, summary.shortened) == ({"too_long": 1}, {"too_long": 1})
+    assert sum(summary.finish_reasons.values()) == 3
     one_turn, _ = answer_chats(rows, target, tokenizer, eos, settings(folder, max_turns=1))
     assert [len(row["messages"]) for row in one_turn] == [2, 2]
     assert one_turn[0]["messages"] == answered[0]["messages"][:2]
     whole, counts = answer_chats(rows, target, tokenizer, eos, settings(folder, keep_truncated=False))
-    assert set(counts["finish_reasons"]) <= {"eos"}
-    assert counts["dropped"].get("truncated", 0) + len(whole) == 2
+    assert set(counts.finish_reasons) <= {"eos"}
+    assert counts.dropped.get("truncated", 0) + len(whole) == 2
 
 
 def test_sampled_answers_do_not_depend_on_their_part(folder: Path, tokenizer: ChatTokenizer) -> None:
@@ -141,5 +141,5 @@ def test_a_chat_with_a_token_that_the_target_lacks_is_a_bad_row(folder: Path, tm
     tokenizer = ChatTokenizer.load(str(tmp_path / "target"))
     rows = [chat("a", "b", uid="good"), chat("a <extra>", "b", uid="strange")]
     _, summary = answer_chats(rows, target, tokenizer, (), settings(folder))
-    assert (summary["rows"], summary["bad"]) == (2, 1)
-    assert summary["bad_rows"][0].startswith(f"chat 'strange': the text holds token {target.spec.vocab_size} (")
+    assert (summary.rows, summary.bad) == (2, 1)
+    assert summary.bad_rows[0].startswith(f"chat 'strange': the text holds token {target.spec.vocab_size} (")

@@ -9,7 +9,7 @@ from torch import Tensor
 from moray.drafters.base import Drafter, State
 
 
-class TogetherDrafter(Drafter[State]):
+class BatchedDrafter(Drafter[State]):
     """A drafter that implements `score` for several sequences, of which `step` is the special case; it never ends a
     tree early."""
 

@@ -7,7 +7,7 @@ from moray.decoding.request import Request
 from moray.decoding.stats import Generation
 
 
-def answer_together(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
+def answer_batch(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
     """Answer requests, as many at a time as the engine takes; the first token of each comes from its prefill.
 
     Each generation records only its drafts; times and phases are known for all together (see `Engine.stats`).

@@ -1,0 +1,48 @@
+"""What became of drafts, apart from acceptance by level: how many were empty, and which nodes pruning kept."""
+
+from moray.decoding.planning.acceptance import FORGET, PRIOR_WEIGHT
+
+
+class DraftYield:
+    """Counts of one drafter, in which older cycles weigh less."""
+
+    def __init__(self) -> None:
+        self._num_answered = self._num_filled = 0.0
+        """Drafts, and how many of them were not empty."""
+        self._promised = self._kept = 0.0
+        """Accepted nodes that the scores of pruned trees promised, and those really accepted."""
+        self._levels = self._nodes = 0.0
+        """Levels and nodes of pruned trees."""
+
+    @property
+    def filled(self) -> float:
+        """Share of drafts that are not empty."""
+        return (self._num_filled + PRIOR_WEIGHT) / (self._num_answered + PRIOR_WEIGHT)
+
+    @property
+    def trust(self) -> float:
+        """Ratio of accepted nodes to those that scores promised: 1 for a drafter that is well calibrated."""
+        return (self._kept + PRIOR_WEIGHT) / (self._promised + PRIOR_WEIGHT)
+
+    @property
+    def nodes_per_level(self) -> float:
+        """Nodes per level that pruning keeps; one at first, as in a chain."""
+        return (self._nodes + PRIOR_WEIGHT) / (self._levels + PRIOR_WEIGHT)
+
+    def record_draft(self, *, is_empty: bool) -> None:
+        """Record one draft."""
+        self._num_answered = self._num_answered * FORGET + 1.0
+        self._num_filled = self._num_filled * FORGET + (not is_empty)
+
+    def record_nodes(self, num_levels: int, num_nodes: int, num_accepted: int, promised: float) -> None:
+        """Record one verified draft; `num_nodes` is 0 if scores did not decide how many nodes were verified."""
+        self._promised = self._promised * FORGET + promised
+        self._kept = self._kept * FORGET + (num_accepted if num_nodes else 0)
+        self._levels = self._levels * FORGET + (num_levels if num_nodes else 0)
+        self._nodes = self._nodes * FORGET + num_nodes
+
+    def decay(self) -> None:
+        """Let all shares return towards what is believed at first."""
+        self._num_answered, self._num_filled = self._num_answered * FORGET, self._num_filled * FORGET
+        self._promised, self._kept = self._promised * FORGET, self._kept * FORGET
+        self._levels, self._nodes = self._levels * FORGET, self._nodes * FORGET
