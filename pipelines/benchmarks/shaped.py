@@ -27,6 +27,7 @@ from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder, runner_for
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.costs import median_seconds
+from moray.decoding.sampling.batched_select import picks_of
 from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.session import TargetSession, synchronise
 from moray.drafters.base import Drafter
@@ -197,8 +198,8 @@ def _draft_time(target: Target, drafter: Drafter, prompt: list[int]) -> float:
     session.prefill(prompt, lambda tokens, taps: drafter.extend(state, tokens, drafter.observe(taps)))
     shape = ChainShape(type="chain", depth=min(_DRAFT_DEPTH, drafter.max_depth or _DRAFT_DEPTH))
     root = torch.zeros(1, dtype=torch.long, device=target.device)
-    select = Sampler(_GREEDY, target.spec.vocab_size, target.device).selector(len(prompt), shape.depth, True)
-    return _milliseconds(lambda: drafter.propose(state, root, shape, select), target.device) / shape.depth
+    select = picks_of([Sampler(_GREEDY, target.spec.vocab_size, target.device)], [len(prompt)], shape)
+    return _milliseconds(lambda: drafter.propose_many([state], root, shape, select), target.device) / shape.depth
 
 
 def _ceiling(config: ShapedBenchmarkConfig, target: Target, drafter: Drafter) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Drafting by hand, one step at a time, for comparison with training's forward pass and with whole decoders."""
 
 import torch
+from one_tree import propose
 
 from moray.batch import Taps
 from moray.decoding.params import SamplingParams
@@ -71,4 +72,4 @@ def tree_of(drafter: Drafter, tokens: torch.Tensor, taps: Taps, shape, params: S
         10, shape.depth, isinstance(shape, ChainShape)
     )
     with torch.no_grad():
-        return drafter.propose(state_at(drafter, tokens, taps, 10), tokens[0, 10:11], shape, select)
+        return propose(drafter, state_at(drafter, tokens, taps, 10), tokens[0, 10:11], shape, select)

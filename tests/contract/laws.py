@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 
 import torch
+from one_tree import grow
 from rehearsed import Rehearsed
 from scipy.stats import chisquare
 from tiny_targets import TinyTarget
@@ -19,7 +20,6 @@ from moray.decoding.plain import PlainDecoder
 from moray.decoding.sampling import accept as accept_module
 from moray.decoding.sampling.sampler import STREAM_DRAFT, Sampler
 from moray.drafters.base import Drafter
-from moray.trees.grow import grow
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape
 
 CPU = torch.device("cpu")

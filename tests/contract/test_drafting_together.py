@@ -3,6 +3,7 @@
 import pytest
 import torch
 from drafting import pieces_of
+from one_tree import propose
 from side_by_side import SHAPES
 from tiny_batches import batch_of
 from tiny_drafters import SEVERAL_EFFORTS, VARIANTS, build
@@ -50,7 +51,7 @@ class Sequence:
 
     def draft(self, shape):
         select = self.sampler.selector(self.known, shape.depth, isinstance(shape, ChainShape))
-        return self.drafter.propose(self.state, self.root, shape, select)
+        return propose(self.drafter, self.state, self.root, shape, select)
 
 
 def begun(drafter, batch) -> list[Sequence]:

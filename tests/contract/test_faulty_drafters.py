@@ -8,6 +8,7 @@ import pytest
 import torch
 from laws import REJECTION, SHORT_CHAIN, TableWorld, fits
 from one_place import OnePlace
+from one_tree import grow
 from rehearsed import Rehearsed
 from shape_checks import unchecked
 from side_by_side import ADAPTIVE, COUPLED, FILTERED, GREEDY, SHAPES, plainly
@@ -28,7 +29,6 @@ from moray.decoding.request import Request
 from moray.decoding.sampling.accept import accept
 from moray.decoding.sampling.sampler import Sampler
 from moray.errors import ConfigError, DataError
-from moray.trees.grow import grow
 from moray.trees.ranking import prune
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, SparseShape
 
@@ -295,7 +295,10 @@ def test_replies_to_something_else_cost_the_connection(tiny, caplog):
     }
     for name, spoil in spoilt.items():
         assert answers_over(tiny, SHAPES["chain"], spoil).stats.num_lost > 0, name
-    assert any("a drafter is given up: request 1000000 was answered, which is not open" in m for m in caplog.messages)
+    assert any(
+        "a drafter process sent a wrong reply and is given up: request 1000000 was answered, which is not open" in m
+        for m in caplog.messages
+    )
 
 
 def test_a_chain_that_calls_itself_a_tree_may_not_be_deeper_than_what_was_asked_for():

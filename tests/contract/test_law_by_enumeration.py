@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 import torch
 from laws import CPU, REJECTION
+from one_tree import grow
 
 from moray.decoding.sampling import accept as accept_module
 from moray.decoding.sampling.sampler import Sampler
-from moray.trees.grow import grow
 from moray.trees.shapes import FixedShape
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")

@@ -21,7 +21,7 @@ from moray.drafters.config_base import DrafterConfigBase, TrainableBase
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.packed_linear import choose_kernels, linear_weights, pack_linears
-from moray.trees.grow import Select, SelectMany, StepMany, alone, grow_many
+from moray.trees.grow import SelectMany, StepMany, grow_many
 from moray.trees.shapes import GrowableShape
 from moray.trees.tree import TokenTree
 
@@ -145,7 +145,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """An empty drafting state for one sequence, preallocated for `capacity` tokens and one tree."""
 
     def set_num_target_layers(self, state: State, num_target_layers: int) -> None:
-        """Draft with this value of `layer_counts` from the next `propose` on. A state serves all values."""
+        """Draft with this value of `layer_counts` from the next `propose_many` on. A state serves all values."""
 
     def fix_num_target_layers(self, num_target_layers: int) -> None:
         """Draft only with this value of `layer_counts`, in states created from now on.
@@ -168,7 +168,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def extend(self, state: State, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
         """Append newly verified tokens and their memory ([1, new, width] each) to a state.
 
-        The first `num_kept` of them are the nodes that the last `propose` expanded first, in this order (see
+        The first `num_kept` of them are the nodes that the last `propose_many` expanded first, in this order (see
         `TokenTree.num_kept`), so what was computed for them then can be reused.
         """
 
@@ -176,7 +176,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def step(
         self, state: State, tokens: Int[Tensor, " new"], ancestors: Bool[Tensor, "new expanded"] | None, depth: int
     ) -> Float[Tensor, "new vocab"] | None:
-        """Score the children of tree nodes at `depth` below the root (see `trees.grow.Step`)."""
+        """Score the children of tree nodes at `depth` below the root (see `trees.grow.StepMany`)."""
 
     def step_many(
         self,
@@ -195,14 +195,13 @@ class Drafter(nn.Module, ABC, Generic[State]):
                 found[place] = scores
         return list(found), torch.stack([*found.values()]) if found else torch.empty(0, tokens.shape[1], 0)
 
-    def propose(self, state: State, root: Int[Tensor, " 1"], shape: GrowableShape, select: Select) -> TokenTree:
-        """Draft a tree below `root`, the token that follows those given to `extend` (see `trees.grow`)."""
-        return grow_many(root, shape, self._step_of([state]), alone(select))[0]
-
     def propose_many(
         self, states: Sequence[State], roots: Int[Tensor, " sequences"], shape: GrowableShape, select: SelectMany
     ) -> list[TokenTree]:
-        """Draft trees of one shape for several sequences, each the same as `propose` drafts for it alone."""
+        """Draft trees of one shape for several sequences, each the same as if it were drafted alone.
+
+        A root is the token that follows those given to `extend` (see `trees.grow`).
+        """
         return grow_many(roots, shape, self._step_of(states), select)
 
     def _step_of(self, states: Sequence[State]) -> StepMany:

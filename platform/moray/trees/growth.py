@@ -34,7 +34,7 @@ class Frontier(NamedTuple):
 
     tokens: Int[Tensor, "sequences new"]
     ancestors: Bool[Tensor, "#sequences new expanded"] | None
-    """See `trees.grow.Step`."""
+    """See `trees.grow.StepMany`."""
 
 
 class Growth(ABC):

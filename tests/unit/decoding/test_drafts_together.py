@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_tree import propose
 from tiny_batches import taps_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
@@ -55,7 +56,7 @@ def alone(tiny: TinyTarget, drafter: Drafter, text: list[int], root: int, shape,
     state = drafter.new_state(64, 16)
     drafter.extend(state, torch.tensor(text), memory_of(tiny, drafter, text))
     select = sampler.selector(len(text), shape.depth, isinstance(shape, ChainShape))
-    return drafter.propose(state, torch.tensor([root]), shape, select)
+    return propose(drafter, state, torch.tensor([root]), shape, select)
 
 
 def test_a_local_source_drafts_once_for_each_shape(tiny, eagle, sizes):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from one_tree import propose
 from side_by_side import SHAPES
 from tiny_drafters import build
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target, save_target
@@ -189,7 +190,7 @@ def test_where_nothing_matches_the_tree_is_the_root_alone(tiny, shape):
     drafter = made(tiny)
     state = begun(drafter, [1, 2, 3])
     select = Sampler(GREEDY, 97, torch.device("cpu")).selector(3, shape.depth, isinstance(shape, ChainShape))
-    tree = drafter.propose(state, torch.tensor([50]), shape, select)
+    tree = propose(drafter, state, torch.tensor([50]), shape, select)
     assert (tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()) == ([50], [-1], [0])
     assert tree.ancestors.tolist() == [[True]]
     assert tree.max_depth == 0, "no level was drafted, so none can have been refused"
@@ -200,7 +201,7 @@ def test_a_draft_ends_where_the_matches_end(tiny, shape):
     """Of 1 2 3 1 it is known what follows 1 2 and 2 3, but not what follows 3 1."""
     drafter = made(tiny, max_ngram=3, min_ngram=2)
     select = Sampler(GREEDY, 97, torch.device("cpu")).selector(4, shape.depth, isinstance(shape, ChainShape))
-    tree = drafter.propose(begun(drafter, [1, 2, 3, 1]), torch.tensor([2]), shape, select)
+    tree = propose(drafter, begun(drafter, [1, 2, 3, 1]), torch.tensor([2]), shape, select)
     assert tree.tokens.tolist() == [2, 3, 1]
     assert tree.depths.tolist() == [0, 1, 2]
     assert tree.max_depth == 2

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from one_tree import grow
 from torch import Tensor
 
-from moray.trees.grow import grow, grow_many
+from moray.trees.grow import grow_many
 from moray.trees.growth import Picked
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, SparseShape
 

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from one_tree import grow
 from pydantic import TypeAdapter, ValidationError
 
-from moray.trees.grow import grow, root_alone
+from moray.trees.grow import root_alone
 from moray.trees.ranking import prune
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape, Shape, SparseShape
 from moray.trees.tree import PrefixMask, TokenTree, fixed_structure, structure_of

@@ -35,7 +35,7 @@ request."""
 
 
 class RemoteDrafts(DraftSource):
-    """A drafter whose `observe` runs here, with the target, and whose `propose` runs in other processes."""
+    """A drafter whose `observe` runs here, with the target, and whose `propose_many` runs in other processes."""
 
     def __init__(
         self,
