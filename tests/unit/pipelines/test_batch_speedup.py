@@ -99,7 +99,7 @@ def test_other_text_is_found(tiny, monkeypatch):
             generations[0].tokens[-1] += 1
         return generations
 
-    monkeypatch.setattr(batch_speedup, "answer_together", wrong)
+    monkeypatch.setattr(batch_speedup, "answer_batch", wrong)
     figures = measure(tiny, 2)
     assert (figures["lossless"], figures["equal_share"]) == (False, 0.75)
 
