@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from moray.activations.format import schema
 from moray.activations.format.shard_info import ShardInfo
@@ -42,7 +43,6 @@ MODULES = (
     "serve.benchmark",
 )
 """Entry points in the order in which a user meets them."""
-_TYPE = "Says that the group is of this type."
 NOTICE = "<!-- Written by docs/generate_reference.py: edit the code's docstrings and run `make reference`. -->\n"
 
 
@@ -133,19 +133,35 @@ def _settings_of(cls: type[BaseModel], users: list[str]) -> Iterator[str]:
     yield "| key | type and default | meaning |"
     yield "|---|---|---|"
     for name, field in cls.model_fields.items():
-        held = [*classes_of(field.annotation), *classes_of(element_of(field.annotation))]
-        links = ", ".join(f"[{each.__name__}](#{each.__name__.lower()})" for each in held)
-        value = default_of(field)
-        kind = type_name(field) if not held else ("" if element_of(field.annotation) is None else "list of ") + links
-        shown = "" if held and isinstance(value, BaseModel) else default_text(value)
-        kind_and_default = f"{kind} {_code(shown)}".strip() if held else _code(kind + shown)
-        meaning = _text(field.description or (held[0].__doc__ if held else _TYPE * (name == "type")) or "")
-        yield f"| `{name}` | {kind_and_default} | {_cell(meaning)} |"
+        yield f"| `{name}` | {_type_cell(field)} | {_cell(_meaning(name, field))} |"
     yield ""
     renamed = cast(Mapping[str, str], getattr(cls, "renamed", {}))
-    if renamed:
-        yield from _wrapped(f"Old names: {', '.join(f'`{old}` is `{new}`' for old, new in renamed.items())}.")
+    values = cast(Mapping[str, Mapping[str, str]], getattr(cls, "renamed_values", {}))
+    old = [f"`{old}` is `{new}`" for old, new in renamed.items()]
+    old += [f"`{key}={old}` is `{key}={new}`" for key, names in values.items() for old, new in names.items()]
+    if old:
+        yield from _wrapped(f"Old names: {', '.join(old)}.")
         yield ""
+
+
+def _type_cell(field: FieldInfo) -> str:
+    """Type and default of a key; groups of keys are links to their sections."""
+    value, kind = default_of(field), type_name(field)
+    held = [*classes_of(field.annotation), *classes_of(element_of(field.annotation))]
+    shown = "" if held and isinstance(value, BaseModel) else default_text(value)
+    if not held:
+        return _code(kind + shown)
+    links = ", ".join(f"[{each.__name__}](#{each.__name__.lower()})" for each in held)
+    is_one_group = kind == held[0].__name__
+    return links + f" {_code(shown)}" * bool(shown) if is_one_group else f"{_code(kind + shown)}: {links}"
+
+
+def _meaning(name: str, field: FieldInfo) -> str:
+    """The docstring of a key, else that of the only group that it holds."""
+    held = [*classes_of(field.annotation), *classes_of(element_of(field.annotation))]
+    if field.description is None and not held and name == "type":
+        return "Says that the group is of this type."
+    return _text(field.description or (held[0].__doc__ if held else "") or "")
 
 
 def _with_parts(cls: type[BaseModel]) -> Iterator[type[BaseModel]]:

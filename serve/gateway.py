@@ -24,7 +24,7 @@ from serve.target import TargetDescription
 
 _LOGGER = logging.getLogger("ray.serve")
 _MAX_REFUSALS = 2
-"""Replicas that a new request asks for a place. Serve's router looks at two of them; a third may have room."""
+"""Replicas that a new request asks for a place before it is refused."""
 _MAX_REFUSALS_ONCE_ADMITTED = 120
 """The same for an answer that has begun, whose client was promised all of it: it gives up after a minute."""
 _REFUSAL_PAUSE_SECONDS = 0.5

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from moray.errors import ConfigError
 from moray.explain import classes_of, element_of, variant_of
 
-REMOVED_IN = "0.2"
+REMOVED_IN = "0.3"
 """Version that no longer knows the old names."""
 
 
@@ -48,6 +48,8 @@ def _renamed(annotation: Any, value: Any, path: str, notice: bool) -> Any:
         name = _current_name(classes, key)
         if name != key and name in value:
             raise ConfigError(f"'{path}{key}' is the old name of '{path}{name}', and both are given: leave out '{key}'")
+        if name in renamed:
+            raise ConfigError(f"'{path}{name}' is given twice, the second time as '{path}{key}': leave one out")
         field = next((cls.model_fields[name] for cls in classes if name in cls.model_fields), None)
         inner = _renamed(field.annotation if field is not None else None, item, f"{path}{name}.", notice)
         renamed[name] = _current_value(classes, name, inner)

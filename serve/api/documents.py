@@ -234,7 +234,7 @@ class _Chunk(Head):
 
 
 @_exact
-class ChatChunk(_Chunk):
+class ChatCompletionChunk(_Chunk):
     """One event of a streamed chat."""
 
     object: Literal["chat.completion.chunk"]

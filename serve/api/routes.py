@@ -15,8 +15,8 @@ from serve.api import errors, pages
 from serve.api.access import Access, read_keys
 from serve.api.answers import AnswerUpdate, Choice, check_model, choices_for
 from serve.api.documents import (
-    ChatChunk,
     ChatCompletion,
+    ChatCompletionChunk,
     Completion,
     CompletionChunk,
     ErrorBody,
@@ -219,5 +219,5 @@ async def _sse(
     yield b"data: [DONE]\n\n"
 
 
-def _data(value: ChatChunk | CompletionChunk | ErrorBody) -> bytes:
+def _data(value: ChatCompletionChunk | CompletionChunk | ErrorBody) -> bytes:
     return b"data: " + errors.encode(value) + b"\n\n"

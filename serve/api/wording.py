@@ -7,9 +7,9 @@ from moray.text import ChatTokenizer
 from serve.api.answers import AnswerUpdate, Choice, LoggedToken, Usage
 from serve.api.documents import (
     ChatChoice,
-    ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatCompletionChunk,
     ChatLogprobs,
     Completion,
     CompletionChoice,
@@ -49,13 +49,13 @@ class Wording:
         texts = [_completion_choice(choice) for choice in choices]
         return {**self._head, "object": "text_completion", "choices": texts, "usage": usage}
 
-    def opening(self, choice: Choice) -> list[ChatChunk]:
+    def opening(self, choice: Choice) -> list[ChatCompletionChunk]:
         """The chunks that start a stream."""
         if not self._is_chat:
             return []
         return [self._chat_chunk([{"index": choice.index, "delta": {"role": "assistant", "content": ""}}])]
 
-    def chunk(self, choice: Choice, update: AnswerUpdate) -> ChatChunk | CompletionChunk:
+    def chunk(self, choice: Choice, update: AnswerUpdate) -> ChatCompletionChunk | CompletionChunk:
         """The chunk for one update of a stream."""
         if self._is_chat:
             chunk = self._chat_chunk([_chat_chunk_choice(choice, update)])
@@ -65,13 +65,13 @@ class Wording:
             chunk["speculation"] = _trace(choice, update)
         return chunk
 
-    def usage(self, usage: Usage) -> ChatChunk | CompletionChunk:
+    def usage(self, usage: Usage) -> ChatCompletionChunk | CompletionChunk:
         """The last chunk of a stream, which holds the usage."""
         chunk = self._chat_chunk([]) if self._is_chat else self._completion_chunk([])
         chunk["usage"] = usage.body
         return chunk
 
-    def _chat_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+    def _chat_chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
     def _completion_chunk(self, choices: list[CompletionChunkChoice]) -> CompletionChunk:

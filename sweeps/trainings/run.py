@@ -37,7 +37,15 @@ from sweeps.tuning.configs import GridSearch
 from sweeps.tuning.folders import trial_folder, trial_folders
 from sweeps.tuning.progress import SweepProgressActor, follow_sweep
 from sweeps.tuning.records import MeasuredFigures
-from sweeps.tuning.resume import SUMMARY_FILE, alone, begin_or_resume_sweep, is_done, running_clock, seconds_run
+from sweeps.tuning.resume import (
+    SUMMARY_FILE,
+    alone,
+    begin_or_resume_sweep,
+    check_sweep_folder,
+    is_done,
+    running_clock,
+    seconds_run,
+)
 from sweeps.tuning.spaces import Choices, lies_in, size
 
 _FINAL_FILE = "final.json"
@@ -61,8 +69,8 @@ def run_sweep(sweep: SweepConfig, console: Console) -> Summary:
     progress_actor: Any = SweepProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     total = (size(sweep.space) if isinstance(sweep.search, GridSearch) else sweep.search.num_trials) or 0
     with alone(output):
+        _check_folder(sweep, output)
         begin_or_resume_sweep(output, _recorded(sweep), _fingerprints(sweep))
-        _check_trainings(sweep, output)
         with running_clock(output):
             shipped = _shipped(sweep, output)
             console.print(
@@ -90,8 +98,9 @@ def is_complete(sweep: SweepConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: the folder holds an unfinished sweep, and `resume` is not set.
     """
-    _check_trainings(sweep, Path(sweep.output))
-    return is_done(Path(sweep.output), _recorded(sweep), lambda: _fingerprints(sweep), sweep.resume)
+    output = Path(sweep.output)
+    _check_folder(sweep, output)
+    return is_done(output, _recorded(sweep), lambda: _fingerprints(sweep), sweep.resume)
 
 
 def summary_path(sweep: SweepConfig) -> Path:
@@ -193,8 +202,16 @@ def _recorded(sweep: SweepConfig) -> SweepConfig:
     return sweep.model_copy(update={"resume": False, "output": output, "decoding": _located(sweep.decoding)})
 
 
-def _check_trainings(sweep: SweepConfig, output: Path) -> None:
-    """Refuse to resume with different trainings, because the files that `distill` names may have been edited."""
+def _check_folder(sweep: SweepConfig, output: Path) -> None:
+    """Refuse a folder that holds another sweep, or this one with different trainings: the files that `distill` names
+    may have been edited. A folder without a sweep is fine.
+
+    Raises:
+        MismatchError: names the first differing key and both values.
+    """
+    if not (output / RUN_FILE).is_file():
+        return
+    check_sweep_folder(output, _recorded(sweep), _fingerprints(sweep))
     path = next((output / name for name in (_DISTILL_FILE, _OLD_DISTILL_FILE) if (output / name).is_file()), None)
     if path is None:
         return

@@ -17,10 +17,11 @@ from sweeps.tuning.folders import trial_folders
 
 SUMMARY_FILE, _CLOCK_FILE, _LOCK_FILE = "summary.json", "clock.json", ".lock"
 
-_HOW = ("ray", "output", "resume", "max_concurrent", "max_failures", "fingerprint.distil")
-"""Keys that affect how a sweep runs but not its results. Before version 0.2 `fingerprint.distil` was a hash of what
-`sweeps.trainings.run` now compares key by key."""
-_MAY_DIFFER = (*_HOW, "space", "search", "confirm")
+_HOW = ("ray", "output", "resume", "max_concurrent", "max_failures")
+"""Keys that affect how a sweep runs but not its results."""
+_SUPERSEDED = "fingerprint.distil"
+"""Before version 0.2 a hash of what `sweeps.trainings.run` now compares key by key."""
+_MAY_DIFFER = (*_HOW, _SUPERSEDED, "space", "search", "confirm")
 """Keys and groups of keys that may differ when a sweep is resumed; new trials are then added to the existing ones."""
 
 
@@ -43,7 +44,7 @@ def is_done(output: Path, sweep: Config, fingerprints: Callable[[], Mapping[str,
     output = output.absolute()
     if not (output / RUN_FILE).is_file():
         return False
-    check_run(output, sweep, fingerprints(), irrelevant=_MAY_DIFFER)
+    check_sweep_folder(output, sweep, fingerprints())
     summary, why = output / SUMMARY_FILE, "a sweep that is not finished: add --resume to continue it"
     if summary.is_file():
         others = _others(recorded_config(type(sweep), read_json(summary)["config"]), sweep.model_dump(mode="json"))
@@ -62,13 +63,22 @@ def _others(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [key for key in now if key not in _HOW and as_runs(before.get(key)) != as_runs(now[key])]
 
 
+def check_sweep_folder(output: Path, sweep: Config, fingerprints: Mapping[str, str]) -> None:
+    """Refuse a folder that holds another sweep; a folder without one is fine.
+
+    Raises:
+        MismatchError: names the first differing key and both values.
+    """
+    check_run(output, sweep, fingerprints, irrelevant=_MAY_DIFFER)
+
+
 def begin_or_resume_sweep(output: Path, sweep: Config, fingerprints: Mapping[str, str]) -> None:
     """Claim the folder for a sweep; call this inside `alone`, after `is_done` and all checks.
 
     Raises:
         MismatchError: another sweep has claimed the folder first.
     """
-    check_run(output, sweep, fingerprints, irrelevant=_MAY_DIFFER)
+    check_sweep_folder(output, sweep, fingerprints)
     (output / SUMMARY_FILE).unlink(missing_ok=True)
     write_run_yaml(output, sweep, None, fingerprints)  # records the current values of the keys that may differ
 

@@ -6,7 +6,9 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from moray.config import load_config, read_yaml
 from moray.errors import MismatchError
@@ -53,6 +55,9 @@ def test_a_drafter_drafts_losslessly(root):
     plain = generate(target, None, "What is 2 plus 3?", max_new_tokens=16)
     drafted = generate(target, load_drafter("moa", target), "What is 2 plus 3?", max_new_tokens=16)
     assert plain.generation.tokens == drafted.generation.tokens
+    stored, loaded = load_file(root / "moa" / "drafter.safetensors"), load_drafter("moa", target).state_dict()
+    assert stored.keys() <= loaded.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
     assert plain.num_tokens == 16
 
 
@@ -63,6 +68,7 @@ def test_a_run_that_was_killed_goes_on_with_new_names_and_old(root):
 
     words = ["distil.yaml", "output=moa"]
     assert is_complete(load_config(DistillConfig, words))
+    before = (root / "moa" / "metrics.jsonl").read_text().splitlines()
     (root / "moa" / "drafter.json").unlink()
     for path in [root / "moa" / "run.yaml", root / "distil.yaml"]:  # as if it had been killed at update 4 of 8
         path.write_text(path.read_text().replace("max_steps: 4", "max_steps: 8"))
@@ -74,15 +80,18 @@ def test_a_run_that_was_killed_goes_on_with_new_names_and_old(root):
         re.sub(r"\bclip:", "max_grad_norm:", (root / "distil.yaml").read_text()).replace("log_steps", "logging_steps")
     )
     distill(load_config(DistillConfig, ["new.yaml", "output=moa"]))
-    steps = [json.loads(line)["step"] for line in (root / "moa" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [2, 4, 6, 8]
+    after = (root / "moa" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in after] == [2, 4, 6, 8]
+    assert after[:2] == before, "it went on from the checkpoint of update 4"
     assert is_complete(load_config(DistillConfig, ["new.yaml", "output=moa"]))
 
 
 def test_a_finished_sweep_is_finished(root):
+    from rich.console import Console
+
     from sweeps.reports.overview import overview
     from sweeps.trainings.configs import SweepConfig
-    from sweeps.trainings.run import is_complete
+    from sweeps.trainings.run import is_complete, run_sweep
 
     assert is_complete(load_config(SweepConfig, ["sweep.yaml"]))
     renamed = read_yaml(root / "sweep.yaml")
@@ -95,5 +104,8 @@ def test_a_finished_sweep_is_finished(root):
     assert found["num_trials"] == 2
 
     (root / "distil.yaml").write_text((root / "distil.yaml").read_text().replace("final: 0.1", "final: 0.3"))
-    with pytest.raises(MismatchError, match=r"trainings with schedule\.min_lr_ratio = 0\.1, now it is 0\.3"):
-        is_complete(load_config(SweepConfig, ["renamed.yaml"]))
+    left = {name: (root / "sweep" / name).read_bytes() for name in ("summary.json", "run.yaml")}
+    for refused in (is_complete, lambda sweep: run_sweep(sweep, Console())):
+        with pytest.raises(MismatchError, match=r"trainings with schedule\.min_lr_ratio = 0\.1, now it is 0\.3"):
+            refused(load_config(SweepConfig, ["renamed.yaml"]))
+    assert {name: (root / "sweep" / name).read_bytes() for name in left} == left

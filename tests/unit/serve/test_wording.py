@@ -12,7 +12,7 @@ from moray.decoding.sampling.stop import StopStrings
 from moray.targets.demo.data import CHAT_TEMPLATE
 from moray.text import ChatTokenizer
 from serve.api.answers import Choice, LoggedToken, Usage
-from serve.api.documents import ChatChunk, ChatCompletion, Completion, CompletionChunk
+from serve.api.documents import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.api.wording import Wording, _text_behind_others, _top_by_key
 
@@ -51,7 +51,9 @@ def test_answers_and_chunks_are_as_documented(tokenizer, is_chat):
     prompt = {"messages": [{"role": "user", "content": "A"}], "logprobs": True, "top_logprobs": 2}
     fields = prompt if is_chat else {"prompt": "A", "logprobs": 2}
     request_class, chunk, whole = (
-        (ChatRequest, ChatChunk, ChatCompletion) if is_chat else (CompletionRequest, CompletionChunk, Completion)
+        (ChatRequest, ChatCompletionChunk, ChatCompletion)
+        if is_chat
+        else (CompletionRequest, CompletionChunk, Completion)
     )
     body = request_class.model_validate({"model": "m", "speculation": {"trace": True}, **fields})
     request = Request(prompt=(1,), params=SamplingParams(), max_new_tokens=4, logprobs=2)

@@ -100,22 +100,18 @@ def read_layout(store: CacheStore) -> Manifest:
     """
     values = store.read_json(LAYOUT_FILE)
     try:
-        plan = PlanRecord.of(values["plan"])
-    except ValueError as error:
-        raise DamagedError(f"'{store.uri}/{LAYOUT_FILE}' is damaged: {error}; remove it and train again") from None
-    shards = {
-        shard["name"]: ShardInfo(
-            shard["name"],
-            sum(map(len, shard["row_groups"])),
-            sum(map(sum, shard["row_groups"])),
-            bytes=0,
-            sha256="",
-            row_groups=shard["row_groups"],
-            hidden_square_sums={},
-        )
-        for shard in values["shards"]
-    }
-    return Manifest(plan, shards, _by_depth(values["hidden_rms"]), values["chats"])
+        shards = {shard["name"]: _planned_shard(shard["name"], shard["row_groups"]) for shard in values["shards"]}
+        plan, rms = PlanRecord.of(values["plan"]), _by_depth(values["hidden_rms"])
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise DamagedError(f"'{store.uri}/{LAYOUT_FILE}' is damaged: {why}; remove it and train again") from None
+    return Manifest(plan, shards, rms, values.get("chats", {}))
+
+
+def _planned_shard(name: str, row_groups: list[list[int]]) -> ShardInfo:
+    """A shard of which only the chats' lengths are known."""
+    rows, tokens = sum(map(len, row_groups)), sum(map(sum, row_groups))
+    return ShardInfo(name, rows, tokens, bytes=0, sha256="", row_groups=row_groups, hidden_square_sums={})
 
 
 def read_manifest(store: CacheStore) -> Manifest:

@@ -1,8 +1,9 @@
 """What a cache's JSON files say, with types: its plan, and what is noted of each tokenised part.
 
 Files outlive the code that wrote them. A record keeps what it was read with: a key that a file lacks stays unset and is
-left out when the record is written again, a key that no field has is carried along. So `values` of what was read are
-the values that were there, and whether two plans are the same is asked of plain values (`CacheStore.begin_or_resume`).
+left out when the record is written again, and an unknown key of the record itself is carried along (one inside of
+`target`, `chats` or `cache` is refused). So `values` of what was read are the values that were there, and plans are
+compared by them (`CacheStore.begin_or_resume`).
 """
 
 import json

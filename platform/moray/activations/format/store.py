@@ -229,10 +229,12 @@ class CacheStore:
 
     def clear_temporary(self) -> int:
         """Remove what was left half-written or was counted as attempts, and say how many files that were."""
-        folders = ["tokens", "shards", "attempts"]
+        folders = ["tokens", "shards", "attempts", "tries"]  # tries: attempts before version 0.2
         if isinstance(self.filesystem, pafs.LocalFileSystem):  # object stores have no name for a folder itself
             folders.append(".")
-        found = [f"{folder}/{name}" for folder in folders for name in self.names(folder, (".tmp", ".attempts"))]
+        found = [
+            f"{folder}/{name}" for folder in folders for name in self.names(folder, (".tmp", ".attempts", ".tries"))
+        ]
         for name in found:
             self.delete(name)
         return len(found)

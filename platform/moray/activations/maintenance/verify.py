@@ -115,7 +115,7 @@ def _check_manifest(store: CacheStore, found: CacheScan, findings: Findings) -> 
     growing = unfinished_growth(store)
     if growing is not None:
         findings.other.append(growing)
-    elif plan is not None and plan != manifest.plan:
+    elif plan is not None and plan.values != manifest.plan.values:
         findings.other.append("plan.json is not the plan that manifest.json holds")
     covered = {name for info in found.counting.values() for name in info.planned}
     for name, info in manifest.shards.items():

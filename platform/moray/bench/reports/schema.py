@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, ValidationError, model_validator
 
 from moray.config import Config
-from moray.errors import DataError
+from moray.errors import ConfigError, DataError
 from moray.renamed import with_current_names
 
 Measure = float | None
@@ -184,6 +184,8 @@ def read_report(values: dict[str, Any] | Report) -> Report:
         return values
     try:
         report = Report.model_validate_json(json.dumps(with_current_names(Report, _plain(values), notice=False)))
+    except ConfigError as error:
+        raise DataError(str(error)) from None
     except ValidationError as error:
         raise DataError(_explain(error)) from None
     means = [_mean_over(key, list(rows.values())) for key, rows in report.category_groups.items()]

@@ -21,8 +21,14 @@ _OLD_FILE = "rehearsal.json"
 """Its name before version 0.2."""
 
 
+def forget_calibration(store: CacheStore) -> None:
+    """Remove the result of the calibration pass: it is of other columns, or of another cache."""
+    for name in (CALIBRATION_FILE, _OLD_FILE):
+        store.delete(name)
+
+
 class CalibrationRecord(Record):
-    """calibration.json: what the target told on a few batches."""
+    """calibration.json: the target's speed and values on a few batches."""
 
     tokens_per_second: float
     """That one target encodes."""
@@ -31,7 +37,7 @@ class CalibrationRecord(Record):
 
 
 def calibration(store: CacheStore, wanted: CacheSpec, planned: CachePlan, capture: CaptureConfig) -> CalibrationRecord:
-    """What the target told on a few batches, once per cache; as `calibrate_on_ray`."""
+    """The target's speed and values on a few batches, measured once per cache; as `calibrate_on_ray`."""
     file = next((name for name in (CALIBRATION_FILE, _OLD_FILE) if store.exists(name)), None)
     if file is not None and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
         return store.read_record(file, CalibrationRecord)

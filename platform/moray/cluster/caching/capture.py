@@ -20,7 +20,7 @@ from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, Cach
 from moray.activations.planning.growth import columns_to_add, end_growth, finish_replaced, grown_plan
 from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import check_fits, count_work, forecast
-from moray.cluster.caching.calibration import CALIBRATION_FILE, calibration
+from moray.cluster.caching.calibration import calibration, forget_calibration
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.disk_full import Goal, told_if_cache_full
 from moray.cluster.caching.extend import add_columns
@@ -115,7 +115,7 @@ def _whole_manifest(store: CacheStore, wanted: CacheSpec, found: CacheScan) -> M
     except DamagedError:
         print(f"'{store.uri}/manifest.json' is damaged: it will be written again")
         return None
-    has_all_shards = manifest.plan == store.read_plan() and manifest.shards == found.counting
+    has_all_shards = manifest.plan.values == store.read_plan().values and manifest.shards == found.counting
     has_all_parts = not find_parts(store, len(wanted.chunks)).damaged
     return manifest if has_all_shards and has_all_parts else None
 
@@ -168,9 +168,8 @@ def _check_and_announce(
         raise
     goal.total = plan.total
     if committed:
-        read_channels(
-            store, wanted.columns
-        )  # raises if they are lost: new ones would not fit the shards that are there
+        # It raises if they are lost: new ones would not fit the shards that are there.
+        read_channels(store, wanted.columns)
     is_new = not store.exists(FORECAST_FILE)
     plan = replace(plan, tokens_per_second=calibration(store, wanted, planned, capture).tokens_per_second)
     if is_new:
@@ -181,7 +180,8 @@ def _check_and_announce(
 def _remove_text(store: CacheStore) -> None:
     """Remove a cache that has no shards yet."""
     store.filesystem.delete_dir(store.path("tokens"))
-    for name in (FORECAST_FILE, CALIBRATION_FILE, CHANNELS_FILE, "plan.json"):
+    forget_calibration(store)
+    for name in (FORECAST_FILE, CHANNELS_FILE, "plan.json"):
         store.delete(name)
 
 

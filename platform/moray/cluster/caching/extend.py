@@ -12,7 +12,7 @@ from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, Cach
 from moray.activations.planning.growth import Growth, begin_growth, check_growth_fits, is_begun, plan_growth
 from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import count_work, forecast
-from moray.cluster.caching.calibration import CALIBRATION_FILE, calibration
+from moray.cluster.caching.calibration import calibration, forget_calibration
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.disk_full import Goal
 from moray.cluster.caching.rows import Batch, ShardRow, TokensRow, batch_of, dataset_of, rows_from, rows_of
@@ -47,7 +47,7 @@ def add_columns(
     check_growth_fits(growth, replace(disk, reserve=disk.reserve + growth.largest * num_targets), store.uri)
     goal.total = disk.written + growth.bytes
     if not is_begun(store, plan, added):
-        store.delete(CALIBRATION_FILE)  # of the old columns alone
+        forget_calibration(store)  # of the old columns alone
         told = calibration(store, wanted, planned, capture)
         work = count_work(planned.shards, planned.lengths, wanted.rows)
         whole = forecast(wanted.spec, wanted.cache, work, len(planned.shards))

@@ -101,7 +101,7 @@ def open_run_trackers(config: DistillConfig, output: Path, progress_actor: Any) 
 
 @dataclass(frozen=True)
 class _Worker:
-    """Who of how many this is."""
+    """Rank of this worker, and number of workers."""
 
     rank: int
     num_workers: int

@@ -95,7 +95,7 @@ class CycleCosts:
         self._are_asks_old = True
 
     def decay(self) -> None:
-        """Let the costs of drafting return towards those that were measured."""
+        """Let the costs of drafting return towards those that were measured, and the costs of requests towards none."""
         self._draft.decay()
         for own in self._draft_of.values():
             own.decay()

@@ -24,8 +24,8 @@ class Probing:
 
     def __init__(self) -> None:
         self._num_drafted = self._num_idle = 0
-        """Consecutive cycles with drafts, not counting trials on a few of many sequences, and cycles without drafts
-        since then."""
+        """Cycles with drafts since the last pause, not counting trials on a few of many sequences, and cycles without
+        drafts since the last draft."""
         self._num_to_try = self._num_tried = 0
         """Drafts in the last trial, and how many of their results are known."""
         self._num_failed_trials = 0
