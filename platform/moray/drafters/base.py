@@ -156,7 +156,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
         if num_target_layers not in self.config.layer_counts:
             known = ", ".join(map(str, self.config.layer_counts))
             raise ConfigError(
-                f"num_target_layers is {num_target_layers}, but this drafter drafts with {known} target layers: give one of those"
+                f"num_target_layers is {num_target_layers}, but this drafter drafts with {known} target layers: "
+                "give one of those"
             )
         self.layer_counts = (num_target_layers,)
 
