@@ -81,7 +81,7 @@ def test_one_folder_is_measured_with_every_n_and_without(folder, target, tokeniz
     assert [folder_of(entry) for entry in entries] == [Path(where)] * 3
     (unnamed,) = load_drafters((TrainedConfig(type="trained", folder=where),), target, tokenizer)
     assert unnamed == "several"
-    with pytest.raises(ConfigError, match="N is 5, but this drafter drafts with 0, 1, 2"):
+    with pytest.raises(ConfigError, match="num_target_layers is 5, but this drafter drafts with 0, 1, 2"):
         load_drafters((TrainedConfig(type="trained", folder=where, num_target_layers=5),), target, tokenizer)
 
 
