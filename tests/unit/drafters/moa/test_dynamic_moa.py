@@ -117,7 +117,7 @@ def test_a_fixed_n_keeps_no_more_of_the_target_than_it_runs(drafter, batch):
 
 
 def test_an_n_that_was_not_trained_is_refused(tiny, drafter):
-    with pytest.raises(ConfigError, match=r"num_target_layers is 3, but this drafter drafts with 0, 1, 2 target layers"):
+    with pytest.raises(ConfigError, match=r"num_target_layers is 3, but this drafter drafts with 0, 1, 2 target"):
         drafter.fix_num_target_layers(3)
     with pytest.raises(ConfigError, match=r"num_target_layers is 0, but this drafter drafts with 1 target"):
         build(tiny, VARIANTS["moa-1"]).fix_num_target_layers(0)
