@@ -1,9 +1,9 @@
 """Which chats of an epoch go together.
 
-An epoch is planned for a fixed number of DATA SHARDS. One update takes one batch of every data shard, whoever computes
-it:
+An epoch is planned for a fixed number of data shards. One update takes one batch of every data shard, whichever worker
+computes it:
 
-    update       0    1    2    3
+    update        0    1    2    3
     data shard 0  b00  b01  b02  b03      worker 0 of 2
     data shard 1  b10  b11  b12  b13      worker 1 of 2
     data shard 2  b20  b21  b22  b23      worker 0 of 2, after b0x

@@ -105,7 +105,7 @@ def _train(
     failure: Any = ray.get(progress_actor.failure.remote())
     if failure is not None:
         if newest_checkpoint(output) is None:
-            withdraw(config)  # nothing is lost, and a mended configuration may begin here
+            withdraw(config)  # nothing is lost, and a corrected configuration can start here
         raise failure
     checkpoint = newest_checkpoint(output) or result.checkpoint
     if checkpoint is None:

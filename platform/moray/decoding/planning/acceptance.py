@@ -1,9 +1,9 @@
 """How often drafts of each N are accepted, level by level: what the next draft can expect.
 
-    P(refused at level k | N) = refusals(N) * lately(k)
+    P(refused at level k | N) = refusals(N) * ratio(k)
 
 refusals(N): share of the levels reached by drafts of N that were refused, over about 200 cycles, because it compares
-values of N. lately(k): actual refusals at level k divided by expected ones, over about 30 cycles and all drafts, so
+values of N. ratio(k): actual refusals at level k divided by expected ones, over about 30 cycles and all drafts, so
 that all values of N follow the text together. When values of N are compared, each gets the benefit of the doubt, so
 that one not tried for a long time is tried again: discounted UCB (arXiv 0805.3415), here on refusals.
 
@@ -51,7 +51,7 @@ class Acceptance:
         `in_doubt` gives N the benefit of the doubt: the less is known of it, the more.
         """
         refusals = self._refusals(num_target_layers) * (1.0 - (self._doubt(num_target_layers) if in_doubt else 0.0))
-        return [max(0.0, 1.0 - refusals * ratio) for ratio in self._lately()]
+        return [max(0.0, 1.0 - refusals * ratio) for ratio in self._level_ratios()]
 
     def record(self, num_target_layers: int, num_levels: int, num_accepted: int) -> None:
         """Record the result of a cycle: levels verified, and how many of them were accepted."""
@@ -70,7 +70,7 @@ class Acceptance:
     def _refusals(self, num_target_layers: int) -> float:
         """Share of the levels reached that were refused; close to the average over all N while little is known of this
         one."""
-        if len(self._layer_counts) == 1:  # nothing to compare: `_lately` covers it
+        if len(self._layer_counts) == 1:  # nothing to compare: `_level_ratios` covers it
             return _PRIOR_REFUSALS
         of_all = (sum(each.refused for each in self._layer_counts.values()) + PRIOR_WEIGHT * _PRIOR_REFUSALS) / (
             sum(each.reached for each in self._layer_counts.values()) + PRIOR_WEIGHT
@@ -86,7 +86,7 @@ class Acceptance:
             else _DOUBT / (1.0 + self._layer_counts[num_target_layers].refused) ** 0.5
         )
 
-    def _lately(self) -> list[float]:
+    def _level_ratios(self) -> list[float]:
         ratios, belief = [], 1.0
         weight = PRIOR_WEIGHT * _PRIOR_REFUSALS
         for expected, refused in zip(self._expected, self._refused, strict=True):
