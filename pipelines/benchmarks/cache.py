@@ -125,7 +125,7 @@ def _capture(settings: str, folder: str, kv: str, hidden: str) -> dict[str, Any]
     config = CacheBenchmarkConfig.model_validate_json(settings)
     torch.set_num_threads(config.threads)
     cache = _cache_config(config, kv, hidden)
-    target = Target.load(config.target)
+    target = Target.load(config.target, packs=False)
     columns = tap_columns(target.spec, cache)
     store = _open(folder, kv, hidden)
     store.write_json("plan.json", CacheSpec.of(config.target, config.chats, cache).plan().values)

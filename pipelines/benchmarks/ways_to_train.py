@@ -101,7 +101,7 @@ class WaysToTrain:
 
     @cached_property
     def _target(self) -> Target:
-        return Target.load(self._run.target)
+        return Target.load(self._run.target, packs=False)
 
     @cached_property
     def _cached(self) -> Replicas:

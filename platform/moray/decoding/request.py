@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from moray.config import Config
 from moray.decoding.params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_TOP_LOGPROBS = 20
 
@@ -52,6 +55,26 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class PacedOutput:
+    """What a paced sequence's client gets besides the tokens (see `decoding.engine.paced`)."""
+
+    begin: int
+    """Position of the first token whose memory this is."""
+    num_new: int
+    """Number of tokens whose memory this is."""
+    memory: "tuple[Mapping[str, Tensor], ...]" = ()
+    """Consecutive pieces [1, tokens, width] of each part of the drafter's memory."""
+    seq: int = 0
+    """The offer that this answers; 0 while the prompt is read."""
+    is_void: bool = False
+    """Whether the offer did not continue the sequence and was dropped."""
+    is_last: bool = True
+    """Whether the offer is answered completely; one without a tree may be answered token by token."""
+    seconds: float = 0.0
+    """Time of the pass."""
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """What one step has added to an answer."""
 
@@ -71,3 +94,5 @@ class RequestOutput:
     finish_reason: str | None = None
     """"stop", "length", or None while the answer goes on."""
     logprobs: list[TokenLogprobs] | None = None
+    paced: PacedOutput | None = None
+    """For a paced sequence only."""

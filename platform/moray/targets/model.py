@@ -50,8 +50,11 @@ class Target:
         """Which kernels compute its linear layers; None if that was not chosen."""
 
     @classmethod
-    def load(cls, config: TargetConfig, field: str = "target.model") -> "Target":
+    def load(cls, config: TargetConfig, field: str = "target.model", *, packs: bool = True) -> "Target":
         """Load the weights in `config.dtype` onto `config.device`; errors call the model `field`.
+
+        `packs` packs the weights on a CPU if that makes small passes faster (see `targets.packed_linear`). It takes
+        seconds and gains nothing in passes of hundreds of tokens: caching does without.
 
         Raises:
             ConfigError: the model does not exist, its family is not supported, the device is not there, or the weights
@@ -62,7 +65,7 @@ class Target:
         dtype, attention = getattr(torch, config.dtype), attention_backend(device.type)
         model = load_causal_lm(config.model, dtype, device, attention, field)
         target = cls(model, spec, read_eos_ids(config.model, field))
-        if device.type == "cpu":
+        if packs and device.type == "cpu":
             target.kernels = choose_kernels(linear_weights(model))
             if target.kernels.are_packed:
                 fuse_layers(model, target.kernels)

@@ -123,7 +123,7 @@ def _speed(target: TargetConfig, cache: CacheConfig, sample: Sample, workers: Wo
     lengths = [len(tokens) for tokens in sample.tokens]
     shards = plan_shards("part-00000", lengths, cache, token_bytes=1)
     batches = [_batch(sample.tokens, plan.batches[0]) for plan in calibration_batches(shards)]
-    return calibrate(Target.load(target), cache, batches).tokens_per_second
+    return calibrate(Target.load(target, packs=False), cache, batches).tokens_per_second
 
 
 def _batch(tokens: Sequence[np.ndarray], rows: Sequence[int]) -> list[np.ndarray]:

@@ -69,7 +69,7 @@ def _calibrate(
     from moray.targets.model import Target
 
     torch.set_num_threads(threads)
-    loaded = Target.load(target)
+    loaded = Target.load(target, packs=False)
     tokens = []
     for plan in batches:
         tokens.append(token_arrays(store.read_table(f"tokens/{plan.part}.parquet").take(plan.batches[0])))

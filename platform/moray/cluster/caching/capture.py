@@ -194,7 +194,7 @@ class _ShardActor:
         from moray.targets.model import Target
 
         torch.set_num_threads(threads)
-        self._writer = ShardWriter(Target.load(target), store, cache)
+        self._writer = ShardWriter(Target.load(target, packs=False), store, cache)
 
     def __call__(self, batch: Batch) -> Batch:
         return batch_of([TokensRow(self._writer.write(row.plan).tokens) for row in rows_of(batch, ShardPlanRow)])

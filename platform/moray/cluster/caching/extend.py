@@ -67,7 +67,7 @@ class _ExtendActor:
         from moray.targets.model import Target
 
         torch.set_num_threads(threads)
-        self._extender = ShardExtender(Target.load(target), store, cache)
+        self._extender = ShardExtender(Target.load(target, packs=False), store, cache)
 
     def __call__(self, batch: Batch) -> Batch:
         return batch_of([TokensRow(self._extender.extend(row.shard).tokens) for row in rows_of(batch, ShardRow)])

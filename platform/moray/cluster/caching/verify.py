@@ -48,7 +48,7 @@ def _check_sample(store: CacheStore, config: VerifyCacheConfig, findings: Findin
     assert findings.manifest is not None
     options = config.verify
     with Progress(f"run the target on {options.sample_chats} chats again"):
-        target = Target.load(config.target or _recorded_target(store))
+        target = Target.load(config.target or _recorded_target(store), packs=False)
         errors = recheck(store, findings.manifest, target, options.sample_chats, options.seed)
     wrong = too_far(errors, findings.manifest.columns, options.max_error)
     print(f"{'column':<12} {'largest error':>14} {'relative rms':>14}")

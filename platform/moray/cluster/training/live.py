@@ -140,7 +140,7 @@ class LiveWindows:
         from moray.targets.model import Target
 
         torch.set_num_threads(self._settings.threads)
-        return ShardWriter(Target.load(self._settings.target), self._store, self._settings.stored)
+        return ShardWriter(Target.load(self._settings.target, packs=False), self._store, self._settings.stored)
 
     @cached_property
     def _token_bytes(self) -> int:

@@ -8,13 +8,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from jaxtyping import Float
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-
-from moray.batch import Taps
 from moray.decoding.engine.draft_source import Ask, DraftSource
 from moray.decoding.engine.kv_cache import BatchedKVCache
+from moray.decoding.engine.observer import MAX_TOKENS, Observer
 from moray.decoding.engine.sequence import EngineSequence
 from moray.decoding.engine.stats import EngineStats
 from moray.decoding.planning.controller import DraftPlan, SpeculationController
@@ -26,8 +22,6 @@ from moray.trees.ranking import Pruned, prune
 from moray.trees.shapes import AdaptiveShape, AnyShape
 from moray.trees.tree import TokenTree
 
-_AT_ONCE = 256
-"""Tokens of one sequence sent at a time when the source has to catch up."""
 _FEW = 16
 """A sequence with at most this many new tokens is sent in one batch with others."""
 
@@ -70,7 +64,7 @@ class DraftScheduler:
         self.controller = SpeculationController(self.shape, source.layer_counts, is_remote=source.is_remote)
         self._is_timed = is_timed
         self._target = target
-        self._cache = cache
+        self._observer = Observer(source.observe, source.observed, cache)
         self._stats = stats
         self._prunes = isinstance(self.shape, AdaptiveShape) and self.shape.breadth > 1
         """Whether trees are cut down to the nodes that are worth verifying."""
@@ -209,8 +203,8 @@ class DraftScheduler:
         """Send cached tokens that the source does not know yet, `unknown` many of each row, one row at a time."""
         with self._stats.timed("tell"):
             for row, count in unknown.items():
-                for begin in range(0, count, _AT_ONCE):
-                    self._observe(running, {row: min(_AT_ONCE, count - begin)})
+                for begin in range(0, count, MAX_TOKENS):
+                    self._observe(running, {row: min(MAX_TOKENS, count - begin)})
 
     def _tell_few(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
         """Like `_tell_many`, but all rows in one batch."""
@@ -220,19 +214,14 @@ class DraftScheduler:
 
     def _observe(self, running: list[EngineSequence], counts: dict[int, int]) -> None:
         """Send the next `counts[row]` tokens of each row in one batch, padded to the same length."""
-        source, needs = self.source, self.observed
+        source = self.source
         sequences = {row: running[row] for row in counts}
         begins = {row: source.num_known(sequence.number) for row, sequence in sequences.items()}
-        kv = None
-        if needs.kv_layers:  # the padding after a shorter sequence is never read
-            kv = self._cache.flat([*counts], [*begins.values()], max(counts.values()), needs.kv_layers)
-        hidden = {depth: _hidden(sequences, counts, depth) for depth in needs.hidden_depths}
-        memory, is_batch = source.observe(Taps(kv, hidden)), len(sequences) > 1
-        for index, (row, sequence) in enumerate(sequences.items()):
+        memory = self._observer.memory_of(sequences, begins, counts)
+        for row, sequence in sequences.items():
             begin, count = begins[row], counts[row]
             tokens = on_device(self._target.device, sequence.tokens[begin : begin + count])
-            own = {name: tensor[index : index + 1, :count] for name, tensor in memory.items()} if is_batch else memory
-            source.extend(sequence.number, tokens, own, min(sequence.num_kept, count))
+            source.extend(sequence.number, tokens, memory[row], min(sequence.num_kept, count))
             sequence.num_kept = 0
 
 
@@ -263,10 +252,3 @@ def awaits_first_draft(sequence: EngineSequence, max_cycles: int) -> bool:
     if drafting is None or not is_asked or sequence.num_passed_over >= max_cycles:
         return False
     return drafting.source.is_under_way(sequence.number)
-
-
-def _hidden(
-    sequences: dict[int, EngineSequence], counts: dict[int, int], depth: int
-) -> Float[Tensor, "rows most hidden"]:
-    kept = [sequence.take_hidden(depth, counts[row]) for row, sequence in sequences.items()]
-    return kept[0][None] if len(kept) == 1 else pad_sequence(kept, batch_first=True)

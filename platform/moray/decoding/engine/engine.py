@@ -21,18 +21,20 @@ from torch import Tensor
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import DraftSource
 from moray.decoding.engine.drafting import DraftScheduler, awaits_first_draft, collect_all, request_drafts
+from moray.decoding.engine.outputs import emit, tree_of
+from moray.decoding.engine.paced import Offer, PacedSequences, can_join
 from moray.decoding.engine.runner import TargetRunner
-from moray.decoding.engine.scheduler import Scheduler
-from moray.decoding.engine.sequence import EngineSequence, ending_of
+from moray.decoding.engine.scheduler import Scheduler, longest_sequence
+from moray.decoding.engine.sequence import EngineSequence, check_request, ending_of
 from moray.decoding.engine.stats import EngineStats
 from moray.decoding.planning.calibrate import calibrate
 from moray.decoding.request import Request, RequestOutput
 from moray.decoding.sampling.accept import Accepted, AcceptRows, accept_rows
-from moray.decoding.sampling.logprobs import token_logprobs
+from moray.decoding.sampling.logits_processors import adjust
 from moray.decoding.sampling.stop import Decode, StopChecker
 from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
-from moray.errors import ConfigError, DataError
+from moray.errors import DataError
 from moray.targets.model import Target, TargetOutput
 from moray.trees.grow import root_alone
 from moray.trees.shapes import AdaptiveShape
@@ -52,6 +54,8 @@ class Engine:
         eos_ids: Collection[int],
         *,
         drafts: Mapping[str, DraftSource] | None = None,
+        paced: Mapping[str, Drafter] | None = None,
+        max_offered_nodes: int = 0,
         decode: Decode | None = None,
         runner: TargetRunner | None = None,
         accept: AcceptRows | None = None,
@@ -64,6 +68,8 @@ class Engine:
             eos_ids: tokens that end an answer.
             drafts: draft sources by name; each request picks one, and the first is the default. None for plain
                 decoding.
+            paced: drafters that clients run, by the names that paced requests use; they only observe here.
+            max_offered_nodes: maximum number of nodes below the root of a tree that a client offers.
             decode: the tokenizer's, for stop strings.
             runner: shared with other engines that take turns with this one; None for one of its own.
             accept: acceptance rule that overrides the one in the sampling parameters.
@@ -78,9 +84,11 @@ class Engine:
         self.stats = EngineStats(wait)
         self._is_timed = is_timed
         self._accept_rows = accept or accept_rows
-        sources = drafts or {}
-        self._hidden_depths = sorted({depth for source in sources.values() for depth in source.observed.hidden_depths})
+        sources, paced = drafts or {}, paced or {}
+        observed = [source.observed for source in sources.values()] + [drafter.observed for drafter in paced.values()]
+        self._hidden_depths = sorted({depth for needs in observed for depth in needs.hidden_depths})
         self._rows = runner or TargetRunner(target, config.kv_cache_tokens)
+        self._paced = PacedSequences(paced, self._rows.cache, 1 + max_offered_nodes)
         self.drafting = {
             name: DraftScheduler(
                 name,
@@ -94,16 +102,10 @@ class Engine:
             for name, source in sources.items()
         }
         max_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)
+        max_nodes = max(max_nodes, self._paced.max_nodes if paced else 0)
         self._eos_ids = frozenset(eos_ids)
         self._decode = decode
-        longest = min(target.spec.max_positions, self._rows.cache.num_slots - max_nodes)
-        if longest < max(1, config.max_model_len or 1):
-            raise ConfigError(
-                f"engine.max_model_len is {config.max_model_len}, but the target's context is "
-                f"{target.spec.max_positions}, and engine.kv_cache_tokens {config.kv_cache_tokens} less a tree of "
-                f"{max_nodes} nodes: give a lower engine.max_model_len or more engine.kv_cache_tokens"
-            )
-        self.max_model_len = config.max_model_len or longest
+        self.max_model_len = longest_sequence(config, target.spec.max_positions, self._rows.cache.num_slots, max_nodes)
         """Maximum number of tokens of prompt and answer together."""
         self._scheduler = Scheduler(self._rows.cache, config, max_nodes)
         self._num_submitted = 0
@@ -128,32 +130,58 @@ class Engine:
         Raises:
             DataError: says what in the request cannot be served.
         """
-        spec, num_prompt = self.target.spec, len(request.prompt)
-        if num_prompt + request.max_new_tokens > self.max_model_len:
-            raise DataError(
-                f"the prompt has {num_prompt} tokens and max_new_tokens is {request.max_new_tokens}; both together "
-                f"may be {self.max_model_len}"
-            )
-        known = (*request.prompt, *request.generated, *request.logit_bias)
-        strange = [token for token in known if not 0 <= token < spec.vocab_size]
-        if strange:
-            raise DataError(f"token {strange[0]} is not in the vocabulary, which has {spec.vocab_size}")
         if request.drafter and request.drafter not in self.drafting:
             raise DataError(
                 f"drafter is '{request.drafter}'; there are {', '.join(self.drafting) or 'none'}: name one, or None"
             )
-        number = self._num_submitted
-        self._num_submitted += 1
-        device = self.target.device
-        ending = ending or ending_of(request, self._eos_ids, self._decode)
-        sequence = EngineSequence(number, request, spec.vocab_size, device, ending)
+        sequence = self._new_sequence(request, ending)
         if request.drafter is not None:
             sequence.drafting = self.drafting.get(request.drafter or next(iter(self.drafting), ""))
+        self._queue(sequence)
+        return sequence.number
+
+    def submit_paced(self, request: Request, memory_from: int = 0) -> int:
+        """Queue a request whose client drafts; return its number. After the first token, nothing is decoded until the
+        client offers something (see `decoding.engine.paced`).
+
+        Args:
+            request: its `drafter` names one of the paced drafters.
+            memory_from: tokens of the request, from the first one on, whose memory the client has already.
+
+        Raises:
+            DataError: says what in the request cannot be served.
+        """
+        pace = self._paced.pace_of(request, memory_from)
+        sequence = self._new_sequence(request, None)
+        sequence.pace = pace
+        self._queue(sequence)
+        return sequence.number
+
+    def offer(self, number: int, offer: Offer) -> None:
+        """Take a tree from the client of a paced sequence.
+
+        Raises:
+            DataError: the sequence is not there, is not paced or has not been read yet, or the tree cannot be verified.
+        """
+        self._paced.offer(self._scheduler.decoding, number, offer)
+
+    def _new_sequence(self, request: Request, ending: StopChecker | None) -> EngineSequence:
+        """Check a request and number it.
+
+        Raises:
+            DataError: says what in the request cannot be served.
+        """
+        check_request(request, self.target.spec.vocab_size, self.max_model_len)
+        number = self._num_submitted
+        self._num_submitted += 1
+        ending = ending or ending_of(request, self._eos_ids, self._decode)
+        return EngineSequence(number, request, self.target.spec.vocab_size, self.target.device, ending)
+
+    def _queue(self, sequence: EngineSequence) -> None:
         if sequence.ending.finish_reason is not None:
-            self._updates.append(RequestOutput(number, [], finish_reason=sequence.ending.finish_reason))
+            self._updates.append(RequestOutput(sequence.number, [], finish_reason=sequence.ending.finish_reason))
         else:
             self._scheduler.waiting.append(sequence)
-        return number
 
     def cancel(self, number: int) -> None:
         """Forget a sequence, whatever its state, and its outputs that no step has returned yet; no effect if it has
@@ -174,8 +202,13 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to do."""
-        return bool(self._scheduler.waiting or self._scheduler.held or self._updates)
+        """Whether there is something to do; sequences that wait for their client's tree do not count."""
+        scheduler = self._scheduler
+        if self._updates or scheduler.running or scheduler.reading:
+            return True
+        if any(sequence.pace is None or can_join(sequence) for sequence in scheduler.starting):
+            return True
+        return bool(scheduler.waiting) and scheduler.can_admit
 
     @property
     def num_running(self) -> int:
@@ -206,6 +239,7 @@ class Engine:
         self._is_put_off = bool(self._updates) and not self._is_put_off
         if self._scheduler.running and not self._is_put_off:
             self._cycle()
+            self._park()
         updates, self._updates = self._updates, []
         ended = {update.number for update in updates if update.finish_reason is not None}
         self._settle(ended)
@@ -239,6 +273,7 @@ class Engine:
             if sequence.num_read == len(sequence.tokens):
                 ready.append(row)
         self.stats.num_prompt_tokens += sum(counts)
+        self._updates += self._paced.after_reading(first, reading)
         if ready:
             last = torch.stack([output.last[row, counts[row] - 1] for row in ready])
             begun = [reading[row] for row in ready]
@@ -253,7 +288,20 @@ class Engine:
             count = len(scheduler.decoding)
             self._ask(range(len(scheduler.running), count), -(-count // num_micro_batches))
             most = min(num_micro_batches, len(scheduler.running))
-            scheduler.settle(joined={s.number for s in scheduler.starting if not awaits_first_draft(s, most)})
+            scheduler.settle(joined={s.number for s in scheduler.starting if self._may_join(s, most)})
+
+    def _may_join(self, sequence: EngineSequence, max_cycles: int) -> bool:
+        """Whether a sequence that is starting takes part in the next cycle."""
+        if sequence.pace is None:
+            return not awaits_first_draft(sequence, max_cycles)
+        self._updates += self._paced.void_offers(sequence)
+        return can_join(sequence)
+
+    def _park(self) -> None:
+        """Let paced sequences whose offers are answered wait for the next one."""
+        waiting = {s.number for s in self._scheduler.running if s.pace is not None and not self._may_join(s, 0)}
+        if waiting:
+            self._scheduler.settle(parked=waiting)
 
     def _begin(self, sequences: list[EngineSequence], logits: Float[Tensor, "rows vocab"]) -> None:
         """Choose the first tokens of sequences whose prompts have been read."""
@@ -264,7 +312,8 @@ class Engine:
                 own = sequence.adjustment.apply(own, None)
             chosen.append(sequence.sampler.choose(own, len(sequence.tokens)))
         for row, (sequence, token) in enumerate(zip(sequences, torch.cat(chosen).tolist(), strict=True)):
-            self._emit(sequence, Accepted([], [], token), None, logits[row : row + 1])
+            first = emit(sequence, Accepted([], [], token), None, logits[row : row + 1], self.stats)
+            self._updates.append(first)
             self.stats.num_tokens += 1
 
     def _cycle(self) -> None:
@@ -287,8 +336,10 @@ class Engine:
         with stats.timed("commit"):
             self._rows.keep(rows.start, begins, [result.path for result in results])
             self._note(running, trees, results, output)
+            lengths = [begin + 1 + len(result.path) for begin, result in zip(begins, results, strict=True)]
+            paced = self._paced.after_cycle(rows.start, running, lengths, verify.seconds)
             for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
-                self._emit(sequence, result, tree, logits[row])
+                self._updates.append(emit(sequence, result, tree, logits[row], self.stats, paced.get(row)))
         if self.has_exact_phases:
             most = max(tree.num_nodes for tree in trees) - 1
             rest = time.perf_counter() - began - propose.seconds - verify.seconds
@@ -323,7 +374,7 @@ class Engine:
         if len(found) == len(rows):
             return [found[row].tree for row in rows]
         roots = self._rows.to_device([[sequence.tokens[-1]] for sequence in running])
-        return [root_alone(root) if s.draft is None else s.draft.tree for s, root in zip(running, roots, strict=True)]
+        return [tree_of(s) or root_alone(root) for s, root in zip(running, roots, strict=True)]
 
     def _accept(
         self,
@@ -333,12 +384,7 @@ class Engine:
         begins: list[int],
     ) -> list[Accepted]:
         """Apply each request's penalties and biases to the target's logits, then the acceptance rule."""
-        adjusted = [row for row, sequence in enumerate(sequences) if sequence.adjustment.is_needed]
-        if adjusted:
-            logits = logits.float().clone()
-            for row in adjusted:
-                nodes = trees[row].num_nodes
-                logits[row, :nodes] = sequences[row].adjustment.apply(logits[row, :nodes], trees[row])
+        logits = adjust(logits, [sequence.adjustment for sequence in sequences], trees)
         return self._accept_rows(trees, logits, [sequence.sampler for sequence in sequences], begins)
 
     def _note(
@@ -350,33 +396,3 @@ class Engine:
                 sequence.keep_hidden(output.hidden, row, self._rows.path_index(result.path))
             if tree.num_nodes > 1:
                 sequence.num_kept = tree.num_kept(len(result.path))
-
-    def _emit(
-        self, sequence: EngineSequence, result: Accepted, tree: TokenTree | None, logits: Float[Tensor, "nodes vocab"]
-    ) -> None:
-        """Add the accepted tokens to the answer."""
-        draft, sequence.draft = sequence.draft, None  # do not keep its distributions, which are large
-        emitted = sequence.ending.cut([*result.tokens, result.next_token])
-        sequence.tokens += emitted
-        sequence.adjustment.emit(emitted)
-        if tree is not None:
-            num_accepted = min(len(result.path), len(emitted))  # those that are in the answer
-            self.stats.record(tree.num_nodes - 1, num_accepted, len(emitted))
-            if tree.num_nodes > 1 and sequence.drafting is not None and draft is not None:
-                sequence.drafting.record(draft, len(result.path))
-        logprobs = None
-        if sequence.request.logprobs is not None:
-            logprobs = token_logprobs(logits[[0, *result.path][: len(emitted)]], emitted, sequence.request.logprobs)
-        self._updates.append(
-            RequestOutput(
-                sequence.number,
-                emitted,
-                num_accepted=min(len(result.tokens), len(emitted)),
-                num_path=len(result.path),
-                num_levels=0 if tree is None else tree.num_levels,
-                num_target_layers=0 if draft is None else draft.num_target_layers,
-                rejected=result.rejected,
-                finish_reason=sequence.ending.finish_reason,
-                logprobs=logprobs,
-            )
-        )

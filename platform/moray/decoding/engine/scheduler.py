@@ -1,7 +1,7 @@
 """Decides which sequences wait and which row each of the others has: first come, first served, without gaps.
 
     row 0 .. r-1         running: verified in cycles
-    row r .. r+b-1       starting: prompt read, first draft under way
+    row r .. r+b-1       starting: prompt read, first draft under way; or waiting for a client's tree
     row r+b .. r+b+p-1   reading their prompts
     after them           free
 
@@ -15,6 +15,7 @@ from itertools import islice
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.kv_cache import GRAIN, BatchedKVCache
 from moray.decoding.engine.sequence import EngineSequence
+from moray.errors import ConfigError
 
 _GATHER_SHARE = 16
 
@@ -73,13 +74,25 @@ class Scheduler:
             width, count = wider, count + 1
         return width, count
 
-    def settle(self, gone: Collection[int] = (), begun: Collection[int] = (), joined: Collection[int] = ()) -> None:
-        """Remove the sequences in `gone` and close the gaps; move those in `begun` from reading to starting, and those
-        in `joined` from starting to running."""
+    @property
+    def can_admit(self) -> bool:
+        """Whether there is a place for a waiting sequence."""
+        return self._fitting()[1] > 0
+
+    def settle(
+        self,
+        gone: Collection[int] = (),
+        begun: Collection[int] = (),
+        joined: Collection[int] = (),
+        parked: Collection[int] = (),
+    ) -> None:
+        """Remove the sequences in `gone` and close the gaps; move those in `begun` from reading to starting, those in
+        `joined` from starting to running, and those in `parked` back."""
         before, num_slots = self.held, self._num_used_slots
         left = [[s for s in part if s.number not in gone] for part in (self.running, self.starting, self.reading)]
-        running = left[0] + [s for s in left[1] if s.number in joined]
-        starting = [s for s in left[1] if s.number not in joined] + [s for s in left[2] if s.number in begun]
+        running = [s for s in left[0] if s.number not in parked] + [s for s in left[1] if s.number in joined]
+        starting = [s for s in left[0] if s.number in parked] + [s for s in left[1] if s.number not in joined]
+        starting += [s for s in left[2] if s.number in begun]
         reading = [s for s in left[2] if s.number not in begun]
         rows = {sequence.number: row for row, sequence in enumerate(before)}
         self.running = _placed(running, 0, rows)
@@ -95,6 +108,28 @@ class Scheduler:
     def _num_used_slots(self) -> int:
         """Slots that the longest sequence has filled."""
         return max((*(s.length for s in self.decoding), *(s.num_read for s in self.reading)), default=0)
+
+
+def longest_sequence(config: EngineConfig, max_positions: int, num_slots: int, max_nodes: int) -> int:
+    """Maximum number of tokens of prompt and answer together.
+
+    Args:
+        config: limits of the engine.
+        max_positions: the target's context.
+        num_slots: of the KV cache.
+        max_nodes: size of the largest tree, root included.
+
+    Raises:
+        ConfigError: more is configured than there is room for.
+    """
+    longest = min(max_positions, num_slots - max_nodes)
+    if longest < max(1, config.max_model_len or 1):
+        raise ConfigError(
+            f"engine.max_model_len is {config.max_model_len}, but the target's context is {max_positions}, and "
+            f"engine.kv_cache_tokens {config.kv_cache_tokens} less a tree of {max_nodes} nodes: give a lower "
+            "engine.max_model_len or more engine.kv_cache_tokens"
+        )
+    return config.max_model_len or longest
 
 
 def _placed(sequences: list[EngineSequence], first: int, rows: dict[int, int]) -> list[EngineSequence]:

@@ -16,6 +16,7 @@ from moray.errors import DataError
 
 if TYPE_CHECKING:
     from moray.decoding.engine.drafting import Draft, DraftScheduler
+    from moray.decoding.engine.paced import Pace
 
 
 class EngineSequence:
@@ -50,6 +51,8 @@ class EngineSequence:
         """Cycles that other sequences have had while its first draft was under way."""
         self.drafting: DraftScheduler | None = None
         """Scheduler of the source that drafts for it; None for plain decoding."""
+        self.pace: Pace | None = None
+        """What its client offers, if a client drafts for it (see `decoding.engine.paced`)."""
         self.ending.cut([*request.generated])
         self.adjustment.emit(request.generated)
 
@@ -63,11 +66,18 @@ class EngineSequence:
         """Maximum number of tokens that it can reach."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
+    @property
+    def _observed_depths(self) -> tuple[int, ...]:
+        """Depths of the hidden states that its drafter reads."""
+        if self.pace is not None:
+            return self.pace.observer.needs.hidden_depths
+        return self.drafting.observed.hidden_depths if self.drafting is not None else ()
+
     def keep_hidden(
         self, hidden: Mapping[int, Float[Tensor, "rows nodes hidden"]], row: int, index: slice | Int[Tensor, " some"]
     ) -> None:
         """Keep the hidden states of some tokens of a row of a pass, at the depths that its drafter reads."""
-        for depth in self.drafting.observed.hidden_depths if self.drafting is not None else ():
+        for depth in self._observed_depths:
             own = hidden[depth][row, index]
             is_whole = own.numel() == hidden[depth].numel()
             self.hidden.setdefault(depth, []).append(own if is_whole else own.clone())  # a view would keep it all alive
@@ -91,3 +101,26 @@ def ending_of(request: Request, eos_ids: Collection[int], decode: Decode | None)
     stop = StopStrings(request.stop, decode) if decode is not None and request.stop else None
     context = request.prompt if request.continues_prompt else ()
     return StopChecker(request.max_new_tokens, () if request.ignore_eos else eos_ids, stop, context)
+
+
+def check_request(request: Request, vocab_size: int, max_model_len: int) -> None:
+    """Refuse a request that an engine cannot serve.
+
+    Args:
+        request: from anybody.
+        vocab_size: of the target.
+        max_model_len: maximum number of tokens of prompt and answer together.
+
+    Raises:
+        DataError: says what is wrong.
+    """
+    num_prompt = len(request.prompt)
+    if num_prompt + request.max_new_tokens > max_model_len:
+        raise DataError(
+            f"the prompt has {num_prompt} tokens and max_new_tokens is {request.max_new_tokens}; both together may be "
+            f"{max_model_len}"
+        )
+    known = (*request.prompt, *request.generated, *request.logit_bias)
+    strange = [token for token in known if not 0 <= token < vocab_size]
+    if strange:
+        raise DataError(f"token {strange[0]} is not in the vocabulary, which has {vocab_size}")

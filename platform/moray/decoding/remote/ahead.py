@@ -126,6 +126,12 @@ class Ahead:
         """Sessions that it still drafts for."""
         return [self._sessions[number] for number in self._going if self._sessions[number].ahead is self]
 
+    @property
+    def first_chain(self) -> list[int]:
+        """What is drafted so far for the first sequence that it drafts for, from the root of the chain that was sent;
+        empty once it drafts for none. Waits for the device."""
+        return self._chains[0].tolist() if self._going else []
+
     def grow(self) -> bool:
         """Expand the next level; return whether there is another one."""
         self._keep([place for place, number in enumerate(self._going) if self._sessions[number].ahead is self])

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moray.decoding.remote.messages import MAX_FRAME
+from moray.decoding.remote.frames import MAX_FRAME
 from moray.errors import UnreachableError
 
 _LOGGER = logging.getLogger(__name__)

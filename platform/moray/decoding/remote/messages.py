@@ -1,6 +1,4 @@
-"""Messages between a target and a drafter as bytes: JSON for numbers and names, raw memory for tensors, no pickle.
-
-    frame    | lengths of the next two, 4 bytes each | message, JSON | tensors' names and sizes, JSON | tensors |
+"""Messages between a target and a drafter (see `remote.frames` for their bytes).
 
 A request holds, for each sequence, its newly verified tokens, their memory and the tree to draft. Tensors with the same
 name are concatenated over all sequences and split again by the number of tokens. A reply says how many verified tokens
@@ -8,9 +6,6 @@ the drafter now knows, and holds the token ids and parents of the draft. If the 
 the request builds on (a miss), that number is 0, nothing is drafted, and the next request starts from the first token.
 """
 
-import json
-import math
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,19 +13,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moray.config import AnyConfig, Config
+from moray.config import Config
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.fitting import fit_shape
+from moray.decoding.remote.frames import pack_frame, unpack_frame, validated
 from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, GrowableShape, SparseShape
 from moray.trees.tree import TokenTree, chain_of, structure_of
 
-MAX_FRAME = 1 << 30
-"""Bytes; a prompt of 100,000 tokens with 8 KiB of memory each fits."""
 _NO_SCORE = -1e9
-_LENGTHS = struct.Struct(">II")
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 class Entry(Config):
@@ -96,11 +88,7 @@ class DraftReply(Config):
 
 def pack(message: DraftRequest | DraftReply, tensors: Mapping[str, Sequence[Tensor]] | None = None) -> bytes:
     """Build one frame; each of `tensors` is rows [tokens, width] of all entries in order, on any device."""
-    joined = {name: torch.cat(list(rows)).cpu().contiguous() for name, rows in (tensors or {}).items() if rows}
-    sizes = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in joined.items()]
-    words, table = message.model_dump_json(exclude_defaults=True).encode(), json.dumps(sizes).encode()
-    bodies = [bytes(tensor.view(torch.uint8).numpy().data) for tensor in joined.values() if tensor.numel()]
-    return b"".join([_LENGTHS.pack(len(words), len(table)), words, table, *bodies])
+    return pack_frame(message, {name: torch.cat(list(rows)) for name, rows in (tensors or {}).items() if rows})
 
 
 def unpack_request(frame: bytes | bytearray) -> tuple[DraftRequest, dict[str, Tensor]]:
@@ -109,8 +97,8 @@ def unpack_request(frame: bytes | bytearray) -> tuple[DraftRequest, dict[str, Te
     Raises:
         DataError: the frame holds no request.
     """
-    words, tensors = _unpack(frame)
-    return _validated(DraftRequest, words), tensors
+    words, tensors = unpack_frame(frame)
+    return validated(DraftRequest, words), tensors
 
 
 def unpack_reply(frame: bytes | bytearray) -> DraftReply:
@@ -119,7 +107,7 @@ def unpack_reply(frame: bytes | bytearray) -> DraftReply:
     Raises:
         DataError: the frame holds no reply.
     """
-    return _validated(DraftReply, _unpack(frame)[0])
+    return validated(DraftReply, unpack_frame(frame)[0])
 
 
 def check_request(
@@ -254,32 +242,6 @@ def _depths(parents: Sequence[int], num_nodes: int) -> list[int]:
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     return depths
-
-
-def _unpack(frame: bytes | bytearray) -> tuple[bytes, dict[str, Tensor]]:
-    try:
-        num_words, num_table = _LENGTHS.unpack_from(frame)
-        table = _LENGTHS.size + num_words
-        at = table + num_table
-        tensors = {}
-        for name, dtype, shape in json.loads(bytes(frame[table:at])):
-            count = math.prod(shape) * _DTYPES[dtype].itemsize
-            if at + count > len(frame) or min(shape) < 0:
-                raise ValueError("cut short")
-            body = bytearray(memoryview(frame)[at : at + count])
-            at += count
-            flat = torch.frombuffer(body, dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
-            tensors[str(name)] = flat.view(_DTYPES[dtype]).view(shape)
-        return bytes(frame[_LENGTHS.size : table]), tensors
-    except (ValueError, KeyError, TypeError, struct.error, RecursionError, RuntimeError) as error:
-        raise DataError(f"a message between target and drafter is damaged: {error}") from None
-
-
-def _validated(kind: type[AnyConfig], words: bytes) -> AnyConfig:
-    try:
-        return kind.model_validate_json(words)
-    except ValueError as error:
-        raise DataError(f"a message between target and drafter is damaged: {str(error)[:200]}") from None
 
 
 def last_rows(pieces: list[Tensor], count: int) -> Tensor:

@@ -51,3 +51,16 @@ class LogitsProcessors:
             below = tree.ancestors[:, 1:].to(counts.dtype)  # the root is counted already
             counts = counts.index_add(1, tree.tokens[1:], below)
         return logits - self._frequency * counts - self._presence * (counts > 0)
+
+
+def adjust(
+    logits: Float[Tensor, "rows nodes vocab"], processors: Sequence[LogitsProcessors], trees: Sequence[TokenTree]
+) -> Float[Tensor, "rows nodes vocab"]:
+    """Apply each sequence's penalties and biases to the logits of its tree; the logits themselves if there are none."""
+    adjusted = [row for row, processor in enumerate(processors) if processor.is_needed]
+    if adjusted:
+        logits = logits.float().clone()
+        for row in adjusted:
+            nodes = trees[row].num_nodes
+            logits[row, :nodes] = processors[row].apply(logits[row, :nodes], trees[row])
+    return logits

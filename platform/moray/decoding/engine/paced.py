@@ -1,0 +1,233 @@
+"""Sequences whose drafts a client makes elsewhere and offers when it likes (see `moray.edge`).
+
+    client   offer(number, Offer(seq, at, tree))     the tree's root is the last token; `at` is its position
+    engine   verifies the tree in its next cycle, together with the other sequences, and returns the accepted tokens
+             and the drafter's memory of all tokens verified since the last output
+
+Between two offers the sequence keeps its row, but takes part in no pass. A client may offer a second tree before the
+first is verified: it is used if the first was accepted as expected, and voided otherwise.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from moray.decoding.engine.kv_cache import BatchedKVCache
+from moray.decoding.engine.observer import MAX_TOKENS, Observer
+from moray.decoding.engine.sequence import EngineSequence
+from moray.decoding.request import PacedOutput, Request, RequestOutput
+from moray.drafters.base import Drafter
+from moray.errors import DataError
+from moray.trees.tree import TokenTree
+
+MAX_OFFERS = 2
+"""Offers of one sequence that may wait."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the client of a paced sequence wants verified."""
+
+    seq: int
+    """Number of the offer, for the client; each is larger than the one before."""
+    at: int
+    """Position of the tree's root, or of the next cycle's root: the number of tokens before it."""
+    tree: TokenTree | None = None
+    """The draft; None for cycles without one."""
+    num_plain: int = 1
+    """Without a tree: the number of cycles, each of which gives one token."""
+
+    def fits(self, tokens: Sequence[int]) -> bool:
+        """Whether it continues a sequence of these tokens."""
+        return self.at == len(tokens) - 1 and (self.tree is None or int(self.tree.tokens[0]) == tokens[-1])
+
+
+@dataclass
+class Pace:
+    """What the engine keeps of a paced sequence."""
+
+    observer: Observer
+    """Of the drafter that the client has."""
+    memory_from: int
+    """Tokens of the prompt whose memory the client has from the start."""
+    offers: deque[Offer] = field(default_factory=deque)
+    """Not verified yet; the first is the next."""
+    num_told: int = field(init=False)
+    """Tokens whose memory the client has."""
+    num_dropped: int = 0
+    """Tokens before `memory_from` whose hidden states were dropped."""
+    num_left: int = 0
+    """Cycles that are left of the first offer, if it is one without a tree."""
+
+    def __post_init__(self) -> None:
+        self.num_told = self.memory_from
+
+    def add(self, offer: Offer, tokens: Sequence[int], max_nodes: int) -> None:
+        """Queue an offer.
+
+        Raises:
+            DataError: the tree is too large, too many offers wait, or it is older than what is verified.
+        """
+        if len(self.offers) == MAX_OFFERS:
+            raise DataError(f"{MAX_OFFERS} offers wait already: wait for an answer before offering another tree")
+        if offer.tree is not None and offer.tree.num_nodes > max_nodes:
+            raise DataError(f"the tree has {offer.tree.num_nodes} nodes; {max_nodes} are accepted, root included")
+        if offer.at < len(tokens) - 1 or (not self.offers and not offer.fits(tokens)):
+            raise DataError(
+                f"the tree continues position {offer.at}, but the sequence is at {len(tokens) - 1}, or its last token "
+                "is another one than the tree's root: resume the session"
+            )
+        self.offers.append(offer)
+
+    def take_void(self, tokens: Sequence[int]) -> list[Offer]:
+        """Remove and return the offers that turned out not to continue the sequence."""
+        void: list[Offer] = []
+        while self.offers and not self.offers[0].fits(tokens) and not self.num_left:
+            void.append(self.offers.popleft())
+        return void
+
+    def begin_cycle(self) -> tuple[Offer, bool]:
+        """The offer of this cycle, and whether it is answered by it; an offer without a tree may need several."""
+        offer = self.offers[0]
+        if offer.tree is None:
+            self.num_left = (self.num_left or offer.num_plain) - 1
+        if not self.num_left:
+            self.offers.popleft()
+        return offer, not self.num_left
+
+
+class PacedSequences:
+    """The engine's part for all paced sequences: who may offer what, and what clients get."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], cache: BatchedKVCache, max_nodes: int) -> None:
+        """
+        Args:
+            drafters: drafters that clients run, by the names that requests use; here they only observe.
+            cache: of all sequences.
+            max_nodes: maximum number of nodes of a tree, root included.
+        """
+        self._observers = {name: Observer(d.observe, d.observed, cache) for name, d in drafters.items()}
+        self.max_nodes = max_nodes
+
+    def pace_of(self, request: Request, memory_from: int) -> Pace:
+        """What the engine keeps of a new sequence.
+
+        Raises:
+            DataError: clients cannot run the drafter, or have memory of more tokens than there are.
+        """
+        observer = self._observers.get(request.drafter or "")
+        if observer is None:
+            known = ", ".join(self._observers) or "none"
+            raise DataError(f"drafter is '{request.drafter}', which clients cannot run here; they can run {known}")
+        most = len(request.prompt) + len(request.generated)
+        if not 0 <= memory_from <= most:
+            raise DataError(f"memory_from is {memory_from}; the request has {most} tokens, so 0 to {most} are accepted")
+        return Pace(observer, memory_from)
+
+    def offer(self, sequences: Sequence[EngineSequence], number: int, offer: Offer) -> None:
+        """Take a client's offer for one of these sequences.
+
+        Raises:
+            DataError: the sequence is not there or not paced, or the offer cannot be verified.
+        """
+        for sequence in sequences:
+            if sequence.number == number and sequence.pace is not None:
+                sequence.pace.add(offer, sequence.tokens, self.max_nodes)
+                return
+        raise DataError(f"sequence {number} takes no drafts: it has ended, has not been read yet, or is not paced")
+
+    def void_offers(self, sequence: EngineSequence) -> list[RequestOutput]:
+        """Drop the offers that do not continue a sequence, and say so."""
+        pace = sequence.pace
+        if pace is None or sequence.ending.finish_reason is not None:
+            return []
+        return [
+            RequestOutput(sequence.number, [], paced=PacedOutput(pace.num_told, 0, seq=offer.seq, is_void=True))
+            for offer in pace.take_void(sequence.tokens)
+        ]
+
+    def after_reading(self, first_row: int, reading: Sequence[EngineSequence]) -> list[RequestOutput]:
+        """The memory of the prompt tokens that were read since the last time."""
+        paced = {first_row + index: s for index, s in enumerate(reading) if s.pace is not None}
+        for sequence in paced.values():
+            _drop_known(sequence)
+        found = _memory_of(paced, {row: s.num_read for row, s in paced.items()})
+        return [RequestOutput(paced[row].number, [], paced=output) for row, output in found.items() if output.num_new]
+
+    def after_cycle(
+        self, first_row: int, running: Sequence[EngineSequence], lengths: Sequence[int], seconds: float
+    ) -> dict[int, PacedOutput]:
+        """What the clients get after a cycle, by index in `running`. Their offers count as answered then.
+
+        Args:
+            first_row: row of the first of the sequences.
+            running: the sequences of the cycle.
+            lengths: how many tokens of each are in the cache now.
+            seconds: time of the pass.
+        """
+        paced = {first_row + index: s for index, s in enumerate(running) if s.pace is not None}
+        found = _memory_of(paced, {row: lengths[row - first_row] for row in paced})
+        outputs: dict[int, PacedOutput] = {}
+        for row, output in found.items():
+            pace = paced[row].pace
+            assert pace is not None
+            offer, is_last = pace.begin_cycle()
+            outputs[row - first_row] = replace(output, seq=offer.seq, is_last=is_last, seconds=seconds)
+        return outputs
+
+
+def can_join(sequence: EngineSequence) -> bool:
+    """Whether a paced sequence takes part in the next cycle."""
+    return sequence.pace is not None and bool(sequence.pace.offers or sequence.ending.finish_reason)
+
+
+def _drop_known(sequence: EngineSequence) -> None:
+    """Drop the hidden states of prompt tokens whose memory the client had from the start."""
+    pace = sequence.pace
+    assert pace is not None
+    count = min(pace.memory_from, sequence.num_read) - pace.num_dropped
+    if count > 0:
+        for depth in pace.observer.needs.hidden_depths:
+            sequence.take_hidden(depth, count)
+        pace.num_dropped += count
+
+
+def _memory_of(sequences: Mapping[int, EngineSequence], lengths: Mapping[int, int]) -> dict[int, PacedOutput]:
+    """The memory that clients do not have yet of their sequences, by row of the cache.
+
+    Args:
+        sequences: paced ones, by row.
+        lengths: how many tokens of each are in the cache.
+    """
+    outputs: dict[int, PacedOutput] = {}
+    together: dict[int, dict[int, EngineSequence]] = {}
+    for row, sequence in sequences.items():
+        pace = sequence.pace
+        assert pace is not None
+        if lengths[row] - pace.num_told > MAX_TOKENS:
+            outputs[row] = _in_pieces(row, sequence, pace, lengths[row])
+        elif lengths[row] > pace.num_told:
+            together.setdefault(id(pace.observer), {})[row] = sequence
+        else:
+            outputs[row] = PacedOutput(begin=pace.num_told, num_new=0)
+    for group in together.values():
+        paces = {row: sequence.pace for row, sequence in group.items() if sequence.pace is not None}
+        begins = {row: pace.num_told for row, pace in paces.items()}
+        counts = {row: lengths[row] - begins[row] for row in paces}
+        found = next(iter(paces.values())).observer.memory_of(group, begins, counts)
+        for row, pace in paces.items():
+            outputs[row] = PacedOutput(begin=begins[row], num_new=counts[row], memory=(found[row],))
+            pace.num_told = lengths[row]
+    return outputs
+
+
+def _in_pieces(row: int, sequence: EngineSequence, pace: Pace, length: int) -> PacedOutput:
+    """Memory of many tokens, as of a prompt."""
+    begin, pieces = pace.num_told, list[Mapping[str, Tensor]]()
+    while pace.num_told < length:
+        count = min(MAX_TOKENS, length - pace.num_told)
+        pieces.append(pace.observer.memory_of({row: sequence}, {row: pace.num_told}, {row: count})[row])
+        pace.num_told += count
+    return PacedOutput(begin=begin, num_new=length - begin, memory=tuple(pieces))

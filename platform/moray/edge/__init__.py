@@ -1,0 +1,1 @@
+"""Split decoding over a network: the drafter on the user's device, the target on a server. Independent of Ray."""

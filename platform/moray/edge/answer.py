@@ -1,0 +1,41 @@
+"""One answer on a device: what is verified, what is only drafted, and what is under way."""
+
+from collections import deque
+from typing import Literal
+
+from moray.decoding.remote.ahead import Ahead
+from moray.decoding.request import Request
+from moray.edge.messages import Verify, Welcome
+
+
+class EdgeAnswer:
+    """The state of one answer."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens = [*request.prompt, *request.generated]
+        """Prompt and verified tokens."""
+        self.drafted: list[int] = []
+        """Tokens after them that the user has seen and that are not verified."""
+        self.finish_reason: str | None = None
+        self.alone: Ahead | Literal["ended"] | None = None
+        """What drafts `drafted` on while there is no server; None if it has not begun."""
+        self.has_root = False
+        """Whether the server has read all tokens but the last, so that it verifies drafts below it."""
+        self.welcome: Welcome | None = None
+        """Of the session; None while there is none."""
+        self.received = 0
+        self.next_seq = 1
+        self.under_way: deque[Verify] = deque()
+
+    @property
+    def index(self) -> int:
+        """Index in the answer of the next token to be verified."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    def reopen(self) -> None:
+        """The session is gone: nothing is under way any more."""
+        self.welcome, self.received, self.next_seq = None, 0, 1
+        self.under_way.clear()
+        self.has_root = False
+        self.alone = None

@@ -1,0 +1,374 @@
+"""Answers prompts on a device: drafts here, lets the server verify, and goes on alone while there is no server.
+
+    cycle = draft + upload + the target's pass + download of tokens and memory
+
+The text is the target's own, whatever was cut when: tokens count as verified only when the server has sent them, each
+message is taken once, and a session that was lost is opened again with all verified tokens.
+"""
+
+import time
+from collections.abc import Callable, Collection, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+from moray.decoding.remote.ahead import Ahead
+from moray.decoding.remote.frames import unpack_frame
+from moray.decoding.request import Request
+from moray.edge.answer import EdgeAnswer
+from moray.edge.codec import decode
+from moray.edge.config import EdgeConfig
+from moray.edge.drafting import DeviceDrafter
+from moray.edge.events import (
+    DraftedTokens,
+    EdgeEvent,
+    Finished,
+    LinkChanged,
+    LinkState,
+    Retracted,
+    VerifiedTokens,
+)
+from moray.edge.messages import (
+    DownMessage,
+    Hello,
+    Message,
+    Open,
+    Refused,
+    Resume,
+    Resumed,
+    UpMessage,
+    Verified,
+    Verify,
+    Welcome,
+    decode_down,
+    encode_up,
+)
+from moray.edge.stats import EdgeStats
+from moray.edge.transport import Dial, Link
+from moray.errors import DataError, MismatchError, UnreachableError
+from moray.trees.shapes import MAX_DEPTH, AdaptiveShape, GrowableShape
+
+_WAIT_SECONDS = 0.05
+"""How long to wait for a message before the connection is looked after."""
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+class _SessionGoneError(UnreachableError):
+    """The server does not know the session any more."""
+
+
+class EdgeClient:
+    """Answers one prompt after the other."""
+
+    def __init__(
+        self,
+        drafter: DeviceDrafter,
+        hello: Hello,
+        dial: Dial,
+        config: EdgeConfig,
+        eos_ids: Collection[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            drafter: of this device.
+            hello: who this device is; the codec is taken from `config`.
+            dial: opens a connection.
+            config: settings.
+            eos_ids: tokens after which nothing is written alone.
+            clock: seconds.
+        """
+        self._drafter = drafter
+        self._hello = hello.model_copy(update={"codec": config.codec})
+        self._dial = dial
+        self._config = config
+        self._eos_ids = frozenset(eos_ids)
+        self._clock = clock
+        self.stats = EdgeStats()
+        tree = config.tree
+        self._shape: GrowableShape = tree.at(tree.depth) if isinstance(tree, AdaptiveShape) else tree
+
+    def answer(self, request: Request) -> Iterator[EdgeEvent]:
+        """Answer a request; yield what happens. Closing the iterator cancels the answer.
+
+        Raises:
+            MismatchError: the server has another target, tokenizer or drafter.
+            DataError: the server refuses the request, or answers something that is not of this protocol.
+            UnreachableError: there was no server for `give_up_seconds`.
+        """
+        answer = EdgeAnswer(request.model_copy(update={"drafter": self._hello.drafter}))
+        self._drafter.begin(request.params, request.sequence)
+        self.stats = EdgeStats()
+        with ThreadPoolExecutor(1, "dial") as pool:
+            while answer.finish_reason is None:
+                link = yield from self._connect(answer, pool)
+                try:
+                    yield from self._online(answer, link)
+                except UnreachableError as error:
+                    self.stats.num_cuts += 1
+                    yield LinkChanged(LinkState.OFFLINE, str(error))
+                finally:
+                    link.close()
+        yield Finished(answer.finish_reason)
+
+    # --- Offline ---
+
+    def _connect(self, answer: EdgeAnswer, pool: ThreadPoolExecutor) -> Generator[EdgeEvent, None, Link]:
+        """Connect, and draft alone meanwhile."""
+        began, config = self._clock(), self._config
+        yield LinkChanged(LinkState.CONNECTING)
+        while True:
+            dialing = pool.submit(self._dial)
+            while not dialing.done():
+                yield from self._draft_alone(answer, dialing)
+            try:
+                return dialing.result()
+            except UnreachableError as error:
+                limit = config.give_up_seconds
+                if limit is not None and self._clock() - began > limit:
+                    raise UnreachableError(f"no server for {limit:g} s: {error}") from None
+                yield LinkChanged(LinkState.OFFLINE, str(error))
+            retry = pool.submit(time.sleep, config.retry_seconds)
+            while not retry.done():
+                yield from self._draft_alone(answer, retry)
+
+    def _draft_alone(self, answer: EdgeAnswer, until: Future[Any]) -> Iterator[EdgeEvent]:
+        """Write one more token that is not verified, or wait a little if there is none to write."""
+        drafted = self._next_alone(answer)
+        if drafted is None:
+            wait([until], _WAIT_SECONDS)
+        else:
+            yield drafted
+
+    def _next_alone(self, answer: EdgeAnswer) -> DraftedTokens | None:
+        """One more level of the draft that is written without the server; None if there is none."""
+        if not answer.has_root or self._drafter.num_known != len(answer.tokens) - 1:
+            return None
+        if answer.alone is None:
+            chain = self._shown_chain(answer)
+            answer.alone = self._drafter.ahead_of(chain, self._config.max_offline_tokens) or "ended"
+            if len(chain) > 1 and not answer.drafted:
+                return self._show(answer, chain[1:])
+        ahead = answer.alone
+        if ahead == "ended":
+            return None
+        if not self._drafter.grow(ahead):
+            answer.alone = "ended"
+        return self._show(answer, ahead.first_chain[1:])
+
+    def _shown_chain(self, answer: EdgeAnswer) -> list[int]:
+        """What to go on from: the drafted tokens that the user sees, or the chain that is under way, or the root."""
+        root = answer.tokens[-1]
+        if answer.drafted:
+            return [root, *answer.drafted]
+        first = answer.under_way[0] if answer.under_way else None
+        if first is not None and first.tokens and not first.parents and first.at == len(answer.tokens) - 1:
+            return [*first.tokens]
+        return [root]
+
+    def _show(self, answer: EdgeAnswer, drafted: list[int]) -> DraftedTokens | None:
+        """Show what is new of the drafted tokens, up to an end of the answer."""
+        room = answer.request.max_new_tokens - answer.index
+        limit = min(room, self._config.max_offline_tokens)
+        ends = [place + 1 for place, token in enumerate(drafted) if token in self._eos_ids]
+        drafted = drafted[: min([limit, *ends])]
+        num_shown = len(answer.drafted)
+        if len(drafted) <= num_shown:
+            return None
+        answer.drafted = drafted
+        return DraftedTokens(answer.index + num_shown, tuple(drafted[num_shown:]))
+
+    # --- Online ---
+
+    def _online(self, answer: EdgeAnswer, link: Link) -> Iterator[EdgeEvent]:
+        """Decode over one connection until the answer ends."""
+        self._begin(answer, link)
+        yield LinkChanged(LinkState.ONLINE)
+        ahead: Ahead | None = None
+        is_suspect = False
+        while answer.finish_reason is None:
+            is_working = answer.has_root and (ahead is not None or not answer.under_way)
+            message = self._receive(link, 0.0 if is_working else _WAIT_SECONDS)
+            if message is not None:
+                if is_suspect:
+                    is_suspect = False
+                    yield LinkChanged(LinkState.ONLINE)
+                answer.alone = None
+                yield from self._take_in(answer, message)
+                ahead = self._plan_ahead(answer)
+            elif answer.has_root and not answer.under_way:
+                self._verify_next(answer, link)
+                ahead = self._plan_ahead(answer)
+            elif ahead is not None:
+                if not self._drafter.grow(ahead):
+                    ahead = None
+                    self._send_guess(answer, link)
+            elif link.silent_seconds > self._config.offline_after_seconds:
+                raise UnreachableError(f"nothing heard of the server for {self._config.offline_after_seconds:g} s")
+            elif link.silent_seconds > self._config.suspect_after_seconds:
+                if not is_suspect:
+                    is_suspect = True
+                    yield LinkChanged(LinkState.SUSPECT)
+                drafted = self._next_alone(answer)
+                if drafted is not None:
+                    yield drafted
+
+    def _begin(self, answer: EdgeAnswer, link: Link) -> None:
+        """Open the session, or take it up again."""
+        self._send(link, self._hello)
+        welcome = self._expect(link, Welcome)
+        if answer.welcome is None:
+            answer.welcome = welcome
+            generated = tuple(answer.tokens[len(answer.request.prompt) :])
+            request = answer.request.model_copy(update={"generated": generated})
+            self._send(link, Open(request=request, memory_from=self._drafter.num_known))
+            return
+        session, token = answer.welcome.session, answer.welcome.resume_token
+        self._send(link, Resume(session=session, token=token, received=answer.received))
+        try:
+            resumed = self._expect(link, Resumed)
+        except _SessionGoneError as error:
+            answer.reopen()
+            self.stats.num_reopened += 1
+            raise UnreachableError(f"the session is gone: {error}") from None
+        for verify in answer.under_way:
+            if verify.seq > resumed.last_seq:
+                self._send(link, verify)
+
+    def _verify_next(self, answer: EdgeAnswer, link: Link) -> None:
+        """Send what follows the last verified token: what was written alone, or a new draft."""
+        assert answer.welcome is not None
+        if answer.drafted:
+            chain = [answer.tokens[-1], *answer.drafted]
+            self._verify(answer, link, chain[: min(answer.welcome.max_nodes, MAX_DEPTH)], ())
+            return
+        tree = self._drafter.draft(answer.tokens[-1], self._shape)
+        parents = () if tree.is_chain else tuple(tree.parents.tolist())
+        self._verify(answer, link, tree.tokens.tolist(), parents)
+
+    def _plan_ahead(self, answer: EdgeAnswer) -> Ahead | None:
+        """What to draft while the only draft under way is verified, if another one may be sent."""
+        if answer.welcome is None or min(self._config.in_flight, answer.welcome.max_in_flight) < 2:
+            return None
+        if len(answer.under_way) != 1 or not answer.has_root or answer.drafted:
+            return None
+        first = answer.under_way[0]
+        if first.parents or first.at != len(answer.tokens) - 1 or first.tokens[0] != answer.tokens[-1]:
+            return None
+        return self._drafter.ahead_of([*first.tokens], self._shape.depth)
+
+    def _send_guess(self, answer: EdgeAnswer, link: Link) -> None:
+        """Send what was drafted ahead: the server verifies it if the guess was right, and drops it otherwise."""
+        chain = self._drafter.guess
+        if chain is not None and len(answer.under_way) == 1:
+            first = answer.under_way[0]
+            self._verify(answer, link, [*chain], (), at=first.at + len(first.tokens))
+
+    def _verify(
+        self, answer: EdgeAnswer, link: Link, tokens: list[int], parents: tuple[int, ...], at: int | None = None
+    ) -> None:
+        at = len(answer.tokens) - 1 if at is None else at
+        verify = Verify(seq=answer.next_seq, at=at, tokens=tuple(tokens), parents=parents, received=answer.received)
+        answer.next_seq += 1
+        answer.under_way.append(verify)
+        self.stats.num_calls += 1
+        self._send(link, verify)
+
+    # --- Messages ---
+
+    def _take_in(self, answer: EdgeAnswer, message: Verified) -> Iterator[EdgeEvent]:
+        """Take in what the server has verified."""
+        if message.index <= answer.received:
+            return
+        if message.index != answer.received + 1:
+            raise DataError(f"message {message.index} of the server came after {answer.received}")
+        answer.received = message.index
+        if message.seq and message.is_last:
+            if not answer.under_way or answer.under_way[0].seq != message.seq:
+                raise DataError(f"the server answers draft {message.seq}, which is not the next one under way")
+            answer.under_way.popleft()
+        if message.is_void:
+            self.stats.num_void += 1
+            return
+        if message.at != len(answer.tokens):
+            raise DataError(f"the server continues position {message.at}; this device is at {len(answer.tokens)}")
+        answer.tokens += message.tokens
+        self.stats.num_tokens += len(message.tokens)
+        self._learn(answer, message)
+        if message.seq:
+            self.stats.record(message.num_accepted, len(message.tokens), message.seconds)
+        if message.tokens:
+            answer.has_root = True
+            yield from self._compare(answer, message)
+        answer.finish_reason = message.finish_reason
+
+    def _learn(self, answer: EdgeAnswer, message: Verified) -> None:
+        end = message.begin + message.num_new
+        if not message.num_new:
+            return
+        if message.begin != self._drafter.num_known or end > len(answer.tokens):
+            if message.finish_reason is not None:
+                return
+            raise DataError(
+                f"the server sent memory of tokens {message.begin} to {end}; this device has {len(answer.tokens)} and "
+                f"memory of {self._drafter.num_known}"
+            )
+        memory = decode(self._hello.codec, self._tensors, message.num_new, self._drafter.dtype)
+        self._drafter.learn(answer.tokens[message.begin : end], memory)
+
+    def _compare(self, answer: EdgeAnswer, message: Verified) -> Iterator[EdgeEvent]:
+        """Say what is verified, and what of the tokens that were written alone was wrong."""
+        new, drafted = [*message.tokens], answer.drafted
+        index = answer.index - len(new)
+        num_equal = 0
+        while num_equal < min(len(new), len(drafted)) and new[num_equal] == drafted[num_equal]:
+            num_equal += 1
+        if drafted and num_equal < len(new) and num_equal < len(drafted):
+            yield Retracted(index + num_equal)
+            answer.drafted = []
+        else:
+            answer.drafted = drafted[len(new) :]
+        yield VerifiedTokens(index, message.tokens, message.num_accepted)
+
+    def _send(self, link: Link, message: UpMessage) -> None:
+        text = encode_up(message)
+        self.stats.num_bytes_up += len(text)
+        link.send(text)
+
+    def _receive(self, link: Link, seconds: float) -> Verified | None:
+        message = self._next(link, seconds)
+        if message is None or isinstance(message, Verified):
+            return message
+        if isinstance(message, Refused):
+            raise _refusal(message)
+        raise DataError(f"the server sent '{message.type}' in the middle of a sequence")
+
+    def _next(self, link: Link, seconds: float) -> DownMessage | None:
+        frame = link.receive(seconds)
+        if frame is None:
+            return None
+        self.stats.num_bytes_down += len(frame)
+        words, self._tensors = unpack_frame(frame)
+        return decode_down(words)
+
+    def _expect(self, link: Link, kind: type[AnyMessage]) -> AnyMessage:
+        """Wait for a message of this kind."""
+        while True:
+            message = self._next(link, _WAIT_SECONDS)
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, Refused):
+                raise _refusal(message)
+            if message is not None:
+                raise DataError(f"the server sent '{message.type}' where '{kind.__name__.lower()}' is needed")
+            if link.silent_seconds > self._config.offline_after_seconds:
+                raise UnreachableError(f"nothing heard of the server for {self._config.offline_after_seconds:g} s")
+
+
+def _refusal(message: Refused) -> Exception:
+    if message.code in ("target", "text", "drafter", "version"):
+        return MismatchError(message.message)
+    if message.code in ("session", "token"):  # a restarted server does not know its tokens any more
+        return _SessionGoneError(message.message)
+    if message.code in ("codec", "bad_message"):
+        return DataError(message.message)
+    return UnreachableError(message.message)

@@ -1,0 +1,102 @@
+"""The drafter on the device, for one sequence: what it knows, what it drafts, and what it drafts ahead."""
+
+import torch
+from torch import Tensor
+
+from moray.decoding.params import SamplingParams
+from moray.decoding.remote.ahead import Ahead, Drawn, Session, Told
+from moray.decoding.sampling.batched_select import picks_of
+from moray.decoding.sampling.sampler import Sampler
+from moray.drafters.base import Drafter, Memory
+from moray.trees.shapes import MAX_DEPTH, GrowableShape
+from moray.trees.tree import TokenTree
+
+
+class DeviceDrafter:
+    """One drafter with the state of one sequence."""
+
+    def __init__(self, drafter: Drafter, name: str, capacity: int, max_expanded: int = MAX_DEPTH) -> None:
+        """
+        Args:
+            drafter: with the target's head, but without the target.
+            name: that the server has for it.
+            capacity: maximum number of tokens of a sequence.
+            max_expanded: maximum number of nodes that are expanded below verified tokens.
+        """
+        self.drafter = drafter
+        self.name = name
+        self._max_expanded = max_expanded
+        self._state = drafter.new_state(capacity, max_expanded)
+        self._device = drafter.head.weight.device
+        self.begin(SamplingParams(), 0)
+
+    def begin(self, params: SamplingParams, sequence: int) -> None:
+        """Forget everything; draft for another sequence."""
+        self.drafter.reset(self._state)
+        self._session = Session("", self.name, self._state, 0.0)
+        self._drawn: Drawn = (params, sequence, None)
+        self._sampler = Sampler(params, self.drafter.spec.vocab_size, self._device, sequence)
+        self._tree: TokenTree | None = None
+        """What was drafted last, if the state still holds its nodes."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose memory is here."""
+        return self._session.known
+
+    @torch.inference_mode()
+    def learn(self, tokens: list[int], memory: Memory) -> None:
+        """Take in verified tokens and their memory (rows [tokens, width]); ends what was drafted ahead."""
+        if not tokens:
+            return
+        session = self._session
+        session.guess = session.ahead = None
+        num_kept = 0 if self._tree is None else min(self._tree.num_kept(len(tokens) - 1), len(tokens))
+        self._tree = None
+        known = {name: rows[None].to(self._device) for name, rows in memory.items()}
+        session.learn(self.drafter, Told(torch.tensor(tokens, device=self._device), known, num_kept))
+
+    @torch.inference_mode()
+    def draft(self, root: int, shape: GrowableShape) -> TokenTree:
+        """A tree below the token that follows those that are known."""
+        session = self._session
+        session.guess = session.ahead = None
+        picks = picks_of([self._sampler], [session.known], shape, are_certain=True)
+        session.num_expanded = shape.num_expanded
+        roots = torch.tensor([root], device=self._device)
+        (tree,) = self.drafter.propose_many([self._state], roots, shape, picks)
+        self._tree = tree
+        return tree
+
+    def ahead_of(self, chain: list[int], depth: int) -> Ahead | None:
+        """Plan to draft below the token that is likely to follow a chain, which begins with the root: `depth` levels,
+        or as many as the drafter can; None if it can draft none."""
+        self._session.guess = None
+        limit = min(self._max_expanded, MAX_DEPTH, self.drafter.max_depth or MAX_DEPTH)
+        depth = min(depth, limit - len(chain))
+        if depth < 1:
+            return None
+        if self._tree is None or not self._tree.is_chain or self._session.num_expanded != len(chain) - 1:
+            self._session.num_expanded = 0  # the state holds other nodes, or fewer: expand the chain again
+        return Ahead(self.drafter, [self._session], [tuple(chain)], [self._drawn], depth)
+
+    @property
+    def guess(self) -> tuple[int, ...] | None:
+        """The next root and chain, once they are drafted ahead."""
+        return None if self._session.guess is None else self._session.guess.chain
+
+    @torch.inference_mode()
+    def grow(self, ahead: Ahead) -> bool:
+        """Draft one more level ahead; return whether there is another one."""
+        return ahead.grow()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the memory that the drafter reads."""
+        return self.drafter.head.weight.dtype
+
+
+def chain_tokens(tree: TokenTree) -> list[int] | None:
+    """The tokens of a chain, root first; None for another tree."""
+    ids: Tensor = tree.tokens
+    return ids.tolist() if tree.is_chain else None

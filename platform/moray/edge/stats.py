@@ -1,0 +1,38 @@
+"""Counts and times of one answer on a device. Torch-free."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class EdgeStats:
+    """What one answer has cost so far."""
+
+    num_tokens: int = 0
+    """Verified tokens of the answer."""
+    num_accepted: int = 0
+    """How many of them were drafted here."""
+    num_calls: int = 0
+    """Drafts sent to the server."""
+    num_cycles: int = 0
+    """Drafts that were verified."""
+    num_void: int = 0
+    """Drafts that were sent ahead and turned out not to continue the text."""
+    num_cuts: int = 0
+    """Connections that were lost."""
+    num_reopened: int = 0
+    """Sessions that the server had lost."""
+    num_bytes_up: int = 0
+    num_bytes_down: int = 0
+    target_seconds: float = 0.0
+    """Time of the target's passes."""
+
+    def record(self, num_accepted: int, num_tokens: int, seconds: float) -> None:
+        """Count one verified draft."""
+        self.num_cycles += 1
+        self.num_accepted += num_accepted
+        self.target_seconds += seconds
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per verified draft; 0 without one."""
+        return (self.num_accepted + self.num_cycles) / self.num_cycles if self.num_cycles else 0.0

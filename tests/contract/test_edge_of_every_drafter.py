@@ -1,0 +1,142 @@
+"""A device that drafts and a server that verifies: the text is the target's own, whatever was cut when."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from edge_server import FINGERPRINT, LocalServer
+from shape_checks import unchecked
+from side_by_side import COUPLED, GREEDY, SHAPES
+from tiny_drafters import VARIANTS, build, overfit
+from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
+
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.engine import Engine
+from moray.decoding.plain import PlainDecoder
+from moray.decoding.request import Request
+from moray.drafters.base import Drafter
+from moray.edge.client import EdgeClient
+from moray.edge.config import EdgeConfig
+from moray.edge.drafting import DeviceDrafter
+from moray.edge.events import DraftedTokens, Finished, Retracted, VerifiedTokens
+from moray.edge.messages import Hello
+from moray.trees.shapes import ChainShape
+
+NEW, EOS, CAPACITY = 24, (5, 17), 400
+CHAIN = ChainShape(type="chain", depth=3)
+CONFIG = EdgeConfig(tree=CHAIN, codec="float32", retry_seconds=0.001, max_offline_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def _unchecked():
+    with unchecked():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyTarget:
+    return load_target(tmp_path_factory.mktemp("edge"))
+
+
+@pytest.fixture(scope="module")
+def drafter_of(tiny) -> Callable[[str], Drafter]:
+    """Drafters that have learnt a text of the target's, so that some of their drafts are right."""
+
+    @cache
+    def make(variant: str) -> Drafter:
+        drafter = build(tiny, VARIANTS[variant])
+        return overfit(tiny, drafter, tiny.hugging_face(tiny.prompt(), 40), 6)
+
+    return make
+
+
+def server_of(tiny: TinyTarget, drafter: Drafter, batch: int = 2) -> LocalServer:
+    config = EngineConfig(max_num_seqs=batch, kv_cache_tokens=batch * 512, max_model_len=CAPACITY, tree=CHAIN)
+
+    def engine() -> Engine:
+        return Engine(tiny.target, config, EOS, paced={"d": drafter}, max_offered_nodes=32)
+
+    return LocalServer(engine, {"d": FINGERPRINT})
+
+
+def client_of(tiny: TinyTarget, drafter: Drafter, server: LocalServer, config: EdgeConfig = CONFIG) -> EdgeClient:
+    hello = Hello(target=tiny.target.spec.fingerprint, text="text", drafter="d", drafter_fingerprint=FINGERPRINT)
+    return EdgeClient(DeviceDrafter(drafter, "d", CAPACITY), hello, server.dial, config, EOS)
+
+
+def text_of(client: EdgeClient, request: Request) -> tuple[list[int], str]:
+    """The verified text; checks that what is shown is consistent at every event."""
+    verified: list[int] = []
+    shown: list[int] = []
+    for event in client.answer(request):
+        if isinstance(event, VerifiedTokens):
+            assert event.index == len(verified), "a gap, or a token twice"
+            verified += event.tokens
+            assert shown[: len(verified)] == verified[: len(shown)], "a wrong token was not retracted"
+            shown = verified + shown[len(verified) :]
+        elif isinstance(event, DraftedTokens):
+            assert event.index == len(shown)
+            shown += event.tokens
+        elif isinstance(event, Retracted):
+            assert len(verified) <= event.index < len(shown)
+            shown = shown[: event.index]
+        elif isinstance(event, Finished):
+            assert shown == verified
+            return verified, event.finish_reason
+    raise AssertionError("the answer never ended")
+
+
+def expected(tiny: TinyTarget, prompt: list[int], params) -> tuple[list[int], str]:
+    made = PlainDecoder(tiny.target, MAX_POSITIONS).generate(prompt, params, NEW, EOS, sequence=3)
+    return made.tokens, made.finish_reason
+
+
+def request_of(prompt: list[int], params=GREEDY) -> Request:
+    return Request(prompt=tuple(prompt), params=params, max_new_tokens=NEW, sequence=3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("how", ["chain", "tree", "in flight 2"])
+def test_the_text_is_the_target_s(tiny, drafter_of, variant, how):
+    drafter = drafter_of(variant)
+    config = {
+        "chain": CONFIG,
+        "tree": CONFIG.model_copy(update={"tree": SHAPES["fixed"]}),
+        "in flight 2": CONFIG.model_copy(update={"in_flight": 2}),
+    }[how]
+    server = server_of(tiny, drafter)
+    client = client_of(tiny, drafter, server, config)
+    for seed, params in ((0, GREEDY), (1, COUPLED)):
+        prompt = tiny.prompt(seed, 300 if seed else 9)
+        assert text_of(client, request_of(prompt, params)) == expected(tiny, prompt, params)
+    assert not server.backend.engine.is_busy
+    assert not server.server.sessions
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_cuts_change_nothing(tiny, drafter_of, variant, in_flight):
+    """Connections break before a message is sent, after the server has handled it, and before an answer arrives; now
+    and then the server restarts as well, and loses the session."""
+    drafter = drafter_of(variant)
+    server = server_of(tiny, drafter)
+    client = client_of(tiny, drafter, server, CONFIG.model_copy(update={"in_flight": in_flight}))
+    prompt = tiny.prompt()
+    wanted = expected(tiny, prompt, GREEDY)
+    for seed in range(4):
+        chance = random.Random(seed)
+        tries = [0]
+
+        def cut(event: str, chance=chance) -> bool:
+            return chance.random() < 0.08
+
+        def is_reachable(chance=chance, tries=tries) -> bool:
+            tries[0] += 1
+            if chance.random() < 0.15:
+                server.restart()
+            return tries[0] % 3 != 0
+
+        server.cut, server.is_reachable = cut, is_reachable
+        assert text_of(client, request_of(prompt)) == wanted
+        assert client.stats.num_cuts
