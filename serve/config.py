@@ -9,6 +9,7 @@ from moray.config import Config, merge, read_override, validate
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.synthetic import NO_COST
 from moray.drafters.configs import UsableConfig
+from moray.edge.messages import CodecName
 from moray.renamed import with_current_names
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import MAX_DEPTH, num_expanded_ahead
@@ -39,6 +40,25 @@ class ApiConfig(Config):
     """Write prompts and answers to the logs of the replicas."""
 
 
+class EdgeEndpointConfig(Config):
+    """Devices that run a drafter themselves and let this application verify: `/v1/edge` (see docs/guide/edge.md)."""
+
+    drafters: tuple[str, ...] = Field(min_length=1)
+    """Names of the drafters, among `drafters`, that devices may run."""
+    max_sessions: int = Field(default=8, ge=1)
+    """Maximum number of sessions in one gateway replica; each holds a sequence of the engine."""
+    max_sessions_per_key: int = Field(default=8, ge=1)
+    """Maximum number of sessions of one key, or of one address without keys."""
+    idle_seconds: float = Field(default=60.0, gt=0)
+    """Seconds after which a session is dropped whose device was not heard of."""
+    max_in_flight: int = Field(default=2, ge=1, le=2)
+    """Maximum number of drafts of one session that wait to be verified."""
+    max_nodes: int = Field(default=64, ge=1, le=1024)
+    """Maximum number of nodes below the root of a device's tree."""
+    codecs: tuple[CodecName, ...] = ("float32", "bfloat16", "int8", "int4")
+    """Codecs of the memory that devices may choose."""
+
+
 class ServeConfig(Config):
     """Target, drafters and HTTP API of one application."""
 
@@ -62,6 +82,8 @@ class ServeConfig(Config):
     max_waiting: int = Field(default=64, ge=0)
     """Maximum number of sequences that wait in one target replica; more are refused with 429."""
     api: ApiConfig = ApiConfig()
+    edge: EdgeEndpointConfig | None = None
+    """Let devices draft themselves, over WebSockets; null for no such endpoint."""
 
     @model_validator(mode="after")
     def _check(self) -> "ServeConfig":
@@ -74,6 +96,17 @@ class ServeConfig(Config):
             )
         if self.run_ahead:
             self._check_run_ahead()
+        if self.edge is not None:
+            unknown = [name for name in self.edge.drafters if name not in self.drafters]
+            if unknown:
+                raise ValueError(
+                    f"edge.drafters holds '{unknown[0]}'; drafters has {', '.join(self.drafters) or 'none'}: name those"
+                )
+            if self.edge.max_sessions > self.engine.max_num_seqs:
+                raise ValueError(
+                    f"edge.max_sessions is {self.edge.max_sessions}, but engine.max_num_seqs is "
+                    f"{self.engine.max_num_seqs}: a session holds a sequence, so give at most as many"
+                )
         return self
 
     def _check_run_ahead(self) -> None:

@@ -8,12 +8,16 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request, RequestOutput
-from moray.errors import MorayError
+from moray.edge.messages import CodecName, Open, Verify
+from moray.edge.replies import Reply, ReplyWriter, offer_of
+from moray.errors import DataError, MorayError
 
 
 class Admission(Enum):
@@ -31,8 +35,12 @@ class EngineFailedError(MorayError):
 class _Answer:
     """The event loop's state of one request."""
 
-    request: Request
-    updates: "asyncio.Queue[RequestOutput | Exception]" = field(default_factory=asyncio.Queue)
+    submit: Callable[[], int]
+    """Queues the request in the engine and returns its number."""
+    convert: Callable[[RequestOutput], Any] = lambda update: update
+    """Turns an update into what the stream yields; called in the engine's thread."""
+    updates: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    """Converted updates, or the exception that ends the stream."""
     number: int | None = None
     """The engine's number of the request; used only in the engine's thread."""
 
@@ -56,13 +64,15 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: dict[int, _Answer] = {}
         self._open: list[_Answer] = []
+        self._paced: dict[str, _Answer] = {}
+        """Sequences whose clients draft, by session."""
         self._on_failure = on_failure
         self.failure: BaseException | None = None
         """The exception that ended the thread, if any."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | RequestOutput]:
+    def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | RequestOutput]:
         """Answer a request: yields its admission and, if admitted, updates. Closing the generator cancels the request.
 
         Args:
@@ -75,12 +85,48 @@ class EngineThread:
             DataError: the request cannot be served.
             EngineFailedError: the engine failed, before or during the request.
         """
+        return self._stream(_Answer(lambda: self.engine.submit(request)), is_resumed)
+
+    async def generate_paced(self, session: str, message: Open, codec: CodecName) -> AsyncGenerator[Admission | Reply]:
+        """Answer a request whose client drafts: yields its admission and, if admitted, messages to the client. Closing
+        the generator cancels the request.
+
+        Args:
+            session: name for `offer`.
+            message: the request.
+            codec: how the drafter's memory is sent.
+
+        Raises:
+            DataError: the request, or something that was offered for it, cannot be served.
+            EngineFailedError: the engine failed, before or during the request.
+        """
+        writer = ReplyWriter(message.request, codec)
+        answer = _Answer(lambda: self.engine.submit_paced(message.request, message.memory_from), writer.write)
+        self._paced[session] = answer
+        try:
+            async with aclosing(self._stream(answer, is_resumed=False)) as stream:
+                async for event in stream:
+                    yield event
+        finally:
+            del self._paced[session]
+
+    def offer(self, session: str, verify: Verify) -> None:
+        """Verify a client's draft; if that is not possible, its stream ends with the error.
+
+        Raises:
+            DataError: the session is not here.
+        """
+        answer = self._paced.get(session)
+        if answer is None:
+            raise DataError("the session is not known here any more: open it again")
+        self._inbox.put(lambda: self._offer(answer, verify))
+
+    async def _stream(self, answer: _Answer, is_resumed: bool) -> AsyncGenerator[Any]:
         if self.failure is not None:
             raise _failed(self.failure)
         if self.num_open >= self._most and not is_resumed:
             yield Admission.REFUSED
             return
-        answer = _Answer(request)
         self._open.append(answer)
         self._inbox.put(lambda: self._submit(answer))
         try:
@@ -90,7 +136,7 @@ class EngineThread:
                 if isinstance(update, Exception):
                     raise update
                 yield update
-                if update.finish_reason is not None:
+                if update.is_finished:
                     return
         finally:
             self._open.remove(answer)
@@ -128,11 +174,20 @@ class EngineThread:
 
     def _submit(self, answer: _Answer) -> None:
         try:
-            answer.number = self.engine.submit(answer.request)
+            answer.number = answer.submit()
         except MorayError as error:
             self._loop.call_soon_threadsafe(answer.updates.put_nowait, error)
             return
         self._answers[answer.number] = answer
+
+    def _offer(self, answer: _Answer, verify: Verify) -> None:
+        target = self.engine.target
+        if answer.number not in self._answers:
+            return  # it has ended meanwhile
+        try:
+            self.engine.offer(answer.number, offer_of(verify, target.spec.vocab_size, target.device))
+        except MorayError as error:
+            self._loop.call_soon_threadsafe(answer.updates.put_nowait, error)
 
     def _cancel(self, answer: _Answer) -> None:
         if answer.number is not None and self._answers.pop(answer.number, None) is not None:
@@ -141,7 +196,11 @@ class EngineThread:
     def _deliver(self, updates: list[RequestOutput]) -> None:
         if not updates:
             return
-        pairs = [(self._answers[update.number], update) for update in updates if update.number in self._answers]
+        pairs = [
+            (answer, answer.convert(update))
+            for update in updates
+            if (answer := self._answers.get(update.number)) is not None
+        ]
         for update in updates:
             if update.finish_reason is not None:
                 self._answers.pop(update.number, None)
@@ -158,6 +217,6 @@ def _failed(error: BaseException) -> EngineFailedError:
     return EngineFailedError(f"the engine has failed: {type(error).__name__}")  # the message may quote a prompt
 
 
-def _put(pairs: list[tuple[_Answer, RequestOutput]]) -> None:
+def _put(pairs: list[tuple[_Answer, Any]]) -> None:
     for answer, update in pairs:
         answer.updates.put_nowait(update)

@@ -12,6 +12,7 @@ from moray.text import ChatTokenizer
 from serve.api.errors import ApiError
 from serve.calls import end_call
 from serve.config import ServeConfig
+from serve.edge import EdgeGateway
 from serve.engine_thread import Admission
 from serve.metrics import series
 from serve.metrics.exporters import Exporters, NoExporters
@@ -63,6 +64,9 @@ class Gateway:
         self._exporters = exporters or NoExporters()
         self._described = SingleFlightCache(self._describe, _FRESH, _READY_SECONDS)
         self._exported = SingleFlightCache(self._exporters.read, _FRESH, _EXPORTED_SECONDS)
+        edge = config.edge
+        self.edge = None if edge is None else EdgeGateway(edge, targets, config.api.log_prompts)
+        """For devices that draft themselves."""
         self._description: TargetDescription | None = None
         self._full_until = float("-inf")
 

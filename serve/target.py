@@ -14,7 +14,10 @@ from moray.decoding.engine.engine import Engine
 from moray.decoding.remote.source import RemoteDrafts
 from moray.decoding.request import Request, RequestOutput
 from moray.drafters.base import Drafter
-from moray.drafters.loading import load_drafters
+from moray.drafters.loading import fingerprints_of, load_drafters
+from moray.edge.messages import CodecName, Open, Verify
+from moray.edge.replies import Reply
+from moray.edge.server import Served
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 from serve.api.failures import describe
@@ -44,6 +47,8 @@ class TargetDescription:
     """Sequences that the engine decodes now."""
     num_leases: int
     """Leases of drafter replicas that are held or requested."""
+    edge: Served | None = None
+    """What devices must have in common with this target; None without an endpoint for devices."""
 
 
 class TargetReplica:
@@ -76,6 +81,7 @@ class TargetReplica:
         }
         self._places = LeaseClient(drafters) if drafters is not None else None
         self._engine = self._new_engine()
+        self._served = self._common_with_devices()
         self._publisher = Publisher(sink or Nowhere(), lambda: read_engine(self._engine))
         self._thread: EngineThread | None = None
 
@@ -91,13 +97,29 @@ class TargetReplica:
 
     def _new_engine(self) -> Engine:
         eos_ids = {*self._target.eos_ids, *self._tokenizer.eos_ids}
-        config, decode = self._config.engine, self._tokenizer.decode
-        engine = Engine(self._target, config, eos_ids, drafts=self._sources(), decode=decode)
+        config, decode, edge = self._config.engine, self._tokenizer.decode, self._config.edge
+        engine = Engine(
+            self._target,
+            config,
+            eos_ids,
+            drafts=self._sources(),
+            paced={name: self._drafters[name] for name in edge.drafters} if edge is not None else None,
+            max_offered_nodes=edge.max_nodes if edge is not None else 0,
+            decode=decode,
+        )
         for drafting in engine.drafting.values():
             for notice in drafting.notices:
                 _LOGGER.warning(notice)
         engine.calibrate(self._drafters)
         return engine
+
+    def _common_with_devices(self) -> Served | None:
+        edge = self._config.edge
+        if edge is None:
+            return None
+        found = {name: fingerprints_of((self._config.drafters[name],)) for name in edge.drafters}
+        fingerprints = {name: next(iter(one.values()), "") for name, one in found.items()}
+        return Served(self._target.spec.fingerprint, self._tokenizer.fingerprint, fingerprints, edge.codecs)
 
     def _sources(self) -> Mapping[str, DraftSource]:
         return {name: self._source(name, drafter) for name, drafter in self._drafters.items()}
@@ -125,12 +147,22 @@ class TargetReplica:
             num_open=0 if self._thread is None else self._thread.num_open,
             num_running=engine.num_running,
             num_leases=0 if self._places is None else self._places.num_leases,
+            edge=self._served,
         )
 
     async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | RequestOutput]:
         """Answer one sequence (see `EngineThread.generate`)."""
         async for event in self.running.generate(request, is_resumed):
             yield event
+
+    async def edge(self, session: str, message: Open, codec: CodecName) -> AsyncGenerator[Admission | Reply]:
+        """Answer one sequence whose client drafts (see `EngineThread.generate_paced`)."""
+        async for event in self.running.generate_paced(session, message, codec):
+            yield event
+
+    async def offer(self, session: str, verify: Verify) -> None:
+        """Verify a client's draft (see `EngineThread.offer`)."""
+        self.running.offer(session, verify)
 
     def check_health(self) -> None:
         """Called by Serve, which replaces the replica if this raises: the engine has failed."""

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from openai import OpenAI
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request, RequestOutput
+from moray.edge.messages import Verify
 from moray.targets.spec import TargetConfig
 from serve.api.routes import build_api
-from serve.config import ApiConfig, ServeConfig
+from serve.config import ApiConfig, EdgeEndpointConfig, ServeConfig
 from serve.gateway import Gateway
 from serve.metrics.exporters import Exporters
 from serve.target import TargetDescription, TargetReplica
@@ -65,13 +66,14 @@ class LocalTargets:
         """Raised instead of answering."""
         self.describe = self._Method(self._describe)
         self.generate = self._Method(self._generate)
+        self.edge = self._Method(self._edge)
+        self.offer = self._Method(self._offer)
 
     class _Method:
         def __init__(self, call: Any) -> None:
             self.remote = call
 
     def options(self, *, stream: bool, session_id: str, _by_reference: bool) -> "LocalTargets":
-        assert stream
         assert not _by_reference, "errors come as they were raised"
         assert uuid.UUID(session_id)
         return self
@@ -83,6 +85,12 @@ class LocalTargets:
 
     def _generate(self, request: Request, is_resumed: bool) -> _Stream:
         return _Stream(self._failing() if self.failure else self.replica.generate(request, is_resumed))
+
+    def _edge(self, *arguments: Any) -> _Stream:
+        return _Stream(self._failing() if self.failure else self.replica.edge(*arguments))
+
+    async def _offer(self, session: str, verify: Verify) -> None:
+        await self.replica.offer(session, verify)
 
     async def _failing(self) -> AsyncIterator[RequestOutput]:
         assert self.failure is not None
@@ -164,6 +172,8 @@ def served(
     max_num_seqs: int = 8,
     exporters: Exporters | None = None,
     template: str | None = None,
+    drafters: Mapping[str, Any] | None = None,
+    edge: EdgeEndpointConfig | None = None,
     **api: Any,
 ) -> Iterator[Served]:
     """Serve a target on a free port."""
@@ -171,6 +181,9 @@ def served(
         target=TargetConfig(model=str(target), device="cpu", template=template),
         engine=EngineConfig(max_num_seqs=max_num_seqs, kv_cache_tokens=4096),
         max_waiting=max_waiting,
+        drafters=drafters or {},
+        placement="in_process",
+        edge=edge,
         api=ApiConfig(**{"model_name": MODEL, **api}),
     )
     running = Served(config, exporters)

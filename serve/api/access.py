@@ -6,10 +6,12 @@ Keys are never logged or echoed; internally they are identified by their positio
 import hmac
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from moray.errors import ConfigError
 from serve.api.errors import ApiError
@@ -18,8 +20,24 @@ from serve.api.rate_limit import RateLimit
 _GUARDED = ("/v1", "/metrics")
 
 
+@dataclass(frozen=True)
+class Client:
+    """Who a request comes from; handlers find it in `scope["moray.client"]`."""
+
+    who: int | str
+    """The number of its key, or without keys its address."""
+    limit: RateLimit | None
+
+    def wait(self) -> float:
+        """Count one message of a connection; returns the seconds to wait before it may be handled."""
+        return 0.0 if self.limit is None else self.limit.take(self.who)
+
+
 class Access:
-    """Middleware that answers 401 to requests without a valid key, and 429 to clients over the rate limit."""
+    """Middleware that answers 401 to requests without a valid key, and 429 to clients over the rate limit.
+
+    A WebSocket counts as one request when it is opened; its handler counts its messages.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes], requests_per_minute: int | None) -> None:
         """Without keys, every request is allowed and the limit applies per address. Each gateway replica counts its
@@ -29,20 +47,23 @@ class Access:
         self._limit = None if requests_per_minute is None else RateLimit(requests_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _is_guarded(scope):
+        if scope["type"] in ("http", "websocket") and _is_guarded(scope):
             try:
-                self._check(scope)
+                scope["moray.client"] = Client(self._check(scope), self._limit)
             except ApiError as error:
                 response = error.response
                 if error.status == 401:
                     response.headers["WWW-Authenticate"] = "Bearer"
+                if scope["type"] == "websocket":
+                    return await WebSocket(scope, receive, send).send_denial_response(response)
                 return await response(scope, receive, send)
         return await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope) -> int | str:
+        """Who the client is: the number of its key, or its address."""
         who: int | str = self._key_number(scope) if self._keys else (scope.get("client") or ("",))[0]
         if self._limit is None:
-            return
+            return who
         seconds = self._limit.take(who)
         if seconds:
             whose = "this key" if self._keys else "this address"
@@ -52,6 +73,7 @@ class Access:
                 code="rate_limit_exceeded",
                 retry_after=math.ceil(seconds),
             )
+        return who
 
     def _key_number(self, scope: Scope) -> int:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")

@@ -4,15 +4,17 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.websockets import WebSocket
 
 from serve.api import errors, pages
-from serve.api.access import Access, read_keys
+from serve.api.access import Access, Client, read_keys
 from serve.api.answers import AnswerUpdate, Choice, check_model, choices_for
 from serve.api.documents import (
     ChatCompletion,
@@ -35,6 +37,7 @@ from serve.api.wording import Wording
 from serve.metrics.exporters import CONTENT_TYPE
 
 if TYPE_CHECKING:
+    from serve.edge import EdgeGateway
     from serve.gateway import Gateway
     from serve.target import TargetDescription
 
@@ -99,9 +102,23 @@ def build_api(gateway: "Gateway") -> FastAPI:
         """Continue a text."""
         return await _answer(gateway, request, body)
 
+    if gateway.edge is not None:
+        api.add_api_websocket_route("/v1/edge", partial(_serve_device, gateway, gateway.edge))
     api.include_router(guarded)
     pages.install(api)
     return api
+
+
+async def _serve_device(gateway: "Gateway", edge: "EdgeGateway", socket: WebSocket) -> None:
+    """Verify what a device drafts (see `serve.edge`)."""
+    try:
+        description = await gateway.describe()
+        client: Client = socket.scope["moray.client"]
+        await edge.serve(socket, client.who, description, client.wait)
+    except errors.ApiError as error:
+        await socket.send_denial_response(error.response)
+    except Exception as error:  # noqa: BLE001 - logged without texts, which the server would log
+        report(error, gateway.config.api.log_prompts)
 
 
 async def _model(gateway: "Gateway") -> Model:

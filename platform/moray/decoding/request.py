@@ -96,3 +96,8 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     paced: PacedOutput | None = None
     """For a paced sequence only."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer has ended."""
+        return self.finish_reason is not None

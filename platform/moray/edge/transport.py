@@ -5,11 +5,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 from moray.edge.messages import SUBPROTOCOL
-from moray.errors import ConfigError, DataError, UnreachableError
+from moray.errors import ConfigError, DataError, MorayError, UnreachableError
 
 _CONNECT_SECONDS = 10.0
 _PING_SECONDS = 5.0
@@ -67,14 +68,15 @@ class WebSocketLink(Link):
             ConfigError: the URL is not accepted.
             UnreachableError: there is no server, or it refuses the connection.
         """
-        from websockets.exceptions import InvalidHandshake, InvalidURI
+        from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
         from websockets.sync.client import connect
 
         check_url(url)
+        self._stack = ExitStack()
         headers = {"Authorization": f"Bearer {key}"} if key else None
         context = ssl.create_default_context(cafile=ca_file) if url.startswith("wss:") else None
         try:
-            self._socket = connect(
+            opened = connect(
                 url,
                 subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]
                 additional_headers=headers,
@@ -87,6 +89,9 @@ class WebSocketLink(Link):
                 compression=None,
                 proxy=None,
             )
+            self._socket = self._stack.enter_context(opened)
+        except InvalidStatus as error:
+            raise _refused(url, error.response.status_code) from None
         except InvalidURI as error:
             raise ConfigError(f"url is '{url}', which is no WebSocket address: {error}") from None
         except (InvalidHandshake, OSError, EOFError) as error:
@@ -132,7 +137,7 @@ class WebSocketLink(Link):
         return now - self._heard
 
     def close(self) -> None:
-        self._socket.close()
+        self._stack.close()
 
 
 def check_url(url: str) -> None:
@@ -146,6 +151,15 @@ def check_url(url: str) -> None:
         raise ConfigError(f"url is '{url}'; wss://HOST/v1/edge is needed, or ws://localhost:PORT/v1/edge")
     if parts.scheme == "ws" and parts.hostname not in _LOOPBACK:
         raise ConfigError(f"url is '{url}', which would send text unencrypted over a network: use wss://")
+
+
+def _refused(url: str, status: int) -> MorayError:
+    """The error for an HTTP status in place of a connection."""
+    if status in (401, 403):
+        return DataError(f"{url} answers {status}: it needs a valid key, which key_file names")
+    if status == 404:
+        return DataError(f"{url} answers 404: the server has no endpoint for devices there; set its `edge`")
+    return UnreachableError(f"{url} answers {status}")
 
 
 def _lost(error: Exception) -> NoReturn:
