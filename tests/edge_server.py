@@ -59,6 +59,8 @@ class LocalServer:
         self.cut: Callable[[str], bool] = lambda event: False
         """cut("send" | "sent" | "receive"): whether the connection breaks before a message is sent, after it was
         handled, or when a reply was due."""
+        self.is_fast = False
+        """Whether a draft is verified before the next one can arrive."""
         self.is_reachable: Callable[[], bool] = lambda: True
         self.restart()
 
@@ -99,6 +101,8 @@ class LocalLink(Link):
             self._connection.receive(text)
         except DataError as error:  # what the engine refuses
             self._inbox.append(RefusedError("bad_message", str(error)).frame)
+        while self._server.is_fast and self._server.backend.engine.is_busy:
+            self._server.backend.step()
         self._check("sent")
 
     def receive(self, seconds: float) -> bytes | None:

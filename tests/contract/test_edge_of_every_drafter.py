@@ -97,15 +97,16 @@ def request_of(prompt: list[int], params=GREEDY) -> Request:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("how", ["chain", "tree", "in flight 2"])
+@pytest.mark.parametrize("how", ["chain", "tree", "in flight 2", "in flight 2, fast server"])
 def test_the_text_is_the_target_s(tiny, drafter_of, variant, how):
     drafter = drafter_of(variant)
     config = {
         "chain": CONFIG,
         "tree": CONFIG.model_copy(update={"tree": SHAPES["fixed"]}),
         "in flight 2": CONFIG.model_copy(update={"in_flight": 2}),
-    }[how]
+    }[how.partition(",")[0]]
     server = server_of(tiny, drafter)
+    server.is_fast = "fast" in how
     client = client_of(tiny, drafter, server, config)
     for seed, params in ((0, GREEDY), (1, COUPLED)):
         prompt = tiny.prompt(seed, 300 if seed else 9)
@@ -121,6 +122,7 @@ def test_cuts_change_nothing(tiny, drafter_of, variant, in_flight):
     and then the server restarts as well, and loses the session."""
     drafter = drafter_of(variant)
     server = server_of(tiny, drafter)
+    server.is_fast = in_flight == 2
     client = client_of(tiny, drafter, server, CONFIG.model_copy(update={"in_flight": in_flight}))
     prompt = tiny.prompt()
     wanted = expected(tiny, prompt, GREEDY)

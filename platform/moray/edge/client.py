@@ -97,7 +97,7 @@ class EdgeClient:
         """
         answer = EdgeAnswer(request.model_copy(update={"drafter": self._hello.drafter}))
         self._drafter.begin(request.params, request.sequence)
-        self.stats = EdgeStats()
+        self.stats, began = EdgeStats(), self._clock()
         with ThreadPoolExecutor(1, "dial") as pool:
             while answer.finish_reason is None:
                 link = yield from self._connect(answer, pool)
@@ -108,6 +108,7 @@ class EdgeClient:
                     yield LinkChanged(LinkState.OFFLINE, str(error))
                 finally:
                     link.close()
+        self.stats.seconds = self._clock() - began
         yield Finished(answer.finish_reason)
 
     # --- Offline ---

@@ -3,7 +3,10 @@
 from pydantic import Field
 
 from moray.config import Config
+from moray.decoding.params import SamplingParams
+from moray.drafters.configs import UsableConfig
 from moray.edge.messages import CodecName
+from moray.targets.spec import TargetConfig
 from moray.trees.shapes import MAX_DEPTH, ChainShape, Shape
 
 
@@ -26,3 +29,29 @@ class EdgeConfig(Config):
     """Seconds between attempts to reach the server again."""
     give_up_seconds: float | None = Field(default=None, gt=0)
     """Seconds without a server after which the answer fails; null to try for ever."""
+
+
+class EdgeRunConfig(EdgeConfig):
+    """One device: its drafter, its server, and what it asks."""
+
+    target: TargetConfig
+    """The server's target. Only its tokenizer, embeddings, lm_head and the drafter's last layers are read here."""
+    drafter: str | UsableConfig
+    """Folder of the server's drafter, copied here, or a drafter by type."""
+    drafter_name: str | None = Field(default=None, min_length=1)
+    """Name that the server has for the drafter; null for the name of its folder or type."""
+    url: str = "ws://127.0.0.1:8000/v1/edge"
+    """Address of the server: wss://HOST/v1/edge, or ws:// on this machine."""
+    key_file: str | None = None
+    """File whose first line is the bearer key for the server; null for no key."""
+    ca_file: str | None = None
+    """PEM file with the certificates to trust; null for the system's."""
+    prompt: str | None = None
+    """What to ask; null for a chat on the terminal."""
+    system: str | None = None
+    """System message of the chat; null for none."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Maximum tokens of an answer."""
+    sampling: SamplingParams = SamplingParams()
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads; null leaves it to torch."""

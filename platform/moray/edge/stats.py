@@ -25,6 +25,8 @@ class EdgeStats:
     num_bytes_down: int = 0
     target_seconds: float = 0.0
     """Time of the target's passes."""
+    seconds: float = 0.0
+    """From the request to the end of the answer."""
 
     def record(self, num_accepted: int, num_tokens: int, seconds: float) -> None:
         """Count one verified draft."""
@@ -36,3 +38,15 @@ class EdgeStats:
     def tau(self) -> float:
         """Mean tokens per verified draft; 0 without one."""
         return (self.num_accepted + self.num_cycles) / self.num_cycles if self.num_cycles else 0.0
+
+    @property
+    def summary(self) -> str:
+        """One line for a log."""
+        rate = self.num_tokens / self.seconds if self.seconds else 0.0
+        tokens = max(1, self.num_tokens)
+        cuts = f", {self.num_cuts} lost connections" if self.num_cuts else ""
+        return (
+            f"{self.num_tokens} tokens in {self.seconds:.1f} s ({rate:.1f} tokens/s), tau {self.tau:.2f}, "
+            f"{self.num_calls / tokens:.2f} calls, {self.num_bytes_up / tokens:.0f} bytes up and "
+            f"{self.num_bytes_down / tokens:.0f} down per token{cuts}"
+        )

@@ -68,17 +68,15 @@ class Pace:
         """Queue an offer.
 
         Raises:
-            DataError: the tree is too large, too many offers wait, or it is older than what is verified.
+            DataError: the tree is too large, too many offers wait, or what it continues is verified already. One that
+                was sent in a wrong expectation is no error: it is voided.
         """
         if len(self.offers) == MAX_OFFERS:
             raise DataError(f"{MAX_OFFERS} offers wait already: wait for an answer before offering another tree")
         if offer.tree is not None and offer.tree.num_nodes > max_nodes:
             raise DataError(f"the tree has {offer.tree.num_nodes} nodes; {max_nodes} are accepted, root included")
-        if offer.at < len(tokens) - 1 or (not self.offers and not offer.fits(tokens)):
-            raise DataError(
-                f"the tree continues position {offer.at}, but the sequence is at {len(tokens) - 1}, or its last token "
-                "is another one than the tree's root: resume the session"
-            )
+        if offer.at < len(tokens) - 1:
+            raise DataError(f"the tree continues position {offer.at}, but the sequence is at {len(tokens) - 1} already")
         self.offers.append(offer)
 
     def take_void(self, tokens: Sequence[int]) -> list[Offer]:

@@ -1,0 +1,67 @@
+"""Answer prompts on this device: the drafter runs here, a server with the target verifies (docs/guide/edge.md).
+
+    python -m pipelines.edge configs/edge/demo.yaml prompt="What is a glacier?"
+
+Without `prompt` it is a chat on the terminal. The text is the target's own, whatever happens to the connection; text
+that is not verified yet is dim on a terminal, and is not written to a file or pipe.
+"""
+
+from typing import TYPE_CHECKING
+
+from moray.config import run_entry_point
+from moray.edge.config import EdgeRunConfig
+
+if TYPE_CHECKING:
+    from moray.chat_template import Message
+    from moray.edge.device import Device
+    from moray.edge.terminal import Terminal
+
+
+def main(config: EdgeRunConfig) -> None:
+    """Load the drafter, then answer the prompt, or chat."""
+    import sys
+
+    from moray.edge.device import Device
+    from moray.edge.terminal import Terminal
+
+    device = Device(config)
+    terminal = Terminal(sys.stdout, sys.stderr)
+    messages: list[Message] = []
+    if config.system is not None:
+        messages.append({"role": "system", "content": config.system})
+    if config.prompt is not None:
+        _answer(device, terminal, [*messages, {"role": "user", "content": config.prompt}])
+        return
+    while (text := _read_prompt()) is not None:
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": _answer(device, terminal, messages)})
+
+
+def _answer(device: "Device", terminal: "Terminal", messages: "list[Message]") -> str:
+    import sys
+
+    from moray.edge.terminal import AnswerView
+
+    view = AnswerView(device.tokenizer.decode)
+    for event in device.answer(messages):
+        terminal.show([event], view)
+    print()
+    print(device.client.stats.summary, file=sys.stderr)
+    return view.text
+
+
+def _read_prompt() -> str | None:
+    """The next line; None at the end of the input."""
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            return None
+        if text:
+            return text
+
+
+CONFIG = EdgeRunConfig
+
+if __name__ == "__main__":
+    run_entry_point(CONFIG, __doc__ or "", main)

@@ -1,0 +1,78 @@
+"""A device that is ready to answer: tokenizer, drafter with the target's head, and a client."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from moray.decoding.request import Request
+from moray.drafters.loading import build_drafters, fingerprints_of, num_head_layers
+from moray.edge.client import EdgeClient
+from moray.edge.config import EdgeRunConfig
+from moray.edge.drafting import DeviceDrafter
+from moray.edge.events import EdgeEvent
+from moray.edge.messages import Hello
+from moray.edge.transport import WebSocketLink, check_url
+from moray.errors import ConfigError
+from moray.progress import Progress
+from moray.targets.head import TargetHead
+from moray.text import ChatTokenizer, Message
+
+
+class Device:
+    """One device of one server."""
+
+    def __init__(self, config: EdgeRunConfig) -> None:
+        """Load everything; the server is not asked yet.
+
+        Raises:
+            ConfigError: a file is missing or a setting does not fit.
+            MismatchError: the drafter belongs to another target, tokenizer or template.
+        """
+        import torch
+
+        check_url(config.url)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        key = _read_key(config.key_file)
+        with Progress("load the drafter"):
+            self.tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
+            entries = (config.drafter,)
+            head = TargetHead.load(config.target, num_head_layers(entries))
+            ((name, drafter),) = build_drafters(entries, lambda _: head, self.tokenizer).items()
+            hello = Hello(
+                target=head.spec.fingerprint,
+                text=self.tokenizer.fingerprint,
+                drafter=config.drafter_name or name,
+                drafter_fingerprint=next(iter(fingerprints_of(entries).values()), ""),
+            )
+        self._config = config
+        self.client = EdgeClient(
+            DeviceDrafter(drafter, hello.drafter, head.spec.max_positions),
+            hello,
+            lambda: WebSocketLink(config.url, key, config.ca_file),
+            config,
+            self.tokenizer.eos_ids,
+        )
+
+    def answer(self, messages: Sequence[Message]) -> Iterator[EdgeEvent]:
+        """Answer a chat (see `EdgeClient.answer`)."""
+        prompt = tuple(self.tokenizer.encode_prompt(list(messages)))
+        return self.client.answer(
+            Request(prompt=prompt, params=self._config.sampling, max_new_tokens=self._config.max_new_tokens)
+        )
+
+
+def _read_key(path: str | None) -> str | None:
+    """The first line of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty; the message never shows the key.
+    """
+    if path is None:
+        return None
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"key_file is '{path}', which cannot be read: {type(error).__name__}") from None
+    if not lines:
+        raise ConfigError(f"key_file is '{path}', which is empty: write the server's key into it")
+    return lines[0]

@@ -1,0 +1,115 @@
+"""Shows an answer on a terminal: verified text plainly, unverified text dim and replaced when the server disagrees."""
+
+import shutil
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.cells import cell_len
+
+from moray.decoding.sampling.detokenizer import IncrementalDetokenizer
+from moray.decoding.sampling.stop import Decode, StopStrings
+from moray.edge.events import DraftedTokens, EdgeEvent, Finished, LinkChanged, LinkState, Retracted, VerifiedTokens
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+class AnswerView:
+    """The text of one answer: what is verified, and what follows it unverified."""
+
+    def __init__(self, decode: Decode) -> None:
+        """`decode` is the tokenizer's."""
+        self._decode = decode
+        self._detokenizer = IncrementalDetokenizer(StopStrings((), decode))
+        self._verified: list[int] = []
+        self._drafted: list[int] = []
+        self.text = ""
+        """Verified text."""
+
+    def take(self, event: EdgeEvent) -> str:
+        """Take in an event; return the text that it verifies."""
+        new = ""
+        if isinstance(event, VerifiedTokens):
+            self._verified += event.tokens
+            self._drafted = self._drafted[len(event.tokens) :]
+            new = "".join(piece.text for piece in self._detokenizer.push(event.tokens))
+        elif isinstance(event, DraftedTokens):
+            self._drafted += event.tokens
+        elif isinstance(event, Retracted):
+            self._drafted = self._drafted[: event.index - len(self._verified)]
+        elif isinstance(event, Finished):
+            new = "".join(piece.text for piece in self._detokenizer.finish())
+        self.text += new
+        return new
+
+    @property
+    def unverified(self) -> str:
+        """The text after the verified one."""
+        if not self._drafted:
+            return ""
+        whole = self._decode([*self._verified, *self._drafted])
+        return whole[len(self.text) :] if whole.startswith(self.text) else ""
+
+
+class Terminal:
+    """Writes answers to a stream; unverified text only if it is a terminal."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        """
+        Args:
+            stream: receives the answer.
+            log: receives a line when the connection is lost.
+        """
+        self._stream, self._log = stream, log
+        self._logged = ""
+        self._is_terminal = stream.isatty()
+        self._line = ""
+        """Verified text in the last line."""
+        self._has_unverified = False
+        self._num_below = 0
+        """Lines that unverified text takes below that line."""
+
+    def show(self, events: Sequence[EdgeEvent], view: AnswerView) -> None:
+        """Show what has happened."""
+        for event in events:
+            new = view.take(event)
+            if isinstance(event, LinkChanged):
+                self._log_change(event)
+                continue
+            if self._is_terminal:
+                self._erase()
+            self._stream.write(new)
+            self._line = (self._line + new).rpartition("\n")[2]
+            if self._is_terminal:
+                self._write_unverified(view.unverified)
+        self._stream.flush()
+
+    def _log_change(self, event: LinkChanged) -> None:
+        """Say once why there is no server; not on a terminal, where it would stand in the middle of the answer."""
+        line = event.reason if event.state is LinkState.OFFLINE else ""
+        if line and line != self._logged and not self._is_terminal:
+            self._log.write(f"offline: {line}\n")
+        if event.state is not LinkState.CONNECTING:
+            self._logged = line
+
+    def _write_unverified(self, text: str) -> None:
+        if text:
+            self._stream.write(f"{_DIM}{text}{_PLAIN}")
+            self._num_below = _num_lines(self._line + text) - _num_lines(self._line)
+            self._has_unverified = True
+
+    def _erase(self) -> None:
+        """Remove unverified text: back to the end of the verified text, and clear what follows."""
+        if not self._has_unverified:
+            return
+        self._has_unverified = False
+        up = f"\x1b[{self._num_below}A" if self._num_below else ""
+        column = cell_len(self._line) % shutil.get_terminal_size().columns
+        right = f"\x1b[{column}C" if column else ""
+        self._stream.write(f"{up}\r{right}\x1b[J")
+        self._num_below = 0
+
+
+def _num_lines(text: str) -> int:
+    """Lines that a text takes on the terminal."""
+    columns = shutil.get_terminal_size().columns
+    return sum(cell_len(line) // columns + 1 for line in text.split("\n"))
