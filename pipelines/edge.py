@@ -42,11 +42,13 @@ def _answer(device: "Device", terminal: "Terminal", messages: "list[Message]") -
 
     from moray.edge.terminal import AnswerView
 
-    view = AnswerView(device.tokenizer.decode)
-    for event in device.answer(messages):
+    events = device.answer(messages)
+    view = AnswerView(device.tokenizer.decode, device.redactor)
+    for event in events:
         terminal.show([event], view)
     print()
-    print(device.client.stats.summary, file=sys.stderr)
+    note = "; lossless: redacted (the target's own text for the prompt without what is private)"
+    print(device.client.stats.summary + (note if device.redactor.is_used else ""), file=sys.stderr)
     return view.text
 
 

@@ -1,11 +1,21 @@
 """One answer on a device: what is verified, what is only drafted, and what is under way."""
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Literal
 
 from moray.decoding.remote.ahead import Ahead
 from moray.decoding.request import Request
 from moray.edge.messages import Verify, Welcome
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A draft whose depth was chosen, and whose answer is timed."""
+
+    seq: int
+    num_levels: int
+    sent_at: float
 
 
 class EdgeAnswer:
@@ -27,6 +37,8 @@ class EdgeAnswer:
         self.received = 0
         self.next_seq = 1
         self.under_way: deque[Verify] = deque()
+        self.planned: Planned | None = None
+        """The last draft that was made after an answer, not ahead of it."""
 
     @property
     def index(self) -> int:

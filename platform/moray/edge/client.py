@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from moray.decoding.planning.fitting import fit_shape
 from moray.decoding.remote.ahead import Ahead
 from moray.decoding.remote.frames import unpack_frame
 from moray.decoding.request import Request
-from moray.edge.answer import EdgeAnswer
+from moray.edge.answer import EdgeAnswer, Planned
 from moray.edge.codec import decode
 from moray.edge.config import EdgeConfig
 from moray.edge.drafting import DeviceDrafter
@@ -42,10 +43,11 @@ from moray.edge.messages import (
     decode_down,
     encode_up,
 )
+from moray.edge.planner import DepthPlanner
 from moray.edge.stats import EdgeStats
 from moray.edge.transport import Dial, Link
 from moray.errors import DataError, MismatchError, UnreachableError
-from moray.trees.shapes import MAX_DEPTH, AdaptiveShape, GrowableShape
+from moray.trees.shapes import MAX_DEPTH
 
 _WAIT_SECONDS = 0.05
 """How long to wait for a message before the connection is looked after."""
@@ -84,8 +86,8 @@ class EdgeClient:
         self._eos_ids = frozenset(eos_ids)
         self._clock = clock
         self.stats = EdgeStats()
-        tree = config.tree
-        self._shape: GrowableShape = tree.at(tree.depth) if isinstance(tree, AdaptiveShape) else tree
+        shape = fit_shape(config.tree, drafter.name, drafter.drafter.max_depth, drafter.drafter.spec.vocab_size)
+        self._planner = DepthPlanner(shape)
 
     def answer(self, request: Request) -> Iterator[EdgeEvent]:
         """Answer a request; yield what happens. Closing the iterator cancels the answer.
@@ -215,8 +217,14 @@ class EdgeClient:
 
     def _begin(self, answer: EdgeAnswer, link: Link) -> None:
         """Open the session, or take it up again."""
+        answer.planned = None
         self._send(link, self._hello)
         welcome = self._expect(link, Welcome)
+        if 1 + self._planner.max_nodes > welcome.max_nodes:
+            raise DataError(
+                f"tree has up to {self._planner.max_nodes} nodes; the server accepts {welcome.max_nodes - 1}: give a "
+                "smaller tree"
+            )
         if answer.welcome is None:
             answer.welcome = welcome
             generated = tuple(answer.tokens[len(answer.request.prompt) :])
@@ -242,9 +250,12 @@ class EdgeClient:
             chain = [answer.tokens[-1], *answer.drafted]
             self._verify(answer, link, chain[: min(answer.welcome.max_nodes, MAX_DEPTH)], ())
             return
-        tree = self._drafter.draft(answer.tokens[-1], self._shape)
-        parents = () if tree.is_chain else tuple(tree.parents.tolist())
-        self._verify(answer, link, tree.tokens.tolist(), parents)
+        began, shape = self._clock(), self._planner.plan()
+        tree = self._drafter.draft(answer.tokens[-1], shape)
+        tokens, parents = tree.tokens.tolist(), () if tree.is_chain else tuple(tree.parents.tolist())
+        self._planner.record_draft(shape.depth, self._clock() - began)
+        answer.planned = Planned(answer.next_seq, tree.num_levels, self._clock())
+        self._verify(answer, link, tokens, parents)
 
     def _plan_ahead(self, answer: EdgeAnswer) -> Ahead | None:
         """What to draft while the only draft under way is verified, if another one may be sent."""
@@ -255,7 +266,7 @@ class EdgeClient:
         first = answer.under_way[0]
         if first.parents or first.at != len(answer.tokens) - 1 or first.tokens[0] != answer.tokens[-1]:
             return None
-        return self._drafter.ahead_of([*first.tokens], self._shape.depth)
+        return self._drafter.ahead_of([*first.tokens], self._planner.plan().depth)
 
     def _send_guess(self, answer: EdgeAnswer, link: Link) -> None:
         """Send what was drafted ahead: the server verifies it if the guess was right, and drops it otherwise."""
@@ -296,7 +307,10 @@ class EdgeClient:
         self.stats.num_tokens += len(message.tokens)
         self._learn(answer, message)
         if message.seq:
-            self.stats.record(message.num_accepted, len(message.tokens), message.seconds)
+            self.stats.record(message.num_accepted, message.seconds)
+            planned = answer.planned
+            if planned is not None and planned.seq == message.seq:
+                self._planner.record_reply(planned.num_levels, message.num_accepted, self._clock() - planned.sent_at)
         if message.tokens:
             answer.has_root = True
             yield from self._compare(answer, message)

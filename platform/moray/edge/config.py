@@ -7,14 +7,14 @@ from moray.decoding.params import SamplingParams
 from moray.drafters.configs import UsableConfig
 from moray.edge.messages import CodecName
 from moray.targets.spec import TargetConfig
-from moray.trees.shapes import MAX_DEPTH, ChainShape, Shape
+from moray.trees.shapes import MAX_DEPTH, AdaptiveShape, Shape
 
 
 class EdgeConfig(Config):
     """How a device drafts and how it bears a bad connection."""
 
-    tree: Shape = ChainShape(type="chain", depth=4)
-    """Shape of the draft trees."""
+    tree: Shape = AdaptiveShape(type="adaptive", depth=8)
+    """Shape of the draft trees; adaptive follows acceptance and the measured time of answers."""
     codec: CodecName = "bfloat16"
     """How the drafter's memory crosses the network: float32, bfloat16, int8 or int4. It can change speed only."""
     in_flight: int = Field(default=1, ge=1, le=2)

@@ -10,6 +10,7 @@ from moray.edge.config import EdgeRunConfig
 from moray.edge.drafting import DeviceDrafter
 from moray.edge.events import EdgeEvent
 from moray.edge.messages import Hello
+from moray.edge.private import Redactor
 from moray.edge.transport import WebSocketLink, check_url
 from moray.errors import ConfigError
 from moray.progress import Progress
@@ -45,6 +46,7 @@ class Device:
                 drafter_fingerprint=next(iter(fingerprints_of(entries).values()), ""),
             )
         self._config = config
+        self.redactor = Redactor()
         self.client = EdgeClient(
             DeviceDrafter(drafter, hello.drafter, head.spec.max_positions),
             hello,
@@ -54,8 +56,12 @@ class Device:
         )
 
     def answer(self, messages: Sequence[Message]) -> Iterator[EdgeEvent]:
-        """Answer a chat (see `EdgeClient.answer`)."""
-        prompt = tuple(self.tokenizer.encode_prompt(list(messages)))
+        """Answer a chat (see `EdgeClient.answer`); what is marked private in it is replaced first.
+
+        Raises:
+            DataError: a mark is wrong (see `edge.private`).
+        """
+        prompt = tuple(self.tokenizer.encode_prompt(self.redactor.redact(messages)))
         return self.client.answer(
             Request(prompt=prompt, params=self._config.sampling, max_new_tokens=self._config.max_new_tokens)
         )

@@ -28,7 +28,7 @@ class EdgeStats:
     seconds: float = 0.0
     """From the request to the end of the answer."""
 
-    def record(self, num_accepted: int, num_tokens: int, seconds: float) -> None:
+    def record(self, num_accepted: int, seconds: float) -> None:
         """Count one verified draft."""
         self.num_cycles += 1
         self.num_accepted += num_accepted

@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from moray.decoding.sampling.detokenizer import IncrementalDetokenizer
 from moray.decoding.sampling.stop import Decode, StopStrings
 from moray.edge.events import DraftedTokens, EdgeEvent, Finished, LinkChanged, LinkState, Retracted, VerifiedTokens
+from moray.edge.private import Redactor
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -16,14 +17,20 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 class AnswerView:
     """The text of one answer: what is verified, and what follows it unverified."""
 
-    def __init__(self, decode: Decode) -> None:
-        """`decode` is the tokenizer's."""
+    def __init__(self, decode: Decode, redactor: Redactor) -> None:
+        """
+        Args:
+            decode: the tokenizer's.
+            redactor: puts private text back.
+        """
         self._decode = decode
+        self._redactor, self._restorer = redactor, redactor.stream()
         self._detokenizer = IncrementalDetokenizer(StopStrings((), decode))
         self._verified: list[int] = []
         self._drafted: list[int] = []
+        self._raw = ""
         self.text = ""
-        """Verified text."""
+        """Verified text, with private text put back."""
 
     def take(self, event: EdgeEvent) -> str:
         """Take in an event; return the text that it verifies."""
@@ -31,13 +38,16 @@ class AnswerView:
         if isinstance(event, VerifiedTokens):
             self._verified += event.tokens
             self._drafted = self._drafted[len(event.tokens) :]
-            new = "".join(piece.text for piece in self._detokenizer.push(event.tokens))
+            raw = "".join(piece.text for piece in self._detokenizer.push(event.tokens))
+            self._raw += raw
+            new = self._restorer.push(raw)
         elif isinstance(event, DraftedTokens):
             self._drafted += event.tokens
         elif isinstance(event, Retracted):
             self._drafted = self._drafted[: event.index - len(self._verified)]
         elif isinstance(event, Finished):
-            new = "".join(piece.text for piece in self._detokenizer.finish())
+            new = self._restorer.push("".join(piece.text for piece in self._detokenizer.finish()))
+            new += self._restorer.finish()
         self.text += new
         return new
 
@@ -47,7 +57,7 @@ class AnswerView:
         if not self._drafted:
             return ""
         whole = self._decode([*self._verified, *self._drafted])
-        return whole[len(self.text) :] if whole.startswith(self.text) else ""
+        return self._redactor.restore(whole[len(self._raw) :]) if whole.startswith(self._raw) else ""
 
 
 class Terminal:
