@@ -3,10 +3,12 @@
     python -m serve.benchmark scaling --json runs/scaling.json
     python -m serve.benchmark side-by-side --json runs/placement.json
     python -m serve.benchmark side-by-side configs/benchmarks/groups-demo.yaml --json runs/groups.json
+    python -m serve.benchmark edge configs/benchmarks/edge-smollm2.yaml --json runs/edge.json
 
 `scaling` adds targets and drafters, separately and together, with synthetic costs of passes and drafts, and prints the
 pool model's predictions next to the measurements. `side-by-side` sends requests to several applications in turn; by
-default it compares drafters in a pool with drafters in the target's process.
+default it compares drafters in a pool with drafters in the target's process. `edge` measures devices that draft
+themselves, over emulated networks, beside the streaming API; it needs Linux and root.
 """
 
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from moray.bench.recording import reported
 from moray.commands import Command, run_commands
-from serve.bench.configs import ScalingBenchmarkConfig, SideBySideConfig
+from serve.bench.configs import EdgeBenchmarkConfig, ScalingBenchmarkConfig, SideBySideConfig
 
 _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 
@@ -45,10 +47,21 @@ def main_side_by_side(config: SideBySideConfig) -> None:
         raise KeyboardInterrupt
 
 
+def main_edge(config: EdgeBenchmarkConfig) -> None:
+    """Measure devices that draft themselves over emulated networks; by default with the demo."""
+    from rich.console import Console
+
+    from serve.bench.edge import benchmark_edge
+
+    console = Console()
+    reported(config.report, lambda: benchmark_edge(config, console))
+
+
 _SCALING = Command(ScalingBenchmarkConfig, main, default=_BENCHMARKS / "scaling-demo.yaml")
 COMMANDS = {
     "": _SCALING,
     "scaling": _SCALING,
+    "edge": Command(EdgeBenchmarkConfig, main_edge, default=_BENCHMARKS / "edge-demo.yaml"),
     "side-by-side": Command(SideBySideConfig, main_side_by_side, default=_BENCHMARKS / "placement-demo.yaml"),
 }
 

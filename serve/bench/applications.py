@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from moray.cluster.configs import RayConfig
 from moray.errors import ConfigError
-from serve.bench.configs import LoadConfig, PoolConfig, WayConfig
+from serve.bench.configs import PoolConfig, WayConfig
 from serve.config import read_args
 from serve.deploy import DeployConfig, DeployError, deploy
 
@@ -19,17 +20,18 @@ _POLL_SECONDS = 0.2
 class Applications:
     """The deployed applications, each under its own path."""
 
-    def __init__(self, config: LoadConfig) -> None:
-        """Requires an open connection to Ray."""
-        self._config = config
+    def __init__(self, wait_seconds: float, host: str = "127.0.0.1") -> None:
+        """Requires an open connection to Ray. `host` is the address to serve at."""
+        self._wait_seconds = wait_seconds
+        self._host = host
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             self._port = probe.getsockname()[1]
         self._cores = _cores()
 
     def url(self, name: str) -> str:
         """The address of an application."""
-        return f"http://127.0.0.1:{self._port}/{name}"
+        return f"http://{self._host}:{self._port}/{name}"
 
     def deploy(self, args: Mapping[str, dict[str, Any]], pool: PoolConfig) -> None:
         """Deploy applications by name; those that differ only in their numbers of replicas are scaled.
@@ -47,8 +49,8 @@ class Applications:
             }
             for name, own in args.items()
         )
-        options = {"host": "127.0.0.1", "port": self._port}
-        seconds = self._config.wait_seconds
+        options = {"host": self._host, "port": self._port}
+        seconds = self._wait_seconds
         deploy(DeployConfig(applications=applications, http_options=options, wait_seconds=seconds))
         self._wait(applications, time.monotonic() + seconds)
 
@@ -70,6 +72,21 @@ class Applications:
             if time.monotonic() > deadline:
                 raise DeployError(f"{', '.join(missing)} has other replicas than asked for: give more wait_seconds")
             time.sleep(_POLL_SECONDS)
+
+    def cpu_seconds(self) -> float:
+        """Processor time so far of the proxy and of all replicas."""
+        import psutil
+
+        total = 0.0
+        for process in psutil.Process().children(recursive=True):
+            try:
+                title = " ".join(process.cmdline())
+                if "ServeReplica:" in title or "ProxyActor" in title:
+                    times = process.cpu_times()
+                    total += times.user + times.system
+            except psutil.Error:
+                continue  # the process has ended
+        return total
 
     def pin(self, name: str, cores: Mapping[Any, Sequence[int]]) -> None:
         """Pin processes to cores: an application's replicas by deployment, this process and all others as "others"."""
@@ -108,8 +125,13 @@ def _cores() -> set[int]:
 
 
 @contextmanager
-def running(config: LoadConfig) -> Iterator[Applications]:
+def running(ray: RayConfig, wait_seconds: float, host: str = "127.0.0.1") -> Iterator[Applications]:
     """Run Ray and Serve for the duration of a benchmark.
+
+    Args:
+        ray: resources of the Ray that is started.
+        wait_seconds: maximum time for replicas to start.
+        host: address to serve at.
 
     Raises:
         ConfigError: an address names a cluster, or Serve runs already; the benchmark must not shut down either.
@@ -117,10 +139,10 @@ def running(config: LoadConfig) -> Iterator[Applications]:
     from moray.cluster.own_serve import check_own_ray, own_serve
     from moray.cluster.session import ray_session
 
-    check_own_ray(config.ray)
-    with ray_session(config.ray), own_serve():
+    check_own_ray(ray)
+    with ray_session(ray), own_serve():
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        yield Applications(config)
+        yield Applications(wait_seconds, host)
 
 
 def _deployments(args: Mapping[str, Any], pool: PoolConfig) -> list[dict[str, Any]]:

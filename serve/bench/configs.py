@@ -9,6 +9,9 @@ from moray.bench.load.config import LevelConfig, ServeBenchmarkConfig
 from moray.cluster.configs import RayConfig
 from moray.config import Config, merge, validate
 from moray.decoding.synthetic import SyntheticCosts
+from moray.edge.link.profiles import PROFILES, LinkProfile
+from moray.edge.messages import CodecName
+from moray.trees.shapes import AdaptiveShape, Shape
 from serve.config import ServeConfig, read_args
 
 
@@ -130,3 +133,39 @@ class SideBySideConfig(LoadConfig):
         levels = self.model_dump(mode="json")["levels"]
         first = next(iter(urls.values()))
         return self.requests_to(first, urls=dict(urls), levels=levels, variants={name: {} for name in urls})
+
+
+class EdgeBenchmarkConfig(Config):
+    """Edge decoding over emulated networks; Linux, as root."""
+
+    application: ServeConfig
+    """The application to deploy; its `edge.drafters` are measured."""
+    questions: str
+    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
+    num_questions: int | None = Field(default=4, ge=1)
+    """Number of different questions, one of each category in turn; null for all."""
+    max_tokens: int = Field(default=64, ge=1)
+    """Number of tokens in every answer, because end-of-sequence tokens are ignored."""
+    rounds: int = Field(default=2, ge=1)
+    """How often every question is asked in every way; every other round reverses the order of the ways."""
+    networks: tuple[LinkProfile, ...] = tuple(PROFILES.values())
+    """Networks to measure over, one after another."""
+    tree: Shape = AdaptiveShape(type="adaptive", depth=8)
+    """Shape of the draft trees on the device."""
+    codec: CodecName = "bfloat16"
+    """How the drafter's memory crosses the network: float32, bfloat16, int8 or int4."""
+    in_flight: tuple[int, ...] = Field(default=(1, 2), min_length=1)
+    """Drafts that may be under way at once; each number is measured."""
+    wait_seconds: float = Field(default=300.0, gt=0)
+    """Maximum seconds to wait for replicas to start."""
+    ray: RayConfig = RayConfig()
+    report: str | None = None
+    """JSON file to write, the same as --json FILE; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "EdgeBenchmarkConfig":
+        if self.application.edge is None:
+            raise ValueError("application.edge is null: name the drafters that devices may run there")
+        if not self.networks:
+            raise ValueError("networks is empty; name at least one")
+        return self

@@ -78,7 +78,7 @@ def benchmark_scaling(config: ScalingBenchmarkConfig, console: Console) -> dict[
         DataError: a request failed, or there are too few requests to keep all streams busy.
     """
     questions = read_questions(config.questions, config.num_questions)
-    with running(config) as applications:
+    with running(config.ray, config.wait_seconds) as applications:
         regimes = {
             name: _regime(config, applications, name, costs, questions, console)
             for name, costs in config.regimes.items()

@@ -36,7 +36,7 @@ def benchmark_side_by_side(config: SideBySideConfig, console: Console) -> dict[s
         DataError: a warm-up failed.
     """
     check_cores(config.ways)
-    with running(config) as applications:
+    with running(config.ray, config.wait_seconds) as applications:
         args = {name: config.args_with(changes) for name, changes in config.applications.items()}
         applications.deploy(args, PoolConfig(targets=1, drafters=1))
         urls = {name: applications.url(way.application) for name, way in config.ways.items()}

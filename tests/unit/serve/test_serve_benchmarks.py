@@ -126,7 +126,7 @@ def test_every_thread_is_put_on_its_cores_and_set_free_again():
     config = validate(SideBySideConfig, SIDE_BY_SIDE)
     before = os.sched_getaffinity(0)
     one = min(before)
-    process = applications.Applications(config)
+    process = applications.Applications(config.wait_seconds)
     try:
         process.pin("pool", {"others": (one,)})
         threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]

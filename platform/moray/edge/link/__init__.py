@@ -1,0 +1,1 @@
+"""Networks that this machine only pretends to have: for measuring edge decoding (see `serve.benchmark edge`)."""

@@ -1,0 +1,279 @@
+"""Measures edge decoding over emulated networks, beside the streaming API over the same ones.
+
+Every question is asked in every way, in turn, over each network: rows of one table come from the same minutes. The
+streaming API needs no round trip per token, so it is the honest baseline: with the drafter beside the target it is
+faster wherever the server drafts faster. The edge buys the server's time, and going on without a connection.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any, TypedDict
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moray.bench.reports.wording import number, times
+from moray.bench.specbench import Question, read_questions
+from moray.edge.link.namespaces import EmulatedLink, emulated_link, why_not
+from moray.errors import ConfigError, DataError
+from moray.progress import Progress
+from serve.bench.applications import Applications, running
+from serve.bench.configs import EdgeBenchmarkConfig, PoolConfig
+
+NAME = "edge"
+NO_ENERGY = "no counter of energy (RAPL, NVML) can be read on this machine"
+
+
+class Way(TypedDict):
+    """One way to get answers."""
+
+    name: str
+    drafter: str | None
+    edge: dict[str, Any] | None
+    """Settings of the client; null for the streaming API."""
+
+
+class EdgeRow(TypedDict):
+    """The figures of one way over one network; per token where it says so."""
+
+    way: str
+    drafter: str | None
+    tokens_per_second: float
+    speedup: float
+    """Times as fast as the streaming API without drafts, over the same network."""
+    p95_seconds: float
+    """95th percentile of an answer's time."""
+    ttft_ms: float
+    tau: float | None
+    calls: float
+    bytes_up: float
+    """IP packets included; so is the prompt."""
+    bytes_down: float
+    server_cpu_ms: float
+    """Processor time of Serve's proxy and replicas."""
+    device_cpu_ms: float
+    wake_ups: float
+    equal_texts: int
+
+
+class EdgeNetwork(TypedDict):
+    """One network's table."""
+
+    network: dict[str, Any]
+    rows: list[EdgeRow]
+    num_questions: int
+
+
+def ways_of(config: EdgeBenchmarkConfig) -> list[Way]:
+    """All ways to measure: the API without and with drafts, and the edge with each drafter."""
+    assert config.application.edge is not None
+    drafters = config.application.edge.drafters
+    client = {"tree": config.tree.model_dump(mode="json"), "codec": config.codec}
+    ways: list[Way] = [{"name": "API, plain", "drafter": None, "edge": None}]
+    ways += [Way(name=f"API, {name}", drafter=name, edge=None) for name in drafters]
+    for in_flight in config.in_flight:
+        after = ", run ahead" if in_flight > 1 else ""
+        settings = {**client, "in_flight": in_flight}
+        ways += [Way(name=f"edge, {name}{after}", drafter=name, edge=settings) for name in drafters]
+    return ways
+
+
+def benchmark_edge(config: EdgeBenchmarkConfig, console: Console) -> dict[str, Any]:
+    """Measure every way over every network.
+
+    Raises:
+        ConfigError: networks cannot be emulated here, or Ray or Serve is not the benchmark's own.
+        DeployError: the application does not run in time.
+        DataError: an answer failed.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise ConfigError(f"networks cannot be emulated here: {reason}")
+    questions = read_questions(config.questions, config.num_questions)
+    tables: list[EdgeNetwork] = []
+    with (
+        emulated_link(config.networks[0]) as link,
+        running(config.ray, config.wait_seconds, link.host) as applications,
+    ):
+        applications.deploy({NAME: config.application.model_dump(mode="json")}, PoolConfig(targets=1, drafters=1))
+        with _device(config, link, applications.url(NAME)) as device:
+            ways = ways_of(config)
+            for way in ways:  # not measured: connections, caches, the planners' first guesses
+                device.ask(way, questions[0])
+            for network in config.networks:
+                link.change(network)
+                with Progress(f"network {network.name}", len(ways) * len(questions) * config.rounds) as progress:
+                    rows = _measure(config, ways, questions, device, link, applications, progress)
+                tables.append(
+                    {"network": network.model_dump(mode="json"), "rows": rows, "num_questions": len(questions)}
+                )
+                _print_network(tables[-1], console)
+        counts = link.counts
+    return {
+        "networks": tables,
+        "relay": counts,
+        "energy_j": None,
+        "energy_note": NO_ENERGY,
+        "settings": config.model_dump(mode="json"),
+    }
+
+
+class _Device:
+    """The process inside the network."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self.read()
+
+    def ask(self, way: Way, question: Question) -> dict[str, Any]:
+        """One answer."""
+        assert self._process.stdin is not None
+        line = json.dumps(
+            {"way": way["name"], "drafter": way["drafter"], "edge": way["edge"], "prompt": question.turns[0]}
+        )
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        """The next line of the process.
+
+        Raises:
+            DataError: it has ended.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise DataError("the device's process has ended; its error is above")
+        return json.loads(line)
+
+
+@contextmanager
+def _device(config: EdgeBenchmarkConfig, link: EmulatedLink, url: str) -> Iterator[_Device]:
+    settings = {
+        "url": url,
+        "application": config.application.model_dump(mode="json"),
+        "max_tokens": config.max_tokens,
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump(settings, file)
+        file.flush()
+        process = subprocess.Popen(
+            link.command([sys.executable, "-m", "serve.bench.edge_device", file.name]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        try:
+            yield _Device(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(timeout=30)
+
+
+def _measure(
+    config: EdgeBenchmarkConfig,
+    ways: Sequence[Way],
+    questions: Sequence[Question],
+    device: _Device,
+    link: EmulatedLink,
+    applications: Applications,
+    progress: Progress,
+) -> list[EdgeRow]:
+    """Ask all questions in all ways, in turn; every other round in reverse order."""
+    found: dict[str, list[dict[str, Any]]] = {way["name"]: [] for way in ways}
+    texts: dict[str, str] = {}
+    for turn in range(config.rounds):
+        for question in questions:
+            for way in ways[:: -1 if turn % 2 else 1]:
+                cpu, sent = applications.cpu_seconds(), link.num_bytes
+                answer = device.ask(way, question)
+                answer["server_cpu"] = applications.cpu_seconds() - cpu
+                answer["up"], answer["down"] = (
+                    after - before for after, before in zip(link.num_bytes, sent, strict=True)
+                )
+                answer["is_equal"] = texts.setdefault(question.question_id, answer["text"]) == answer["text"]
+                found[way["name"]].append(answer)
+                progress.advance()
+    plain = _rate(found[ways[0]["name"]])
+    return [_row(way, found[way["name"]], plain) for way in ways]
+
+
+def _rate(answers: Sequence[dict[str, Any]]) -> float:
+    return sum(answer["num_tokens"] for answer in answers) / sum(answer["seconds"] for answer in answers)
+
+
+def _row(way: Way, answers: Sequence[dict[str, Any]], plain: float) -> EdgeRow:
+    tokens = sum(answer["num_tokens"] for answer in answers)
+    cycles = sum(answer["num_cycles"] for answer in answers)
+
+    def per_token(key: str) -> float:
+        return sum(answer[key] for answer in answers) / tokens
+
+    seconds = sorted(answer["seconds"] for answer in answers)
+    return {
+        "way": way["name"],
+        "drafter": way["drafter"],
+        "tokens_per_second": _rate(answers),
+        "speedup": _rate(answers) / plain,
+        "p95_seconds": seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))],
+        "ttft_ms": 1e3 * mean(answer["ttft"] or 0.0 for answer in answers),
+        "tau": sum(answer["tau"] * answer["num_cycles"] for answer in answers) / cycles if cycles else None,
+        "calls": per_token("num_calls"),
+        "bytes_up": per_token("up"),
+        "bytes_down": per_token("down"),
+        "server_cpu_ms": 1e3 * per_token("server_cpu"),
+        "device_cpu_ms": 1e3 * per_token("cpu_seconds"),
+        "wake_ups": per_token("wake_ups"),
+        "equal_texts": sum(answer["is_equal"] for answer in answers),
+    }
+
+
+def _print_network(table: EdgeNetwork, console: Console) -> None:
+    network = table["network"]
+    title = (
+        f"{network['name']}: {network['delay_ms']:g} +- {network['jitter_ms']:g} ms {network['applies']}, "
+        f"{network['rate_mbit']:g} Mbit/s, {network['loss']:.1%} lost"
+    )
+    shown = Table(title=title, box=box.SIMPLE_HEAD)
+    headings = (
+        "way",
+        "tokens/s",
+        "speed-up",
+        "p95 s",
+        "TTFT ms",
+        "tau",
+        "calls",
+        "up B",
+        "down B",
+        "server ms",
+        "device ms",
+    )
+    for heading in headings:
+        shown.add_column(heading, justify="left" if heading == "way" else "right")
+    for row in table["rows"]:
+        shown.add_row(
+            row["way"],
+            number(row["tokens_per_second"]),
+            times(row["speedup"]),
+            f"{row['p95_seconds']:.2f}",
+            f"{row['ttft_ms']:.0f}",
+            "" if row["tau"] is None else f"{row['tau']:.2f}",
+            f"{row['calls']:.2f}",
+            f"{row['bytes_up']:.0f}",
+            f"{row['bytes_down']:.0f}",
+            f"{row['server_cpu_ms']:.1f}",
+            f"{row['device_cpu_ms']:.1f}",
+        )
+    console.print(shown)
+    compared = sum(row["equal_texts"] for row in table["rows"])
+    console.print(f"equal texts: {compared}; calls, bytes and processor time are per token", highlight=False)
