@@ -36,6 +36,7 @@ MODULES = (
     "pipelines.export",
     "pipelines.benchmark",
     "pipelines.demo",
+    "pipelines.edge",
     "sweeps.tune",
     "sweeps.tune_decoding",
     "sweeps.summarize",

@@ -4,11 +4,13 @@
     python -m serve.benchmark side-by-side --json runs/placement.json
     python -m serve.benchmark side-by-side configs/benchmarks/groups-demo.yaml --json runs/groups.json
     python -m serve.benchmark edge configs/benchmarks/edge-smollm2.yaml --json runs/edge.json
+    python -m serve.benchmark edge-offline configs/benchmarks/edge-offline-smollm2.yaml --json runs/edge-offline.json
 
 `scaling` adds targets and drafters, separately and together, with synthetic costs of passes and drafts, and prints the
 pool model's predictions next to the measurements. `side-by-side` sends requests to several applications in turn; by
 default it compares drafters in a pool with drafters in the target's process. `edge` measures devices that draft
-themselves, over emulated networks, beside the streaming API; it needs Linux and root.
+themselves, over emulated networks, beside the streaming API; it needs Linux and root. `edge-offline` cuts connections
+and measures what drafters write alone.
 """
 
 import sys
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from moray.bench.recording import reported
 from moray.commands import Command, run_commands
-from serve.bench.configs import EdgeBenchmarkConfig, ScalingBenchmarkConfig, SideBySideConfig
+from serve.bench.configs import EdgeBenchmarkConfig, EdgeOfflineConfig, ScalingBenchmarkConfig, SideBySideConfig
 
 _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 
@@ -48,19 +50,38 @@ def main_side_by_side(config: SideBySideConfig) -> None:
 
 
 def main_edge(config: EdgeBenchmarkConfig) -> None:
-    """Measure devices that draft themselves over emulated networks; by default with the demo."""
+    """Measure devices that draft themselves over emulated networks; by default with the demo.
+
+    With `--json FILE`, a page with plots is written beside FILE.
+    """
     from rich.console import Console
 
     from serve.bench.edge import benchmark_edge
+    from serve.bench.edge_page import render_edge
 
     console = Console()
-    reported(config.report, lambda: benchmark_edge(config, console))
+    result = reported(config.report, lambda: benchmark_edge(config, console))
+    if config.report is not None:
+        page = Path(config.report).with_suffix(".html")
+        page.write_text(render_edge(result), encoding="utf-8")
+        console.print(f"report: {config.report} and {page}")
+
+
+def main_offline(config: EdgeOfflineConfig) -> None:
+    """Measure what drafters write alone while their connection is lost; by default with the demo."""
+    from rich.console import Console
+
+    from serve.bench.edge_offline import benchmark_offline
+
+    console = Console()
+    reported(config.report, lambda: benchmark_offline(config, console))
 
 
 _SCALING = Command(ScalingBenchmarkConfig, main, default=_BENCHMARKS / "scaling-demo.yaml")
 COMMANDS = {
     "": _SCALING,
     "scaling": _SCALING,
+    "edge-offline": Command(EdgeOfflineConfig, main_offline, default=_BENCHMARKS / "edge-offline-demo.yaml"),
     "edge": Command(EdgeBenchmarkConfig, main_edge, default=_BENCHMARKS / "edge-demo.yaml"),
     "side-by-side": Command(SideBySideConfig, main_side_by_side, default=_BENCHMARKS / "placement-demo.yaml"),
 }

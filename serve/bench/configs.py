@@ -1,7 +1,7 @@
 """Configuration of `serve.benchmark`: what it deploys, and the load. Torch-free, Ray-free."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -168,4 +168,32 @@ class EdgeBenchmarkConfig(Config):
             raise ValueError("application.edge is null: name the drafters that devices may run there")
         if not self.networks:
             raise ValueError("networks is empty; name at least one")
+        return self
+
+
+class EdgeOfflineConfig(Config):
+    """What drafters write while their connection is lost."""
+
+    application: ServeConfig
+    """The application to deploy; its `edge.drafters` are measured."""
+    questions: str
+    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
+    num_questions: int | None = Field(default=12, ge=1)
+    """Number of different questions, one of each category in turn; null for all."""
+    max_tokens: int = Field(default=128, ge=8)
+    """Maximum tokens of an answer."""
+    cuts: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(default=(0.25, 0.5, 0.75), min_length=1)
+    """Shares of an answer's tokens after which its connection is cut, one cut for each run."""
+    codec: CodecName = "bfloat16"
+    """How the drafter's memory crosses the network: float32, bfloat16, int8 or int4."""
+    wait_seconds: float = Field(default=300.0, gt=0)
+    """Maximum seconds to wait for replicas to start."""
+    ray: RayConfig = RayConfig()
+    report: str | None = None
+    """JSON file to write, the same as --json FILE; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "EdgeOfflineConfig":
+        if self.application.edge is None:
+            raise ValueError("application.edge is null: name the drafters that devices may run there")
         return self

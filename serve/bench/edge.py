@@ -61,6 +61,8 @@ class EdgeRow(TypedDict):
     device_cpu_ms: float
     wake_ups: float
     equal_texts: int
+    """Answers that are those of the first way."""
+    num_answers: int
 
 
 class EdgeNetwork(TypedDict):
@@ -235,6 +237,7 @@ def _row(way: Way, answers: Sequence[dict[str, Any]], plain: float) -> EdgeRow:
         "device_cpu_ms": 1e3 * per_token("cpu_seconds"),
         "wake_ups": per_token("wake_ups"),
         "equal_texts": sum(answer["is_equal"] for answer in answers),
+        "num_answers": len(answers),
     }
 
 
@@ -275,5 +278,7 @@ def _print_network(table: EdgeNetwork, console: Console) -> None:
             f"{row['device_cpu_ms']:.1f}",
         )
     console.print(shown)
-    compared = sum(row["equal_texts"] for row in table["rows"])
-    console.print(f"equal texts: {compared}; calls, bytes and processor time are per token", highlight=False)
+    equal = sum(row["equal_texts"] for row in table["rows"])
+    compared = sum(row["num_answers"] for row in table["rows"])
+    note = "calls, bytes and processor time are per token"
+    console.print(f"equal texts: {equal} of {compared}; {note}", highlight=False)

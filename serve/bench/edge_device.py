@@ -49,12 +49,12 @@ class Device:
         self._tokenizer = ChatTokenizer.load(application.target.model, application.target.template)
         entries = {name: application.drafters[name] for name in application.edge.drafters}
         head = TargetHead.load(application.target, num_head_layers(tuple(entries.values())))
-        self._drafters: dict[str, DeviceDrafter] = {}
-        self._hellos: dict[str, Hello] = {}
+        self.drafters: dict[str, DeviceDrafter] = {}
+        self.hellos: dict[str, Hello] = {}
         for name, entry in entries.items():
             ((_, drafter),) = build_drafters((entry,), lambda _: head, self._tokenizer).items()
-            self._drafters[name] = DeviceDrafter(drafter, name, head.spec.max_positions)
-            self._hellos[name] = Hello(
+            self.drafters[name] = DeviceDrafter(drafter, name, head.spec.max_positions)
+            self.hellos[name] = Hello(
                 target=head.spec.fingerprint,
                 text=self._tokenizer.fingerprint,
                 drafter=name,
@@ -62,6 +62,21 @@ class Device:
             )
         self._clients: dict[str, EdgeClient] = {}
         """By way, so that each keeps what its planner has learnt."""
+
+    @property
+    def edge_url(self) -> str:
+        """Address of the endpoint for devices."""
+        return f"ws://{self._url.netloc}{self._url.path}/v1/edge"
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset(self._tokenizer.eos_ids)
+
+    def request(self, prompt: str, *, ignore_eos: bool = False) -> Request:
+        """The request for a user's message."""
+        ids = tuple(self._tokenizer.encode_prompt([{"role": "user", "content": prompt}]))
+        return Request(prompt=ids, max_new_tokens=self._max_tokens, ignore_eos=ignore_eos)
 
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Answer one question."""
@@ -78,17 +93,16 @@ class Device:
     def _over_edge(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         name = asked["drafter"]
         if asked["way"] not in self._clients:
-            url = f"ws://{self._url.netloc}{self._url.path}/v1/edge"
+            url = self.edge_url
             self._clients[asked["way"]] = EdgeClient(
-                self._drafters[name],
-                self._hellos[name],
+                self.drafters[name],
+                self.hellos[name],
                 lambda: WebSocketLink(url, is_private=True),
                 validate(EdgeConfig, asked["edge"]),
                 self._tokenizer.eos_ids,
             )
         client = self._clients[asked["way"]]
-        prompt = tuple(self._tokenizer.encode_prompt([{"role": "user", "content": asked["prompt"]}]))
-        request = Request(prompt=prompt, max_new_tokens=self._max_tokens, ignore_eos=True)
+        request = self.request(asked["prompt"], ignore_eos=True)
         tokens: list[int] = []
         first = None
         began = time.perf_counter()

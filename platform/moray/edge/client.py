@@ -219,6 +219,10 @@ class EdgeClient:
         """Open the session, or take it up again."""
         answer.planned = None
         self._send(link, self._hello)
+        if answer.welcome is None:  # without waiting for the welcome: a round trip less
+            generated = tuple(answer.tokens[len(answer.request.prompt) :])
+            request = answer.request.model_copy(update={"generated": generated})
+            self._send(link, Open(request=request, memory_from=self._drafter.num_known))
         welcome = self._expect(link, Welcome)
         if 1 + self._planner.max_nodes > welcome.max_nodes:
             raise DataError(
@@ -227,9 +231,6 @@ class EdgeClient:
             )
         if answer.welcome is None:
             answer.welcome = welcome
-            generated = tuple(answer.tokens[len(answer.request.prompt) :])
-            request = answer.request.model_copy(update={"generated": generated})
-            self._send(link, Open(request=request, memory_from=self._drafter.num_known))
             return
         session, token = answer.welcome.session, answer.welcome.resume_token
         self._send(link, Resume(session=session, token=token, received=answer.received))

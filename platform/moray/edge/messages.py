@@ -2,8 +2,8 @@
 
     device                                              server
     Hello(versions, fingerprints, codec)         ->
-                                                 <-     Welcome(session, resume token, limits)
     Open(request, memory_from)                   ->
+                                                 <-     Welcome(session, resume token, limits)
                                                  <-     Verified(seq 0, memory of the prompt), in pieces
                                                  <-     Verified(seq 0, first token)
     Verify(seq 1, at, tokens, parents)           ->
