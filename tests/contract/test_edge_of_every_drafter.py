@@ -142,3 +142,14 @@ def test_cuts_change_nothing(tiny, drafter_of, variant, in_flight):
         server.cut, server.is_reachable = cut, is_reachable
         assert text_of(client, request_of(prompt)) == wanted
         assert client.stats.num_cuts
+
+
+def test_closing_the_answer_cancels_it(tiny, drafter_of):
+    server = server_of(tiny, drafter_of("moa-0"))
+    events = client_of(tiny, drafter_of("moa-0"), server).answer(request_of(tiny.prompt()))
+    while not isinstance(next(events), VerifiedTokens):
+        pass
+    assert server.server.sessions
+    events.close()
+    assert not server.server.sessions
+    assert server.backend.engine.num_running == 0

@@ -9,6 +9,7 @@ message is taken once, and a session that was lost is opened again with all veri
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from moray.decoding.planning.fitting import fit_shape
@@ -29,6 +30,7 @@ from moray.edge.events import (
     VerifiedTokens,
 )
 from moray.edge.messages import (
+    Cancel,
     DownMessage,
     Hello,
     Message,
@@ -108,6 +110,10 @@ class EdgeClient:
                 except UnreachableError as error:
                     self.stats.num_cuts += 1
                     yield LinkChanged(LinkState.OFFLINE, str(error))
+                except GeneratorExit:
+                    with suppress(UnreachableError):
+                        self._send(link, Cancel())
+                    raise
                 finally:
                     link.close()
         self.stats.seconds = self._clock() - began

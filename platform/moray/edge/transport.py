@@ -161,8 +161,8 @@ def _refused(url: str, status: int) -> MorayError:
     """The error for an HTTP status in place of a connection."""
     if status in (401, 403):
         return DataError(f"{url} answers {status}: it needs a valid key, which key_file names")
-    if status == 404:
-        return DataError(f"{url} answers 404: the server has no endpoint for devices there; set its `edge`")
+    if status == 404:  # Serve's proxy says so as well while the application starts
+        return UnreachableError(f"{url} answers 404: is the server's `edge` set, and has it started?")
     return UnreachableError(f"{url} answers {status}")
 
 

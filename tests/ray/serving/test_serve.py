@@ -199,6 +199,51 @@ def test_a_killed_gateway_leaves_nothing_running(app):
     assert failures, "nobody has got an answer"
 
 
+@pytest.mark.timeout(300)
+def test_a_device_goes_on_at_the_same_token_whoever_is_killed(app, tiny_target):
+    """kill -9 of the target, and then of the gateway: the device opens its session again when they are back."""
+    from moray.decoding.params import SamplingParams
+    from moray.decoding.plain import PlainDecoder
+    from moray.decoding.request import Request
+    from moray.drafters.configs import NgramConfig
+    from moray.edge.client import EdgeClient
+    from moray.edge.config import EdgeConfig
+    from moray.edge.drafting import DeviceDrafter
+    from moray.edge.events import VerifiedTokens
+    from moray.edge.messages import Hello
+    from moray.edge.transport import WebSocketLink
+    from moray.targets.head import TargetHead
+    from moray.targets.model import Target
+    from moray.targets.spec import TargetConfig
+    from moray.text import ChatTokenizer
+
+    app.deploy({}, edge={"drafters": ["lookup"]}, engine={"max_num_seqs": 16, "kv_cache_tokens": 4096})
+    target = Target.load(TargetConfig(model=str(tiny_target), device="cpu"))
+    config = NgramConfig(type="ngram")
+    hello = Hello(
+        target=target.spec.fingerprint,
+        text=ChatTokenizer.load(str(tiny_target)).fingerprint,
+        drafter="lookup",
+        drafter_fingerprint="",
+    )
+    client = EdgeClient(
+        DeviceDrafter(config.build(TargetHead.of(target)), "lookup", 256),
+        hello,
+        lambda: WebSocketLink(f"ws://127.0.0.1:{app.port}/v1/edge"),
+        EdgeConfig(retry_seconds=0.5, give_up_seconds=120),
+    )
+    prompt, victims, text = [3, 4, 5] * 10, ["Target", "Gateway"], []
+    wanted = PlainDecoder(target, 256).generate(prompt, SamplingParams(), 120, ()).tokens
+    for event in client.answer(Request(prompt=tuple(prompt), max_new_tokens=120, ignore_eos=True)):
+        if isinstance(event, VerifiedTokens):
+            text += event.tokens
+            if victims and len(text) >= 120 - 50 * len(victims):
+                assert app.kill(victims.pop(0), everyone=True)
+    assert text == wanted
+    assert client.stats.num_cuts >= 2
+    assert client.stats.num_reopened >= 1
+
+
 def test_a_benchmark_does_not_end_a_serve_that_runs(app):
     from ray import serve
 

@@ -511,3 +511,18 @@ def test_an_n_that_takes_longer_than_was_measured_is_corrected_alone():
         for num_target_layers in (0, 1)
     ]
     assert taken == pytest.approx([0.5, 1.5], rel=0.3)
+
+
+def test_asking_whether_drafts_pay_uses_up_no_trial():
+    drafted: dict[bool, list[int]] = {False: [], True: []}
+    for is_asked, depths in drafted.items():
+        own = controller(CHAIN, DEAR)
+        for _ in range(300):
+            if is_asked:
+                own.pays(1)
+            plan = own.plan(1, 1)
+            depths.append(depth_of(plan))
+            end_cycle(own, plan, 0)
+        assert not own.pays(1)
+    assert drafted[True] == drafted[False]
+    assert sum(depth > 0 for depth in drafted[True][50:]) > 0, "it is tried again now and then"

@@ -77,7 +77,7 @@ class DraftScheduler:
 
     def expect(self, number: int, num_running: int) -> None:
         """Let the source prepare for a new sequence if drafts are likely to be wanted; `num_running` includes it."""
-        if not self.controller.is_trying and self.controller.plan(num_running, num_running) is not None:
+        if not self.controller.is_trying and self.controller.pays(num_running):
             self.source.open(number)
 
     def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:

@@ -91,6 +91,11 @@ class SpeculationController:
             return self._plans[self._layer_counts[0], 1]
         return best
 
+    def pays(self, num_rows: int) -> bool:
+        """Whether drafts for all sequences of a pass are worth their time as far as is known; unlike `plan`, this makes
+        no decision, so it uses up no trial."""
+        return not self._plans or self.needs_costs or self._best_plan(num_rows, num_rows) is not None
+
     def _best_plan(self, num_rows: int, num_drafted: int) -> DraftPlan | None:
         """The plan of most tokens per second; None if none is better than plain decoding by `_MIN_GAIN`."""
         plain = num_rows / self._costs.cycle_seconds(num_rows, 0, 0, 0, self._layer_counts[0])
