@@ -1,7 +1,7 @@
 """Shows an answer on a terminal: verified text plainly, unverified text dim and replaced when the server disagrees."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -63,20 +63,24 @@ class AnswerView:
 class Terminal:
     """Writes answers to a stream; unverified text only if it is a terminal."""
 
-    def __init__(self, stream: TextIO, log: TextIO) -> None:
+    def __init__(self, stream: TextIO, log: TextIO, columns: Callable[[], int] | None = None) -> None:
         """
         Args:
             stream: receives the answer.
             log: receives a line when the connection is lost.
+            columns: width of the terminal; None to ask the system.
         """
         self._stream, self._log = stream, log
+        self._columns = columns or (lambda: shutil.get_terminal_size().columns)
         self._logged = ""
         self._is_terminal = stream.isatty()
         self._line = ""
         """Verified text in the last line."""
         self._has_unverified = False
+        self._is_past_row = False
+        """Whether the cursor is below verified text that ends with a full row."""
         self._num_below = 0
-        """Lines that unverified text takes below that line."""
+        """Rows between the end of the verified text and the cursor."""
 
     def show(self, events: Sequence[EdgeEvent], view: AnswerView) -> None:
         """Show what has happened."""
@@ -87,7 +91,7 @@ class Terminal:
                 continue
             if self._is_terminal:
                 self._erase()
-            self._stream.write(new)
+            self._write(new)
             self._line = (self._line + new).rpartition("\n")[2]
             if self._is_terminal:
                 self._write_unverified(view.unverified)
@@ -103,8 +107,10 @@ class Terminal:
 
     def _write_unverified(self, text: str) -> None:
         if text:
-            self._stream.write(f"{_DIM}{text}{_PLAIN}")
-            self._num_below = _num_lines(self._line + text) - _num_lines(self._line)
+            self._stream.write(_DIM)
+            self._write(text)
+            self._stream.write(_PLAIN)
+            self._num_below = max(0, self._row(self._line + text) - cell_len(self._line) // self._columns())
             self._has_unverified = True
 
     def _erase(self) -> None:
@@ -113,13 +119,19 @@ class Terminal:
             return
         self._has_unverified = False
         up = f"\x1b[{self._num_below}A" if self._num_below else ""
-        column = cell_len(self._line) % shutil.get_terminal_size().columns
+        column = cell_len(self._line) % self._columns()
         right = f"\x1b[{column}C" if column else ""
         self._stream.write(f"{up}\r{right}\x1b[J")
         self._num_below = 0
+        self._is_past_row = bool(self._line) and not column
 
+    def _write(self, text: str) -> None:
+        """Write text; a line break that has been made already, by going past a full row, is left out."""
+        if text:
+            self._stream.write(text[1:] if self._is_past_row and text.startswith("\n") else text)
+            self._is_past_row = False
 
-def _num_lines(text: str) -> int:
-    """Lines that a text takes on the terminal."""
-    columns = shutil.get_terminal_size().columns
-    return sum(cell_len(line) // columns + 1 for line in text.split("\n"))
+    def _row(self, text: str) -> int:
+        """Row of the cursor after a text that begins in row 0; at the end of a full row it is still in that row."""
+        columns = self._columns()
+        return sum(max(1, -(-cell_len(line) // columns)) for line in text.split("\n")) - 1

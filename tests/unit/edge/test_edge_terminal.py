@@ -1,10 +1,8 @@
 """What a user sees of an answer: the verified text at the end, whatever was shown and taken back before."""
 
 import io
-import os
 import random
 import re
-import shutil
 
 import pytest
 
@@ -82,15 +80,10 @@ def events_of(seed: int):
     yield Finished("length")
 
 
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch):
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((COLUMNS, 50)))
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_terminal_ends_with_the_verified_text(seed):
     screen, view = Screen(), AnswerView(decode, Redactor())
-    terminal = Terminal(screen, io.StringIO())
+    terminal = Terminal(screen, io.StringIO(), lambda: COLUMNS)
     for event in events_of(seed):
         terminal.show([event], view)
         assert wrapped(view.text + view.unverified).rstrip() == screen.shown().rstrip()
