@@ -203,6 +203,8 @@ def _http_page() -> str:
         "| `POST /v1/chat/completions` | answer a chat, streamed on demand |",
         "| `POST /v1/completions` | continue a text |",
         "| `GET /v1/models`, `GET /v1/models/{model}` | the model, its context and its drafters |",
+        "| `GET /v1/edge` as a WebSocket | devices that draft themselves ([edge](../guide/edge.md)) |",
+        "| `GET /v1/edge/sessions` | the latest sessions of devices with the same key |",
         "| `GET /health` | 200 while there are target replicas, else 503 |",
         "| `GET /metrics` | the [metrics](metrics.md), for Prometheus |",
         "| `GET /` | the chat page |",

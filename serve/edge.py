@@ -7,19 +7,23 @@ lost, the device opens its session again, with all tokens that it has verified.
 import asyncio
 import logging
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from moray.decoding.sampling.stop import Decode
 from moray.edge.messages import SUBPROTOCOL, CodecName, Open, Verify
 from moray.edge.server import Backend, EdgeServer, Limits, RefusedError
 from moray.edge.session import ServerSession
 from moray.errors import DataError
+from serve.api.documents import EdgeSession
 from serve.api.failures import describe
 from serve.calls import end_call
 from serve.config import EdgeEndpointConfig
+from serve.edge_view import SessionView
 from serve.engine_thread import Admission
 from serve.target import TargetDescription
 
@@ -61,27 +65,34 @@ class _Outbox:
 class EdgeGateway(Backend):
     """The sessions of one gateway replica."""
 
-    def __init__(self, config: EdgeEndpointConfig, targets: Any, log_prompts: bool = False) -> None:
+    def __init__(self, config: EdgeEndpointConfig, targets: Any, decode: Decode, *, log_prompts: bool = False) -> None:
         """
         Args:
             config: of the endpoint.
             targets: handle of the target deployment.
+            decode: the tokenizer's.
             log_prompts: whether texts may appear in the log.
         """
         self._config = config
+        self._decode = decode
+        self._views: OrderedDict[str, SessionView] = OrderedDict()
+        """The latest sessions, for `describe`; ended ones are kept for a while."""
         self._targets = targets
         self._log_prompts = log_prompts
         self._server: EdgeServer | None = None
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._offers: dict[str, asyncio.Queue[Verify]] = {}
         self._outboxes: dict[Callable[[bytes], None], _Outbox] = {}
-        self._owners: dict[Any, int] = {}
         self._sweeping: asyncio.Task[None] | None = None
 
     @property
     def num_sessions(self) -> int:
         """Sessions that exist."""
         return 0 if self._server is None else len(self._server.sessions)
+
+    def describe(self, who: Any) -> list[EdgeSession]:
+        """The latest sessions of a key or address, the last one first."""
+        return [view.describe(self._decode) for view in reversed(self._views.values()) if view.owner == str(who)]
 
     async def serve(
         self, socket: WebSocket, who: Any, description: TargetDescription, wait: Callable[[], float]
@@ -102,11 +113,16 @@ class EdgeGateway(Backend):
         outbox = _Outbox()
         send = outbox.put
         self._outboxes[send] = outbox
-        connection = server.connect(self._owners.setdefault(who, len(self._owners)), send)
+        connection = server.connect(str(who), send)
         sending = asyncio.create_task(_send_all(socket, outbox))
         try:
             while not connection.is_closed:
-                text = await socket.receive_text()
+                try:
+                    text = await asyncio.wait_for(socket.receive_text(), self._config.idle_seconds)
+                except TimeoutError:
+                    if connection.is_idle:
+                        break
+                    continue
                 await asyncio.sleep(wait())
                 connection.receive(text)
         except (WebSocketDisconnect, KeyError, RuntimeError):  # gone, or binary where text is needed
@@ -146,11 +162,16 @@ class EdgeGateway(Backend):
     # --- Sequences ---
 
     def open(self, session: ServerSession, message: Open, codec: CodecName) -> None:
+        self._views[session.name] = SessionView(session.name, session.owner, message.request)
+        while len(self._views) > 2 * self._config.max_sessions:
+            self._views.popitem(last=False)
         self._offers[session.name] = asyncio.Queue()
         self._streams[session.name] = asyncio.create_task(self._follow(session, message, codec))
 
     def offer(self, session: ServerSession, verify: Verify) -> None:
         self._offers[session.name].put_nowait(verify)
+        if session.name in self._views:
+            self._views[session.name].draft(verify)
 
     def cancel(self, session: ServerSession) -> None:
         stream = self._streams.pop(session.name, None)
@@ -173,6 +194,8 @@ class EdgeGateway(Backend):
                     offering = asyncio.create_task(self._pass_on(session, place))
                     continue
                 session.add(event)
+                if session.name in self._views:
+                    self._views[session.name].verify(event)
                 session.heard_at = server.clock()
                 outbox = self._outboxes.get(session.send) if session.send is not None else None
                 if outbox is not None:

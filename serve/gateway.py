@@ -65,7 +65,11 @@ class Gateway:
         self._described = SingleFlightCache(self._describe, _FRESH, _READY_SECONDS)
         self._exported = SingleFlightCache(self._exporters.read, _FRESH, _EXPORTED_SECONDS)
         edge = config.edge
-        self.edge = None if edge is None else EdgeGateway(edge, targets, config.api.log_prompts)
+        self.edge = (
+            None
+            if edge is None
+            else EdgeGateway(edge, targets, self.tokenizer.decode, log_prompts=config.api.log_prompts)
+        )
         """For devices that draft themselves."""
         self._description: TargetDescription | None = None
         self._full_until = float("-inf")

@@ -87,7 +87,7 @@ class LocalServer:
 class LocalLink(Link):
     """One connection."""
 
-    def __init__(self, server: LocalServer, owner: int = 0) -> None:
+    def __init__(self, server: LocalServer, owner: str = "0") -> None:
         self._server = server
         self._inbox: deque[bytes] = deque()
         self._connection: ServerConnection = server.server.connect(owner, self._deliver)

@@ -101,7 +101,9 @@ class LocalTargets:
 class Served:
     """A running interface, and what is behind it."""
 
-    def __init__(self, config: ServeConfig, exporters: Exporters | None = None) -> None:
+    def __init__(
+        self, config: ServeConfig, exporters: Exporters | None = None, tls: tuple[Path, Path] | None = None
+    ) -> None:
         self.config = config
         self.replica = TargetReplica(config)
         self.targets = LocalTargets(self.replica)
@@ -114,6 +116,8 @@ class Served:
             log_level="error",
             timeout_graceful_shutdown=1,
             lifespan="off",
+            ssl_certfile=tls[0] if tls else None,
+            ssl_keyfile=tls[1] if tls else None,
         )
         self._server = uvicorn.Server(server)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -174,9 +178,10 @@ def served(
     template: str | None = None,
     drafters: Mapping[str, Any] | None = None,
     edge: EdgeEndpointConfig | None = None,
+    tls: tuple[Path, Path] | None = None,
     **api: Any,
 ) -> Iterator[Served]:
-    """Serve a target on a free port."""
+    """Serve a target on a free port; `tls` names the files of a certificate and its key."""
     config = ServeConfig(
         target=TargetConfig(model=str(target), device="cpu", template=template),
         engine=EngineConfig(max_num_seqs=max_num_seqs, kv_cache_tokens=4096),
@@ -186,7 +191,7 @@ def served(
         edge=edge,
         api=ApiConfig(**{"model_name": MODEL, **api}),
     )
-    running = Served(config, exporters)
+    running = Served(config, exporters, tls)
     running.start()
     try:
         yield running

@@ -52,6 +52,8 @@ class Model(TypedDict):
     max_model_len: int
     """Maximum tokens of prompt and answer together."""
     drafters: list[str]
+    edge_drafters: NotRequired[list[str]]
+    """Drafters that devices may run; set only if there is an endpoint for devices."""
     synthetic_costs: NotRequired[str]
     """Set only if replicas sleep for a scaling experiment, so that speeds mean nothing."""
 
@@ -62,6 +64,31 @@ class ModelList(TypedDict):
 
     object: Literal["list"]
     data: list[Model]
+
+
+@_exact
+class EdgeSession(TypedDict):
+    """A device's session; private text is not in it, because it never leaves the device."""
+
+    id: str
+    drafter: str
+    num_tokens: int
+    """Verified tokens of the answer."""
+    verified: str
+    """The end of the verified text."""
+    unverified: str
+    """What the device has drafted after it."""
+    retracted: str
+    """What of the draft before was wrong."""
+    is_finished: bool
+
+
+@_exact
+class EdgeSessionList(TypedDict):
+    """Body of `/v1/edge/sessions`."""
+
+    object: Literal["list"]
+    data: list[EdgeSession]
 
 
 @_exact

@@ -21,6 +21,7 @@ from serve.api.documents import (
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
+    EdgeSessionList,
     ErrorBody,
     Health,
     Model,
@@ -37,7 +38,6 @@ from serve.api.wording import Wording
 from serve.metrics.exporters import CONTENT_TYPE
 
 if TYPE_CHECKING:
-    from serve.edge import EdgeGateway
     from serve.gateway import Gateway
     from serve.target import TargetDescription
 
@@ -102,19 +102,26 @@ def build_api(gateway: "Gateway") -> FastAPI:
         """Continue a text."""
         return await _answer(gateway, request, body)
 
-    if gateway.edge is not None:
-        api.add_api_websocket_route("/v1/edge", partial(_serve_device, gateway, gateway.edge))
+    @guarded.get("/edge/sessions", responses=responses(EdgeSessionList, 401, 429))
+    async def edge_sessions(request: Request) -> Any:
+        """List the latest sessions of devices with the same key, or without keys from the same address."""
+        who = request.scope["moray.client"].who
+        return EdgeSessionList(object="list", data=[] if gateway.edge is None else gateway.edge.describe(who))
+
+    if gateway.config.edge is not None:
+        api.add_api_websocket_route("/v1/edge", partial(_serve_device, gateway))
     api.include_router(guarded)
     pages.install(api)
     return api
 
 
-async def _serve_device(gateway: "Gateway", edge: "EdgeGateway", socket: WebSocket) -> None:
+async def _serve_device(gateway: "Gateway", socket: WebSocket) -> None:
     """Verify what a device drafts (see `serve.edge`)."""
     try:
         description = await gateway.describe()
         client: Client = socket.scope["moray.client"]
-        await edge.serve(socket, client.who, description, client.wait)
+        assert gateway.edge is not None
+        await gateway.edge.serve(socket, client.who, description, client.wait)
     except errors.ApiError as error:
         await socket.send_denial_response(error.response)
     except Exception as error:  # noqa: BLE001 - logged without texts, which the server would log
@@ -131,6 +138,8 @@ async def _model(gateway: "Gateway") -> Model:
         max_model_len=description.max_model_len,
         drafters=list(description.drafters),
     )
+    if gateway.config.edge is not None:
+        model["edge_drafters"] = list(gateway.config.edge.drafters)
     synthetic = gateway.config.engine.synthetic
     if synthetic.is_on:
         model["synthetic_costs"] = synthetic.notice

@@ -156,6 +156,8 @@ class EdgeBenchmarkConfig(Config):
     """How the drafter's memory crosses the network: float32, bfloat16, int8 or int4."""
     in_flight: tuple[int, ...] = Field(default=(1, 2), min_length=1)
     """Drafts that may be under way at once; each number is measured."""
+    compute_ratio: float = Field(default=1.0, ge=1, le=6)
+    """How many times as slow as a core the device is made; 1 leaves it alone."""
     wait_seconds: float = Field(default=300.0, gt=0)
     """Maximum seconds to wait for replicas to start."""
     ray: RayConfig = RayConfig()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import mean
 from typing import Any, TypedDict
@@ -21,14 +21,15 @@ from rich.table import Table
 
 from moray.bench.reports.wording import number, times
 from moray.bench.specbench import Question, read_questions
+from moray.edge.energy import EnergyMeter
 from moray.edge.link.namespaces import EmulatedLink, emulated_link, why_not
+from moray.edge.link.throttle import throttled
 from moray.errors import ConfigError, DataError
 from moray.progress import Progress
 from serve.bench.applications import Applications, running
 from serve.bench.configs import EdgeBenchmarkConfig, PoolConfig
 
 NAME = "edge"
-NO_ENERGY = "no counter of energy (RAPL, NVML) can be read on this machine"
 
 
 class Way(TypedDict):
@@ -59,6 +60,8 @@ class EdgeRow(TypedDict):
     server_cpu_ms: float
     """Processor time of Serve's proxy and replicas."""
     device_cpu_ms: float
+    energy_mj: float | None
+    """Millijoules of the whole machine, both sides; None if it has no counter that can be read."""
     wake_ups: float
     equal_texts: int
     """Answers that are those of the first way."""
@@ -121,8 +124,7 @@ def benchmark_edge(config: EdgeBenchmarkConfig, console: Console) -> dict[str, A
     return {
         "networks": tables,
         "relay": counts,
-        "energy_j": None,
-        "energy_note": NO_ENERGY,
+        "energy_missing": EnergyMeter().missing,
         "settings": config.model_dump(mode="json"),
     }
 
@@ -174,8 +176,11 @@ def _device(config: EdgeBenchmarkConfig, link: EmulatedLink, url: str) -> Iterat
             text=True,
             cwd=Path(__file__).parents[2],
         )
+        slow = throttled(process.pid, config.compute_ratio) if config.compute_ratio > 1 else nullcontext()
         try:
-            yield _Device(process)
+            device = _Device(process)
+            with slow:
+                yield device
         finally:
             assert process.stdin is not None
             process.stdin.close()
@@ -192,18 +197,20 @@ def _measure(
     progress: Progress,
 ) -> list[EdgeRow]:
     """Ask all questions in all ways, in turn; every other round in reverse order."""
+    meter = EnergyMeter()
     found: dict[str, list[dict[str, Any]]] = {way["name"]: [] for way in ways}
     texts: dict[str, str] = {}
     for turn in range(config.rounds):
         for question in questions:
             for way in ways[:: -1 if turn % 2 else 1]:
-                cpu, sent = applications.cpu_seconds(), link.num_bytes
+                cpu, sent, joules = applications.cpu_seconds(), link.num_bytes, meter.joules()
                 answer = device.ask(way, question)
                 answer["server_cpu"] = applications.cpu_seconds() - cpu
                 answer["up"], answer["down"] = (
                     after - before for after, before in zip(link.num_bytes, sent, strict=True)
                 )
                 answer["is_equal"] = texts.setdefault(question.question_id, answer["text"]) == answer["text"]
+                answer["joules"] = None if joules is None else (meter.joules() or 0.0) - joules
                 found[way["name"]].append(answer)
                 progress.advance()
     plain = _rate(found[ways[0]["name"]])
@@ -235,6 +242,7 @@ def _row(way: Way, answers: Sequence[dict[str, Any]], plain: float) -> EdgeRow:
         "bytes_down": per_token("down"),
         "server_cpu_ms": 1e3 * per_token("server_cpu"),
         "device_cpu_ms": 1e3 * per_token("cpu_seconds"),
+        "energy_mj": None if answers[0]["joules"] is None else 1e3 * per_token("joules"),
         "wake_ups": per_token("wake_ups"),
         "equal_texts": sum(answer["is_equal"] for answer in answers),
         "num_answers": len(answers),

@@ -112,6 +112,8 @@ def test_the_text_is_the_target_s(tiny, drafter_of, variant, how):
         prompt = tiny.prompt(seed, 300 if seed else 9)
         assert text_of(client, request_of(prompt, params)) == expected(tiny, prompt, params)
     assert not server.backend.engine.is_busy
+    assert len(server.links) == 1, "one connection serves one answer after the other"
+    client.close()
     assert not server.server.sessions
 
 

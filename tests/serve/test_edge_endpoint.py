@@ -1,9 +1,15 @@
 """Devices that draft themselves, over real WebSockets: the gateway, the engine's thread and the client."""
 
+import datetime
+import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from served_api import Served
 
 from moray.decoding.params import SamplingParams
@@ -15,8 +21,8 @@ from moray.edge.config import EdgeConfig
 from moray.edge.drafting import DeviceDrafter
 from moray.edge.events import VerifiedTokens
 from moray.edge.messages import Hello
-from moray.edge.transport import WebSocketLink
-from moray.errors import DataError, MismatchError
+from moray.edge.transport import WebSocketLink, check_url
+from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
@@ -46,7 +52,9 @@ def api(serve_target, keys: Path) -> Iterator[Served]:
         yield running
 
 
-def client_of(api: Served, target: Target, key: str = "first", **hello) -> EdgeClient:
+def client_of(
+    api: Served, target: Target, key: str = "first", *, url: str = "", ca_file: str | None = None, **hello
+) -> EdgeClient:
     spec = target.spec
     greeting = Hello(
         target=hello.get("hello_target", spec.fingerprint),
@@ -55,8 +63,8 @@ def client_of(api: Served, target: Target, key: str = "first", **hello) -> EdgeC
         drafter_fingerprint=hello.get("hello_drafter_fingerprint", ""),
     )
     drafter = DeviceDrafter(NGRAM.build(TargetHead.of(target)), "ngram", 256)
-    url = api.url.replace("http:", "ws:") + "/v1/edge"
-    return EdgeClient(drafter, greeting, lambda: WebSocketLink(url, key), CONFIG)
+    url = url or api.url.replace("http:", "ws:") + "/v1/edge"
+    return EdgeClient(drafter, greeting, lambda: WebSocketLink(url, key, ca_file), CONFIG)
 
 
 def text_of(client: EdgeClient, request: Request) -> list[int]:
@@ -72,6 +80,7 @@ def test_a_device_gets_the_target_s_text(api, target):
     assert client.stats.num_cycles
     assert client.stats.num_cuts == 0
     api.wait_until_idle(5)
+    client.close()
 
 
 def test_strangers_are_refused(api, target):
@@ -83,3 +92,63 @@ def test_strangers_are_refused(api, target):
             text_of(client_of(api, target, **{f"hello_{field}": "another-one"}), request)
     api.wait_until_idle(5)
     assert api.gateway.edge.num_sessions == 0
+
+
+def test_a_device_over_the_limit_waits_and_loses_nothing(serve_target, target):
+    edge = EdgeEndpointConfig(drafters=("ngram",))
+    with serve_target(drafters={"ngram": NGRAM}, edge=edge, requests_per_minute=60) as limited:
+        client = client_of(limited, target)
+        prompt = [3, 4, 5] * 20
+        text = text_of(client, Request(prompt=tuple(prompt), max_new_tokens=250, ignore_eos=True))
+        assert text == PlainDecoder(target, 512).generate(prompt, SamplingParams(), 250, ()).tokens
+        assert client.stats.num_calls > 58, "more than the limit allows at once"
+        assert client.stats.seconds > 1
+        assert client.stats.num_cuts == 0, "whoever waits is not lost"
+
+
+def test_over_tls_the_certificate_is_checked(serve_target, target, tmp_path):
+    certificate, key = _certificate(tmp_path)
+    edge = EdgeEndpointConfig(drafters=("ngram",))
+    with serve_target(drafters={"ngram": NGRAM}, edge=edge, tls=(certificate, key)) as secure:
+        url = secure.url.replace("http:", "wss:") + "/v1/edge"
+        request = Request(prompt=(1, 2, 3), max_new_tokens=4, ignore_eos=True)
+        with pytest.raises(DataError, match=r"not trusted .* ca_file"):
+            text_of(client_of(secure, target, url=url), request)
+        assert len(text_of(client_of(secure, target, url=url, ca_file=str(certificate)), request)) == 4
+    with pytest.raises(ConfigError, match="holds no certificates"):
+        text_of(client_of(secure, target, url=url, ca_file=str(tmp_path / "missing")), request)
+
+
+def test_text_never_crosses_a_network_without_tls():
+    for url in ("ws://example.org/v1/edge", "http://127.0.0.1/v1/edge", "wss://", "127.0.0.1:8000"):
+        with pytest.raises(ConfigError, match="wss://"):
+            check_url(url)
+    check_url("wss://example.org/v1/edge")
+    check_url("ws://localhost:8000/v1/edge")
+
+
+def _certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for this machine that signs itself, and its key."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "moray test")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(private, hashes.SHA256())
+    )
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return certificate, key

@@ -17,6 +17,7 @@ MODES = {mode.value: mode for mode in schemathesis.GenerationMode}
 OPERATIONS = [
     ("GET", "/health"),
     ("GET", "/metrics"),
+    ("GET", "/v1/edge/sessions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("POST", "/v1/chat/completions"),

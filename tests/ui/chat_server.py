@@ -52,6 +52,14 @@ class StandIn:
     def generate(self) -> Any:
         return _Method(self._generate)
 
+    @property
+    def edge(self) -> Any:
+        return _Method(lambda *arguments: _Stream(self.replica.edge(*arguments)))
+
+    @property
+    def offer(self) -> Any:
+        return _Method(self.replica.offer)
+
     def options(self, **_: Any) -> "StandIn":
         return self
 
@@ -132,8 +140,8 @@ class ChatServer:
 
 
 @contextlib.contextmanager
-def running_server(folder: Path) -> Iterator[ChatServer]:
-    """A server on a free port of the loopback, until the end of the block."""
+def running_server(folder: Path, edge: dict[str, Any] | None = None) -> Iterator[ChatServer]:
+    """A server on a free port of the loopback, until the end of the block; `edge` is its endpoint for devices."""
     target = save_chat_target(folder / "tiny")
     model = Target.load(TargetConfig(model=str(target), device="cpu"))
     noisy = noisy_copy(TinyTarget("tiny", target, model), noise=0.1)
@@ -149,6 +157,7 @@ def running_server(folder: Path) -> Iterator[ChatServer]:
             "placement": "in_process",
             "engine": {"max_num_seqs": 2, "kv_cache_tokens": 2048, "tree": {"type": "chain", "depth": 4}},
             "max_waiting": 0,
+            "edge": edge,
         }
     )
     targets = StandIn(TargetReplica(config))

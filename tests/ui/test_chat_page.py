@@ -7,12 +7,25 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_server import DRAFTERS, ChatServer, running_server, wait_until
+
+from moray.decoding.request import Request
+from moray.drafters.configs import NgramConfig
+from moray.edge.client import EdgeClient
+from moray.edge.config import EdgeConfig
+from moray.edge.drafting import DeviceDrafter
+from moray.edge.events import VerifiedTokens
+from moray.edge.messages import Hello
+from moray.edge.transport import WebSocketLink
+from moray.targets.head import TargetHead
+from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = playwright.expect
@@ -369,3 +382,41 @@ def test_every_control_has_a_name_and_can_be_reached_by_keyboard(page):
         "fields => fields.filter(field => !field.labels.length).map(field => field.id)"
     )
     assert unnamed == []
+
+
+def test_a_device_s_answer_is_shown_as_it_comes(browser, tmp_path):
+    """Verified text plainly, what was drafted after it otherwise; at the end the verified text alone."""
+    with running_server(tmp_path, edge={"drafters": ["lookup"], "max_sessions": 1}) as server:
+        page = browser.new_page()
+        page.goto(server.url)
+        expect(page.locator("#model")).to_have_text("tiny")
+        expect(page.locator("#edge")).to_be_hidden()
+        target = Target.load(TargetConfig(model=str(server.folder), device="cpu"))
+        hello = Hello(
+            target=target.spec.fingerprint,
+            text=server.tokenizer.fingerprint,
+            drafter="lookup",
+            drafter_fingerprint="",
+        )
+        drafter = NgramConfig(type="ngram", max_ngram=3).build(TargetHead.of(target))
+        url = server.url.replace("http:", "ws:") + "/v1/edge"
+        client = EdgeClient(
+            DeviceDrafter(drafter, "lookup", 256), hello, lambda: WebSocketLink(url), EdgeConfig(give_up_seconds=10)
+        )
+        prompt = tuple(server.tokenizer.encode_prompt([{"role": "user", "content": QUESTION}]))
+        tokens: list[int] = []
+
+        def answer() -> None:
+            for event in client.answer(Request(prompt=prompt, max_new_tokens=60, ignore_eos=True)):
+                if isinstance(event, VerifiedTokens):
+                    tokens.extend(event.tokens)
+
+        server.pace = 0.1
+        device = threading.Thread(target=answer)
+        device.start()
+        expect(page.locator("#edge-verified")).not_to_be_empty(timeout=15_000)
+        device.join(timeout=60)
+        expect(page.locator("#edge-state")).to_have_text("lookup, 60 tokens, complete", timeout=15_000)
+        assert page.locator("#edge-verified").text_content() == server.tokenizer.decode(tokens)
+        assert page.locator("#edge-unverified").text_content() == ""
+        page.close()

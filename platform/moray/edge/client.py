@@ -21,7 +21,6 @@ from moray.edge.codec import decode
 from moray.edge.config import EdgeConfig
 from moray.edge.drafting import DeviceDrafter
 from moray.edge.events import (
-    DraftedTokens,
     EdgeEvent,
     Finished,
     LinkChanged,
@@ -45,6 +44,7 @@ from moray.edge.messages import (
     decode_down,
     encode_up,
 )
+from moray.edge.offline import DraftingAlone
 from moray.edge.planner import DepthPlanner
 from moray.edge.stats import EdgeStats
 from moray.edge.transport import Dial, Link
@@ -85,8 +85,10 @@ class EdgeClient:
         self._hello = hello.model_copy(update={"codec": config.codec})
         self._dial = dial
         self._config = config
-        self._eos_ids = frozenset(eos_ids)
+        self._alone = DraftingAlone(drafter, config.max_offline_tokens, eos_ids)
         self._clock = clock
+        self._idle_link: Link | None = None
+        """The connection of the answer before, for the next one."""
         self.stats = EdgeStats()
         shape = fit_shape(config.tree, drafter.name, drafter.drafter.max_depth, drafter.drafter.spec.vocab_size)
         self._planner = DepthPlanner(shape)
@@ -104,9 +106,11 @@ class EdgeClient:
         self.stats, began = EdgeStats(), self._clock()
         with ThreadPoolExecutor(1, "dial") as pool:
             while answer.finish_reason is None:
-                link = yield from self._connect(answer, pool)
+                link, self._idle_link, is_known = self._idle_link, None, self._idle_link is not None
+                if link is None:
+                    link = yield from self._connect(answer, pool)
                 try:
-                    yield from self._online(answer, link)
+                    yield from self._online(answer, link, is_known=is_known)
                 except UnreachableError as error:
                     self.stats.num_cuts += 1
                     yield LinkChanged(LinkState.OFFLINE, str(error))
@@ -115,9 +119,18 @@ class EdgeClient:
                         self._send(link, Cancel())
                     raise
                 finally:
-                    link.close()
+                    if answer.finish_reason is None:
+                        link.close()
+                    else:
+                        self._idle_link = link
         self.stats.seconds = self._clock() - began
         yield Finished(answer.finish_reason)
+
+    def close(self) -> None:
+        """Close the connection that waits for the next answer."""
+        if self._idle_link is not None:
+            self._idle_link.close()
+            self._idle_link = None
 
     # --- Offline ---
 
@@ -142,55 +155,17 @@ class EdgeClient:
 
     def _draft_alone(self, answer: EdgeAnswer, until: Future[Any]) -> Iterator[EdgeEvent]:
         """Write one more token that is not verified, or wait a little if there is none to write."""
-        drafted = self._next_alone(answer)
+        drafted = self._alone.next(answer)
         if drafted is None:
             wait([until], _WAIT_SECONDS)
         else:
             yield drafted
 
-    def _next_alone(self, answer: EdgeAnswer) -> DraftedTokens | None:
-        """One more level of the draft that is written without the server; None if there is none."""
-        if not answer.has_root or self._drafter.num_known != len(answer.tokens) - 1:
-            return None
-        if answer.alone is None:
-            chain = self._shown_chain(answer)
-            answer.alone = self._drafter.ahead_of(chain, self._config.max_offline_tokens) or "ended"
-            if len(chain) > 1 and not answer.drafted:
-                return self._show(answer, chain[1:])
-        ahead = answer.alone
-        if ahead == "ended":
-            return None
-        if not self._drafter.grow(ahead):
-            answer.alone = "ended"
-        return self._show(answer, ahead.first_chain[1:])
-
-    def _shown_chain(self, answer: EdgeAnswer) -> list[int]:
-        """What to go on from: the drafted tokens that the user sees, or the chain that is under way, or the root."""
-        root = answer.tokens[-1]
-        if answer.drafted:
-            return [root, *answer.drafted]
-        first = answer.under_way[0] if answer.under_way else None
-        if first is not None and first.tokens and not first.parents and first.at == len(answer.tokens) - 1:
-            return [*first.tokens]
-        return [root]
-
-    def _show(self, answer: EdgeAnswer, drafted: list[int]) -> DraftedTokens | None:
-        """Show what is new of the drafted tokens, up to an end of the answer."""
-        room = answer.request.max_new_tokens - answer.index
-        limit = min(room, self._config.max_offline_tokens)
-        ends = [place + 1 for place, token in enumerate(drafted) if token in self._eos_ids]
-        drafted = drafted[: min([limit, *ends])]
-        num_shown = len(answer.drafted)
-        if len(drafted) <= num_shown:
-            return None
-        answer.drafted = drafted
-        return DraftedTokens(answer.index + num_shown, tuple(drafted[num_shown:]))
-
     # --- Online ---
 
-    def _online(self, answer: EdgeAnswer, link: Link) -> Iterator[EdgeEvent]:
-        """Decode over one connection until the answer ends."""
-        self._begin(answer, link)
+    def _online(self, answer: EdgeAnswer, link: Link, *, is_known: bool) -> Iterator[EdgeEvent]:
+        """Decode over one connection until the answer ends; `is_known` says whether the server has had our `Hello`."""
+        self._begin(answer, link, is_known=is_known)
         yield LinkChanged(LinkState.ONLINE)
         ahead: Ahead | None = None
         is_suspect = False
@@ -217,14 +192,15 @@ class EdgeClient:
                 if not is_suspect:
                     is_suspect = True
                     yield LinkChanged(LinkState.SUSPECT)
-                drafted = self._next_alone(answer)
+                drafted = self._alone.next(answer)
                 if drafted is not None:
                     yield drafted
 
-    def _begin(self, answer: EdgeAnswer, link: Link) -> None:
+    def _begin(self, answer: EdgeAnswer, link: Link, *, is_known: bool) -> None:
         """Open the session, or take it up again."""
         answer.planned = None
-        self._send(link, self._hello)
+        if not is_known:
+            self._send(link, self._hello)
         if answer.welcome is None:  # without waiting for the welcome: a round trip less
             generated = tuple(answer.tokens[len(answer.request.prompt) :])
             request = answer.request.model_copy(update={"generated": generated})

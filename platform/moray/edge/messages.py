@@ -10,6 +10,8 @@
                                                  <-     Verified(seq 1, accepted tokens, next root, memory)
     Resume(session, token, received)             ->     on another connection, after a cut
                                                  <-     Resumed(last seq), then all Verified that were not received
+    Open(request)                                ->     the next answer, over the same connection
+                                                 <-     Welcome(another session, ...), and so on
 
 What the device sends is JSON; what the server sends is a frame of `decoding.remote.frames`, which may hold tensors. The
 server numbers its `Verified` messages, and keeps each until the device says that it has received it, so that a cut

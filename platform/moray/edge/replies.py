@@ -21,8 +21,10 @@ class Reply:
 
     index: int
     """See `Verified.index`."""
-    num_tokens: int
+    tokens: tuple[int, ...]
     """New tokens of the answer."""
+    num_accepted: int
+    """How many of them, from the first on, were drafted."""
     is_finished: bool
     """Whether the answer has ended."""
     frame: bytes
@@ -68,7 +70,7 @@ class ReplyWriter:
         )
         self._at += len(update.tokens)
         is_finished = update.finish_reason is not None
-        return Reply(self._index, len(update.tokens), is_finished, pack_frame(message, memory))
+        return Reply(self._index, message.tokens, message.num_accepted, is_finished, pack_frame(message, memory))
 
 
 def offer_of(verify: Verify, vocab_size: int, device: torch.device) -> Offer:

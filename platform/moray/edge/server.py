@@ -104,19 +104,19 @@ class EdgeServer:
         self.tokens = ResumeTokens(secrets.token_bytes(32))
         self.sessions: dict[str, ServerSession] = {}
 
-    def connect(self, owner: int, send: Send) -> "ServerConnection":
+    def connect(self, owner: str, send: Send) -> "ServerConnection":
         """A new connection of a client with this key."""
         return ServerConnection(self, owner, send)
 
-    def add(self, owner: int) -> ServerSession:
+    def add(self, owner: str) -> ServerSession:
         """A new session.
 
         Raises:
             RefusedError: there are too many.
         """
         self.sweep()
-        own = sum(session.owner == owner for session in self.sessions.values())
-        if len(self.sessions) >= self.limits.max_sessions or own >= self.limits.max_sessions_per_key:
+        running = [session.owner for session in self.sessions.values() if not session.is_finished]
+        if len(running) >= self.limits.max_sessions or running.count(owner) >= self.limits.max_sessions_per_key:
             raise RefusedError("full", "all sessions are taken: try again later", retry_ms=1000)
         session = ServerSession(secrets.token_hex(16), owner)
         session.heard_at = self.clock()
@@ -143,9 +143,9 @@ class EdgeServer:
 
 
 class ServerConnection:
-    """One connection of a device: `Hello`, then one session, new or taken up again."""
+    """One connection of a device: `Hello`, then one session after the other; the first may be taken up again."""
 
-    def __init__(self, server: EdgeServer, owner: int, send: Send) -> None:
+    def __init__(self, server: EdgeServer, owner: str, send: Send) -> None:
         self._server = server
         self._owner = owner
         self._send = send
@@ -171,6 +171,11 @@ class ServerConnection:
             self._session.send = None
             if self._session.is_finished:
                 self._server.drop(self._session)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is going on over it."""
+        return self._session is None or self._session.is_finished
 
     def alive(self) -> None:
         """The device has shown a sign of life."""
@@ -231,6 +236,10 @@ class ServerConnection:
             known = ", ".join(served.codecs)
             raise RefusedError("codec", f"codec is '{hello.codec}'; this server accepts {known}")
         self._hello = hello
+        self._begin_session()
+
+    def _begin_session(self) -> None:
+        """Make a session for this connection, and say so."""
         self._session = self._server.add(self._owner)
         self._session.send = self._send
         limits = self._server.limits
@@ -246,11 +255,16 @@ class ServerConnection:
         self._send(pack_frame(welcome))
 
     def _open(self, message: Open, hello: Hello) -> None:
+        if self._session is not None and self._session.is_finished:  # the next answer over the same connection
+            self._server.drop(self._session)
+            self._begin_session()
         session = self._own()
         if session.is_open:
             raise DataError("'open' came twice: one session has one sequence")
         if message.request.drafter != hello.drafter:
             raise DataError(f"drafter is '{message.request.drafter}', but 'hello' named '{hello.drafter}'")
+        if message.request.logprobs is not None:
+            raise DataError("request.logprobs is not supported here: leave it out")
         session.is_open = True
         self._server.backend.open(session, message, hello.codec)
 

@@ -19,7 +19,7 @@ from moray.errors import DataError
 MAX_UNRECEIVED_BYTES = 16 << 20
 """Bytes of messages that are kept for a device. Beyond it, the oldest are dropped, and the session cannot be resumed
 before them: the device opens it again."""
-_EXPIRY = struct.Struct(">QI")
+_EXPIRY = struct.Struct(">Q")
 _DIGEST_BYTES = 32
 Send = Callable[[bytes], None]
 
@@ -31,11 +31,11 @@ class SessionGoneError(DataError):
 class ServerSession:
     """One device's sequence, as the process that holds its connection knows it."""
 
-    def __init__(self, name: str, owner: int) -> None:
+    def __init__(self, name: str, owner: str) -> None:
         """
         Args:
             name: of the session; a random one.
-            owner: number of the key that opened it.
+            owner: the key that opened it, by number, or the address without keys.
         """
         self.name = name
         self.owner = owner
@@ -115,12 +115,12 @@ class ResumeTokens:
         self._secret = secret
         self._clock = clock
 
-    def sign(self, session: str, owner: int, seconds: float) -> str:
+    def sign(self, session: str, owner: str, seconds: float) -> str:
         """A token that is valid for so many seconds."""
-        head = _EXPIRY.pack(int(self._clock() + seconds), owner)
-        return base64.urlsafe_b64encode(head + self._digest(session, head)).decode()
+        head = _EXPIRY.pack(int(self._clock() + seconds))
+        return base64.urlsafe_b64encode(head + self._digest(session, owner, head)).decode()
 
-    def check(self, token: str, session: str, owner: int) -> bool:
+    def check(self, token: str, session: str, owner: str) -> bool:
         """Whether a token is one of this session and key, and has not expired."""
         try:
             raw = base64.urlsafe_b64decode(token.encode())
@@ -129,9 +129,9 @@ class ResumeTokens:
         if len(raw) != _EXPIRY.size + _DIGEST_BYTES:
             return False
         head, digest = raw[: _EXPIRY.size], raw[_EXPIRY.size :]
-        expires, signed_owner = _EXPIRY.unpack(head)
-        is_ours = hmac.compare_digest(digest, self._digest(session, head))
-        return is_ours and signed_owner == owner and self._clock() < expires
+        is_ours = hmac.compare_digest(digest, self._digest(session, owner, head))
+        return is_ours and self._clock() < _EXPIRY.unpack(head)[0]
 
-    def _digest(self, session: str, head: bytes) -> bytes:
-        return hmac.new(self._secret, session.encode() + b"\0" + head, hashlib.sha256).digest()
+    def _digest(self, session: str, owner: str, head: bytes) -> bytes:
+        signed = b"\0".join((session.encode(), owner.encode(), head))
+        return hmac.new(self._secret, signed, hashlib.sha256).digest()

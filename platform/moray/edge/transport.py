@@ -78,7 +78,7 @@ class WebSocketLink(Link):
             check_url(url)
         self._stack = ExitStack()
         headers = {"Authorization": f"Bearer {key}"} if key else None
-        context = ssl.create_default_context(cafile=ca_file) if url.startswith("wss:") else None
+        context = _context(ca_file) if url.startswith("wss:") else None
         try:
             opened = connect(
                 url,
@@ -98,6 +98,11 @@ class WebSocketLink(Link):
             raise _refused(url, error.response.status_code) from None
         except InvalidURI as error:
             raise ConfigError(f"url is '{url}', which is no WebSocket address: {error}") from None
+        except ssl.SSLCertVerificationError as error:
+            raise DataError(
+                f"the certificate of {url} is not trusted ({error.verify_message}): name the file of its authority in "
+                "ca_file"
+            ) from None
         except (InvalidHandshake, OSError, EOFError) as error:
             raise UnreachableError(f"no connection to {url}: {error or type(error).__name__}") from None
         self._heard = time.monotonic()
@@ -155,6 +160,18 @@ def check_url(url: str) -> None:
         raise ConfigError(f"url is '{url}'; wss://HOST/v1/edge is needed, or ws://localhost:PORT/v1/edge")
     if parts.scheme == "ws" and parts.hostname not in _LOOPBACK:
         raise ConfigError(f"url is '{url}', which would send text unencrypted over a network: use wss://")
+
+
+def _context(ca_file: str | None) -> ssl.SSLContext:
+    """What certificates are checked with.
+
+    Raises:
+        ConfigError: the file holds no certificates.
+    """
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl's own errors are OSErrors too
+        raise ConfigError(f"ca_file is '{ca_file}', which holds no certificates: {error.strerror or error}") from None
 
 
 def _refused(url: str, status: int) -> MorayError:

@@ -1,5 +1,6 @@
 // The chat page: what the reader does, and what is asked of the server for it.
 
+import { EdgePanel } from "./edge.js";
 import { Figures, drawPasses } from "./figures.js";
 import { fetchModel, streamChat } from "./stream.js";
 import { Transcript } from "./transcript.js";
@@ -8,6 +9,8 @@ const KEY = "moray.api-key";
 const byId = (id) => document.getElementById(id);
 const transcript = new Transcript(byId("transcript"));
 const question = byId("question");
+
+const edge = new EdgePanel(apiKey);
 
 let model = null;
 let conversation = { turns: [] }; // replaced by a new one; what still runs for the old one is let go
@@ -181,9 +184,11 @@ async function connect() {
     byId("model").textContent = "not connected";
     byId("context").textContent = "";
     showProblem(problem);
+    edge.watch(false);
     return false;
   }
   hideProblem();
+  edge.watch((model.edge_drafters?.length ?? 0) > 0);
   byId("model").textContent = model.id;
   const most = model.max_model_len?.toLocaleString("en");
   byId("context").textContent = most ? ` · ${most} tokens of context` : "";

@@ -17,6 +17,12 @@ export async function fetchModel(key) {
   return { drafters: [], max_model_len: null, ...model };
 }
 
+/** The latest sessions of devices, the last one first. */
+export async function fetchEdgeSessions(key) {
+  const response = await request("v1/edge/sessions", { headers: headers(key), cache: "no-store" });
+  return (await response.json()).data;
+}
+
 /**
  * The chunks of a streamed answer, until the server says that it is whole.
  * Throws a Problem where it is refused or breaks off, and an AbortError once `signal` says so.
