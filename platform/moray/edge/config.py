@@ -53,5 +53,6 @@ class EdgeRunConfig(EdgeConfig):
     max_new_tokens: int = Field(default=256, ge=1)
     """Maximum tokens of an answer."""
     sampling: SamplingParams = SamplingParams()
+    """How tokens are drawn; greedy by default."""
     threads: int | None = Field(default=None, ge=1)
     """Number of torch threads; null leaves it to torch."""

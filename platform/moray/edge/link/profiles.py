@@ -14,6 +14,7 @@ class LinkProfile(Config):
     """One network."""
 
     name: str = Field(min_length=1)
+    """Name in tables."""
     delay_ms: float = Field(ge=0)
     """Mean delay, in milliseconds."""
     jitter_ms: float = Field(default=0.0, ge=0)
