@@ -13,16 +13,16 @@ from moray.edge.config import EdgeRunConfig
 
 if TYPE_CHECKING:
     from moray.chat_template import Message
-    from moray.edge.device import Device
-    from moray.edge.terminal import Terminal
+    from moray.edge.device.loading import Device
+    from moray.edge.device.terminal import Terminal
 
 
 def main(config: EdgeRunConfig) -> None:
     """Load the drafter, then answer the prompt, or chat."""
     import sys
 
-    from moray.edge.device import Device
-    from moray.edge.terminal import Terminal
+    from moray.edge.device.loading import Device
+    from moray.edge.device.terminal import Terminal
 
     device = Device(config)
     terminal = Terminal(sys.stdout, sys.stderr)
@@ -40,7 +40,7 @@ def main(config: EdgeRunConfig) -> None:
 def _answer(device: "Device", terminal: "Terminal", messages: "list[Message]") -> str:
     import sys
 
-    from moray.edge.terminal import AnswerView
+    from moray.edge.device.terminal import AnswerView
 
     events = device.answer(messages)
     view = AnswerView(device.tokenizer.decode, device.redactor)

@@ -16,8 +16,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from moray.decoding.sampling.stop import Decode
 from moray.edge.messages import SUBPROTOCOL, CodecName, Open, Verify
-from moray.edge.server import Backend, EdgeServer, Limits, RefusedError
-from moray.edge.session import ServerSession
+from moray.edge.server.server import Backend, EdgeServer, Limits, RefusedError
+from moray.edge.server.session import ServerSession
 from moray.errors import DataError
 from serve.api.documents import EdgeSession
 from serve.api.failures import describe

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from moray.decoding.request import Request
 from moray.edge.messages import Verify
-from moray.edge.replies import Reply
+from moray.edge.server.replies import Reply
 from serve.api.documents import EdgeSession
 
 _MAX_TOKENS = 1000

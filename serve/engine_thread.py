@@ -16,7 +16,7 @@ from typing import Any
 from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request, RequestOutput
 from moray.edge.messages import CodecName, Open, Verify
-from moray.edge.replies import Reply, ReplyWriter, offer_of
+from moray.edge.server.replies import Reply, ReplyWriter, offer_of
 from moray.errors import DataError, MorayError
 
 

@@ -16,8 +16,8 @@ from moray.decoding.request import Request, RequestOutput
 from moray.drafters.base import Drafter
 from moray.drafters.loading import fingerprints_of, load_drafters
 from moray.edge.messages import CodecName, Open, Verify
-from moray.edge.replies import Reply
-from moray.edge.server import Served
+from moray.edge.server.replies import Reply
+from moray.edge.server.server import Served
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 from serve.api.failures import describe

@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Callable
 
 from moray.decoding.engine.engine import Engine
+from moray.edge.device.transport import Link
 from moray.edge.messages import CodecName, Open, Verify
-from moray.edge.replies import ReplyWriter, offer_of
-from moray.edge.server import Backend, EdgeServer, Limits, RefusedError, Served, ServerConnection
-from moray.edge.session import ServerSession
-from moray.edge.transport import Link
+from moray.edge.server.replies import ReplyWriter, offer_of
+from moray.edge.server.server import Backend, EdgeServer, Limits, RefusedError, Served, ServerConnection
+from moray.edge.server.session import ServerSession
 from moray.errors import DataError, UnreachableError
 
 FINGERPRINT = "drafter-hash"

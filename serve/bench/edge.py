@@ -21,7 +21,7 @@ from rich.table import Table
 
 from moray.bench.reports.wording import number, times
 from moray.bench.specbench import Question, read_questions
-from moray.edge.energy import EnergyMeter
+from moray.edge.link.energy import EnergyMeter
 from moray.edge.link.namespaces import EmulatedLink, emulated_link, why_not
 from moray.edge.link.throttle import throttled
 from moray.errors import ConfigError, DataError

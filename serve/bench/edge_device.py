@@ -21,12 +21,12 @@ import torch
 from moray.config import validate
 from moray.decoding.request import Request
 from moray.drafters.loading import build_drafters, fingerprints_of, num_head_layers
-from moray.edge.client import EdgeClient
 from moray.edge.config import EdgeConfig
-from moray.edge.drafting import DeviceDrafter
-from moray.edge.events import VerifiedTokens
+from moray.edge.device.client import EdgeClient
+from moray.edge.device.drafting import DeviceDrafter
+from moray.edge.device.events import VerifiedTokens
+from moray.edge.device.transport import WebSocketLink
 from moray.edge.messages import Hello
-from moray.edge.transport import WebSocketLink
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig

@@ -15,10 +15,10 @@ from rich.table import Table
 from moray.bench.specbench import read_questions
 from moray.config import validate
 from moray.decoding.request import Request
-from moray.edge.client import EdgeClient
 from moray.edge.config import EdgeConfig
-from moray.edge.events import DraftedTokens, VerifiedTokens
-from moray.edge.transport import Link, WebSocketLink
+from moray.edge.device.client import EdgeClient
+from moray.edge.device.events import DraftedTokens, VerifiedTokens
+from moray.edge.device.transport import Link, WebSocketLink
 from moray.errors import UnreachableError
 from moray.progress import Progress
 from serve.bench.applications import running

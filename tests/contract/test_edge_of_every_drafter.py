@@ -16,10 +16,10 @@ from moray.decoding.engine.engine import Engine
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.drafters.base import Drafter
-from moray.edge.client import EdgeClient
 from moray.edge.config import EdgeConfig
-from moray.edge.drafting import DeviceDrafter
-from moray.edge.events import DraftedTokens, Finished, Retracted, VerifiedTokens
+from moray.edge.device.client import EdgeClient
+from moray.edge.device.drafting import DeviceDrafter
+from moray.edge.device.events import DraftedTokens, Finished, Retracted, VerifiedTokens
 from moray.edge.messages import Hello
 from moray.trees.shapes import ChainShape
 

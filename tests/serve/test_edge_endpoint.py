@@ -16,12 +16,12 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.drafters.configs import NgramConfig
-from moray.edge.client import EdgeClient
 from moray.edge.config import EdgeConfig
-from moray.edge.drafting import DeviceDrafter
-from moray.edge.events import VerifiedTokens
+from moray.edge.device.client import EdgeClient
+from moray.edge.device.drafting import DeviceDrafter
+from moray.edge.device.events import VerifiedTokens
+from moray.edge.device.transport import WebSocketLink, check_url
 from moray.edge.messages import Hello
-from moray.edge.transport import WebSocketLink, check_url
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target

@@ -17,12 +17,12 @@ from chat_server import DRAFTERS, ChatServer, running_server, wait_until
 
 from moray.decoding.request import Request
 from moray.drafters.configs import NgramConfig
-from moray.edge.client import EdgeClient
 from moray.edge.config import EdgeConfig
-from moray.edge.drafting import DeviceDrafter
-from moray.edge.events import VerifiedTokens
+from moray.edge.device.client import EdgeClient
+from moray.edge.device.drafting import DeviceDrafter
+from moray.edge.device.events import VerifiedTokens
+from moray.edge.device.transport import WebSocketLink
 from moray.edge.messages import Hello
-from moray.edge.transport import WebSocketLink
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig

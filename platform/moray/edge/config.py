@@ -18,7 +18,7 @@ class EdgeConfig(Config):
     codec: CodecName = "bfloat16"
     """How the drafter's memory crosses the network: float32, bfloat16, int8 or int4. It can change speed only."""
     in_flight: int = Field(default=1, ge=1, le=2)
-    """Drafts that may be under way at once; with 2, the next chain is sent before the one before it is verified."""
+    """Drafts that may be under way at once; with 2, a chain is sent before the last one is verified."""
     suspect_after_seconds: float = Field(default=1.0, gt=0)
     """Seconds without a sign of the server after which the drafter goes on alone, on the same connection."""
     offline_after_seconds: float = Field(default=2.0, gt=0)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moray.edge.energy import EnergyMeter
+from moray.edge.link.energy import EnergyMeter
 
 
 def zone(root: Path, name: str, microjoules: int, most: int = 1_000_000_000) -> Path:

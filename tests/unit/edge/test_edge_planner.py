@@ -1,6 +1,6 @@
 """How deep a device drafts: deeper on a slow connection, shallower where drafts are refused, within what is allowed."""
 
-from moray.edge.planner import DepthPlanner
+from moray.edge.device.planner import DepthPlanner
 from moray.trees.shapes import AdaptiveShape, FixedShape
 
 

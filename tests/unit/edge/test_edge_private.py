@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moray.edge.private import Redactor
+from moray.edge.device.private import Redactor
 from moray.errors import DataError
 
 

@@ -19,9 +19,9 @@ from moray.edge.messages import (
     decode_up,
     encode_up,
 )
-from moray.edge.replies import Reply
-from moray.edge.server import Backend, EdgeServer, Limits, Served
-from moray.edge.session import MAX_UNRECEIVED_BYTES, ResumeTokens, ServerSession, SessionGoneError
+from moray.edge.server.replies import Reply
+from moray.edge.server.server import Backend, EdgeServer, Limits, Served
+from moray.edge.server.session import MAX_UNRECEIVED_BYTES, ResumeTokens, ServerSession, SessionGoneError
 from moray.errors import DataError
 
 HELLO = Hello(target="T", text="X", drafter="d", drafter_fingerprint="F")

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from moray.edge.events import DraftedTokens, Finished, LinkChanged, LinkState, Retracted, VerifiedTokens
-from moray.edge.private import Redactor
-from moray.edge.terminal import AnswerView, Terminal
+from moray.edge.device.events import DraftedTokens, Finished, LinkChanged, LinkState, Retracted, VerifiedTokens
+from moray.edge.device.private import Redactor
+from moray.edge.device.terminal import AnswerView, Terminal
 
 COLUMNS = 20
 WORDS = ["one ", "two ", "three ", "\n", "a longer word ", "[P1] "]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from moray.edge.messages import Verify
-from moray.edge.replies import Reply
+from moray.edge.server.replies import Reply
 from moray.errors import DataError
 
 MAX_UNRECEIVED_BYTES = 16 << 20

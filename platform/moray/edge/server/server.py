@@ -26,7 +26,7 @@ from moray.edge.messages import (
     Welcome,
     decode_up,
 )
-from moray.edge.session import ResumeTokens, Send, ServerSession, SessionGoneError
+from moray.edge.server.session import ResumeTokens, Send, ServerSession, SessionGoneError
 from moray.errors import DataError
 
 _LOGGER = logging.getLogger("ray.serve")

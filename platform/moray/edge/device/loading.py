@@ -5,13 +5,13 @@ from pathlib import Path
 
 from moray.decoding.request import Request
 from moray.drafters.loading import build_drafters, fingerprints_of, num_head_layers
-from moray.edge.client import EdgeClient
 from moray.edge.config import EdgeRunConfig
-from moray.edge.drafting import DeviceDrafter
-from moray.edge.events import EdgeEvent
+from moray.edge.device.client import EdgeClient
+from moray.edge.device.drafting import DeviceDrafter
+from moray.edge.device.events import EdgeEvent
+from moray.edge.device.private import Redactor
+from moray.edge.device.transport import WebSocketLink, check_url
 from moray.edge.messages import Hello
-from moray.edge.private import Redactor
-from moray.edge.transport import WebSocketLink, check_url
 from moray.errors import ConfigError
 from moray.progress import Progress
 from moray.targets.head import TargetHead
@@ -59,7 +59,7 @@ class Device:
         """Answer a chat (see `EdgeClient.answer`); what is marked private in it is replaced first.
 
         Raises:
-            DataError: a mark is wrong (see `edge.private`).
+            DataError: a mark is wrong (see `edge.device.private`).
         """
         prompt = tuple(self.tokenizer.encode_prompt(self.redactor.redact(messages)))
         return self.client.answer(

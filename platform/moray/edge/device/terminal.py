@@ -8,8 +8,16 @@ from rich.cells import cell_len
 
 from moray.decoding.sampling.detokenizer import IncrementalDetokenizer
 from moray.decoding.sampling.stop import Decode, StopStrings
-from moray.edge.events import DraftedTokens, EdgeEvent, Finished, LinkChanged, LinkState, Retracted, VerifiedTokens
-from moray.edge.private import Redactor
+from moray.edge.device.events import (
+    DraftedTokens,
+    EdgeEvent,
+    Finished,
+    LinkChanged,
+    LinkState,
+    Retracted,
+    VerifiedTokens,
+)
+from moray.edge.device.private import Redactor
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 

@@ -16,11 +16,11 @@ from moray.decoding.planning.fitting import fit_shape
 from moray.decoding.remote.ahead import Ahead
 from moray.decoding.remote.frames import unpack_frame
 from moray.decoding.request import Request
-from moray.edge.answer import EdgeAnswer, Planned
 from moray.edge.codec import decode
 from moray.edge.config import EdgeConfig
-from moray.edge.drafting import DeviceDrafter
-from moray.edge.events import (
+from moray.edge.device.answer import EdgeAnswer, Planned
+from moray.edge.device.drafting import DeviceDrafter
+from moray.edge.device.events import (
     EdgeEvent,
     Finished,
     LinkChanged,
@@ -28,6 +28,10 @@ from moray.edge.events import (
     Retracted,
     VerifiedTokens,
 )
+from moray.edge.device.offline import DraftingAlone
+from moray.edge.device.planner import DepthPlanner
+from moray.edge.device.stats import EdgeStats
+from moray.edge.device.transport import Dial, Link
 from moray.edge.messages import (
     Cancel,
     DownMessage,
@@ -44,10 +48,6 @@ from moray.edge.messages import (
     decode_down,
     encode_up,
 )
-from moray.edge.offline import DraftingAlone
-from moray.edge.planner import DepthPlanner
-from moray.edge.stats import EdgeStats
-from moray.edge.transport import Dial, Link
 from moray.errors import DataError, MismatchError, UnreachableError
 from moray.trees.shapes import MAX_DEPTH
 

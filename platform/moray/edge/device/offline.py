@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 
-from moray.edge.answer import EdgeAnswer
-from moray.edge.drafting import DeviceDrafter
-from moray.edge.events import DraftedTokens
+from moray.edge.device.answer import EdgeAnswer
+from moray.edge.device.drafting import DeviceDrafter
+from moray.edge.device.events import DraftedTokens
 
 
 class DraftingAlone:
