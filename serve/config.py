@@ -46,7 +46,7 @@ class EdgeEndpointConfig(Config):
     drafters: tuple[str, ...] = Field(min_length=1)
     """Names of the drafters, among `drafters`, that devices may run."""
     max_sessions: int = Field(default=8, ge=1)
-    """Maximum number of sessions in one gateway replica; each holds a sequence of the engine, with room for its longest
+    """Maximum number of sessions in one gateway replica. Each holds a sequence of the engine, with room for its longest
     answer."""
     max_sessions_per_key: int = Field(default=8, ge=1)
     """Maximum number of sessions of one key, or of one address without keys."""

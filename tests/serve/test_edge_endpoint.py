@@ -5,6 +5,7 @@ import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -81,6 +82,29 @@ def test_a_device_gets_the_target_s_text(api, target):
     assert client.stats.num_cuts == 0
     api.wait_until_idle(5)
     client.close()
+
+
+def test_what_a_device_has_is_shown_to_its_own_key(api, target):
+    prompt = [3, 4, 5] * 20
+    text = text_of(client_of(api, target, "second"), Request(prompt=tuple(prompt), max_new_tokens=30, ignore_eos=True))
+
+    def sessions(key: str) -> list[dict[str, object]]:
+        answer = httpx.get(f"{api.url}/v1/edge/sessions", headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+        return answer.json()["data"]
+
+    shown = sessions("second")[0]
+    assert shown.pop("id")
+    assert shown == {
+        "drafter": "ngram",
+        "num_tokens": 30,
+        "verified": api.gateway.tokenizer.decode(text),
+        "unverified": "",
+        "retracted": shown["retracted"],
+        "is_finished": True,
+    }
+    assert all(session["num_tokens"] != 30 for session in sessions("first")), "that of another key"
+    assert httpx.get(f"{api.url}/v1/edge/sessions").status_code == 401
 
 
 def test_strangers_are_refused(api, target):
