@@ -87,8 +87,8 @@ class EdgeGateway(Backend):
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that exist."""
-        return 0 if self._server is None else len(self._server.sessions)
+        """Sessions whose answers have not ended."""
+        return 0 if self._server is None else self._server.num_running
 
     def describe(self, who: Any) -> list[EdgeSession]:
         """The latest sessions of a key or address, the last one first."""

@@ -86,7 +86,9 @@ def test_a_device_gets_the_target_s_text(api, target):
 
 def test_what_a_device_has_is_shown_to_its_own_key(api, target):
     prompt = [3, 4, 5] * 20
-    text = text_of(client_of(api, target, "second"), Request(prompt=tuple(prompt), max_new_tokens=30, ignore_eos=True))
+    client = client_of(api, target, "second")
+    text = text_of(client, Request(prompt=tuple(prompt), max_new_tokens=30, ignore_eos=True))
+    client.close()
 
     def sessions(key: str) -> list[dict[str, object]]:
         answer = httpx.get(f"{api.url}/v1/edge/sessions", headers={"Authorization": f"Bearer {key}"})

@@ -104,6 +104,11 @@ class EdgeServer:
         self.tokens = ResumeTokens(secrets.token_bytes(32))
         self.sessions: dict[str, ServerSession] = {}
 
+    @property
+    def num_running(self) -> int:
+        """Sessions whose answers have not ended."""
+        return sum(not session.is_finished for session in self.sessions.values())
+
     def connect(self, owner: str, send: Send) -> "ServerConnection":
         """A new connection of a client with this key."""
         return ServerConnection(self, owner, send)
