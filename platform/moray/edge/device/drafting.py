@@ -1,7 +1,6 @@
 """The drafter on the device, for one sequence: what it knows, what it drafts, and what it drafts ahead."""
 
 import torch
-from torch import Tensor
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.ahead import Ahead, Drawn, Session, Told
@@ -94,9 +93,3 @@ class DeviceDrafter:
     def dtype(self) -> torch.dtype:
         """Of the memory that the drafter reads."""
         return self.drafter.head.weight.dtype
-
-
-def chain_tokens(tree: TokenTree) -> list[int] | None:
-    """The tokens of a chain, root first; None for another tree."""
-    ids: Tensor = tree.tokens
-    return ids.tolist() if tree.is_chain else None
