@@ -134,3 +134,12 @@ def test_large_anonymous_memory_alone_is_moved_to_huge_pages():
         (0x555500000000, 64 * mebi),
         (0x555504000000, 16 * mebi),
     ]
+
+
+def test_a_target_for_long_passes_is_not_packed(tiny, monkeypatch):
+    monkeypatch.setattr(model_module, "choose_kernels", lambda weights: PACKED)
+    config = TargetConfig(model=str(tiny.folder), device="cpu")
+    assert Target.load(config).kernels == PACKED
+    plain = Target.load(config, packs=False)
+    assert plain.kernels is None
+    assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
