@@ -6,6 +6,7 @@ Without `prompt` it is a chat on the terminal. The text is the target's own, wha
 that is not verified yet is dim on a terminal, and is not written to a file or pipe.
 """
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from moray.config import run_entry_point
@@ -29,12 +30,13 @@ def main(config: EdgeRunConfig) -> None:
     messages: list[Message] = []
     if config.system is not None:
         messages.append({"role": "system", "content": config.system})
-    if config.prompt is not None:
-        _answer(device, terminal, [*messages, {"role": "user", "content": config.prompt}])
-        return
-    while (text := _read_prompt()) is not None:
-        messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": _answer(device, terminal, messages)})
+    with closing(device.client):
+        if config.prompt is not None:
+            _answer(device, terminal, [*messages, {"role": "user", "content": config.prompt}])
+            return
+        while (text := _read_prompt()) is not None:
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": _answer(device, terminal, messages)})
 
 
 def _answer(device: "Device", terminal: "Terminal", messages: "list[Message]") -> str:

@@ -76,7 +76,7 @@ class EdgeGateway(Backend):
         self._config = config
         self._decode = decode
         self._views: OrderedDict[str, SessionView] = OrderedDict()
-        """The latest sessions, for `describe`; ended ones are kept for a while."""
+        """The latest sessions, for `describe`; an ended one is kept until newer ones take its place."""
         self._targets = targets
         self._log_prompts = log_prompts
         self._server: EdgeServer | None = None
@@ -123,10 +123,10 @@ class EdgeGateway(Backend):
                     if connection.is_idle:
                         break
                     continue
+                except (WebSocketDisconnect, KeyError):  # gone, or it sent binary where text is needed
+                    break
                 await asyncio.sleep(wait())
                 connection.receive(text)
-        except (WebSocketDisconnect, KeyError, RuntimeError):  # gone, or binary where text is needed
-            pass
         finally:
             connection.lost()
             outbox.put(None)

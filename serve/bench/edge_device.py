@@ -78,6 +78,11 @@ class Device:
         ids = tuple(self._tokenizer.encode_prompt([{"role": "user", "content": prompt}]))
         return Request(prompt=ids, max_new_tokens=self._max_tokens, ignore_eos=ignore_eos)
 
+    def close(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            client.close()
+
     def answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Answer one question."""
         process = psutil.Process()
@@ -97,7 +102,7 @@ class Device:
             self._clients[asked["way"]] = EdgeClient(
                 self.drafters[name],
                 self.hellos[name],
-                lambda: WebSocketLink(url, is_private=True),
+                lambda: WebSocketLink(url, allows_plain=True),
                 validate(EdgeConfig, asked["edge"]),
                 self._tokenizer.eos_ids,
             )
@@ -162,6 +167,7 @@ def main() -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(device.answer(json.loads(line))), file=answers, flush=True)
+    device.close()
 
 
 if __name__ == "__main__":

@@ -139,6 +139,7 @@ def _answer(
             if not alone[1]:
                 alone = event.index, []
             alone[1].extend(event.tokens)
+    client.close()
     return text, alone
 
 

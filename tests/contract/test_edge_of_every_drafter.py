@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -19,8 +20,9 @@ from moray.drafters.base import Drafter
 from moray.edge.config import EdgeConfig
 from moray.edge.device.client import EdgeClient
 from moray.edge.device.drafting import DeviceDrafter
-from moray.edge.device.events import DraftedTokens, Finished, Retracted, VerifiedTokens
+from moray.edge.device.events import DraftedTokens, Finished, LinkChanged, Retracted, VerifiedTokens
 from moray.edge.messages import Hello
+from moray.errors import UnreachableError
 from moray.trees.shapes import ChainShape
 
 NEW, EOS, CAPACITY = 24, (5, 17), 400
@@ -155,3 +157,24 @@ def test_closing_the_answer_cancels_it(tiny, drafter_of):
     events.close()
     assert not server.server.sessions
     assert server.backend.engine.num_running == 0
+
+
+def test_a_full_server_is_asked_again_after_a_pause(tiny, drafter_of):
+    server = server_of(tiny, drafter_of("moa-0"))
+    limits = server.server.limits
+    server.server.limits = replace(limits, max_sessions=0)
+    client = client_of(tiny, drafter_of("moa-0"), server)
+    reasons = []
+    for event in client.answer(request_of(tiny.prompt())):
+        if isinstance(event, LinkChanged) and event.reason:
+            reasons.append(event.reason)
+            server.server.limits = limits
+        if isinstance(event, Finished):
+            break
+    assert reasons == ["all sessions are taken: try again later"]
+    assert len(server.links) == 2
+    server.server.limits = replace(limits, max_sessions=0)
+    patient = client_of(tiny, drafter_of("moa-0"), server, CONFIG.model_copy(update={"give_up_seconds": 0.5}))
+    with pytest.raises(UnreachableError, match=r"no server for 0.5 s: all sessions"):
+        text_of(patient, request_of(tiny.prompt()))
+    assert len(server.links) <= 4, "a pause lies between two attempts"

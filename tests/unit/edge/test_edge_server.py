@@ -1,4 +1,4 @@
-"""The server's part of the protocol: strangers, damaged messages and greedy clients hurt nobody else."""
+"""The server's part of the protocol: it refuses strangers, damaged messages and too many sessions, and others go on."""
 
 import random
 
@@ -163,6 +163,20 @@ def test_an_idle_session_is_dropped_and_a_resumption_is_told_to_open_again():
     refused = Device(server).say(HELLO, Resume(session=welcome.session, token=welcome.resume_token))
     assert isinstance(refused, Refused)
     assert refused.code == "session"
+
+
+def test_a_connected_device_that_waits_for_the_server_is_not_idle():
+    server, backend, clock = server_of(idle_seconds=10)
+    device = Device(server)
+    welcome = device.say(HELLO)
+    device.say(OPEN)
+    clock.now = 100
+    server.sweep()
+    assert welcome.session in server.sessions
+    server.sessions[welcome.session].add(reply(1))
+    server.sweep()
+    assert backend.cancelled == [welcome.session]
+    assert device.connection.is_idle
 
 
 def test_sessions_are_limited_in_all_and_per_key():

@@ -35,6 +35,8 @@ class EdgeAnswer:
         self.welcome: Welcome | None = None
         """Of the session; None while there is none."""
         self.received = 0
+        self.lost_at: float | None = None
+        """Since when there has been no server; None if the last message came as it should."""
         self.next_seq = 1
         self.under_way: deque[Verify] = deque()
         self.planned: Planned | None = None

@@ -60,6 +60,14 @@ class _SessionGoneError(UnreachableError):
     """The server does not know the session any more."""
 
 
+class _TryLaterError(UnreachableError):
+    """The server has no room now."""
+
+    def __init__(self, message: str, retry_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
+
 class EdgeClient:
     """Answers one prompt after the other."""
 
@@ -109,11 +117,17 @@ class EdgeClient:
                 link, self._idle_link, is_known = self._idle_link, None, self._idle_link is not None
                 if link is None:
                     link = yield from self._connect(answer, pool)
+                received, pause = answer.received, 0.0
                 try:
                     yield from self._online(answer, link, is_known=is_known)
                 except UnreachableError as error:
                     self.stats.num_cuts += 1
-                    yield LinkChanged(LinkState.OFFLINE, str(error))
+                    yield self._offline(answer, error)
+                    if answer.received == received and not is_known:  # refused, or lost before anything came
+                        pause = max(
+                            self._config.retry_seconds,
+                            error.retry_seconds if isinstance(error, _TryLaterError) else 0.0,
+                        )
                 except GeneratorExit:
                     with suppress(UnreachableError):
                         self._send(link, Cancel())
@@ -123,6 +137,8 @@ class EdgeClient:
                         link.close()
                     else:
                         self._idle_link = link
+                if pause:
+                    yield from self._pause(answer, pool, pause)
         self.stats.seconds = self._clock() - began
         yield Finished(answer.finish_reason)
 
@@ -136,7 +152,6 @@ class EdgeClient:
 
     def _connect(self, answer: EdgeAnswer, pool: ThreadPoolExecutor) -> Generator[EdgeEvent, None, Link]:
         """Connect, and draft alone meanwhile."""
-        began, config = self._clock(), self._config
         yield LinkChanged(LinkState.CONNECTING)
         while True:
             dialing = pool.submit(self._dial)
@@ -145,13 +160,26 @@ class EdgeClient:
             try:
                 return dialing.result()
             except UnreachableError as error:
-                limit = config.give_up_seconds
-                if limit is not None and self._clock() - began > limit:
-                    raise UnreachableError(f"no server for {limit:g} s: {error}") from None
-                yield LinkChanged(LinkState.OFFLINE, str(error))
-            retry = pool.submit(time.sleep, config.retry_seconds)
-            while not retry.done():
-                yield from self._draft_alone(answer, retry)
+                yield self._offline(answer, error)
+            yield from self._pause(answer, pool, self._config.retry_seconds)
+
+    def _offline(self, answer: EdgeAnswer, error: UnreachableError) -> LinkChanged:
+        """Note that there is no server.
+
+        Raises:
+            UnreachableError: there has been none for too long.
+        """
+        now, limit = self._clock(), self._config.give_up_seconds
+        answer.lost_at = now if answer.lost_at is None else answer.lost_at
+        if limit is not None and now - answer.lost_at > limit:
+            raise UnreachableError(f"no server for {limit:g} s: {error}")
+        return LinkChanged(LinkState.OFFLINE, str(error))
+
+    def _pause(self, answer: EdgeAnswer, pool: ThreadPoolExecutor, seconds: float) -> Iterator[EdgeEvent]:
+        """Draft alone until it is time to try the server again."""
+        waiting = pool.submit(time.sleep, seconds)
+        while not waiting.done():
+            yield from self._draft_alone(answer, waiting)
 
     def _draft_alone(self, answer: EdgeAnswer, until: Future[Any]) -> Iterator[EdgeEvent]:
         """Write one more token that is not verified, or wait a little if there is none to write."""
@@ -276,7 +304,7 @@ class EdgeClient:
             return
         if message.index != answer.received + 1:
             raise DataError(f"message {message.index} of the server came after {answer.received}")
-        answer.received = message.index
+        answer.received, answer.lost_at = message.index, None
         if message.seq and message.is_last:
             if not answer.under_way or answer.under_way[0].seq != message.seq:
                 raise DataError(f"the server answers draft {message.seq}, which is not the next one under way")
@@ -369,4 +397,4 @@ def _refusal(message: Refused) -> Exception:
         return _SessionGoneError(message.message)
     if message.code in ("codec", "bad_message"):
         return DataError(message.message)
-    return UnreachableError(message.message)
+    return _TryLaterError(message.message, message.retry_ms / 1000)

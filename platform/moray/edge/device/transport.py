@@ -43,7 +43,8 @@ class Link(ABC):
     @property
     @abstractmethod
     def silent_seconds(self) -> float:
-        """Seconds since anything was heard of the server. Asks it for a sign of life from time to time."""
+        """Seconds since anything was heard of the server, or since the last message to it. Asks it for a sign of life
+        from time to time."""
 
     @abstractmethod
     def close(self) -> None:
@@ -58,14 +59,14 @@ class WebSocketLink(Link):
     """A connection over a WebSocket."""
 
     def __init__(
-        self, url: str, key: str | None = None, ca_file: str | None = None, *, is_private: bool = False
+        self, url: str, key: str | None = None, ca_file: str | None = None, *, allows_plain: bool = False
     ) -> None:
         """
         Args:
             url: ws://HOST:PORT/v1/edge on this machine, wss://... elsewhere.
             key: bearer key.
             ca_file: PEM file with the certificates to trust; None for the system's.
-            is_private: whether nobody else is on the network, so that ws:// may be used.
+            allows_plain: accept ws:// for another machine too, on a network that nobody else uses.
 
         Raises:
             ConfigError: the URL is not accepted.
@@ -74,7 +75,7 @@ class WebSocketLink(Link):
         from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
         from websockets.sync.client import connect
 
-        if not is_private:
+        if not allows_plain:
             check_url(url)
         self._stack = ExitStack()
         headers = {"Authorization": f"Bearer {key}"} if key else None
@@ -114,6 +115,7 @@ class WebSocketLink(Link):
 
         try:
             self._socket.send(text)
+            self._heard = time.monotonic()
         except (ConnectionClosed, OSError) as error:
             _lost(error)
 

@@ -140,9 +140,11 @@ class EdgeServer:
         self.drop(session)
 
     def sweep(self) -> None:
-        """Drop the sessions of devices that were not heard of for too long."""
+        """Drop the sessions of devices that were not heard of for too long. A device that is connected and waits for
+        the server is not idle."""
         limit = self.clock() - self.limits.idle_seconds
-        for session in [session for session in self.sessions.values() if session.heard_at < limit]:
+        old = [session for session in self.sessions.values() if session.heard_at < limit]
+        for session in [session for session in old if session.send is None or session.is_answered]:
             _LOGGER.info("edge session %s was idle for %g s and is dropped", session.name[:8], self.limits.idle_seconds)
             self.fail(session, RefusedError("session", "the session was idle for too long: open it again"))
 
@@ -180,7 +182,8 @@ class ServerConnection:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is going on over it."""
-        return self._session is None or self._session.is_finished
+        session = self._session
+        return session is None or session.is_finished or session.name not in self._server.sessions
 
     def alive(self) -> None:
         """The device has shown a sign of life."""
@@ -206,6 +209,7 @@ class ServerConnection:
             self._resume(message)
         elif isinstance(message, Verify):
             session = self._own()
+            session.is_answered = False
             if session.receive(message):
                 self._server.backend.offer(session, message)
         else:
@@ -270,7 +274,7 @@ class ServerConnection:
             raise DataError(f"drafter is '{message.request.drafter}', but 'hello' named '{hello.drafter}'")
         if message.request.logprobs is not None:
             raise DataError("request.logprobs is not supported here: leave it out")
-        session.is_open = True
+        session.is_open, session.is_answered = True, False
         self._server.backend.open(session, message, hello.codec)
 
     def _resume(self, message: Resume) -> None:

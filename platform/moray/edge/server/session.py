@@ -43,6 +43,8 @@ class ServerSession:
         """The last `Verify` that was received."""
         self.is_open = False
         """Whether its sequence has begun."""
+        self.is_answered = True
+        """Whether the server has sent something since the device's last message."""
         self.is_finished = False
         """Whether the answer has ended."""
         self.send: Send | None = None
@@ -72,6 +74,7 @@ class ServerSession:
         """Send a message, and keep it until the device has received it."""
         if self.send is not None:
             self.send(reply.frame)
+        self.is_answered = True
         self._frames.append((reply.index, reply.frame))
         self._num_bytes += len(reply.frame)
         self.is_finished |= reply.is_finished
