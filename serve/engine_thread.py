@@ -16,7 +16,7 @@ from typing import Any
 from moray.decoding.engine.engine import Engine
 from moray.decoding.request import Request, RequestOutput
 from moray.edge.messages import CodecName, Open, Verify
-from moray.edge.server.replies import Reply, ReplyWriter, offer_of
+from moray.edge.server.replies import Reply, ReplyWriter, client_memory_of, offer_of
 from moray.errors import DataError, MorayError
 
 
@@ -101,7 +101,7 @@ class EngineThread:
             EngineFailedError: the engine failed, before or during the request.
         """
         writer = ReplyWriter(message.request, codec)
-        answer = _Answer(lambda: self.engine.submit_paced(message.request, message.memory_from), writer.write)
+        answer = _Answer(lambda: self.engine.submit_paced(message.request, client_memory_of(message)), writer.write)
         self._paced[session] = answer
         try:
             async with aclosing(self._stream(answer, is_resumed=False)) as stream:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from moray.decoding.engine.engine import Engine
 from moray.edge.device.transport import Link
 from moray.edge.messages import CodecName, Open, Verify
-from moray.edge.server.replies import ReplyWriter, offer_of
+from moray.edge.server.replies import ReplyWriter, client_memory_of, offer_of
 from moray.edge.server.server import Backend, EdgeServer, Limits, RefusedError, Served, ServerConnection
 from moray.edge.server.session import ServerSession
 from moray.errors import DataError, UnreachableError
@@ -24,7 +24,7 @@ class EngineBackend(Backend):
         self._numbers: dict[str, int] = {}
 
     def open(self, session: ServerSession, message: Open, codec: CodecName) -> None:
-        number = self.engine.submit_paced(message.request, message.memory_from)
+        number = self.engine.submit_paced(message.request, client_memory_of(message))
         self._numbers[session.name] = number
         self._writers[number] = session, ReplyWriter(message.request, codec)
 

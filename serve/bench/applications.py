@@ -103,6 +103,21 @@ class Applications:
             except (psutil.Error, ProcessLookupError):
                 continue  # the process has ended
 
+    def pin_apart(self, name: str, pid: int) -> None:
+        """Give an application's replicas the first core and a process the second one; all else may use every core.
+
+        Raises:
+            ConfigError: there are no two cores that processes can be pinned to.
+        """
+        import psutil
+
+        if len(self._cores) < 2:
+            raise ConfigError(f"pin_cores is true, but {len(self._cores)} cores can be chosen here: set it to false")
+        first, second, *_ = sorted(self._cores)
+        self.pin(name, {part: [first] for part in ("Gateway", "Target", "Drafter")})
+        for thread in psutil.Process(pid).threads():
+            os.sched_setaffinity(thread.id, [second])
+
 
 def check_cores(ways: Mapping[str, WayConfig]) -> None:
     """Check that this machine has all cores that the ways name.

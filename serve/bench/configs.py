@@ -11,7 +11,7 @@ from moray.config import Config, merge, validate
 from moray.decoding.synthetic import SyntheticCosts
 from moray.edge.link.profiles import PROFILES, LinkProfile
 from moray.edge.messages import CodecName
-from moray.trees.shapes import AdaptiveShape, Shape
+from moray.trees.shapes import MAX_DEPTH, AdaptiveShape, Shape
 from serve.config import ServeConfig, read_args
 
 
@@ -152,12 +152,16 @@ class EdgeBenchmarkConfig(Config):
     """Networks to measure over, one after another."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Shape of the draft trees on the device."""
+    depths: tuple[Annotated[int, Field(ge=1, le=MAX_DEPTH)], ...] = ()
+    """Depths of fixed chains to measure beside `tree`, with each drafter."""
     codec: CodecName = "bfloat16"
     """How the drafter's memory crosses the network: float32, bfloat16, int8 or int4."""
     in_flight: tuple[int, ...] = Field(default=(1, 2), min_length=1)
     """Drafts that may be under way at once; each number is measured."""
     compute_ratio: float = Field(default=1.0, ge=1, le=6)
     """How many times as slow as a core the device is made; 1 leaves it alone."""
+    pin_cores: bool = False
+    """Whether the application's replicas run on one core and the device on another."""
     wait_seconds: float = Field(default=300.0, gt=0)
     """Maximum seconds to wait for replicas to start."""
     ray: RayConfig = RayConfig()

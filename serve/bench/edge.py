@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import mean
@@ -30,6 +30,8 @@ from serve.bench.applications import Applications, running
 from serve.bench.configs import EdgeBenchmarkConfig, PoolConfig
 
 NAME = "edge"
+_PUBLISHED = (1.84, 1.53)
+"""Speed and acceptance length of MoA over EAGLE-2's, client-server, as its authors give them (arXiv 2410.03804)."""
 
 
 class Way(TypedDict):
@@ -53,6 +55,10 @@ class EdgeRow(TypedDict):
     """95th percentile of an answer's time."""
     ttft_ms: float
     tau: float | None
+    depth: float | None
+    """Mean levels of the drafts whose depth was chosen after an answer."""
+    layers: float | None
+    """Their mean N."""
     calls: float
     bytes_up: float
     """IP packets included; so is the prompt."""
@@ -68,11 +74,23 @@ class EdgeRow(TypedDict):
     num_answers: int
 
 
+class Comparison(TypedDict):
+    """Two rows, or a row and the best of several."""
+
+    what: str
+    speed: float
+    """Tokens per second of the first over those of the second."""
+    tau: float
+    published_speed: float | None
+    published_tau: float | None
+
+
 class EdgeNetwork(TypedDict):
     """One network's table."""
 
     network: dict[str, Any]
     rows: list[EdgeRow]
+    comparisons: list[Comparison]
     num_questions: int
 
 
@@ -87,7 +105,43 @@ def ways_of(config: EdgeBenchmarkConfig) -> list[Way]:
         after = ", run ahead" if in_flight > 1 else ""
         settings = {**client, "in_flight": in_flight}
         ways += [Way(name=f"edge, {name}{after}", drafter=name, edge=settings) for name in drafters]
+    for depth in config.depths:
+        settings = {**client, "tree": {"type": "chain", "depth": depth}}
+        ways += [Way(name=f"edge, {name}, depth {depth}", drafter=name, edge=settings) for name in drafters]
     return ways
+
+
+def compare(rows: Sequence[EdgeRow], types: Mapping[str, str]) -> list[Comparison]:
+    """MoA against EAGLE-2, and each drafter's `tree` against the best fixed depth."""
+    found: list[Comparison] = []
+    edge = {row["way"]: row for row in rows if row["tau"] is not None}
+    moas = [name for name, kind in types.items() if "moa" in kind]
+    eagles = [name for name, kind in types.items() if kind == "eagle"]
+    for after in ("", ", run ahead"):
+        for moa in moas:
+            for eagle in eagles:
+                pair = [edge.get(f"edge, {name}{after}") for name in (moa, eagle)]
+                if pair[0] is not None and pair[1] is not None:
+                    found.append(_comparison(pair[0], pair[1], _PUBLISHED))
+    for name in types:
+        fixed = [row for way, row in edge.items() if way.startswith(f"edge, {name}, depth ")]
+        if fixed and f"edge, {name}" in edge:
+            found.append(_comparison(edge[f"edge, {name}"], max(fixed, key=lambda row: row["tokens_per_second"])))
+    return found
+
+
+def _comparison(
+    one: EdgeRow, other: EdgeRow, published: tuple[float | None, float | None] = (None, None)
+) -> Comparison:
+    assert one["tau"] is not None
+    assert other["tau"] is not None
+    return {
+        "what": f"{one['way']} over {other['way']}",
+        "speed": one["tokens_per_second"] / other["tokens_per_second"],
+        "tau": one["tau"] / other["tau"],
+        "published_speed": published[0],
+        "published_tau": published[1],
+    }
 
 
 def benchmark_edge(config: EdgeBenchmarkConfig, console: Console) -> dict[str, Any]:
@@ -108,7 +162,7 @@ def benchmark_edge(config: EdgeBenchmarkConfig, console: Console) -> dict[str, A
         running(config.ray, config.wait_seconds, link.host) as applications,
     ):
         applications.deploy({NAME: config.application.model_dump(mode="json")}, PoolConfig(targets=1, drafters=1))
-        with _device(config, link, applications.url(NAME)) as device:
+        with _device(config, link, applications) as device:
             ways = ways_of(config)
             for way in ways:  # not measured: connections, caches, the planners' first guesses
                 device.ask(way, questions[0])
@@ -117,7 +171,12 @@ def benchmark_edge(config: EdgeBenchmarkConfig, console: Console) -> dict[str, A
                 with Progress(f"network {network.name}", len(ways) * len(questions) * config.rounds) as progress:
                     rows = _measure(config, ways, questions, device, link, applications, progress)
                 tables.append(
-                    {"network": network.model_dump(mode="json"), "rows": rows, "num_questions": len(questions)}
+                    {
+                        "network": network.model_dump(mode="json"),
+                        "rows": rows,
+                        "comparisons": compare(rows, device.types),
+                        "num_questions": len(questions),
+                    }
                 )
                 _print_network(tables[-1], console)
         counts = link.counts
@@ -134,7 +193,8 @@ class _Device:
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
-        self.read()
+        self.types: dict[str, str] = self.read()["types"]
+        """Types of the drafters by name."""
 
     def ask(self, way: Way, question: Question) -> dict[str, Any]:
         """One answer."""
@@ -160,9 +220,9 @@ class _Device:
 
 
 @contextmanager
-def _device(config: EdgeBenchmarkConfig, link: EmulatedLink, url: str) -> Iterator[_Device]:
+def _device(config: EdgeBenchmarkConfig, link: EmulatedLink, applications: Applications) -> Iterator[_Device]:
     settings = {
-        "url": url,
+        "url": applications.url(NAME),
         "application": config.application.model_dump(mode="json"),
         "max_tokens": config.max_tokens,
     }
@@ -179,6 +239,8 @@ def _device(config: EdgeBenchmarkConfig, link: EmulatedLink, url: str) -> Iterat
         slow = throttled(process.pid, config.compute_ratio) if config.compute_ratio > 1 else nullcontext()
         try:
             device = _Device(process)
+            if config.pin_cores:
+                applications.pin_apart(NAME, process.pid)
             with slow:
                 yield device
         finally:
@@ -224,6 +286,7 @@ def _rate(answers: Sequence[dict[str, Any]]) -> float:
 def _row(way: Way, answers: Sequence[dict[str, Any]], plain: float) -> EdgeRow:
     tokens = sum(answer["num_tokens"] for answer in answers)
     cycles = sum(answer["num_cycles"] for answer in answers)
+    planned = sum(answer["num_planned"] for answer in answers)
 
     def per_token(key: str) -> float:
         return sum(answer[key] for answer in answers) / tokens
@@ -237,6 +300,8 @@ def _row(way: Way, answers: Sequence[dict[str, Any]], plain: float) -> EdgeRow:
         "p95_seconds": seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))],
         "ttft_ms": 1e3 * mean(answer["ttft"] or 0.0 for answer in answers),
         "tau": sum(answer["tau"] * answer["num_cycles"] for answer in answers) / cycles if cycles else None,
+        "depth": sum(answer["num_levels"] for answer in answers) / planned if planned else None,
+        "layers": sum(answer["num_layers"] for answer in answers) / planned if planned else None,
         "calls": per_token("num_calls"),
         "bytes_up": per_token("up"),
         "bytes_down": per_token("down"),
@@ -263,6 +328,8 @@ def _print_network(table: EdgeNetwork, console: Console) -> None:
         "p95 s",
         "TTFT ms",
         "tau",
+        "depth",
+        "N",
         "calls",
         "up B",
         "down B",
@@ -278,7 +345,7 @@ def _print_network(table: EdgeNetwork, console: Console) -> None:
             times(row["speedup"]),
             f"{row['p95_seconds']:.2f}",
             f"{row['ttft_ms']:.0f}",
-            "" if row["tau"] is None else f"{row['tau']:.2f}",
+            *("" if row[key] is None else f"{row[key]:.2f}" for key in ("tau", "depth", "layers")),
             f"{row['calls']:.2f}",
             f"{row['bytes_up']:.0f}",
             f"{row['bytes_down']:.0f}",
@@ -290,3 +357,8 @@ def _print_network(table: EdgeNetwork, console: Console) -> None:
     compared = sum(row["num_answers"] for row in table["rows"])
     note = "calls, bytes and processor time are per token"
     console.print(f"equal texts: {equal} of {compared}; {note}", highlight=False)
+    for pair in table["comparisons"]:
+        line = f"{pair['what']}: {pair['speed']:.2f} in tokens/s, {pair['tau']:.2f} in tau"
+        if pair["published_speed"] is not None and pair["published_tau"] is not None:
+            line += f" (published: {pair['published_speed']:.2f} and {pair['published_tau']:.2f})"
+        console.print(line, highlight=False)

@@ -122,6 +122,9 @@ class Device:
             "num_calls": client.stats.num_calls,
             "tau": client.stats.tau,
             "num_cycles": client.stats.num_cycles,
+            "num_planned": client.stats.num_planned,
+            "num_levels": client.stats.num_levels,
+            "num_layers": client.stats.num_layers,
         }
 
     def _over_api(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +157,8 @@ class Device:
                     text += piece
         finally:
             connection.close()
-        return {"text": text, "num_tokens": num_tokens, "ttft": first, "num_calls": 1, "tau": None, "num_cycles": 0}
+        counts = dict.fromkeys(("num_cycles", "num_planned", "num_levels", "num_layers"), 0)
+        return {"text": text, "num_tokens": num_tokens, "ttft": first, "num_calls": 1, "tau": None, **counts}
 
 
 def main() -> None:
@@ -164,7 +168,8 @@ def main() -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr  # what loading prints is no answer
     device = Device(settings["url"], application, settings["max_tokens"])
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    types = {name: getattr(drafter.drafter.config, "type", "") for name, drafter in device.drafters.items()}
+    print(json.dumps({"types": types}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(device.answer(json.loads(line))), file=answers, flush=True)
     device.close()

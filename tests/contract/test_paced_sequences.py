@@ -7,10 +7,11 @@ from tiny_batches import taps_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
 
+from moray.batch import TapNeeds
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
-from moray.decoding.engine.paced import Offer
+from moray.decoding.engine.paced import ClientMemory, Offer
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request, RequestOutput
 from moray.errors import DataError
@@ -60,7 +61,7 @@ def test_paced_sequences_and_others_get_their_texts_side_by_side(tiny, variant):
     engine = engine_of(tiny, variant)
     prompts = [tiny.prompt(seed, length) for seed, length in ((0, 9), (1, 270), (2, 30))]
     texts = [plain(tiny, prompt) for prompt in prompts]
-    paced = [engine.submit_paced(request(prompt)) for prompt in prompts[:2]]
+    paced = [engine.submit_paced(request(prompt), ClientMemory()) for prompt in prompts[:2]]
     other = engine.submit(request(prompts[2], "own"))
     found: dict[int, list[RequestOutput]] = {}
     until_idle(engine, found)
@@ -80,14 +81,14 @@ def test_paced_sequences_and_others_get_their_texts_side_by_side(tiny, variant):
 
 
 def test_memory_is_what_the_drafter_observes_and_comes_once(tiny):
-    for variant in ("moa-1", "eagle-0"):
+    for variant, num_layers in (("moa-1", 1), ("eagle-0", 0)):
         engine, prompt = engine_of(tiny, variant), tiny.prompt(1, 270)
         drafter = build(tiny, VARIANTS[variant])
         for memory_from in (0, 100, 270):
             found: dict[int, list[RequestOutput]] = {}
-            number = engine.submit_paced(request(prompt), memory_from)
+            number = engine.submit_paced(request(prompt), ClientMemory(memory_from, num_layers))
             until_idle(engine, found)
-            engine.offer(number, Offer(1, len(prompt), None, num_plain=4))
+            engine.offer(number, Offer(1, len(prompt), None, num_plain=4, num_target_layers=num_layers))
             until_idle(engine, found)
             text = [*prompt, *tokens_of(found[number])]
             assert len(text) == len(prompt) + 5
@@ -100,13 +101,52 @@ def test_memory_is_what_the_drafter_observes_and_comes_once(tiny):
                         assert torch.allclose(rows, wanted[name][:, at : at + count], atol=1e-4)
                     at += count
             assert at == len(text) - 1, "all tokens but the last, which is not in the cache"
+            assert layers_of(found[number], num_layers) == [(0, len(text) - 1)] * num_layers
             engine.cancel(number)
+
+
+def layers_of(updates: list[RequestOutput], num_layers: int) -> list[tuple[int, int]]:
+    """First and last position of the keys and values that came of each of the target's last layers, without a gap."""
+    spans: dict[int, tuple[int, int]] = {}
+    for update in updates:
+        for piece in update.paced.tail if update.paced else ():
+            begin, end = spans.get(piece.layer, (piece.begin, piece.begin))
+            assert piece.begin == end, "a gap, or a token twice"
+            spans[piece.layer] = begin, end + piece.kv.shape[0]
+    return [spans[layer] for layer in range(1, num_layers + 1)]
+
+
+def test_keys_and_values_of_the_last_layers_come_while_they_are_used(tiny):
+    engine, prompt = engine_of(tiny, "dynamic-moa-0"), tiny.prompt(1, 270)
+    number = engine.submit_paced(request(prompt), ClientMemory())
+    found: dict[int, list[RequestOutput]] = {}
+    counts = [0, 0, 1, 0, 2, 2]
+    for seq, num_layers in enumerate(counts):
+        until_idle(engine, found)
+        at = len(prompt) + len(tokens_of(found[number])) - 1
+        engine.offer(number, Offer(seq + 1, at, None, num_target_layers=num_layers))
+    until_idle(engine, found)
+    with pytest.raises(DataError, match="drafts with 0, 1, 2"):
+        engine.offer(number, Offer(9, at + 1, None, num_target_layers=3))
+    lengths = [sum(p.kv.shape[0] for p in u.paced.tail) for u in found[number] if u.paced]
+    num_chunks = len(lengths) - len(counts)
+    length = len(prompt)
+    assert lengths[:num_chunks] == [0] * num_chunks, "a prompt brings none"
+    assert lengths[num_chunks:] == [0, 0, length + 3, 0, 2 + length + 5, 2]
+    text = torch.tensor([[*prompt, *tokens_of(found[number])][:-1]])
+    last = tiny.target.spec.num_layers
+    wanted = taps_of(tiny.target, text, TapNeeds((last - 2, last - 1), ())).kv
+    spans = layers_of(found[number], 2)
+    assert spans == [(0, text.shape[1])] * 2
+    for layer in (1, 2):
+        pieces = [p.kv for u in found[number] if u.paced for p in u.paced.tail if p.layer == layer]
+        assert torch.allclose(torch.cat(pieces), wanted[0, :, -layer], atol=1e-4)
 
 
 def test_a_sequence_that_waits_for_its_client_costs_no_steps(tiny):
     engine = engine_of(tiny, rows=1)
     found: dict[int, list[RequestOutput]] = {}
-    number = engine.submit_paced(request(tiny.prompt(0, 9)))
+    number = engine.submit_paced(request(tiny.prompt(0, 9)), ClientMemory())
     until_idle(engine, found)
     engine.submit(request(tiny.prompt(1, 9), None))  # has no place while the other one waits
     assert not engine.is_busy
@@ -120,7 +160,7 @@ def test_drafts_that_were_sent_in_a_wrong_expectation_are_voided(tiny):
     engine, prompt = engine_of(tiny), tiny.prompt(0, 9)
     text = plain(tiny, prompt)
     found: dict[int, list[RequestOutput]] = {}
-    number = engine.submit_paced(request(prompt))
+    number = engine.submit_paced(request(prompt), ClientMemory())
     until_idle(engine, found)
     wrong = (text[1] + 1) % 97
     engine.offer(number, Offer(1, len(prompt), chain_of(torch.tensor([text[0], wrong]))))
@@ -140,10 +180,10 @@ def test_drafts_that_were_sent_in_a_wrong_expectation_are_voided(tiny):
 def test_what_cannot_be_verified_is_refused(tiny):
     engine, prompt = engine_of(tiny), tiny.prompt(0, 9)
     with pytest.raises(DataError, match="they can run d"):
-        engine.submit_paced(request(prompt, "own"))
+        engine.submit_paced(request(prompt, "own"), ClientMemory())
     with pytest.raises(DataError, match="memory_from is 10"):
-        engine.submit_paced(request(prompt), 10)
-    number = engine.submit_paced(request(prompt))
+        engine.submit_paced(request(prompt), ClientMemory(10))
+    number = engine.submit_paced(request(prompt), ClientMemory())
     with pytest.raises(DataError, match="has not been read yet"):
         engine.offer(number, Offer(1, 9, None))
     until_idle(engine, {})

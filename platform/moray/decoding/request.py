@@ -55,6 +55,18 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class TailPiece:
+    """Keys and values of consecutive tokens in one of the target's last layers."""
+
+    layer: int
+    """1 for the last layer, 2 for the one before it, and so on."""
+    begin: int
+    """Position of the first of the tokens."""
+    kv: "Tensor"
+    """[tokens, width], heads as [k_h ; v_h]."""
+
+
+@dataclass(frozen=True)
 class PacedOutput:
     """What a paced sequence's client gets besides the tokens (see `decoding.engine.paced`)."""
 
@@ -63,7 +75,9 @@ class PacedOutput:
     num_new: int
     """Number of tokens whose memory this is."""
     memory: "tuple[Mapping[str, Tensor], ...]" = ()
-    """Consecutive pieces [1, tokens, width] of each part of the drafter's memory."""
+    """Consecutive pieces [1, tokens, width] of each part of the drafter's memory, without its `TAIL`."""
+    tail: tuple[TailPiece, ...] = ()
+    """What is new of the target's last layers, as many as the client's drafts run."""
     seq: int = 0
     """The offer that this answers; 0 while the prompt is read."""
     is_void: bool = False

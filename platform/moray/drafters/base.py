@@ -27,6 +27,9 @@ from moray.trees.tree import TokenTree
 
 Memory = Mapping[str, Float[Tensor, "batch seq width"]]
 """What is sent from target to drafter per verified token: named tensors, flat in their last dimension."""
+TAIL = "tail"
+"""Name of the tensor of a memory that holds the keys and values of the target's last layers, unchanged. Only drafts
+that run those layers read it (see `Drafter.recall`)."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,19 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
         The first `num_kept` of them are the nodes that the last `propose_many` expanded first, in this order (see
         `TokenTree.num_kept`), so what was computed for them then can be reused.
+        """
+
+    def recall(self, state: State, start: int, layer: int, kv: Float[Tensor, "1 new width"]) -> None:
+        """Take in a part of the memory that `extend` was given without `TAIL`: the keys and values that one of the
+        target's last layers has of verified tokens.
+
+        Until all its last N layers are complete, a state must not draft with N.
+
+        Args:
+            state: which has taken in these tokens already.
+            start: position of the first of them.
+            layer: 1 for the target's last layer, 2 for the one before it, and so on.
+            kv: heads as [k_h ; v_h].
         """
 
     @abstractmethod

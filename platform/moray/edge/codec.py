@@ -18,6 +18,8 @@ from torch import Tensor
 from moray.edge.messages import CodecName
 from moray.errors import DataError
 
+BYTES: Mapping[CodecName, float] = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32}
+"""Bytes that one value takes, without the scales per token of int8."""
 _GROUP = 32
 """Values that share a scale in int4."""
 _SCALES = ".scales"
@@ -36,9 +38,16 @@ def encode(codec: CodecName, memory: Mapping[str, Float[Tensor, "tokens width"]]
 
 
 def decode(
-    codec: CodecName, tensors: Mapping[str, Tensor], num_tokens: int, dtype: torch.dtype
+    codec: CodecName, tensors: Mapping[str, Tensor], lengths: Mapping[str, int], num_tokens: int, dtype: torch.dtype
 ) -> dict[str, Float[Tensor, "tokens width"]]:
     """The memory that was sent, in `dtype`.
+
+    Args:
+        codec: how it was encoded.
+        tensors: of the frame.
+        lengths: number of tokens of those tensors, by name, that do not have `num_tokens`.
+        num_tokens: of all others.
+        dtype: of the result.
 
     Raises:
         DataError: the tensors are not what `encode` returns for so many tokens.
@@ -46,14 +55,15 @@ def decode(
     names = [name for name in tensors if not name.endswith(_SCALES)]
     memory: dict[str, Tensor] = {}
     for name in names:
+        expected = lengths.get(name, num_tokens)
         rows = tensors[name]
         if codec in ("int8", "int4"):
             scales = tensors.get(name + _SCALES)
             if scales is None:
                 raise DataError(f"memory '{name}' came without scales, which codec {codec} needs")
             rows = _restored(name, rows, scales, codec)
-        if rows.dim() != 2 or rows.shape[0] != num_tokens:
-            raise DataError(f"memory '{name}' has the shape {list(rows.shape)}; {num_tokens} rows are needed")
+        if rows.dim() != 2 or rows.shape[0] != expected:
+            raise DataError(f"memory '{name}' has the shape {list(rows.shape)}; {expected} rows are needed")
         memory[name] = rows.to(dtype)
     return memory
 

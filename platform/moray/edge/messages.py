@@ -30,6 +30,8 @@ VERSION = 1
 SUBPROTOCOL = "moray.edge.1"
 MAX_UP = 1 << 20
 """Maximum bytes of a message to the server."""
+MAX_TAIL = 64
+"""Maximum number of the target's last layers that a drafter runs."""
 
 CodecName = Literal["float32", "bfloat16", "int8", "int4"]
 """How memory crosses (see `edge.codec`). Only float32 and, for targets in it, bfloat16 keep every bit; the others can
@@ -72,6 +74,10 @@ class Open(Message):
     """What to answer; `generated` holds the tokens that the device has verified already."""
     memory_from: int = Field(default=0, ge=0)
     """Tokens, from the first one on, whose memory the device has."""
+    num_target_layers: int = Field(default=0, ge=0)
+    """N: how many of the target's last layers the device's drafts run, and need keys and values of."""
+    tail_from: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), max_length=MAX_TAIL)
+    """Tokens whose keys and values the device has in the target's last layer, in the one before it, and so on."""
 
 
 class Verify(Message):
@@ -86,6 +92,8 @@ class Verify(Message):
     """Tokens of the tree's nodes, the root first; none to let the server decode alone."""
     parents: tuple[int, ...] = ()
     """Parent of each node, -1 for the root; none for a chain."""
+    num_target_layers: int = Field(default=0, ge=0)
+    """N of the next drafts: the answer brings the keys and values of as many of the target's last layers."""
     num_plain: int = Field(default=1, ge=1)
     """Without tokens: how many the server decodes alone."""
     received: int = Field(default=0, ge=0)
@@ -126,8 +134,23 @@ class Welcome(Message):
     """Seconds after which the server forgets a session that nothing was heard of."""
 
 
+class Tail(Config):
+    """Keys and values of consecutive tokens in one of the target's last layers: the tensor named `name`."""
+
+    layer: int = Field(ge=1, le=MAX_TAIL)
+    """1 for the last layer, 2 for the one before it, and so on."""
+    begin: int = Field(ge=0)
+    """Position of the first of the tokens."""
+    num_tokens: int = Field(ge=1)
+
+    @property
+    def name(self) -> str:
+        """Of the tensor in the frame."""
+        return f"tail.{self.layer}"
+
+
 class Verified(Message):
-    """What is new in a sequence. The frame's tensors are the memory of the verified tokens."""
+    """What is new in a sequence. The frame's tensors are the memory of the verified tokens, and `tail`."""
 
     type: Literal["verified"] = "verified"
     index: int
@@ -146,12 +169,16 @@ class Verified(Message):
     """Position of the first token whose memory follows."""
     num_new: int = 0
     """Number of tokens whose memory follows."""
+    tail: tuple[Tail, ...] = ()
+    """What follows of the target's last layers; it may begin earlier, if the device begins to use a layer."""
     is_void: bool = False
     """Whether the draft did not continue what was verified before it, and was dropped."""
     is_last: bool = True
     """Whether the `Verify` is answered completely."""
     seconds: float = 0.0
     """Time of the target's pass."""
+    sent: float = 0.0
+    """When this was sent, on the server's clock, in seconds: differences show the transfer time of large messages."""
 
 
 class Resumed(Message):

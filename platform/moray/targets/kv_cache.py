@@ -62,12 +62,13 @@ class KVCache(Cache):
         """Keep the first `num_tokens` of the slots just written."""
         self.length += num_tokens
 
-    def write(self, kv: Float[Tensor, "batch new layers width"]) -> None:
-        """Append committed tokens whose keys and values came from elsewhere (see `flat`)."""
+    def write(self, kv: Float[Tensor, "batch new layers width"], first_layer: int = 0) -> None:
+        """Append committed tokens whose keys and values came from elsewhere (see `flat`), in these rows of the cache's
+        layers only."""
         batch, new, layers, _ = kv.shape
         heads, head_dim = self.data.shape[3], self.data.shape[5]
-        unpacked = kv.view(batch, new, layers, heads, 2, head_dim).permute(2, 4, 0, 3, 1, 5)
-        self.data[..., self.length : self.length + new, :] = unpacked
+        unpacked = kv.reshape(batch, new, layers, heads, 2, head_dim).permute(2, 4, 0, 3, 1, 5)
+        self.data[first_layer : first_layer + layers, ..., self.length : self.length + new, :] = unpacked
         self._place_in_order(new)
         self.length += new
 

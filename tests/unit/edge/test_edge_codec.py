@@ -11,7 +11,7 @@ from moray.errors import DataError
 
 def crossed(codec, memory, dtype=torch.float32):
     _, tensors = unpack_frame(pack_frame(Cancel(), encode(codec, memory)))
-    return decode(codec, tensors, next(iter(memory.values())).shape[0], dtype)
+    return decode(codec, tensors, {}, next(iter(memory.values())).shape[0], dtype)
 
 
 def memory(width: int = 70) -> dict[str, torch.Tensor]:
@@ -39,18 +39,18 @@ def test_a_token_without_any_value_is_zero():
 
 def test_a_drafter_without_memory_sends_none():
     assert encode("int8", {}) == {}
-    assert decode("int8", {}, 5, torch.float32) == {}
+    assert decode("int8", {}, {}, 5, torch.float32) == {}
 
 
 @pytest.mark.parametrize("codec", ["float32", "int8", "int4"])
 def test_damaged_memory_is_refused(codec):
     tensors = encode(codec, memory(64))
     with pytest.raises(DataError, match="10 rows"):
-        decode(codec, tensors, 10, torch.float32)
+        decode(codec, tensors, {}, 10, torch.float32)
     if codec != "float32":
         for damaged in (
             {name: rows for name, rows in tensors.items() if not name.endswith(".scales")},
             {name: rows[:, :0] if name.endswith(".scales") else rows for name, rows in tensors.items()},
         ):
             with pytest.raises(DataError, match=r"scales|rows"):
-                decode(codec, damaged, 9, torch.float32)
+                decode(codec, damaged, {}, 9, torch.float32)

@@ -1,16 +1,22 @@
-"""How deep a device drafts: deeper on a slow connection, shallower where drafts are refused, within what is allowed."""
+"""What a device drafts: deeper on a slow connection, shallower where drafts are refused, with more of the target's
+last layers where the connection can carry them."""
 
-from moray.edge.device.planner import DepthPlanner
+import random
+
+from moray.edge.device.bandwidth import Bandwidth
+from moray.edge.device.planner import CyclePlanner
 from moray.trees.shapes import AdaptiveShape, FixedShape
+
+CHAIN = AdaptiveShape(type="adaptive", depth=8)
 
 
 def depth_after(reply_seconds: float, accepted: float, draft_seconds: float = 0.005, cycles: int = 60) -> int:
-    planner = DepthPlanner(AdaptiveShape(type="adaptive", depth=8))
+    planner = CyclePlanner(CHAIN)
     for _ in range(cycles):
-        levels = planner.plan().depth
+        levels = planner.plan().shape.depth
         planner.record_draft(levels, draft_seconds * levels)
         planner.record_reply(levels, round(accepted * levels), reply_seconds + 0.001 * levels)
-    return planner.plan().depth
+    return planner.plan().shape.depth
 
 
 def test_the_depth_follows_round_trip_and_acceptance():
@@ -23,7 +29,60 @@ def test_the_depth_follows_round_trip_and_acceptance():
 
 def test_a_fixed_shape_is_always_drafted():
     shape = FixedShape(type="fixed", branching=(2, 2))
-    planner = DepthPlanner(shape)
+    planner = CyclePlanner(shape)
     planner.record_reply(2, 0, 1.0)
-    assert planner.plan() == shape
+    assert planner.plan().shape == shape
     assert planner.max_nodes == 6
+
+
+def mean_layers_at(bytes_per_second: float, seed: int = 0) -> float:
+    """Simulated answers over a link of this rate, with a jitter of 5 ms: the mean N of the drafts. With N = 1 a level
+    is accepted four times in five, with N = 0 three times in five; a layer has 4,096 bytes per token, other memory
+    2,048."""
+    chance, way = random.Random(seed), Bandwidth()
+    planner = CyclePlanner(CHAIN, (0, 1), 4096.0, way)
+    clock = used = cycles = 0
+    for _ in range(6):  # answers to prompts of 300 tokens
+        known, here = 300, 0
+        clock += 300 * 2048 / bytes_per_second
+        way.record(1000.0 + clock - 300 * 2048 / bytes_per_second, clock + chance.random() * 0.005, 300 * 2048)
+        for _ in range(60):
+            plan = planner.plan([known - here])
+            layers, levels = plan.num_target_layers, plan.shape.depth
+            assert not layers or here == known
+            planner.record_draft(levels, 0.002 * levels, layers)
+            accepted = 0
+            while accepted < levels and chance.random() < (0.8 if layers else 0.6):
+                accepted += 1
+            known += accepted + 1
+            num_tail = known - here if plan.next_num_target_layers else 0
+            num_bytes = (accepted + 1) * 2048 + num_tail * 4096
+            begin, jitter = clock, chance.random() * 0.005
+            clock += 0.03 + jitter + num_bytes / bytes_per_second
+            way.record(1000.0 + begin + 0.03, clock, num_bytes)
+            here += num_tail
+            planner.record_reply(levels, accepted, clock - begin, layers, num_tail)
+            used, cycles = used + layers, cycles + 1
+    return used / cycles
+
+
+def test_n_falls_as_the_link_gets_slower():
+    means = [mean_layers_at(megabits * 125_000) for megabits in (50, 10, 2)]
+    assert means == sorted(means, reverse=True)
+    assert means[0] > 0.8
+    assert means[-1] < 0.2
+
+
+def test_the_time_of_a_byte_is_measured_through_jitter_and_queues():
+    chance, way = random.Random(1), Bandwidth()
+    clock, free = 0.0, 0.0
+    for number in range(200):
+        num_bytes = 200_000 if number < 2 else chance.randrange(500, 8000)
+        clock += 0.0 if number < 2 else 0.1  # the first two are sent at once: the second one waits for the first
+        free = max(clock, free) + num_bytes * 4e-7
+        way.record(clock - 77.0, free + 0.02 + 0.01 * chance.random(), num_bytes)
+    assert abs(way.seconds(1e6) - 0.4) < 0.1
+    way.restart()
+    for _ in range(5):
+        way.record(5e6, 0.0, 10)
+    assert abs(way.seconds(1e6) - 0.4) < 0.1, "another clock, the same way"

@@ -22,7 +22,7 @@ from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import DraftSource
 from moray.decoding.engine.drafting import DraftScheduler, awaits_first_draft, collect_all, request_drafts
 from moray.decoding.engine.outputs import emit, tree_of
-from moray.decoding.engine.paced import Offer, PacedSequences, can_join
+from moray.decoding.engine.paced import ClientMemory, Offer, PacedSequences, can_join
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.engine.scheduler import Scheduler, longest_sequence
 from moray.decoding.engine.sequence import EngineSequence, check_request, ending_of
@@ -140,18 +140,18 @@ class Engine:
         self._queue(sequence)
         return sequence.number
 
-    def submit_paced(self, request: Request, memory_from: int = 0) -> int:
+    def submit_paced(self, request: Request, client: ClientMemory) -> int:
         """Queue a request whose client drafts; return its number. After the first token, nothing is decoded until the
         client offers something (see `decoding.engine.paced`).
 
         Args:
             request: its `drafter` names one of the paced drafters.
-            memory_from: tokens of the request, from the first one on, whose memory the client has already.
+            client: what its client has and needs of the drafter's memory.
 
         Raises:
             DataError: says what in the request cannot be served.
         """
-        pace = self._paced.pace_of(request, memory_from)
+        pace = self._paced.pace_of(request, client)
         sequence = self._new_sequence(request, None)
         sequence.pace = pace
         self._queue(sequence)

@@ -39,6 +39,7 @@ class BatchedKVCache(Cache):
         self._memory = torch.zeros(
             spec.num_layers, 2, num_slots * self._heads * self._head_dim, dtype=like.dtype, device=like.device
         )
+        self.num_layers = spec.num_layers
         self.num_slots = num_slots
         self.num_rows = 0
         self.width = 0

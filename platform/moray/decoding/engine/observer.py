@@ -58,6 +58,10 @@ class Observer:
             for index, row in enumerate(sequences)
         }
 
+    def keys_values_of(self, row: int, begin: int, count: int, layer: int) -> Float[Tensor, "tokens width"]:
+        """Keys and values of consecutive cached tokens in one of the target's last layers; 1 is the last one."""
+        return self._cache.flat([row], [begin], count, [self._cache.num_layers - layer])[0, :, 0]
+
 
 def _hidden(
     sequences: Mapping[int, EngineSequence], counts: Mapping[int, int], depth: int

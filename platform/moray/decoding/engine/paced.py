@@ -17,13 +17,27 @@ from torch import Tensor
 from moray.decoding.engine.kv_cache import BatchedKVCache
 from moray.decoding.engine.observer import MAX_TOKENS, Observer
 from moray.decoding.engine.sequence import EngineSequence
-from moray.decoding.request import PacedOutput, Request, RequestOutput
-from moray.drafters.base import Drafter
+from moray.decoding.request import PacedOutput, Request, RequestOutput, TailPiece
+from moray.drafters.base import TAIL, Drafter, Memory
 from moray.errors import DataError
 from moray.trees.tree import TokenTree
 
 MAX_OFFERS = 2
 """Offers of one sequence that may wait."""
+MAX_RECALLED = 1024
+"""Tokens whose keys and values in a last layer are sent at once to a client that begins to use this layer."""
+
+
+@dataclass(frozen=True)
+class ClientMemory:
+    """What the client of a paced sequence has and needs of the drafter's memory."""
+
+    num_known: int = 0
+    """Tokens, from the first one on, whose memory it has."""
+    num_target_layers: int = 0
+    """N: how many of the target's last layers its drafts run, and need keys and values of."""
+    num_known_in_layers: tuple[int, ...] = ()
+    """Tokens whose keys and values it has in the target's last layer, the one before it, and so on."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,8 @@ class Offer:
     """The draft; None for cycles without one."""
     num_plain: int = 1
     """Without a tree: the number of cycles, each of which gives one token."""
+    num_target_layers: int = 0
+    """N: how many of the target's last layers the client's next drafts run."""
 
     def fits(self, tokens: Sequence[int]) -> bool:
         """Whether it continues a sequence of these tokens."""
@@ -52,6 +68,10 @@ class Pace:
     """Of the drafter that the client has."""
     memory_from: int
     """Tokens of the prompt whose memory the client has from the start."""
+    num_target_layers: int
+    """See `ClientMemory.num_target_layers`."""
+    num_told_in_layers: list[int]
+    """Tokens whose keys and values the client has in each of the target's last layers, the last one first."""
     offers: deque[Offer] = field(default_factory=deque)
     """Not verified yet; the first is the next."""
     num_told: int = field(init=False)
@@ -89,6 +109,7 @@ class Pace:
     def begin_cycle(self) -> tuple[Offer, bool]:
         """The offer of this cycle, and whether it is answered by it; an offer without a tree may need several."""
         offer = self.offers[0]
+        self.num_target_layers = offer.num_target_layers
         if offer.tree is None:
             self.num_left = (self.num_left or offer.num_plain) - 1
         if not self.num_left:
@@ -107,22 +128,34 @@ class PacedSequences:
             max_nodes: maximum number of nodes of a tree, root included.
         """
         self._observers = {name: Observer(d.observe, d.observed, cache) for name, d in drafters.items()}
+        self._layer_counts = {name: drafter.config.layer_counts for name, drafter in drafters.items()}
         self.max_nodes = max_nodes
 
-    def pace_of(self, request: Request, memory_from: int) -> Pace:
+    def pace_of(self, request: Request, client: ClientMemory) -> Pace:
         """What the engine keeps of a new sequence.
 
         Raises:
-            DataError: clients cannot run the drafter, or have memory of more tokens than there are.
+            DataError: clients cannot run the drafter, or not with this N, or have memory of more tokens than there are.
         """
         observer = self._observers.get(request.drafter or "")
         if observer is None:
             known = ", ".join(self._observers) or "none"
             raise DataError(f"drafter is '{request.drafter}', which clients cannot run here; they can run {known}")
         most = len(request.prompt) + len(request.generated)
-        if not 0 <= memory_from <= most:
-            raise DataError(f"memory_from is {memory_from}; the request has {most} tokens, so 0 to {most} are accepted")
-        return Pace(observer, memory_from)
+        if not 0 <= client.num_known <= most:
+            raise DataError(
+                f"memory_from is {client.num_known}; the request has {most} tokens, so 0 to {most} are accepted"
+            )
+        layer_counts = self._layer_counts[request.drafter or ""]
+        _check_layers(client.num_target_layers, layer_counts)
+        in_layers = client.num_known_in_layers
+        if len(in_layers) > max(layer_counts) or not all(0 <= known <= client.num_known for known in in_layers):
+            raise DataError(
+                f"tail_from is {list(in_layers)}; up to {max(layer_counts)} numbers from 0 to memory_from, "
+                f"{client.num_known}, are accepted"
+            )
+        in_layers = *in_layers, *[0] * (max(layer_counts) - len(in_layers))
+        return Pace(observer, client.num_known, client.num_target_layers, [*in_layers])
 
     def offer(self, sequences: Sequence[EngineSequence], number: int, offer: Offer) -> None:
         """Take a client's offer for one of these sequences.
@@ -132,6 +165,7 @@ class PacedSequences:
         """
         for sequence in sequences:
             if sequence.number == number and sequence.pace is not None:
+                _check_layers(offer.num_target_layers, self._layer_counts[sequence.request.drafter or ""])
                 sequence.pace.add(offer, sequence.tokens, self.max_nodes)
                 return
         raise DataError(f"sequence {number} takes no drafts: it has ended, has not been read yet, or is not paced")
@@ -152,7 +186,14 @@ class PacedSequences:
         for sequence in paced.values():
             _drop_known(sequence)
         found = _memory_of(paced, {row: s.num_read for row, s in paced.items()})
-        return [RequestOutput(paced[row].number, [], paced=output) for row, output in found.items() if output.num_new]
+        outputs: list[RequestOutput] = []
+        for row, output in found.items():
+            pace = paced[row].pace
+            assert pace is not None
+            if output.num_new:
+                paced_output = replace(output, tail=_tail_of(row, pace, output.num_new))
+                outputs.append(RequestOutput(paced[row].number, [], paced=paced_output))
+        return outputs
 
     def after_cycle(
         self, first_row: int, running: Sequence[EngineSequence], lengths: Sequence[int], seconds: float
@@ -172,8 +213,28 @@ class PacedSequences:
             pace = paced[row].pace
             assert pace is not None
             offer, is_last = pace.begin_cycle()
-            outputs[row - first_row] = replace(output, seq=offer.seq, is_last=is_last, seconds=seconds)
+            tail = _tail_of(row, pace, output.num_new)  # of as many layers as the offer says
+            outputs[row - first_row] = replace(output, tail=tail, seq=offer.seq, is_last=is_last, seconds=seconds)
         return outputs
+
+
+def _check_layers(num_target_layers: int, layer_counts: tuple[int, ...]) -> None:
+    if num_target_layers not in layer_counts:
+        known = ", ".join(map(str, layer_counts))
+        raise DataError(f"num_target_layers is {num_target_layers}; this drafter drafts with {known}")
+
+
+def _tail_of(row: int, pace: Pace, num_new: int) -> tuple[TailPiece, ...]:
+    """What the client does not have yet of the layers that its drafts run: all of the tokens whose memory is new, and
+    a limited number of earlier ones."""
+    pieces: list[TailPiece] = []
+    for layer in range(1, pace.num_target_layers + 1):
+        begin = pace.num_told_in_layers[layer - 1]
+        count = min(pace.num_told - begin, max(MAX_RECALLED, num_new))
+        if count:
+            pieces.append(TailPiece(layer, begin, pace.observer.keys_values_of(row, begin, count, layer)))
+            pace.num_told_in_layers[layer - 1] += count
+    return tuple(pieces)
 
 
 def can_join(sequence: EngineSequence) -> bool:
@@ -216,7 +277,7 @@ def _memory_of(sequences: Mapping[int, EngineSequence], lengths: Mapping[int, in
         counts = {row: lengths[row] - begins[row] for row in paces}
         found = next(iter(paces.values())).observer.memory_of(group, begins, counts)
         for row, pace in paces.items():
-            outputs[row] = PacedOutput(begin=begins[row], num_new=counts[row], memory=(found[row],))
+            outputs[row] = PacedOutput(begin=begins[row], num_new=counts[row], memory=(_without_tail(found[row]),))
             pace.num_told = lengths[row]
     return outputs
 
@@ -226,6 +287,11 @@ def _in_pieces(row: int, sequence: EngineSequence, pace: Pace, length: int) -> P
     begin, pieces = pace.num_told, list[Mapping[str, Tensor]]()
     while pace.num_told < length:
         count = min(MAX_TOKENS, length - pace.num_told)
-        pieces.append(pace.observer.memory_of({row: sequence}, {row: pace.num_told}, {row: count})[row])
+        found = pace.observer.memory_of({row: sequence}, {row: pace.num_told}, {row: count})
+        pieces.append(_without_tail(found[row]))
         pace.num_told += count
     return PacedOutput(begin=begin, num_new=length - begin, memory=tuple(pieces))
+
+
+def _without_tail(memory: Memory) -> Memory:
+    return {name: tensor for name, tensor in memory.items() if name != TAIL}

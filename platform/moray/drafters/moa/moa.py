@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import DraftOutput, DraftView, Feature, Memory, Prediction
+from moray.drafters.base import TAIL, DraftOutput, DraftView, Feature, Memory, Prediction
 from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
@@ -127,7 +127,7 @@ class MoA(BatchedDrafter[MoAState]):
         assert taps.kv is not None
         memory = {"cross": self._cross_keys_values(taps.kv)}
         if self._max_layers:
-            memory["tail"] = taps.kv[:, :, -self._max_layers :].flatten(2)
+            memory[TAIL] = taps.kv[:, :, -self._max_layers :].flatten(2)
         return memory
 
     def _cross_keys_values(
@@ -223,9 +223,14 @@ class MoA(BatchedDrafter[MoAState]):
         key, value = self.ca.attention.split(cross, self.rotary.rows(start, end))
         state.memory[0, :, :, start:end] = key
         state.memory[1, :, :, start:end] = value
-        if state.tail is not None:
+        if state.tail is not None and TAIL in memory:
             state.tail.length = start
-            state.tail.write(memory["tail"].unflatten(2, (self._max_layers, -1)))
+            state.tail.write(memory[TAIL].unflatten(2, (self._max_layers, -1)))
+
+    def recall(self, state: MoAState, start: int, layer: int, kv: Float[Tensor, "1 new width"]) -> None:
+        assert state.tail is not None
+        state.tail.length = start
+        state.tail.write(kv[:, :, None], first_layer=self._max_layers - layer)
 
     def _remember(self, state: MoAState, tokens: Int[Tensor, " some"], start: int) -> None:
         # SA is one layer over embeddings: a token's keys and values depend on that token alone.

@@ -15,6 +15,7 @@ class Planned:
 
     seq: int
     num_levels: int
+    num_target_layers: int
     sent_at: float
 
 

@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from moray.decoding.planning.fitting import fit_shape
 from moray.decoding.remote.ahead import Ahead
-from moray.decoding.remote.frames import unpack_frame
 from moray.decoding.request import Request
-from moray.edge.codec import decode
+from moray.edge.codec import BYTES, decode
 from moray.edge.config import EdgeConfig
 from moray.edge.device.answer import EdgeAnswer, Planned
+from moray.edge.device.bandwidth import Bandwidth
+from moray.edge.device.channel import WAIT_SECONDS, Channel, SessionGoneError, TryLaterError
 from moray.edge.device.drafting import DeviceDrafter
 from moray.edge.device.events import (
     EdgeEvent,
@@ -29,43 +30,12 @@ from moray.edge.device.events import (
     VerifiedTokens,
 )
 from moray.edge.device.offline import DraftingAlone
-from moray.edge.device.planner import DepthPlanner
+from moray.edge.device.planner import CyclePlan, CyclePlanner
 from moray.edge.device.stats import EdgeStats
 from moray.edge.device.transport import Dial, Link
-from moray.edge.messages import (
-    Cancel,
-    DownMessage,
-    Hello,
-    Message,
-    Open,
-    Refused,
-    Resume,
-    Resumed,
-    UpMessage,
-    Verified,
-    Verify,
-    Welcome,
-    decode_down,
-    encode_up,
-)
-from moray.errors import DataError, MismatchError, UnreachableError
+from moray.edge.messages import Cancel, Hello, Open, Resume, Resumed, Verified, Verify, Welcome, encode_up
+from moray.errors import DataError, UnreachableError
 from moray.trees.shapes import MAX_DEPTH
-
-_WAIT_SECONDS = 0.05
-"""How long to wait for a message before the connection is looked after."""
-AnyMessage = TypeVar("AnyMessage", bound=Message)
-
-
-class _SessionGoneError(UnreachableError):
-    """The server does not know the session any more."""
-
-
-class _TryLaterError(UnreachableError):
-    """The server has no room now."""
-
-    def __init__(self, message: str, retry_seconds: float) -> None:
-        super().__init__(message)
-        self.retry_seconds = retry_seconds
 
 
 class EdgeClient:
@@ -99,7 +69,9 @@ class EdgeClient:
         """The connection of the answer before, for the next one."""
         self.stats = EdgeStats()
         shape = fit_shape(config.tree, drafter.name, drafter.drafter.max_depth, drafter.drafter.spec.vocab_size)
-        self._planner = DepthPlanner(shape)
+        self._way = Bandwidth()
+        layer_bytes = BYTES[config.codec] * drafter.drafter.spec.kv_width
+        self._planner = CyclePlanner(shape, drafter.layer_counts, layer_bytes, self._way)
 
     def answer(self, request: Request) -> Iterator[EdgeEvent]:
         """Answer a request; yield what happens. Closing the iterator cancels the answer.
@@ -119,18 +91,18 @@ class EdgeClient:
                     link = yield from self._connect(answer, pool)
                 received, pause = answer.received, 0.0
                 try:
-                    yield from self._online(answer, link, is_known=is_known)
+                    yield from self._online(answer, self._channel(link), is_known=is_known)
                 except UnreachableError as error:
                     self.stats.num_cuts += 1
                     yield self._offline(answer, error)
                     if answer.received == received and not is_known:  # refused, or lost before anything came
                         pause = max(
                             self._config.retry_seconds,
-                            error.retry_seconds if isinstance(error, _TryLaterError) else 0.0,
+                            error.retry_seconds if isinstance(error, TryLaterError) else 0.0,
                         )
                 except GeneratorExit:
                     with suppress(UnreachableError):
-                        self._send(link, Cancel())
+                        link.send(encode_up(Cancel()))
                     raise
                 finally:
                     if answer.finish_reason is None:
@@ -185,13 +157,16 @@ class EdgeClient:
         """Write one more token that is not verified, or wait a little if there is none to write."""
         drafted = self._alone.next(answer)
         if drafted is None:
-            wait([until], _WAIT_SECONDS)
+            wait([until], WAIT_SECONDS)
         else:
             yield drafted
 
     # --- Online ---
 
-    def _online(self, answer: EdgeAnswer, link: Link, *, is_known: bool) -> Iterator[EdgeEvent]:
+    def _channel(self, link: Link) -> Channel:
+        return Channel(link, self.stats, self._config.offline_after_seconds)
+
+    def _online(self, answer: EdgeAnswer, link: Channel, *, is_known: bool) -> Iterator[EdgeEvent]:
         """Decode over one connection until the answer ends; `is_known` says whether the server has had our `Hello`."""
         self._begin(answer, link, is_known=is_known)
         yield LinkChanged(LinkState.ONLINE)
@@ -199,13 +174,13 @@ class EdgeClient:
         is_suspect = False
         while answer.finish_reason is None:
             is_working = answer.has_root and (ahead is not None or not answer.under_way)
-            message = self._receive(link, 0.0 if is_working else _WAIT_SECONDS)
+            message = link.receive(0.0 if is_working else WAIT_SECONDS)
             if message is not None:
                 if is_suspect:
                     is_suspect = False
                     yield LinkChanged(LinkState.ONLINE)
                 answer.alone = None
-                yield from self._take_in(answer, message)
+                yield from self._take_in(answer, message, link)
                 ahead = self._plan_ahead(answer)
             elif answer.has_root and not answer.under_way:
                 self._verify_next(answer, link)
@@ -214,9 +189,7 @@ class EdgeClient:
                 if not self._drafter.grow(ahead):
                     ahead = None
                     self._send_guess(answer, link)
-            elif link.silent_seconds > self._config.offline_after_seconds:
-                raise UnreachableError(f"nothing heard of the server for {self._config.offline_after_seconds:g} s")
-            elif link.silent_seconds > self._config.suspect_after_seconds:
+            elif link.check_silence() > self._config.suspect_after_seconds:
                 if not is_suspect:
                     is_suspect = True
                     yield LinkChanged(LinkState.SUSPECT)
@@ -224,16 +197,22 @@ class EdgeClient:
                 if drafted is not None:
                     yield drafted
 
-    def _begin(self, answer: EdgeAnswer, link: Link, *, is_known: bool) -> None:
+    def _begin(self, answer: EdgeAnswer, link: Channel, *, is_known: bool) -> None:
         """Open the session, or take it up again."""
         answer.planned = None
         if not is_known:
-            self._send(link, self._hello)
+            link.send(self._hello)
         if answer.welcome is None:  # without waiting for the welcome: a round trip less
             generated = tuple(answer.tokens[len(answer.request.prompt) :])
             request = answer.request.model_copy(update={"generated": generated})
-            self._send(link, Open(request=request, memory_from=self._drafter.num_known))
-        welcome = self._expect(link, Welcome)
+            opened = Open(
+                request=request,
+                memory_from=self._drafter.num_known,
+                num_target_layers=self._plan().next_num_target_layers,
+                tail_from=self._drafter.num_known_in_layers,
+            )
+            link.send(opened)
+        welcome = link.expect(Welcome)
         if 1 + self._planner.max_nodes > welcome.max_nodes:
             raise DataError(
                 f"tree has up to {self._planner.max_nodes} nodes; the server accepts {welcome.max_nodes - 1}: give a "
@@ -241,32 +220,40 @@ class EdgeClient:
             )
         if answer.welcome is None:
             answer.welcome = welcome
+            self._way.restart()
             return
         session, token = answer.welcome.session, answer.welcome.resume_token
-        self._send(link, Resume(session=session, token=token, received=answer.received))
+        link.send(Resume(session=session, token=token, received=answer.received))
         try:
-            resumed = self._expect(link, Resumed)
-        except _SessionGoneError as error:
+            resumed = link.expect(Resumed)
+        except SessionGoneError as error:
             answer.reopen()
             self.stats.num_reopened += 1
             raise UnreachableError(f"the session is gone: {error}") from None
         for verify in answer.under_way:
             if verify.seq > resumed.last_seq:
-                self._send(link, verify)
+                link.send(verify)
 
-    def _verify_next(self, answer: EdgeAnswer, link: Link) -> None:
+    def _verify_next(self, answer: EdgeAnswer, link: Channel) -> None:
         """Send what follows the last verified token: what was written alone, or a new draft."""
         assert answer.welcome is not None
         if answer.drafted:
             chain = [answer.tokens[-1], *answer.drafted]
             self._verify(answer, link, chain[: min(answer.welcome.max_nodes, MAX_DEPTH)], ())
             return
-        began, shape = self._clock(), self._planner.plan()
-        tree = self._drafter.draft(answer.tokens[-1], shape)
+        began, plan = self._clock(), self._plan()
+        if not self._drafter.can_draft(plan.num_target_layers):  # the server decodes alone until it can
+            self._verify(answer, link, [], ())
+            return
+        tree = self._drafter.draft(answer.tokens[-1], plan.shape, plan.num_target_layers)
         tokens, parents = tree.tokens.tolist(), () if tree.is_chain else tuple(tree.parents.tolist())
-        self._planner.record_draft(shape.depth, self._clock() - began)
-        answer.planned = Planned(answer.next_seq, tree.num_levels, self._clock())
+        self._planner.record_draft(plan.shape.depth, self._clock() - began, plan.num_target_layers)
+        answer.planned = Planned(answer.next_seq, tree.num_levels, plan.num_target_layers, self._clock())
         self._verify(answer, link, tokens, parents)
+
+    def _plan(self) -> CyclePlan:
+        known = self._drafter.num_known
+        return self._planner.plan([known - here for here in self._drafter.num_known_in_layers])
 
     def _plan_ahead(self, answer: EdgeAnswer) -> Ahead | None:
         """What to draft while the only draft under way is verified, if another one may be sent."""
@@ -277,9 +264,9 @@ class EdgeClient:
         first = answer.under_way[0]
         if first.parents or first.at != len(answer.tokens) - 1 or first.tokens[0] != answer.tokens[-1]:
             return None
-        return self._drafter.ahead_of([*first.tokens], self._planner.plan().depth)
+        return self._drafter.ahead_of([*first.tokens], self._plan().shape.depth)
 
-    def _send_guess(self, answer: EdgeAnswer, link: Link) -> None:
+    def _send_guess(self, answer: EdgeAnswer, link: Channel) -> None:
         """Send what was drafted ahead: the server verifies it if the guess was right, and drops it otherwise."""
         chain = self._drafter.guess
         if chain is not None and len(answer.under_way) == 1:
@@ -287,24 +274,33 @@ class EdgeClient:
             self._verify(answer, link, [*chain], (), at=first.at + len(first.tokens))
 
     def _verify(
-        self, answer: EdgeAnswer, link: Link, tokens: list[int], parents: tuple[int, ...], at: int | None = None
+        self, answer: EdgeAnswer, link: Channel, tokens: list[int], parents: tuple[int, ...], at: int | None = None
     ) -> None:
         at = len(answer.tokens) - 1 if at is None else at
-        verify = Verify(seq=answer.next_seq, at=at, tokens=tuple(tokens), parents=parents, received=answer.received)
+        verify = Verify(
+            seq=answer.next_seq,
+            at=at,
+            tokens=tuple(tokens),
+            parents=parents,
+            num_target_layers=self._plan().next_num_target_layers,
+            received=answer.received,
+        )
         answer.next_seq += 1
         answer.under_way.append(verify)
         self.stats.num_calls += 1
-        self._send(link, verify)
+        link.send(verify)
 
     # --- Messages ---
 
-    def _take_in(self, answer: EdgeAnswer, message: Verified) -> Iterator[EdgeEvent]:
+    def _take_in(self, answer: EdgeAnswer, message: Verified, link: Channel) -> Iterator[EdgeEvent]:
         """Take in what the server has verified."""
         if message.index <= answer.received:
             return
         if message.index != answer.received + 1:
             raise DataError(f"message {message.index} of the server came after {answer.received}")
         answer.received, answer.lost_at = message.index, None
+        if message.sent:
+            self._way.record(message.sent, link.arrived, link.num_bytes)
         if message.seq and message.is_last:
             if not answer.under_way or answer.under_way[0].seq != message.seq:
                 raise DataError(f"the server answers draft {message.seq}, which is not the next one under way")
@@ -316,30 +312,40 @@ class EdgeClient:
             raise DataError(f"the server continues position {message.at}; this device is at {len(answer.tokens)}")
         answer.tokens += message.tokens
         self.stats.num_tokens += len(message.tokens)
-        self._learn(answer, message)
+        self._learn(answer, message, link)
         if message.seq:
             self.stats.record(message.num_accepted, message.seconds)
             planned = answer.planned
             if planned is not None and planned.seq == message.seq:
-                self._planner.record_reply(planned.num_levels, message.num_accepted, self._clock() - planned.sent_at)
+                elapsed, num_tail = self._clock() - planned.sent_at, sum(tail.num_tokens for tail in message.tail)
+                self._planner.record_reply(
+                    planned.num_levels, message.num_accepted, elapsed, planned.num_target_layers, num_tail
+                )
+                self.stats.num_planned += 1
+                self.stats.num_levels += planned.num_levels
+                self.stats.num_layers += planned.num_target_layers
         if message.tokens:
             answer.has_root = True
             yield from self._compare(answer, message)
         answer.finish_reason = message.finish_reason
 
-    def _learn(self, answer: EdgeAnswer, message: Verified) -> None:
+    def _learn(self, answer: EdgeAnswer, message: Verified, link: Channel) -> None:
         end = message.begin + message.num_new
-        if not message.num_new:
-            return
-        if message.begin != self._drafter.num_known or end > len(answer.tokens):
+        if message.num_new and (message.begin != self._drafter.num_known or end > len(answer.tokens)):
             if message.finish_reason is not None:
                 return
             raise DataError(
                 f"the server sent memory of tokens {message.begin} to {end}; this device has {len(answer.tokens)} and "
                 f"memory of {self._drafter.num_known}"
             )
-        memory = decode(self._hello.codec, self._tensors, message.num_new, self._drafter.dtype)
+        lengths = {tail.name: tail.num_tokens for tail in message.tail}
+        found = decode(self._hello.codec, link.tensors, lengths, message.num_new, self._drafter.dtype)
+        memory = {name: rows for name, rows in found.items() if name not in lengths}
         self._drafter.learn(answer.tokens[message.begin : end], memory)
+        begins = {tail.layer: tail.begin for tail in message.tail}
+        layers = {tail.layer: found[tail.name] for tail in message.tail if tail.name in found}
+        if layers.keys() != begins.keys() or not self._drafter.recall(begins, layers):
+            raise DataError(f"the server sent keys and values of the last layers that do not follow: {message.tail}")
 
     def _compare(self, answer: EdgeAnswer, message: Verified) -> Iterator[EdgeEvent]:
         """Say what is verified, and what of the tokens that were written alone was wrong."""
@@ -354,47 +360,3 @@ class EdgeClient:
         else:
             answer.drafted = drafted[len(new) :]
         yield VerifiedTokens(index, message.tokens, message.num_accepted)
-
-    def _send(self, link: Link, message: UpMessage) -> None:
-        text = encode_up(message)
-        self.stats.num_bytes_up += len(text)
-        link.send(text)
-
-    def _receive(self, link: Link, seconds: float) -> Verified | None:
-        message = self._next(link, seconds)
-        if message is None or isinstance(message, Verified):
-            return message
-        if isinstance(message, Refused):
-            raise _refusal(message)
-        raise DataError(f"the server sent '{message.type}' in the middle of a sequence")
-
-    def _next(self, link: Link, seconds: float) -> DownMessage | None:
-        frame = link.receive(seconds)
-        if frame is None:
-            return None
-        self.stats.num_bytes_down += len(frame)
-        words, self._tensors = unpack_frame(frame)
-        return decode_down(words)
-
-    def _expect(self, link: Link, kind: type[AnyMessage]) -> AnyMessage:
-        """Wait for a message of this kind."""
-        while True:
-            message = self._next(link, _WAIT_SECONDS)
-            if isinstance(message, kind):
-                return message
-            if isinstance(message, Refused):
-                raise _refusal(message)
-            if message is not None:
-                raise DataError(f"the server sent '{message.type}' where '{kind.__name__.lower()}' is needed")
-            if link.silent_seconds > self._config.offline_after_seconds:
-                raise UnreachableError(f"nothing heard of the server for {self._config.offline_after_seconds:g} s")
-
-
-def _refusal(message: Refused) -> Exception:
-    if message.code in ("target", "text", "drafter", "version"):
-        return MismatchError(message.message)
-    if message.code in ("session", "token"):  # a restarted server does not know its tokens any more
-        return _SessionGoneError(message.message)
-    if message.code in ("codec", "bad_message"):
-        return DataError(message.message)
-    return _TryLaterError(message.message, message.retry_ms / 1000)

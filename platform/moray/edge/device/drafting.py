@@ -1,6 +1,10 @@
 """The drafter on the device, for one sequence: what it knows, what it drafts, and what it drafts ahead."""
 
+from collections.abc import Mapping
+
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.ahead import Ahead, Drawn, Session, Told
@@ -12,7 +16,11 @@ from moray.trees.tree import TokenTree
 
 
 class DeviceDrafter:
-    """One drafter with the state of one sequence."""
+    """One drafter with the state of one sequence.
+
+    Of the target's last layers it may know the keys and values of fewer tokens than it knows the memory of: it then
+    drafts without these layers (see `can_draft`).
+    """
 
     def __init__(self, drafter: Drafter, name: str, capacity: int, max_expanded: int = MAX_DEPTH) -> None:
         """
@@ -24,6 +32,8 @@ class DeviceDrafter:
         """
         self.drafter = drafter
         self.name = name
+        self.layer_counts: tuple[int, ...] = drafter.layer_counts
+        """Values of N that it can draft with, cheapest first."""
         self._max_expanded = max_expanded
         self._state = drafter.new_state(capacity, max_expanded)
         self._device = drafter.head.weight.device
@@ -37,11 +47,27 @@ class DeviceDrafter:
         self._sampler = Sampler(params, self.drafter.spec.vocab_size, self._device, sequence)
         self._tree: TokenTree | None = None
         """What was drafted last, if the state still holds its nodes."""
+        self._num_known_in_layers = [0] * max(self.layer_counts)
+        self._use(self.layer_counts[0])
+
+    def _use(self, num_target_layers: int) -> None:
+        """Draft with this N from now on."""
+        self._num_target_layers = num_target_layers
+        self.drafter.set_num_target_layers(self._state, num_target_layers)
 
     @property
     def num_known(self) -> int:
         """Tokens whose memory is here."""
         return self._session.known
+
+    @property
+    def num_known_in_layers(self) -> tuple[int, ...]:
+        """Tokens whose keys and values are here of the target's last layer, of the one before it, and so on."""
+        return tuple(self._num_known_in_layers)
+
+    def can_draft(self, num_target_layers: int) -> bool:
+        """Whether the keys and values of the target's last N layers are complete."""
+        return all(known == self.num_known for known in self._num_known_in_layers[:num_target_layers])
 
     @torch.inference_mode()
     def learn(self, tokens: list[int], memory: Memory) -> None:
@@ -56,10 +82,28 @@ class DeviceDrafter:
         session.learn(self.drafter, Told(torch.tensor(tokens, device=self._device), known, num_kept))
 
     @torch.inference_mode()
-    def draft(self, root: int, shape: GrowableShape) -> TokenTree:
-        """A tree below the token that follows those that are known."""
+    def recall(self, begins: Mapping[int, int], layers: Mapping[int, Float[Tensor, "tokens width"]]) -> bool:
+        """Take in keys and values of the target's last layers, by layer from the last one (1) on.
+
+        Returns:
+            whether they follow what is known and belong to tokens whose memory is here; if not, nothing is taken in.
+        """
+        for layer, kv in layers.items():
+            if layer > len(self._num_known_in_layers) or begins[layer] != self._num_known_in_layers[layer - 1]:
+                return False
+            if begins[layer] + kv.shape[0] > self.num_known:
+                return False
+        for layer, kv in layers.items():
+            self.drafter.recall(self._state, begins[layer], layer, kv[None].to(self._device))
+            self._num_known_in_layers[layer - 1] += kv.shape[0]
+        return True
+
+    @torch.inference_mode()
+    def draft(self, root: int, shape: GrowableShape, num_target_layers: int) -> TokenTree:
+        """A tree below the token that follows those that are known, drafted with this N."""
         session = self._session
         session.guess = session.ahead = None
+        self._use(num_target_layers)
         picks = picks_of([self._sampler], [session.known], shape, are_certain=True)
         session.num_expanded = shape.num_expanded
         roots = torch.tensor([root], device=self._device)
@@ -73,10 +117,14 @@ class DeviceDrafter:
         self._session.guess = None
         limit = min(self._max_expanded, MAX_DEPTH, self.drafter.max_depth or MAX_DEPTH)
         depth = min(depth, limit - len(chain))
-        if depth < 1:
+        usable = [count for count in self.layer_counts if self.can_draft(count)]
+        if depth < 1 or not usable:
             return None
-        if self._tree is None or not self._tree.is_chain or self._session.num_expanded != len(chain) - 1:
+        num_target_layers = self._num_target_layers if self._num_target_layers in usable else usable[-1]
+        holds_chain = self._tree is not None and self._tree.is_chain and self._session.num_expanded == len(chain) - 1
+        if not holds_chain or num_target_layers != self._num_target_layers:
             self._session.num_expanded = 0  # the state holds other nodes, or fewer: expand the chain again
+        self._use(num_target_layers)
         return Ahead(self.drafter, [self._session], [tuple(chain)], [self._drawn], depth)
 
     @property

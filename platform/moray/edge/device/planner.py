@@ -1,17 +1,25 @@
-"""How deep to draft on a device: the depth of most expected tokens per second over the connection that there is.
+"""How deep to draft on a device, and with which N: what gives most expected tokens per second over the connection.
 
-    tokens of a cycle     1 + a_1 + a_1 a_2 + ...                        a_k: acceptance at level k
-    seconds of a cycle    draft of k levels + reply(k)
+    tokens of a cycle     E = 1 + a_1 + a_1 a_2 + ...                    a_k: acceptance at level k with this N
+    seconds of a cycle    draft of k levels with N + reply(k) + E * tail(N)
 
 reply(k) is the time from sending a draft of k levels to its answer: round trip, wait at the server, the target's pass,
 and the transfer of memory. It is fitted to the latest cycles as a line in k, so nothing has to be known of the network.
+tail(N) is the transfer time of the keys and values of one token in the target's last N layers (see
+`edge.device.bandwidth`). Those that are missing before N can be used count as spread over the next cycles.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from moray.decoding.planning.acceptance import Acceptance
+from moray.edge.device.bandwidth import Bandwidth
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
 _FORGET = 0.9
 """Factor on the weight of a cycle's times for every cycle after it."""
+_SPREAD_CYCLES = 16
+"""Cycles over which the cost of missing keys and values is spread."""
 
 
 class _Line:
@@ -34,44 +42,107 @@ class _Line:
         return mean_y + slope * (levels - mean_x)
 
 
-class DepthPlanner:
-    """Chooses the shape of each draft."""
+@dataclass(frozen=True)
+class CyclePlan:
+    """What to draft next."""
 
-    def __init__(self, shape: AnyShape) -> None:
-        """`shape` is what may be drafted; one that is not adaptive is always drafted."""
+    shape: GrowableShape
+    num_target_layers: int
+    """N of this draft."""
+    next_num_target_layers: int
+    """N of the drafts to come: the server is to send what it needs."""
+
+
+class CyclePlanner:
+    """Chooses shape and N of each draft."""
+
+    def __init__(
+        self,
+        shape: AnyShape,
+        layer_counts: Sequence[int] = (0,),
+        layer_bytes: float = 0.0,
+        way: Bandwidth | None = None,
+    ) -> None:
+        """
+        Args:
+            shape: what may be drafted; one that is not adaptive is always drafted.
+            layer_counts: values of N that the drafter can draft with.
+            layer_bytes: bytes of a token's keys and values in one of the target's last layers, as they cross.
+            way: measures how long bytes take.
+        """
         self._shape = shape
-        self._acceptance = Acceptance(shape.depth, (0,))
+        self._layer_counts = tuple(layer_counts)
+        self._layer_bytes = layer_bytes
+        self._way = way or Bandwidth()
+        self._acceptance = Acceptance(shape.depth, self._layer_counts)
         self._reply = _Line()
-        self._level_seconds = 0.0
-        """Of drafting one level, over the latest drafts."""
+        self._level_seconds: dict[int, float] = {}
+        """Of drafting one level, over the latest drafts, by N."""
 
     @property
     def max_nodes(self) -> int:
         """Maximum number of nodes of a draft, root not counted."""
         return self._shape.num_nodes
 
-    def plan(self) -> GrowableShape:
-        """What to draft next."""
-        if not isinstance(self._shape, AdaptiveShape):
-            return self._shape
-        rates = self._acceptance.rates(0)
-        best, best_rate, expected, survival = 1, 0.0, 1.0, 1.0
-        for depth in range(1, self._shape.depth + 1):
-            survival *= rates[depth - 1]
-            expected += survival
-            seconds = self._level_seconds * depth + self._reply.at(depth)
-            rate = expected / seconds if seconds else expected
-            if rate > best_rate:
-                best, best_rate = depth, rate
-        return self._shape.at(best)
+    def plan(self, missing: Sequence[int] = ()) -> CyclePlan:
+        """What to draft next.
 
-    def record_draft(self, levels: int, seconds: float) -> None:
+        Args:
+            missing: of the target's last layer, the one before it, and so on: tokens whose keys and values are missing
+                here. A draft cannot use such a layer yet.
+        """
+        absent = {count: sum(missing[:count]) for count in self._layer_counts}
+        best, depth, _ = self._best({count: absent[count] for count in self._layer_counts})
+        usable = best
+        if absent[best]:
+            ready = {count: 0 for count, tokens in absent.items() if not tokens}
+            usable, depth, _ = self._best(ready or {self._layer_counts[0]: 0})
+        shape = self._shape.at(depth) if isinstance(self._shape, AdaptiveShape) else self._shape
+        return CyclePlan(shape, usable, best)
+
+    def _best(self, absent: dict[int, int]) -> tuple[int, int, float]:
+        """N, depth and expected tokens per second of the best plan with one of these N; `absent` are the tokens that a
+        layer lacks, over all layers of N."""
+        depths = range(1, self._shape.depth + 1) if isinstance(self._shape, AdaptiveShape) else (self._shape.depth,)
+        found: tuple[int, int, float] = (min(absent), depths[0], 0.0)
+        for count, tokens in absent.items():
+            rates = self._acceptance.rates(count, in_doubt=True)
+            expected, survival = 1.0, 1.0
+            fetch = self._way.seconds(tokens * self._layer_bytes) / _SPREAD_CYCLES
+            tail = self._way.seconds(count * self._layer_bytes)
+            for depth in range(1, self._shape.depth + 1):
+                survival *= rates[depth - 1]
+                expected += survival
+                if depth not in depths:
+                    continue
+                seconds = self._seconds_of_level(count) * depth + self._reply.at(depth) + expected * tail + fetch
+                rate = expected / seconds if seconds else expected
+                if rate > found[2]:
+                    found = count, depth, rate
+        return found
+
+    def _seconds_of_level(self, count: int) -> float:
+        """Of drafting one level; for an N that was not used yet, that of the next smaller one that was."""
+        known = [n for n in self._level_seconds if n <= count]
+        return self._level_seconds[max(known)] if known else 0.0
+
+    def record_draft(self, levels: int, seconds: float, num_target_layers: int = 0) -> None:
         """Record the time that a draft took."""
         each = seconds / max(1, levels)
-        known = self._level_seconds
-        self._level_seconds = _FORGET * known + (1 - _FORGET) * each if known else each
+        known = self._level_seconds.setdefault(num_target_layers, each)
+        self._level_seconds[num_target_layers] = _FORGET * known + (1 - _FORGET) * each
 
-    def record_reply(self, levels: int, num_accepted: int, seconds: float) -> None:
-        """Record the answer to a draft: how many levels were accepted, and the time since it was sent."""
-        self._reply.add(levels, seconds)
-        self._acceptance.record(0, levels, num_accepted)
+    def record_reply(
+        self, levels: int, num_accepted: int, seconds: float, num_target_layers: int = 0, tail_tokens: int = 0
+    ) -> None:
+        """Record the answer to a draft.
+
+        Args:
+            levels: of the draft.
+            num_accepted: how many of them were accepted.
+            seconds: since it was sent.
+            num_target_layers: N that it was drafted with.
+            tail_tokens: tokens whose keys and values came with the answer, over all of the target's last layers.
+        """
+        self._reply.add(levels, max(0.0, seconds - self._way.seconds(tail_tokens * self._layer_bytes)))
+        self._acceptance.record(num_target_layers, levels, num_accepted)

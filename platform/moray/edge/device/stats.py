@@ -15,6 +15,12 @@ class EdgeStats:
     """Drafts sent to the server."""
     num_cycles: int = 0
     """Drafts that were verified."""
+    num_planned: int = 0
+    """Drafts whose shape and N were chosen and that were verified: not those that were written alone or ahead."""
+    num_levels: int = 0
+    """Their levels."""
+    num_layers: int = 0
+    """Sum of their N."""
     num_void: int = 0
     """Drafts that were sent ahead and turned out not to continue the text."""
     num_cuts: int = 0

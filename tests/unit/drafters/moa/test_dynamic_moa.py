@@ -7,11 +7,11 @@ from tiny_batches import batch_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.batch import TapNeeds
+from moray.batch import TapNeeds, Taps
 from moray.distill.configs import LossConfig
 from moray.distill.losses import distillation_loss
 from moray.distill.masks import draw_view, loss_positions, verified_start
-from moray.drafters.base import DraftView
+from moray.drafters.base import TAIL, DraftView
 from moray.drafters.configs import DRAFTER_CONFIG
 from moray.drafters.moa.dynamic_moa import DynamicMoA
 from moray.errors import ConfigError
@@ -143,3 +143,29 @@ def test_draws_are_as_even_as_a_batch_allows(drafter, batch):
     assert plain.layer_counts is None
     assert torch.equal(plain.start, more.start), "drafters of one N draw what they always drew"
     assert plain.seed == more.seed
+
+
+@pytest.mark.parametrize("num_target_layers", [1, 2])
+def test_the_last_layers_may_come_later_than_the_rest_of_the_memory(drafter, batch, num_target_layers):
+    text, taps = batch.tokens[0], batch.taps
+    whole, parts = drafter.new_state(64, 8), drafter.new_state(64, 8)
+    memory = drafter.observe(Taps(taps.kv[:1, :12], {}))
+    without = {name: rows for name, rows in memory.items() if name != TAIL}
+    with torch.no_grad():
+        drafter.extend(whole, text[:12], memory)
+        drafter.extend(parts, text[:7], {name: rows[:, :7] for name, rows in without.items()})
+        for state in (whole, parts):
+            drafter.set_num_target_layers(state, 0)
+        drafter.step(parts, text[7:8], None, 0)  # a draft without them in between
+        drafter.extend(parts, text[7:12], {name: rows[:, 7:] for name, rows in without.items()}, 1)
+        found, wanted = (drafter.step(state, text[12:13], None, 0) for state in (parts, whole))
+        torch.testing.assert_close(found, wanted, atol=5e-4, rtol=0)
+        for layer in range(1, num_target_layers + 1):
+            for begin, end in ((0, 5), (5, 12)):
+                drafter.recall(parts, begin, layer, taps.kv[:1, begin:end, -layer])
+        for state in (whole, parts):
+            drafter.set_num_target_layers(state, num_target_layers)
+        found, wanted = (drafter.step(state, text[12:13], None, 0) for state in (parts, whole))
+        torch.testing.assert_close(found, wanted, atol=5e-4, rtol=0)
+        drafter.recall(parts, 0, 1, taps.kv[:1, :12, -1] + 1)
+        assert not torch.allclose(drafter.step(parts, text[12:13], None, 0), wanted, atol=1e-2)
