@@ -12,7 +12,7 @@ from moray.text import ChatTokenizer
 from serve.api.errors import ApiError
 from serve.calls import end_call
 from serve.config import ServeConfig
-from serve.edge import EdgeGateway
+from serve.edge.endpoint import EdgeGateway
 from serve.engine_thread import Admission
 from serve.metrics import series
 from serve.metrics.exporters import Exporters, NoExporters
@@ -68,7 +68,7 @@ class Gateway:
         self.edge = (
             None
             if edge is None
-            else EdgeGateway(edge, targets, self.tokenizer.decode, log_prompts=config.api.log_prompts)
+            else EdgeGateway(edge, targets, self.tokenizer.decode, self._sink, log_prompts=config.api.log_prompts)
         )
         """For devices that draft themselves."""
         self._description: TargetDescription | None = None

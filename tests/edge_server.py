@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from moray.decoding.engine.engine import Engine
 from moray.edge.device.transport import Link
-from moray.edge.messages import CodecName, Open, Verify
+from moray.edge.messages import CodecName, Open, RefusalCode, Verify
 from moray.edge.server.replies import ReplyWriter, client_memory_of, offer_of
 from moray.edge.server.server import Backend, EdgeServer, Limits, RefusedError, Served, ServerConnection
 from moray.edge.server.session import ServerSession
@@ -22,6 +22,8 @@ class EngineBackend(Backend):
         self.engine = engine
         self._writers: dict[int, tuple[ServerSession, ReplyWriter]] = {}
         self._numbers: dict[str, int] = {}
+        self.notes: list[str] = []
+        """What the server told for statistics."""
 
     def open(self, session: ServerSession, message: Open, codec: CodecName) -> None:
         number = self.engine.submit_paced(message.request, client_memory_of(message))
@@ -37,6 +39,12 @@ class EngineBackend(Backend):
         if number is not None:
             self._writers.pop(number, None)
             self.engine.cancel(number)
+
+    def note_resumed(self) -> None:
+        self.notes.append("resumed")
+
+    def note_refused(self, code: RefusalCode) -> None:
+        self.notes.append(code)
 
     def step(self) -> None:
         """Run the engine once, if it has something to do."""

@@ -21,6 +21,7 @@ from serve.api.routes import build_api
 from serve.config import ApiConfig, EdgeEndpointConfig, ServeConfig
 from serve.gateway import Gateway
 from serve.metrics.exporters import Exporters
+from serve.metrics.sink import Sink
 from serve.target import TargetDescription, TargetReplica
 
 MODEL = "tiny"
@@ -102,12 +103,16 @@ class Served:
     """A running interface, and what is behind it."""
 
     def __init__(
-        self, config: ServeConfig, exporters: Exporters | None = None, tls: tuple[Path, Path] | None = None
+        self,
+        config: ServeConfig,
+        exporters: Exporters | None = None,
+        tls: tuple[Path, Path] | None = None,
+        sink: Sink | None = None,
     ) -> None:
         self.config = config
         self.replica = TargetReplica(config)
         self.targets = LocalTargets(self.replica)
-        self.gateway = Gateway(config, self.targets, exporters=exporters)
+        self.gateway = Gateway(config, self.targets, sink, exporters)
         # Told to leave open connections alone when the test ends.
         server = uvicorn.Config(
             build_api(self.gateway),
@@ -179,6 +184,8 @@ def served(
     drafters: Mapping[str, Any] | None = None,
     edge: EdgeEndpointConfig | None = None,
     tls: tuple[Path, Path] | None = None,
+    *,
+    sink: Sink | None = None,
     **api: Any,
 ) -> Iterator[Served]:
     """Serve a target on a free port; `tls` names the files of a certificate and its key."""
@@ -191,7 +198,7 @@ def served(
         edge=edge,
         api=ApiConfig(**{"model_name": MODEL, **api}),
     )
-    running = Served(config, exporters, tls)
+    running = Served(config, exporters, tls, sink)
     running.start()
     try:
         yield running

@@ -116,7 +116,7 @@ def build_api(gateway: "Gateway") -> FastAPI:
 
 
 async def _serve_device(gateway: "Gateway", socket: WebSocket) -> None:
-    """Verify what a device drafts (see `serve.edge`)."""
+    """Verify what a device drafts (see `serve.edge.endpoint`)."""
     try:
         description = await gateway.describe()
         client: Client = socket.scope["moray.client"]

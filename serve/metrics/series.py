@@ -102,6 +102,12 @@ REQUESTS = _counter(
 )
 ANSWERS = _counter("http_responses", "HTTP responses by path and status code", "path", "status")
 RETRIES = _counter("retries", "Sequences resumed on another target replica")
+EDGE_SESSIONS = _gauge("edge_sessions", "Sessions of devices that draft themselves whose answers have not ended")
+EDGE_DRAFTS = _counter("edge_drafts", "Drafts of devices")
+EDGE_TOKENS = _counter("edge_tokens", "Tokens of answers to devices; source: draft or target", "source")
+EDGE_BYTES = _counter("edge_bytes", "Bytes of messages from devices (received) and to them (sent)", "way")
+EDGE_RESUMED = _counter("edge_resumed", "Sessions taken up again on another connection")
+EDGE_REFUSED = _counter("edge_refused", "Connections ended with a refusal, by its code", "code")
 
 ALL: dict[str, Series] = {series.name: series for series in list(globals().values()) if isinstance(series, Series)}
 """All series by name."""

@@ -1,10 +1,12 @@
 """Devices that draft themselves, over real WebSockets: the gateway, the engine's thread and the client."""
 
+import asyncio
 import datetime
 import ipaddress
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,10 +14,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from remembering_sink import RememberingSink
 from served_api import Served
 
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
+from moray.decoding.remote.frames import pack_frame
 from moray.decoding.request import Request
 from moray.drafters.configs import NgramConfig
 from moray.edge.config import EdgeConfig
@@ -23,13 +27,16 @@ from moray.edge.device.client import EdgeClient
 from moray.edge.device.drafting import DeviceDrafter
 from moray.edge.device.events import VerifiedTokens
 from moray.edge.device.transport import WebSocketLink, check_url
-from moray.edge.messages import Hello
+from moray.edge.messages import Hello, Open, Verified, encode_up
+from moray.edge.server.replies import Reply
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import ChainShape
 from serve.config import EdgeEndpointConfig
+from serve.engine_thread import Admission
+from serve.metrics import series
 
 NGRAM = NgramConfig(type="ngram", max_ngram=3)
 CONFIG = EdgeConfig(tree=ChainShape(type="chain", depth=3), retry_seconds=0.01, give_up_seconds=5)
@@ -48,9 +55,14 @@ def target(chat_target) -> Target:
 
 
 @pytest.fixture(scope="module")
-def api(serve_target, keys: Path) -> Iterator[Served]:
+def sink() -> RememberingSink:
+    return RememberingSink()
+
+
+@pytest.fixture(scope="module")
+def api(serve_target, keys: Path, sink: RememberingSink) -> Iterator[Served]:
     edge = EdgeEndpointConfig(drafters=("ngram",), max_sessions=2, idle_seconds=30)
-    with serve_target(drafters={"ngram": NGRAM}, edge=edge, api_keys_file=str(keys)) as running:
+    with serve_target(drafters={"ngram": NGRAM}, edge=edge, api_keys_file=str(keys), sink=sink) as running:
         yield running
 
 
@@ -86,10 +98,73 @@ def test_a_device_gets_the_target_s_text(api, target):
     client.close()
 
 
+def test_what_devices_do_is_counted(api, target, sink):
+    sink.sums.clear()
+    client = client_of(api, target)
+    text_of(client, Request(prompt=(3, 4, 5) * 20, max_new_tokens=30, ignore_eos=True))
+    stats = client.stats
+    assert sink.now[series.EDGE_SESSIONS.name] in (0, 1)
+    client.close()
+    api.wait_until_idle(5)
+    by_source = {source: sink.sums[series.EDGE_TOKENS.name, source] for source in ("draft", "target")}
+    assert by_source == {"draft": stats.num_accepted, "target": 30 - stats.num_accepted}
+    assert sink.total(series.EDGE_DRAFTS) == stats.num_calls
+    assert sink.sums[series.EDGE_BYTES.name, "received"] == stats.num_bytes_up
+    assert sink.sums[series.EDGE_BYTES.name, "sent"] >= stats.num_bytes_down
+    with pytest.raises(MismatchError):
+        text_of(client_of(api, target, hello_text="another-one"), Request(prompt=(1,), max_new_tokens=4))
+    assert sink.sums[series.EDGE_REFUSED.name, "text"] == 1
+    assert sink.now[series.EDGE_SESSIONS.name] == 0
+
+
+class EndlessReplies:
+    """A handle of targets whose replies never end, each of a megabyte."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self.edge = self.offer = SimpleNamespace(remote=lambda *_: self)
+
+    def options(self, **_: object) -> "EndlessReplies":
+        return self
+
+    def __aiter__(self) -> "EndlessReplies":
+        return self
+
+    async def __anext__(self) -> Admission | Reply:
+        await asyncio.sleep(0)
+        self.num_taken += 1
+        if self.num_taken == 1:
+            return Admission.ADMITTED
+        index = self.num_taken - 1
+        return Reply(index, (), 0, False, pack_frame(Verified(index=index)) + bytes(1 << 20))
+
+    def cancel(self) -> None:
+        """Called when the gateway drops the session."""
+
+
+def test_a_device_that_does_not_read_makes_its_target_wait(api, target, monkeypatch):
+    targets = EndlessReplies()
+    monkeypatch.setattr(api.gateway.edge, "_targets", targets)
+    link = WebSocketLink(api.url.replace("http:", "ws:") + "/v1/edge", "first")
+    text, fingerprint = api.gateway.tokenizer.fingerprint, target.spec.fingerprint
+    link.send(encode_up(Hello(target=fingerprint, text=text, drafter="ngram", drafter_fingerprint="")))
+    link.send(encode_up(Open(request=Request(prompt=(1,), max_new_tokens=9, drafter="ngram"))))
+    taken, deadline = -1, time.monotonic() + 20
+    while taken != targets.num_taken and time.monotonic() < deadline:
+        taken = targets.num_taken
+        time.sleep(0.5)
+    assert 4 < taken == targets.num_taken < 100, "the replies wait in the target"
+    for _ in range(taken + 10):
+        assert link.receive(5.0) is not None
+    assert targets.num_taken > taken, "and come when the device reads again"
+    link.close()
+    api.gateway.edge._server.drop(next(iter(api.gateway.edge._server.sessions.values())))
+
+
 def test_what_a_device_has_is_shown_to_its_own_key(api, target):
     prompt = [3, 4, 5] * 20
     client = client_of(api, target, "second")
-    text = text_of(client, Request(prompt=tuple(prompt), max_new_tokens=30, ignore_eos=True))
+    text = text_of(client, Request(prompt=tuple(prompt), max_new_tokens=31, ignore_eos=True))
     client.close()
 
     def sessions(key: str) -> list[dict[str, object]]:
@@ -101,13 +176,13 @@ def test_what_a_device_has_is_shown_to_its_own_key(api, target):
     assert shown.pop("id")
     assert shown == {
         "drafter": "ngram",
-        "num_tokens": 30,
+        "num_tokens": 31,
         "verified": api.gateway.tokenizer.decode(text),
         "unverified": "",
         "retracted": shown["retracted"],
         "is_finished": True,
     }
-    assert all(session["num_tokens"] != 30 for session in sessions("first")), "that of another key"
+    assert all(session["num_tokens"] != 31 for session in sessions("first")), "that of another key"
     assert httpx.get(f"{api.url}/v1/edge/sessions").status_code == 401
 
 

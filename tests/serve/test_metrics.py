@@ -3,10 +3,11 @@
 import asyncio
 import functools
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 
 import httpx
 import pytest
+from remembering_sink import RememberingSink
 from starlette.responses import PlainTextResponse
 from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
@@ -23,7 +24,6 @@ from serve.metrics import series
 from serve.metrics.latencies import watched
 from serve.metrics.publisher import Publisher, Reading
 from serve.metrics.readings import read_engine, read_host
-from serve.metrics.sink import Sink
 from serve.metrics.statuses import StatusCounter
 
 NUM_ANSWERS = 6
@@ -39,35 +39,9 @@ def in_event_loop(test):
     return run
 
 
-class Memory(Sink):
-    """Remembers everything, by name and tags."""
-
-    def __init__(self):
-        self.sums = Counter()
-        self.now = {}
-        self.seen = defaultdict(list)
-
-    def add(self, series, value, *tags):
-        assert series.kind == "counter"
-        assert value > 0
-        assert len(tags) == len(series.tags)
-        self.sums[series.name, *tags] += value
-
-    def set(self, series, value, *tags):
-        assert series.kind == "gauge"
-        self.now[series.name] = value
-
-    def observe(self, series, value, *tags):
-        assert series.kind == "histogram"
-        self.seen[series.name].append(value)
-
-    def total(self, series):
-        return sum(value for (name, *_), value in self.sums.items() if name == series.name)
-
-
 @pytest.fixture
 def sink():
-    return Memory()
+    return RememberingSink()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +52,7 @@ def answered(tmp_path_factory):
     config = EngineConfig(max_num_seqs=4, kv_cache_tokens=2048, tree=ChainShape(type="chain", depth=3))
     sources = {"noisy": LocalDrafts(drafter, tiny.target.spec.max_positions, config.tree.num_expanded)}
     engine = Engine(tiny.target, config, (), drafts=sources)
-    sink = Memory()
+    sink = RememberingSink()
     publisher = Publisher(sink, lambda: read_engine(engine))
     for number in range(NUM_ANSWERS):
         params = SamplingParams(seed=number, temperature=0.5 * (number % 2))

@@ -32,7 +32,8 @@ class Recorder(Backend):
     """Notes what it is asked."""
 
     def __init__(self) -> None:
-        self.opened, self.offered, self.cancelled = [], [], []
+        self.opened, self.offered, self.cancelled, self.refused = [], [], [], []
+        self.num_resumed = 0
 
     def open(self, session, message, codec) -> None:
         self.opened.append(session.name)
@@ -42,6 +43,12 @@ class Recorder(Backend):
 
     def cancel(self, session) -> None:
         self.cancelled.append(session.name)
+
+    def note_resumed(self) -> None:
+        self.num_resumed += 1
+
+    def note_refused(self, code) -> None:
+        self.refused.append(code)
 
 
 class Device:
@@ -95,6 +102,7 @@ def test_a_device_that_does_not_match_is_refused_with_the_reason(change, code, s
     assert refused.code == code
     assert said in refused.message
     assert device.connection.is_closed
+    assert backend.refused == [code]
     assert not server.sessions
     assert not backend.opened
 
@@ -148,6 +156,7 @@ def test_a_session_goes_on_over_another_connection_with_the_same_key_alone():
     assert len(again.frames) == 4, "what was not received follows"
     again.say(Verify(seq=1, at=3), Verify(seq=2, at=4, received=3))
     assert backend.offered == [(welcome.session, 1), (welcome.session, 2)], "each is verified once"
+    assert (backend.num_resumed, backend.refused) == (1, ["token"] * 3)
     assert session.after(3) == []
 
 

@@ -48,6 +48,14 @@ class Backend(ABC):
     def cancel(self, session: ServerSession) -> None:
         """End a sequence; no effect if it has ended."""
 
+    @abstractmethod
+    def note_resumed(self) -> None:
+        """A session has been taken up again, for statistics."""
+
+    @abstractmethod
+    def note_refused(self, code: RefusalCode) -> None:
+        """A device has been refused, for statistics."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -81,6 +89,7 @@ class RefusedError(DataError):
 
     def __init__(self, code: RefusalCode, message: str, retry_ms: int = 0) -> None:
         super().__init__(message)
+        self.code: RefusalCode = code
         self.frame = pack_frame(Refused(code=code, message=message, retry_ms=retry_ms))
 
 
@@ -135,6 +144,7 @@ class EdgeServer:
 
     def fail(self, session: ServerSession, error: RefusedError) -> None:
         """End a session whose target is lost or has refused it, and tell its device if it is there."""
+        self.backend.note_refused(error.code)
         if session.send is not None:
             session.send(error.frame)
         self.drop(session)
@@ -192,6 +202,7 @@ class ServerConnection:
 
     def _refuse(self, error: RefusedError) -> None:
         self.is_closed = True
+        self._server.backend.note_refused(error.code)
         self._send(error.frame)
         if self._session is not None and self._session.send is self._send:
             self._server.drop(self._session)
@@ -291,6 +302,7 @@ class ServerConnection:
         self._session = session
         session.send = self._send
         self.alive()
+        self._server.backend.note_resumed()
         self._send(pack_frame(Resumed(last_seq=session.last_seq)))
         for frame in frames:
             self._send(frame)

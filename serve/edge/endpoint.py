@@ -15,7 +15,8 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from moray.decoding.sampling.stop import Decode
-from moray.edge.messages import SUBPROTOCOL, CodecName, Open, Verify
+from moray.edge.messages import SUBPROTOCOL, CodecName, Open, RefusalCode, Verify
+from moray.edge.server.replies import Reply
 from moray.edge.server.server import Backend, EdgeServer, Limits, RefusedError
 from moray.edge.server.session import ServerSession
 from moray.errors import DataError
@@ -23,8 +24,10 @@ from serve.api.documents import EdgeSession
 from serve.api.failures import describe
 from serve.calls import end_call
 from serve.config import EdgeEndpointConfig
-from serve.edge_view import SessionView
+from serve.edge.view import SessionView
 from serve.engine_thread import Admission
+from serve.metrics import series
+from serve.metrics.sink import Sink
 from serve.target import TargetDescription
 
 _LOGGER = logging.getLogger("ray.serve")
@@ -65,15 +68,19 @@ class _Outbox:
 class EdgeGateway(Backend):
     """The sessions of one gateway replica."""
 
-    def __init__(self, config: EdgeEndpointConfig, targets: Any, decode: Decode, *, log_prompts: bool = False) -> None:
+    def __init__(
+        self, config: EdgeEndpointConfig, targets: Any, decode: Decode, sink: Sink, *, log_prompts: bool = False
+    ) -> None:
         """
         Args:
             config: of the endpoint.
             targets: handle of the target deployment.
             decode: the tokenizer's.
+            sink: of metrics.
             log_prompts: whether texts may appear in the log.
         """
         self._config = config
+        self._sink = sink
         self._decode = decode
         self._views: OrderedDict[str, SessionView] = OrderedDict()
         """The latest sessions, for `describe`; an ended one is kept until newer ones take its place."""
@@ -114,7 +121,7 @@ class EdgeGateway(Backend):
         send = outbox.put
         self._outboxes[send] = outbox
         connection = server.connect(str(who), send)
-        sending = asyncio.create_task(_send_all(socket, outbox))
+        sending = asyncio.create_task(self._send_all(socket, outbox))
         try:
             while not connection.is_closed:
                 try:
@@ -125,6 +132,7 @@ class EdgeGateway(Backend):
                     continue
                 except (WebSocketDisconnect, KeyError):  # gone, or it sent binary where text is needed
                     break
+                self._sink.add(series.EDGE_BYTES, len(text), "received")
                 await asyncio.sleep(wait())
                 connection.receive(text)
         finally:
@@ -159,6 +167,17 @@ class EdgeGateway(Backend):
             await asyncio.sleep(self._config.idle_seconds / 4)
             server.sweep()
 
+    async def _send_all(self, socket: WebSocket, outbox: _Outbox) -> None:
+        while (frame := await outbox.get()) is not None:
+            self._sink.add(series.EDGE_BYTES, len(frame), "sent")
+            await socket.send_bytes(frame)
+
+    def note_resumed(self) -> None:
+        self._sink.add(series.EDGE_RESUMED, 1)
+
+    def note_refused(self, code: RefusalCode) -> None:
+        self._sink.add(series.EDGE_REFUSED, 1, code)
+
     # --- Sequences ---
 
     def open(self, session: ServerSession, message: Open, codec: CodecName) -> None:
@@ -167,9 +186,11 @@ class EdgeGateway(Backend):
             self._views.popitem(last=False)
         self._offers[session.name] = asyncio.Queue()
         self._streams[session.name] = asyncio.create_task(self._follow(session, message, codec))
+        self._sink.set(series.EDGE_SESSIONS, self.num_sessions)
 
     def offer(self, session: ServerSession, verify: Verify) -> None:
         self._offers[session.name].put_nowait(verify)
+        self._sink.add(series.EDGE_DRAFTS, 1)
         if session.name in self._views:
             self._views[session.name].draft(verify)
 
@@ -194,6 +215,7 @@ class EdgeGateway(Backend):
                     offering = asyncio.create_task(self._pass_on(session, place))
                     continue
                 session.add(event)
+                self._count(event)
                 if session.name in self._views:
                     self._views[session.name].verify(event)
                 session.heard_at = server.clock()
@@ -214,6 +236,13 @@ class EdgeGateway(Backend):
             end_call(stream)
             if offering is not None:
                 offering.cancel()
+            self._sink.set(series.EDGE_SESSIONS, self.num_sessions)
+
+    def _count(self, reply: Reply) -> None:
+        if reply.num_accepted:
+            self._sink.add(series.EDGE_TOKENS, reply.num_accepted, "draft")
+        if len(reply.tokens) > reply.num_accepted:
+            self._sink.add(series.EDGE_TOKENS, len(reply.tokens) - reply.num_accepted, "target")
 
     async def _pass_on(self, session: ServerSession, place: str) -> None:
         """Send the drafts of a session to its target replica, in order."""
@@ -226,8 +255,3 @@ class EdgeGateway(Backend):
         except Exception as error:  # noqa: BLE001 - a replica was lost
             _LOGGER.warning("an edge session has lost its target: %s", describe(error, self._log_prompts))
             server.fail(session, RefusedError("session", "the target replica was lost: open the session again"))
-
-
-async def _send_all(socket: WebSocket, outbox: _Outbox) -> None:
-    while (frame := await outbox.get()) is not None:
-        await socket.send_bytes(frame)
