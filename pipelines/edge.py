@@ -40,6 +40,7 @@ def main(config: EdgeRunConfig) -> None:
 
 
 def _answer(device: "Device", terminal: "Terminal", messages: "list[Message]") -> str:
+    """Show the answer; return it as the server has it, for the next turn."""
     import sys
 
     from moray.edge.device.terminal import AnswerView
@@ -51,7 +52,7 @@ def _answer(device: "Device", terminal: "Terminal", messages: "list[Message]") -
     print()
     note = "; lossless: redacted (the target's own text for the prompt without what is private)"
     print(device.client.stats.summary + (note if device.redactor.is_used else ""), file=sys.stderr)
-    return view.text
+    return view.redacted
 
 
 def _read_prompt() -> str | None:

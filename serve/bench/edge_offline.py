@@ -5,6 +5,7 @@ reconnects, and what it has written is compared with the text that the target gi
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any, TypedDict
 
@@ -12,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from moray.bench.perplexity import perplexity, token_losses
 from moray.bench.specbench import read_questions
 from moray.config import validate
 from moray.decoding.request import Request
@@ -21,6 +23,7 @@ from moray.edge.device.events import DraftedTokens, VerifiedTokens
 from moray.edge.device.transport import Link, WebSocketLink
 from moray.errors import UnreachableError
 from moray.progress import Progress
+from moray.targets.model import Target
 from serve.bench.applications import running
 from serve.bench.configs import EdgeOfflineConfig, PoolConfig
 from serve.bench.edge_device import Device
@@ -42,8 +45,27 @@ class OfflineRow(TypedDict):
     agreement: dict[str, float]
     """Share of the first 32 and 64 tokens after the cut that the drafter wrote as the target does. Tokens that it did
     not write count as wrong; beyond the end of the answer nothing counts."""
+    perplexity: float | None
+    """The target's, of what was written alone; None if nothing was."""
+    own_perplexity: float | None
+    """The target's, of its own text in the same place."""
     num_changed: int
     """Tokens of the verified text that differ from the text without a cut."""
+
+
+@dataclass(frozen=True)
+class CutAnswer:
+    """One answer whose connection was cut."""
+
+    written: list[int]
+    """What the drafter wrote alone."""
+    wanted: list[int]
+    """The target's text from there on."""
+    num_changed: int
+    losses: list[float]
+    """The target's, of the tokens that were written (see `moray.bench.perplexity`)."""
+    own_losses: list[float]
+    """The target's, of as many tokens of its own text."""
 
 
 class _Cut:
@@ -99,11 +121,12 @@ def benchmark_offline(config: EdgeOfflineConfig, console: Console) -> dict[str, 
     with running(config.ray, config.wait_seconds) as applications:
         applications.deploy({NAME: config.application.model_dump(mode="json")}, PoolConfig(targets=1, drafters=1))
         device = Device(applications.url(NAME), config.application, config.max_tokens)
+        target = Target.load(config.application.target)
         drafters = list(device.drafters)
         total = len(drafters) * len(questions) * (1 + len(config.cuts))
         with Progress("cut answers", total) as progress:
             for name in drafters:
-                found: dict[float, list[tuple[list[int], list[int], int]]] = {cut: [] for cut in config.cuts}
+                found: dict[float, list[CutAnswer]] = {cut: [] for cut in config.cuts}
                 for question in questions:
                     request = device.request(question.turns[0])
                     whole, _ = _answer(device, name, config, request, None)
@@ -113,9 +136,12 @@ def benchmark_offline(config: EdgeOfflineConfig, console: Console) -> dict[str, 
                         text, alone = _answer(device, name, config, request, after)
                         changed = sum(one != other for one, other in zip(text, whole, strict=False))
                         changed += abs(len(text) - len(whole))
-                        found[cut].append((alone[1], whole[alone[0] :], changed))
+                        context, wanted = [*request.prompt, *whole[: alone[0]]], whole[alone[0] :]
+                        losses = token_losses(target, context, alone[1])
+                        own = token_losses(target, context, wanted[: len(alone[1])])
+                        found[cut].append(CutAnswer(alone[1], wanted, changed, losses, own))
                         progress.advance()
-                rows += [_row(name, cut, results) for cut, results in found.items()]
+                rows += [row_of(name, cut, results) for cut, results in found.items()]
     result = {"rows": rows, "settings": config.model_dump(mode="json")}
     _print(rows, console)
     return result
@@ -143,15 +169,18 @@ def _answer(
     return text, alone
 
 
-def _row(name: str, cut: float, results: Sequence[tuple[list[int], list[int], int]]) -> OfflineRow:
+def row_of(name: str, cut: float, answers: Sequence[CutAnswer]) -> OfflineRow:
+    """The figures of one drafter at one place of the cut."""
     return {
         "drafter": name,
         "cut": cut,
-        "num_cuts": len(results),
-        "num_written": mean(len(written) for written, _, _ in results),
-        "first_mismatch": median(_first_mismatch(written, wanted) for written, wanted, _ in results),
-        "agreement": {str(span): _agreement(results, span) for span in _SPANS},
-        "num_changed": sum(changed for _, _, changed in results),
+        "num_cuts": len(answers),
+        "num_written": mean(len(answer.written) for answer in answers),
+        "first_mismatch": median(_first_mismatch(answer.written, answer.wanted) for answer in answers),
+        "agreement": {str(span): _agreement(answers, span) for span in _SPANS},
+        "perplexity": perplexity([loss for answer in answers for loss in answer.losses]),
+        "own_perplexity": perplexity([loss for answer in answers for loss in answer.own_losses]),
+        "num_changed": sum(answer.num_changed for answer in answers),
     }
 
 
@@ -162,18 +191,19 @@ def _first_mismatch(written: Sequence[int], wanted: Sequence[int]) -> int:
     return min(len(written), len(wanted))
 
 
-def _agreement(results: Sequence[tuple[list[int], list[int], int]], span: int) -> float:
+def _agreement(answers: Sequence[CutAnswer], span: int) -> float:
     equal = total = 0
-    for written, wanted, _ in results:
-        expected = wanted[:span]
+    for answer in answers:
+        expected = answer.wanted[:span]
         total += len(expected)
-        equal += sum(one == other for one, other in zip(written, expected, strict=False))
+        equal += sum(one == other for one, other in zip(answer.written, expected, strict=False))
     return equal / total if total else 0.0
 
 
 def _print(rows: Sequence[OfflineRow], console: Console) -> None:
     table = Table(title="what drafters write without a connection", box=box.SIMPLE_HEAD)
-    for heading in ("drafter", "cut at", "cuts", "written", "first mismatch", "agreement 32", "64", "changed tokens"):
+    headings = ("drafter", "cut at", "cuts", "written", "first mismatch", "agreement 32", "64")
+    for heading in (*headings, "perplexity", "target's own", "changed tokens"):
         table.add_column(heading, justify="left" if heading == "drafter" else "right")
     for row in rows:
         table.add_row(
@@ -183,6 +213,7 @@ def _print(rows: Sequence[OfflineRow], console: Console) -> None:
             f"{row['num_written']:.1f}",
             f"{row['first_mismatch']:.1f}",
             *(f"{row['agreement'][str(span)]:.2f}" for span in _SPANS),
+            *("" if row[key] is None else f"{row[key]:.1f}" for key in ("perplexity", "own_perplexity")),
             str(row["num_changed"]),
         )
     console.print(table)

@@ -20,8 +20,10 @@ from moray.drafters.base import Drafter
 from moray.edge.config import EdgeConfig
 from moray.edge.device.client import EdgeClient
 from moray.edge.device.drafting import DeviceDrafter
-from moray.edge.device.events import DraftedTokens, Finished, LinkChanged, Retracted, VerifiedTokens
-from moray.edge.messages import Hello
+from moray.edge.device.events import DraftedTokens, Finished, LinkChanged, LocalText, Retracted, VerifiedTokens
+from moray.edge.device.local_spans import LocalSpans
+from moray.edge.device.private import Redactor
+from moray.edge.messages import Hello, Open, Verify, decode_up
 from moray.errors import UnreachableError
 from moray.trees.shapes import ChainShape
 
@@ -178,3 +180,54 @@ def test_a_full_server_is_asked_again_after_a_pause(tiny, drafter_of):
     with pytest.raises(UnreachableError, match=r"no server for 0.5 s: all sessions"):
         text_of(patient, request_of(tiny.prompt()))
     assert len(server.links) <= 4, "a pause lies between two attempts"
+
+
+def test_text_between_marks_is_written_by_the_drafter_and_crosses_nothing(tiny, drafter_of):
+    """The sixth token of the target's text is made the opening mark, and one that the drafter then writes the closing
+    one."""
+    drafter, prompt = drafter_of("moa-0"), tiny.prompt()
+    text, _ = expected(tiny, prompt, COUPLED)
+    letters = {90: "[", 91: "P", 92: "1", 93: "]", 94: "</private>"}
+    letters |= {token: chr(0x400 + token) for token in range(90)} | {text[5]: "<private>"}
+    assert text.count(text[5]) == 1
+
+    def decode(ids, **_) -> str:
+        return "".join(letters.get(token, "?") for token in ids)
+
+    def encode(words: str) -> list[int]:
+        assert words == "[P1]</private>"
+        return [90, 91, 92, 93, 94]
+
+    def run() -> tuple[list, Redactor, LocalServer]:
+        server, redactor = server_of(tiny, drafter), Redactor()
+        client = client_of(tiny, drafter, server)
+        spans = LocalSpans(client, client._drafter, encode, decode, redactor, limit, EOS)
+        events = list(spans.answer(request_of(prompt, COUPLED)))
+        assert client.stats.num_tokens == sum(len(e.tokens) for e in events if isinstance(e, VerifiedTokens))
+        return events, redactor, server
+
+    length, limit = 4, 4
+    for _ in range(2):  # ended by the limit, then by the mark
+        events, redactor, server = run()
+        (local,) = (event for event in events if isinstance(event, LocalText))
+        written = local.text.removesuffix("</private>")
+        known = "".join(decode(e.tokens) for e in events[: events.index(local)] if isinstance(e, VerifiedTokens))
+        whole = known.partition("<private>")[2] + written
+        assert len(written) == length
+        assert redactor.restore("<[P1]>") == f"<{whole}>"
+        stands_for = [*text[:6], 90, 91, 92, 93, 94]
+        plain = PlainDecoder(tiny.target, MAX_POSITIONS)
+        after = plain.generate([*prompt, *stands_for], COUPLED, NEW - len(stands_for), EOS, sequence=3).tokens
+        shown = [token for event in events for token in (event.tokens if isinstance(event, VerifiedTokens) else ())]
+        assert shown[-len(after) :] == after, "the target goes on from the placeholder"
+        said = [decode_up(frame) for frame in server.frames if isinstance(frame, str)]
+        opened = [message for message in said if isinstance(message, Open)]
+        assert [*opened[-1].request.generated] == stands_for
+        ids = [token for letter in written for token, own in letters.items() if own == letter]
+        assert [*map(decode, ([token] for token in ids))] == [*written]
+        later = said[said.index(opened[-1]) :]
+        sent = {token for message in later if isinstance(message, Verify) for token in message.tokens}
+        assert not {*ids} <= sent | {*stands_for}, "what was written alone is not sent"
+        if length == limit:
+            length = next(place for place in range(1, limit) if ids[place] not in ids[:place])
+            letters[ids[length]] = "</private>"

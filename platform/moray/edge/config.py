@@ -1,5 +1,7 @@
 """Settings of a device's client. Torch-free."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from moray.config import Config
@@ -54,5 +56,8 @@ class EdgeRunConfig(EdgeConfig):
     """Maximum tokens of an answer."""
     sampling: SamplingParams = SamplingParams()
     """How tokens are drawn; greedy by default."""
+    private_answers: Literal["target", "drafter"] = "target"
+    """Who writes the text between <private> and </private> in an answer: target or drafter. The drafter writes alone,
+    unverified; the server gets a placeholder for the text, which never leaves the device."""
     threads: int | None = Field(default=None, ge=1)
     """Number of torch threads; null leaves it to torch."""

@@ -31,6 +31,17 @@ def test_a_placeholder_that_the_chat_holds_is_not_used():
     assert Redactor().redact([user("[P1] is <private>red</private>")])[0]["content"] == "[P1] is [P2]"
 
 
+def test_a_text_that_the_drafter_wrote_keeps_its_placeholder_in_later_turns():
+    redactor = Redactor()
+    first = [user("[P1] or <private>Ann Lee</private>?")]
+    assert redactor.redact(first)[0]["content"] == "[P1] or [P2]?"
+    assert redactor.add("x") == "[P3]", "neither in the chat nor given to another text; texts may be short"
+    assert redactor.is_used
+    assert redactor.restore("[P2] is [P3].") == "Ann Lee is x."
+    later = [*first, {"role": "assistant", "content": "It is <private>[P3]</private>."}, user("Who is x?")]
+    assert [turn["content"] for turn in redactor.redact(later)] == ["[P1] or [P2]?", "It is [P3].", "Who is x?"]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

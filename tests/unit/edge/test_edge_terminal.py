@@ -6,7 +6,15 @@ import re
 
 import pytest
 
-from moray.edge.device.events import DraftedTokens, Finished, LinkChanged, LinkState, Retracted, VerifiedTokens
+from moray.edge.device.events import (
+    DraftedTokens,
+    Finished,
+    LinkChanged,
+    LinkState,
+    LocalText,
+    Retracted,
+    VerifiedTokens,
+)
 from moray.edge.device.private import Redactor
 from moray.edge.device.terminal import AnswerView, Terminal
 
@@ -108,3 +116,15 @@ def test_private_text_is_put_back():
     view = AnswerView(decode, redactor)
     shown = [view.take(event) for event in (VerifiedTokens(0, (0, 5)), Finished("stop"))]
     assert "".join(shown) == view.text == "one secret "
+
+
+def test_text_that_the_drafter_wrote_alone_stands_where_it_belongs():
+    redactor = Redactor()
+    placeholder = redactor.add("ours")
+    assert placeholder == "[P1]"
+    view = AnswerView(decode, redactor)
+    events = (VerifiedTokens(0, (0, 1)), DraftedTokens(2, (2,)), LocalText(1, "ours</private>", (5, 5)))
+    shown = [view.take(event) for event in (*events, VerifiedTokens(3, (2, 5)), Finished("stop"))]
+    assert "".join(shown) == view.text == "one two ours</private>three ours "
+    assert view.redacted == decode((0, 5, 5, 2, 5)), "as the server has it"
+    assert not view.unverified

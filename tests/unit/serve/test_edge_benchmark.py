@@ -1,5 +1,6 @@
 """The edge benchmark's ways, comparisons and page, from figures."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from moray.config import validate
 from serve.bench.configs import EdgeBenchmarkConfig
 from serve.bench.edge import compare, ways_of
+from serve.bench.edge_offline import CutAnswer, row_of
 from serve.bench.edge_page import render_edge
 
 APPLICATION = {"target": {"model": "t"}, "drafters": {"m": "a", "e": "b"}, "edge": {"drafters": ["m", "e"]}}
@@ -55,3 +57,18 @@ def test_drafters_are_compared_beside_what_was_published():
     page = render_edge({"networks": [table], "energy_missing": "no counter"})
     assert "edge, m over edge, e: 1.20 in tokens/s, 1.20 in tau (published: 1.84 and 1.53)" in page
     assert page.count("<svg") == 5
+
+
+def test_what_was_written_alone_is_counted():
+    answers = [
+        CutAnswer([1, 2, 3, 4], [1, 2, 9, 9, 9], 0, [1.0, 1.0, 2.0, 2.0], [0.5] * 4),
+        CutAnswer([5], [7, 8], 1, [4.0], [0.5]),
+        CutAnswer([], [7], 0, [], []),
+    ]
+    row = row_of("m", 0.5, answers)
+    assert (row["num_cuts"], row["num_written"], row["first_mismatch"]) == (3, pytest.approx(5 / 3), 0)
+    assert row["agreement"] == {"32": 2 / 8, "64": 2 / 8}
+    assert row["perplexity"] == pytest.approx(math.exp(2.0))
+    assert row["own_perplexity"] == pytest.approx(math.exp(0.5))
+    assert row["num_changed"] == 1
+    assert row_of("m", 0.5, answers[2:])["perplexity"] is None

@@ -73,7 +73,7 @@ class EdgeClient:
         layer_bytes = BYTES[config.codec] * drafter.drafter.spec.kv_width
         self._planner = CyclePlanner(shape, drafter.layer_counts, layer_bytes, self._way)
 
-    def answer(self, request: Request) -> Iterator[EdgeEvent]:
+    def answer(self, request: Request) -> Generator[EdgeEvent]:
         """Answer a request; yield what happens. Closing the iterator cancels the answer.
 
         Raises:

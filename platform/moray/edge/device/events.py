@@ -43,6 +43,18 @@ class Retracted:
 
 
 @dataclass(frozen=True)
+class LocalText:
+    """Text that the drafter wrote alone between marks, and that stays on the device (see `edge.device.local_spans`)."""
+
+    index: int
+    """Of the token of the answer that it begins at, or that follows the target's first tokens of it."""
+    text: str
+    """With the closing mark. It is never verified."""
+    tokens: tuple[int, ...]
+    """What stands for it in the answer: from `index` on, nothing else does."""
+
+
+@dataclass(frozen=True)
 class LinkChanged:
     """The connection is in another state."""
 
@@ -57,4 +69,4 @@ class Finished:
     finish_reason: str
 
 
-EdgeEvent = VerifiedTokens | DraftedTokens | Retracted | LinkChanged | Finished
+EdgeEvent = VerifiedTokens | DraftedTokens | Retracted | LocalText | LinkChanged | Finished

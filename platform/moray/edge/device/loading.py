@@ -9,6 +9,7 @@ from moray.edge.config import EdgeRunConfig
 from moray.edge.device.client import EdgeClient
 from moray.edge.device.drafting import DeviceDrafter
 from moray.edge.device.events import EdgeEvent
+from moray.edge.device.local_spans import LocalSpans
 from moray.edge.device.private import Redactor
 from moray.edge.device.transport import WebSocketLink, check_url
 from moray.edge.messages import Hello
@@ -47,8 +48,9 @@ class Device:
             )
         self._config = config
         self.redactor = Redactor()
+        self._drafter = DeviceDrafter(drafter, hello.drafter, head.spec.max_positions)
         self.client = EdgeClient(
-            DeviceDrafter(drafter, hello.drafter, head.spec.max_positions),
+            self._drafter,
             hello,
             lambda: WebSocketLink(config.url, key, config.ca_file),
             config,
@@ -62,9 +64,19 @@ class Device:
             DataError: a mark is wrong (see `edge.device.private`).
         """
         prompt = tuple(self.tokenizer.encode_prompt(self.redactor.redact(messages)))
-        return self.client.answer(
-            Request(prompt=prompt, params=self._config.sampling, max_new_tokens=self._config.max_new_tokens)
-        )
+        request = Request(prompt=prompt, params=self._config.sampling, max_new_tokens=self._config.max_new_tokens)
+        if self._config.private_answers == "target":
+            return self.client.answer(request)
+        tokenizer = self.tokenizer
+        return LocalSpans(
+            self.client,
+            self._drafter,
+            tokenizer.encode_text,
+            tokenizer.decode,
+            self.redactor,
+            max(1, self._config.max_offline_tokens),
+            tokenizer.eos_ids,
+        ).answer(request)
 
 
 def _read_key(path: str | None) -> str | None:

@@ -1,6 +1,6 @@
 """Counts and times of one answer on a device. Torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass
@@ -33,6 +33,11 @@ class EdgeStats:
     """Time of the target's passes."""
     seconds: float = 0.0
     """From the request to the end of the answer."""
+
+    def add(self, other: "EdgeStats") -> None:
+        """Add what another part of the same answer has cost."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def record(self, num_accepted: int, seconds: float) -> None:
         """Count one verified draft."""

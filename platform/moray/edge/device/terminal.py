@@ -14,6 +14,7 @@ from moray.edge.device.events import (
     Finished,
     LinkChanged,
     LinkState,
+    LocalText,
     Retracted,
     VerifiedTokens,
 )
@@ -36,7 +37,6 @@ class AnswerView:
         self._detokenizer = IncrementalDetokenizer(StopStrings((), decode))
         self._verified: list[int] = []
         self._drafted: list[int] = []
-        self._raw = ""
         self.text = ""
         """Verified text, with private text put back."""
 
@@ -47,12 +47,14 @@ class AnswerView:
             self._verified += event.tokens
             self._drafted = self._drafted[len(event.tokens) :]
             raw = "".join(piece.text for piece in self._detokenizer.push(event.tokens))
-            self._raw += raw
             new = self._restorer.push(raw)
         elif isinstance(event, DraftedTokens):
             self._drafted += event.tokens
         elif isinstance(event, Retracted):
             self._drafted = self._drafted[: event.index - len(self._verified)]
+        elif isinstance(event, LocalText):
+            self._verified, self._drafted = [*self._verified[: event.index], *event.tokens], []
+            new = self._restorer.finish() + event.text
         elif isinstance(event, Finished):
             new = self._restorer.push("".join(piece.text for piece in self._detokenizer.finish()))
             new += self._restorer.finish()
@@ -60,12 +62,18 @@ class AnswerView:
         return new
 
     @property
+    def redacted(self) -> str:
+        """The answer as the server has it, with placeholders."""
+        return self._decode(self._verified)
+
+    @property
     def unverified(self) -> str:
         """The text after the verified one."""
         if not self._drafted:
             return ""
+        verified = self._decode(self._verified)
         whole = self._decode([*self._verified, *self._drafted])
-        return self._redactor.restore(whole[len(self._raw) :]) if whole.startswith(self._raw) else ""
+        return self._redactor.restore(whole[len(verified) :]) if whole.startswith(verified) else ""
 
 
 class Terminal:
