@@ -5,12 +5,13 @@
     python -m serve.benchmark side-by-side configs/benchmarks/groups-demo.yaml --json runs/groups.json
     python -m serve.benchmark edge configs/benchmarks/edge-smollm2.yaml --json runs/edge.json
     python -m serve.benchmark edge-offline configs/benchmarks/edge-offline-smollm2.yaml --json runs/edge-offline.json
+    python -m serve.benchmark edge-private configs/benchmarks/edge-private-smollm2.yaml --json runs/edge-private.json
 
 `scaling` adds targets and drafters, separately and together, with synthetic costs of passes and drafts, and prints the
 pool model's predictions next to the measurements. `side-by-side` sends requests to several applications in turn; by
 default it compares drafters in a pool with drafters in the target's process. `edge` measures devices that draft
 themselves, over emulated networks, beside the streaming API; it needs Linux and root. `edge-offline` cuts connections
-and measures what drafters write alone.
+and measures what drafters write alone. `edge-private` asks with and without placeholders for private text.
 """
 
 import sys
@@ -18,7 +19,13 @@ from pathlib import Path
 
 from moray.bench.recording import reported
 from moray.commands import Command, run_commands
-from serve.bench.configs import EdgeBenchmarkConfig, EdgeOfflineConfig, ScalingBenchmarkConfig, SideBySideConfig
+from serve.bench.configs import (
+    EdgeBenchmarkConfig,
+    EdgeOfflineConfig,
+    EdgePrivateConfig,
+    ScalingBenchmarkConfig,
+    SideBySideConfig,
+)
 
 _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 
@@ -77,11 +84,22 @@ def main_offline(config: EdgeOfflineConfig) -> None:
     reported(config.report, lambda: benchmark_offline(config, console))
 
 
+def main_private(config: EdgePrivateConfig) -> None:
+    """Measure what it costs an answer that marked text stays on the device; by default with the demo."""
+    from rich.console import Console
+
+    from serve.bench.edge_private import benchmark_private
+
+    console = Console()
+    reported(config.report, lambda: benchmark_private(config, console))
+
+
 _SCALING = Command(ScalingBenchmarkConfig, main, default=_BENCHMARKS / "scaling-demo.yaml")
 COMMANDS = {
     "": _SCALING,
     "scaling": _SCALING,
     "edge-offline": Command(EdgeOfflineConfig, main_offline, default=_BENCHMARKS / "edge-offline-demo.yaml"),
+    "edge-private": Command(EdgePrivateConfig, main_private, default=_BENCHMARKS / "edge-private-demo.yaml"),
     "edge": Command(EdgeBenchmarkConfig, main_edge, default=_BENCHMARKS / "edge-demo.yaml"),
     "side-by-side": Command(SideBySideConfig, main_side_by_side, default=_BENCHMARKS / "placement-demo.yaml"),
 }

@@ -177,6 +177,32 @@ class EdgeBenchmarkConfig(Config):
         return self
 
 
+class EdgePrivateConfig(Config):
+    """What it costs an answer that marked text stays on the device."""
+
+    application: ServeConfig
+    """The application to deploy; the first of its `edge.drafters` drafts."""
+    questions: str
+    """File of questions with <private>...</private> in them; only the first turn of each is asked."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """Number of different questions, one of each category in turn; null for all."""
+    max_tokens: int = Field(default=64, ge=8)
+    """Number of tokens in every answer, because end-of-sequence tokens are ignored."""
+    codec: CodecName = "bfloat16"
+    """How the drafter's memory crosses the network: float32, bfloat16, int8 or int4."""
+    wait_seconds: float = Field(default=300.0, gt=0)
+    """Maximum seconds to wait for replicas to start."""
+    ray: RayConfig = RayConfig()
+    report: str | None = None
+    """JSON file to write, the same as --json FILE; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "EdgePrivateConfig":
+        if self.application.edge is None:
+            raise ValueError("application.edge is null: name the drafters that devices may run there")
+        return self
+
+
 class EdgeOfflineConfig(Config):
     """What drafters write while their connection is lost."""
 

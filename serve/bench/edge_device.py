@@ -73,6 +73,14 @@ class Device:
         """Tokens that end an answer."""
         return frozenset(self._tokenizer.eos_ids)
 
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text."""
+        return self._tokenizer.encode_text(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens."""
+        return self._tokenizer.decode(tokens)
+
     def request(self, prompt: str, *, ignore_eos: bool = False) -> Request:
         """The request for a user's message."""
         ids = tuple(self._tokenizer.encode_prompt([{"role": "user", "content": prompt}]))

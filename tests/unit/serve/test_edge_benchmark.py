@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 
 from moray.config import validate
+from moray.edge.device.private import Redactor
 from serve.bench.configs import EdgeBenchmarkConfig
 from serve.bench.edge import compare, ways_of
 from serve.bench.edge_offline import CutAnswer, row_of
 from serve.bench.edge_page import render_edge
+from serve.bench.edge_private import count_leaks
+from serve.bench.edge_private import row_of as row_of_private
 
 APPLICATION = {"target": {"model": "t"}, "drafters": {"m": "a", "e": "b"}, "edge": {"drafters": ["m", "e"]}}
 
@@ -72,3 +75,13 @@ def test_what_was_written_alone_is_counted():
     assert row["own_perplexity"] == pytest.approx(math.exp(0.5))
     assert row["num_changed"] == 1
     assert row_of("m", 0.5, answers[2:])["perplexity"] is None
+
+
+def test_private_answers_are_compared_and_leaks_are_found():
+    redactor = Redactor()
+    redactor.redact([{"role": "user", "content": "Greet <private>Ada Byron</private>."}])
+    row = row_of_private("q", "Dear [P1], hello [P2]", "Dear Ada Byron, good day", redactor, ["Ada Byron"], 0)
+    assert row == {"question_id": "q", "agreement": 3 / 5, "num_placeholders": 1, "num_expected": 1, "num_leaks": 0}
+    messages = ["Greet [P1]", "Greet Ada Byron", '{"tokens":[7,1,2,3]}', '{"tokens":[1,2]}', '{"tokens":[9,1,2,3]}']
+    codes = {"Ada Byron": [7, 1, 2, 3], " Ada Byron": [9, 1, 2, 3]}
+    assert count_leaks(messages, ["Ada Byron"], codes.__getitem__) == 3
