@@ -107,10 +107,10 @@ class TargetReplica:
             max_offered_nodes=edge.max_nodes if edge is not None else 0,
             decode=decode,
         )
-        for drafting in engine.drafting.values():
-            for notice in drafting.notices:
+        for scheduler in engine.draft_schedulers.values():
+            for notice in scheduler.notices:
                 _LOGGER.warning(notice)
-        engine.calibrate(self._drafters)
+        engine.measure_costs(self._drafters)
         return engine
 
     def _common_with_devices(self) -> Served | None:
@@ -143,7 +143,7 @@ class TargetReplica:
         return TargetDescription(
             max_model_len=engine.max_model_len,
             vocab_size=self._target.spec.vocab_size,
-            drafters=tuple(engine.drafting),
+            drafters=tuple(engine.draft_schedulers),
             num_open=0 if self._thread is None else self._thread.num_open,
             num_running=engine.num_running,
             num_leases=0 if self._places is None else self._places.num_leases,

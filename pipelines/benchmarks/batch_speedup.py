@@ -83,7 +83,7 @@ def measure_batch_speedup(
     plain = _Side(Engine(target, config, eos_ids), params)
     drafts = LocalDrafts(drafter, capacity, shape.num_expanded)
     drafted = _Side(Engine(target, config, eos_ids, drafts={_NAME: drafts}), params)
-    drafted.engine.calibrate({_NAME: drafter})
+    drafted.engine.measure_costs({_NAME: drafter})
     for side in (plain, drafted):  # the first call of anything is slow
         side.decode(prompts[:batch], min(_WARM_UP_TOKENS, max_new_tokens))
     timed = [

@@ -65,8 +65,8 @@ def _engine(
     limits = EngineConfig(max_num_seqs=size, kv_cache_tokens=slots, tree=config.tree)
     local = LocalDrafts(drafter, longest, config.tree.num_expanded)
     engine = Engine(target, limits, eos_ids, drafts={"drafter": local})
-    say_once(engine.drafting["drafter"].notices)
-    engine.calibrate({"drafter": drafter})
+    say_once(engine.draft_schedulers["drafter"].notices)
+    engine.measure_costs({"drafter": drafter})
     return engine
 
 

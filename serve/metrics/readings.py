@@ -15,7 +15,7 @@ def read_engine(engine: Engine) -> Iterator[Reading]:
     yield Reading(series.RUNNING, engine.num_running)
     yield Reading(series.WAITING, engine.num_waiting)
     yield Reading(series.KV_USAGE, engine.kv_used)
-    sources = {name: drafting.source for name, drafting in engine.drafting.items()}
+    sources = {name: scheduler.source for name, scheduler in engine.draft_schedulers.items()}
     channels = {name: source.stats for name, source in sources.items() if isinstance(source, RemoteDrafts)}
     yield from _counts(engine.stats)
     yield from _phases(engine.stats, sum(stats.channel_seconds for stats in channels.values()))

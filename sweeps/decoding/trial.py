@@ -31,7 +31,7 @@ from sweeps.decoding.combinations import Combination, Limits, combine
 from sweeps.decoding.configs import TuneDecodingConfig
 from sweeps.tuning.figures import figures
 from sweeps.tuning.folders import ENDED, trial_folder
-from sweeps.tuning.records import MeasuredFigures, Row
+from sweeps.tuning.records import MeasuredFigures, TrialRow
 from sweeps.tuning.spaces import Choices
 
 Ask = Callable[[int], list[MeasuredFigures]]
@@ -59,7 +59,7 @@ def run_shape(choices: Choices, config: str, limits: Limits, sizes: Sequence[int
     with ExitStack() as stack:
         ask: Ask | None = None
         for rung, size in enumerate(sizes):
-            row: Row | None = known.get(rung)
+            row: TrialRow | None = known.get(rung)
             if row is None and has_ended:
                 return
             if row is None:

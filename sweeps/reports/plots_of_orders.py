@@ -17,7 +17,7 @@ from moray.bench.reports.wording import number
 from sweeps.reports.results import Trial
 from sweeps.reports.summaries import RankAgreement
 from sweeps.reports.views import WORDS, Searched, at_height, figure, height
-from sweeps.tuning.records import Row
+from sweeps.tuning.records import TrialRow
 from sweeps.tuning.spaces import Range, short, show
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class _Measured(NamedTuple):
     """A trial, and what was measured on each rung that it came to."""
 
     trial: Trial
-    rows_by_rung: dict[int, Row]
+    rows_by_rung: dict[int, TrialRow]
 
 
 @dataclass(frozen=True)

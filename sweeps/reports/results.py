@@ -12,7 +12,7 @@ from moray.distill.tracking.metrics import read_metrics
 from sweeps.reports.summaries import HowSure, Lead, RankAgreement, RankedFinalist, TrialSummary
 from sweeps.tuning.configs import Objective
 from sweeps.tuning.folders import TrialFolder, trial_folders
-from sweeps.tuning.records import Figures, LastFigures, MeasuredFigures, Row, State
+from sweeps.tuning.records import Figures, LastFigures, MeasuredFigures, State, TrialRow
 from sweeps.tuning.spaces import Choices, label
 
 _NUM_RESAMPLES = 2000
@@ -42,7 +42,7 @@ class Trial:
     choices: Choices
     state: State
     message: str | None
-    rows: list[Row]
+    rows: list[TrialRow]
     folder: Path
 
     @property

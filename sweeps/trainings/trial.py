@@ -25,7 +25,7 @@ from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung, steps_at
 from sweeps.trainings.measure import measure
 from sweeps.tuning.folders import ENDED, TrialFolder, trial_folder
-from sweeps.tuning.records import MeasuredFigures, Row
+from sweeps.tuning.records import MeasuredFigures, TrialRow
 from sweeps.tuning.spaces import Choices
 
 _DRIVER = "DEFAULT"
@@ -68,7 +68,7 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_act
 
 def _climb(
     sweep: SweepConfig, config: DistillConfig, folder: TrialFolder, rungs: tuple[Rung, Rung], sweep_board: Any
-) -> Row:
+) -> TrialRow:
     """Train up to the first of the two rungs and measure there; the second is the last rung of the ladder."""
     begin = time.time()
     rung, last = rungs
@@ -86,7 +86,7 @@ def _climb(
         objective = figures.get(sweep.objective)
         if objective is None:
             raise DataError(f"{sweep.objective} is not known, for all answers are one token long: give other questions")
-        row: Row = {
+        row: TrialRow = {
             "rung": rung.number,
             "rung_tokens": rung.tokens,
             "step": checkpoint_step(checkpoint),
@@ -106,7 +106,7 @@ def _climb(
     return row
 
 
-def _track(config: DistillConfig, folder: TrialFolder, progress_actor: Any, row: Row) -> None:
+def _track(config: DistillConfig, folder: TrialFolder, progress_actor: Any, row: TrialRow) -> None:
     """Write the measured figures to the run's trackers and its TensorBoard."""
     from moray.distill.tracking.sinks import TensorBoard
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moray.provenance import read_json, write_json_atomically
-from sweeps.tuning.records import Row, State, TrialRecord
+from sweeps.tuning.records import State, TrialRecord, TrialRow
 from sweeps.tuning.spaces import Choices, folder_name
 
 TRIAL_FILE, RUNGS_FILE = "trial.json", "rungs.json"
@@ -26,7 +26,7 @@ class TrialFolder:
     path: Path
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrialRow]:
         """The measurements, in the order of the rungs."""
         return read_json(self.path / RUNGS_FILE) if (self.path / RUNGS_FILE).is_file() else []
 
@@ -60,7 +60,7 @@ class TrialFolder:
             record["drawn"] = dict(drawn)
         self._write(record)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TrialRow) -> None:
         """Store the measurement of a rung, replacing an earlier one."""
         rows = [other for other in self.rows if other["rung"] != row["rung"]]
         write_json_atomically(self.path / RUNGS_FILE, [*rows, row])

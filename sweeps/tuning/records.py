@@ -67,7 +67,7 @@ class RungFigures(Figures, total=False):
     """Questions that the rung asks; only in sweeps over decoding choices."""
 
 
-class Row(RungFigures):
+class TrialRow(RungFigures):
     """The measurement of one rung, as in rungs.json."""
 
     rung: int

@@ -98,7 +98,7 @@ def variant(request: pytest.FixtureRequest) -> str:
 def moody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoders measure costs that change at every look, so that every cycle has another depth, and another N."""
 
-    monkeypatch.setattr(engine_module, "calibrate", lambda *_: MoodyCosts())
+    monkeypatch.setattr(engine_module, "measure_costs", lambda *_: MoodyCosts())
     # Real seconds would correct them, and the depths would no longer be the same in every run.
     monkeypatch.setattr(engine_module.Engine, "has_exact_phases", False)
 

@@ -19,14 +19,14 @@ def drafts_by_position(target, drafter, num_tokens, drafts_at, shape=CHAIN):
     """The tokens of every draft by its root's position; `drafts_at(cycle)` says which cycles draft."""
     decoder = SpeculativeDecoder(target.target, drafter, shape, CAPACITY)
     engine = decoder._engine
-    (drafting,) = engine.drafting.values()
-    source, observe = drafting.source, drafter.observe
-    ask, collect = source.ask, source.collect
+    (scheduler,) = engine.draft_schedulers.values()
+    source, observe = scheduler.source, drafter.observe
+    submit, collect = source.submit, source.collect
     found, observed, positions = {}, [], {}
 
-    def asking(asks):
-        positions.update({each.number: each.position for each in asks})
-        ask(asks)
+    def submitting(jobs):
+        positions.update({each.number: each.position for each in jobs})
+        submit(jobs)
 
     def collecting(numbers):
         trees = collect(numbers)
@@ -37,9 +37,9 @@ def drafts_by_position(target, drafter, num_tokens, drafts_at, shape=CHAIN):
         observed.append(taps)
         return observe(taps)
 
-    source.ask, source.collect = asking, collecting
+    source.submit, source.collect = submitting, collecting
     # The pass that is being prepared is the cycle that drafts are for.
-    drafting.controller.plan = lambda *_: (
+    scheduler.controller.plan = lambda *_: (
         DraftPlan(shape, drafter.layer_counts[0]) if drafts_at(engine.stats.num_passes) else None
     )
     drafter.observe = observing

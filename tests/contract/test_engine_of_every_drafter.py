@@ -224,7 +224,7 @@ def test_an_engine_of_many_chooses_n_depth_and_nodes(tiny, kind):
     shape = ADAPTIVE[kind]
     config = EngineConfig(kv_cache_tokens=4 * CAPACITY, tree=shape)
     engine = Engine(tiny.target, config, (), drafts={"d": LocalDrafts(drafter, CAPACITY, shape.num_expanded)})
-    engine.calibrate({"d": drafter})
+    engine.measure_costs({"d": drafter})
     prompts = [tiny.prompt(row, 10 + row) for row in range(4)]
     asked = [Request(prompt=tuple(prompt), max_new_tokens=30) for prompt in prompts]
     made = answer_batch(engine, asked)

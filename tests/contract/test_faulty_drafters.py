@@ -353,7 +353,7 @@ def test_a_tree_deeper_than_a_drafter_is_refused_when_the_engine_is_built(tiny):
             Engine(tiny.target, EngineConfig(kv_cache_tokens=512, tree=deep), (), drafts={"m": source})
     adaptive = EngineConfig(kv_cache_tokens=512, tree=AdaptiveShape(type="adaptive", depth=8))
     engine = Engine(tiny.target, adaptive, (), drafts={"m": LocalDrafts(drafter, CAPACITY, 64)})
-    assert engine.drafting["m"].shape.depth == 6
-    assert engine.drafting["m"].notices == [
+    assert engine.draft_schedulers["m"].shape.depth == 6
+    assert engine.draft_schedulers["m"].notices == [
         "drafter 'm' drafts at most 6 levels, so tree 'adaptive-8' grows no deeper with it"
     ]

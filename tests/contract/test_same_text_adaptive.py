@@ -55,8 +55,8 @@ def test_measuring_costs_leaves_nothing_behind(tiny, greedy, learnt, adaptive, m
     target, drafter = tiny("llama"), learnt("llama", "moa-1")
     decoder = SpeculativeDecoder(target.target, drafter, adaptive, MAX_POSITIONS)
     measured = []
-    measure = engine_module.calibrate
-    monkeypatch.setattr(engine_module, "calibrate", lambda *asked: measured.append(measure(*asked)) or measured[-1])
+    measure = engine_module.measure_costs
+    monkeypatch.setattr(engine_module, "measure_costs", lambda *asked: measured.append(measure(*asked)) or measured[-1])
     for _ in range(2):
         assert decoder.generate(target.prompt(), GREEDY, 40, ()).tokens == greedy("llama")
     (table,) = measured

@@ -27,7 +27,7 @@ def test_prompt_lookup_needs_no_place_in_the_pool(chat_target):
             return SimpleNamespace(lease=SimpleNamespace(remote=leased.append))
 
     replica = TargetReplica(config, Pool())
-    sources = {name: type(drafting.source) for name, drafting in replica._engine.drafting.items()}
+    sources = {name: type(scheduler.source) for name, scheduler in replica._engine.draft_schedulers.items()}
     assert sources == {"twin": RemoteDrafts, "lookup": LocalDrafts}
 
     async def ask() -> int:

@@ -96,7 +96,7 @@ class SpeculativeDecoder:
     @property
     def shape(self) -> AnyShape:
         """Shape of the trees; an adaptive one is limited to the drafter's depth."""
-        return self._engine.drafting[self._name].shape if self.drafter is not None else _NO_DRAFT
+        return self._engine.draft_schedulers[self._name].shape if self.drafter is not None else _NO_DRAFT
 
     def generate(
         self,
@@ -124,7 +124,7 @@ class SpeculativeDecoder:
         name = None if self.drafter is None else self._name
         request = Request(prompt=tuple(prompt), params=params, max_new_tokens=most, sequence=sequence, drafter=name)
         if self.drafter is not None:
-            self._engine.calibrate({self._name: self.drafter})
+            self._engine.measure_costs({self._name: self.drafter})
         number = self._engine.submit(request, StopChecker(most, eos_ids, stop))
         try:
             return self._answer(on_tokens)

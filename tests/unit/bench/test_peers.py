@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_targets import save_chat_target, save_target
 
-from moray.bench.peers.answering import Row, Settings
+from moray.bench.peers.answering import PeerRow, Settings
 from moray.bench.peers.benchmark import benchmark_peers
 from moray.bench.peers.config import PeersBenchmarkConfig
 from moray.bench.peers.console import print_peers
@@ -131,7 +131,7 @@ def start(tmp_path, monkeypatch):
         (tmp_path / "fake_engine.py").write_text(source)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setitem(MODULES, "vllm", "fake_engine")
-        settings = Settings("", "", "float32", 1, 9, [0], [Row(None, 1)])
+        settings = Settings("", "", "float32", 1, 9, [0], [PeerRow(None, 1)])
         started.append(EngineProcess("vllm", sys.executable, asdict(settings), tmp_path / "log"))
         return started[-1]
 

@@ -11,7 +11,7 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import load_target
 
 from moray.decoding.engine.config import EngineConfig
-from moray.decoding.engine.draft_source import Ask, LocalDrafts
+from moray.decoding.engine.draft_source import DraftJob, LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.planning.controller import DraftPlan, SpeculationController
 from moray.decoding.planning.costs import Costs, CostTable
@@ -210,7 +210,7 @@ def test_what_a_few_drafts_take_says_nothing_of_many():
     own.set_costs(CostTable({32: costs_of(verify=[(1, 0.010), (8, 0.011)], draft=[(1, 0.001), (6, 0.001)])}))
     own.pause(32)
     for _ in range(100):
-        own.record_ask(4, 32, 0.1)
+        own.record_request(4, 32, 0.1)
         own.record_draft(FLAT, 4, 32, 0.1)
     for _ in range(4):
         own.record(1, 1)
@@ -222,12 +222,12 @@ def test_asks_for_single_sequences_are_not_what_each_of_many_costs():
     own = SpeculationController(SHAPE)
     own.set_costs(CostTable({32: costs_of(verify=[(1, 0.020), (8, 0.030)], draft=[(1, 0.001), (6, 0.001)])}))
     for _ in range(50):
-        own.record_ask(1, 32, 0.003)
-        own.record_ask(31, 32, 0.006)
+        own.record_request(1, 32, 0.003)
+        own.record_request(31, 32, 0.006)
         own.record(6, 2)
     assert own.plan(32, 32) is not None
     for _ in range(50):
-        own.record_ask(31, 32, 0.060)
+        own.record_request(31, 32, 0.060)
     assert own.plan(32, 32) is None
     assert own.plan(1, 1) is not None, "nor the other way round"
 
@@ -248,9 +248,9 @@ class Asked:
         self.source = LocalDrafts(build(tiny, VARIANTS[variant]), 320, 64)
         config = EngineConfig(kv_cache_tokens=8192, tree=SHAPE, num_micro_batches=num_micro_batches)
         self.engine = Engine(tiny.target, config, (), drafts={"d": self.source})
-        self.controller = self.engine.drafting["d"].controller
+        self.controller = self.engine.draft_schedulers["d"].controller
         self.controller.set_costs(CostTable({1: costs_of(verify=[(1, 1.0), (8, 1.0)], draft=[(1, 1e-9), (6, 1e-9)])}))
-        for name in ("record_pass", "record_rest", "record_ask"):  # whatever this machine takes
+        for name in ("record_pass", "record_rest", "record_request"):  # whatever this machine takes
             monkeypatch.setattr(self.controller, name, lambda *_: None)
         monkeypatch.setattr(self.controller._costs._draft, "record", lambda *_: None)
         monkeypatch.setattr(self.controller._costs._draft_scale[0], "lower", lambda *_: False)
@@ -260,11 +260,11 @@ class Asked:
             )
         self.asks: list[list[tuple[int, int]]] = []
         """Of each time: sequences and depths."""
-        ask = self.source.ask
-        monkeypatch.setattr(self.source, "ask", lambda asks: (self._note(asks), ask(asks))[1])
+        submit = self.source.submit
+        monkeypatch.setattr(self.source, "submit", lambda jobs: (self._note(jobs), submit(jobs))[1])
 
-    def _note(self, asks: Sequence[Ask]) -> None:
-        self.asks.append([(ask.number, ask.shape.depth) for ask in asks])
+    def _note(self, jobs: Sequence[DraftJob]) -> None:
+        self.asks.append([(job.number, job.shape.depth) for job in jobs])
 
     def run(self, num_steps: int = 500) -> int:
         """Steps until something has been asked for, at most so many."""
@@ -437,7 +437,7 @@ def test_asking_has_its_price():
         own.record(6, 1)
     assert own.plan(16, 16) is not None
     for _ in range(50):
-        own.record_ask(16, 16, 0.020)
+        own.record_request(16, 16, 0.020)
     assert own.plan(16, 16) is None
     own.record_draft(DEEP, 16, 16, 0.001)
     for _ in range(300):
@@ -447,15 +447,15 @@ def test_asking_has_its_price():
     for _ in range(50):
         own.record(6, 1)
     assert own.plan(16, 16) is not None
-    own.record_ask(16, 16, 0.020)
+    own.record_request(16, 16, 0.020)
     assert own.plan(16, 16) is None, "but at once where it is as it was"
 
 
 def test_telling_a_whole_prompt_is_no_reason_not_to_draft(monkeypatch, tmp_path):
     asked = Asked(monkeypatch, tmp_path)
     now, taken = [0.0], []
-    monkeypatch.setattr("moray.decoding.engine.drafting.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(asked.controller, "record_ask", lambda count, num_rows, seconds: taken.append(seconds))
+    monkeypatch.setattr("moray.decoding.engine.draft_scheduler.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(asked.controller, "record_request", lambda count, num_rows, seconds: taken.append(seconds))
     extend = asked.source.extend
 
     def slow(number: int, tokens: torch.Tensor, memory: Memory, num_kept: int) -> None:
@@ -476,7 +476,7 @@ def test_drafts_of_a_gpu_that_nobody_waits_for_teach_nothing_of_costs(monkeypatc
     monkeypatch.setattr(Engine, "has_exact_phases", is_exact)
     asked, seconds, told = Asked(monkeypatch, tmp_path, num_rows=2, num_tokens=12), [], []
     monkeypatch.setattr(asked.controller, "record_draft", lambda *given: seconds.append(given[-1]))
-    monkeypatch.setattr(asked.controller, "record_ask", lambda *given: told.append(given[-1]))
+    monkeypatch.setattr(asked.controller, "record_request", lambda *given: told.append(given[-1]))
     while asked.engine.is_busy:
         asked.engine.step()
     assert len(seconds) > 1

@@ -1,4 +1,4 @@
-"""Draft sources and hosts let a drafter draft for all sequences that ask for the same shape together."""
+"""Draft sources and hosts let a drafter draft for all sequences that job for the same shape together."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from tiny_batches import taps_of
 from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 
-from moray.decoding.engine.draft_source import Ask, LocalDrafts
+from moray.decoding.engine.draft_source import DraftJob, LocalDrafts
 from moray.decoding.params import SamplingParams
-from moray.decoding.planning.calibrate import calibrate
+from moray.decoding.planning.measuring import measure_costs
 from moray.decoding.remote.host import DraftHost
 from moray.decoding.remote.messages import DraftRequest, Entry
 from moray.decoding.sampling.batched_select import picks_of
@@ -67,7 +67,7 @@ def test_a_local_source_drafts_once_for_each_shape(tiny, eagle, sizes):
     with torch.no_grad():
         for number, text in enumerate(texts):
             source.extend(number, torch.tensor(text), memory_of(tiny, eagle, text), 0)
-        source.ask([Ask(n, 7 + n, len(texts[n]), shapes[n], samplers[n]) for n in range(5)])
+        source.submit([DraftJob(n, 7 + n, len(texts[n]), shapes[n], samplers[n]) for n in range(5)])
         found = source.collect([4, 0, 1, 2])
         assert sizes == [2, 2]
         found |= source.collect([3, 9])
@@ -139,7 +139,7 @@ def test_a_host_refuses_to_go_on_with_a_sequence_that_waits_for_its_draft(tiny, 
 
 
 def test_calibration_drafts_for_every_number_of_rows(tiny, eagle, sizes):
-    costs = calibrate(tiny.target, eagle, AdaptiveShape(type="adaptive", depth=2), 6).by_rows
+    costs = measure_costs(tiny.target, eagle, AdaptiveShape(type="adaptive", depth=2), 6).by_rows
     assert sorted(costs) == [1, 2, 4, 6] == sorted(set(sizes))
     for own in costs.values():
         assert [levels for levels, _ in own.draft[0]] == [1, 2]

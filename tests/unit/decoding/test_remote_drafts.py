@@ -16,7 +16,7 @@ from tiny_targets import TinyTarget, load_target
 
 from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
-from moray.decoding.engine.draft_source import Ask, LocalDrafts
+from moray.decoding.engine.draft_source import DraftJob, LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
@@ -215,7 +215,7 @@ def test_a_drafter_that_was_late_once_is_asked_again(tiny, pool_of):
 
 
 def test_a_draft_that_comes_too_late_is_never_taken_for_that_of_another_root(tiny, pool_of):
-    """It waits for the next ask, which finds its drafter gone and so brings nothing: nothing is what is collected."""
+    """It waits for the next job, which finds its drafter gone and so brings nothing: nothing is what is collected."""
     pool, lines = pool_of("ngram-0"), []
     source = RemoteDrafts(
         pool.drafter,
@@ -229,7 +229,7 @@ def test_a_draft_that_comes_too_late_is_never_taken_for_that_of_another_root(tin
     source.extend(0, torch.tensor([3, 4, 5, 3, 4]), {}, 0)
     assert source.can_draft(0)
     pool.delay = 0.1
-    source.ask([Ask(0, 5, 5, CHAIN, sampler)])
+    source.submit([DraftJob(0, 5, 5, CHAIN, sampler)])
     assert source.collect([0]) == {}, "it is late"
     deadline = time.monotonic() + 10
     while not source.can_draft(0):
@@ -238,7 +238,7 @@ def test_a_draft_that_comes_too_late_is_never_taken_for_that_of_another_root(tin
     assert source.stats.num_misses == 0
     lines[0].close()
     source.extend(0, torch.tensor([5]), {}, 0)
-    source.ask([Ask(0, 9, 6, CHAIN, sampler)])
+    source.submit([DraftJob(0, 9, 6, CHAIN, sampler)])
     assert source.collect([0]) == {}
 
 
@@ -260,13 +260,13 @@ def test_a_draft_is_under_way_until_it_is_there_or_its_drafter_is_gone(tiny, poo
             time.sleep(0.01)
 
     pool.delay = 0.2
-    source.ask([Ask(0, 5, 5, CHAIN, sampler)])
+    source.submit([DraftJob(0, 5, 5, CHAIN, sampler)])
     assert source.is_under_way(0)
     wait()
     assert source.collect([0])[0].num_nodes > 1
     source.extend(0, torch.tensor([5]), {}, 0)
     assert source.can_draft(0)
-    source.ask([Ask(0, 3, 6, CHAIN, sampler)])
+    source.submit([DraftJob(0, 3, 6, CHAIN, sampler)])
     assert source.is_under_way(0)
     lines[0].close()
     wait()
@@ -470,9 +470,9 @@ def test_ends_that_come_while_a_draft_is_under_way_wait_for_nobody(monkeypatch, 
         return propose(drafter, *args)
 
     monkeypatch.setattr(drafter, "propose_many", slow)
-    asks = tuple(entry.model_copy(update={"known": 2, "tokens": (), "root": 3}) for entry in entries)
+    jobs = tuple(entry.model_copy(update={"known": 2, "tokens": (), "root": 3}) for entry in entries)
     thread = threading.Thread(
-        target=host.handle, args=(DraftRequest(number=2, entries=asks, shapes=(CHAIN,), params=(GREEDY,)), {})
+        target=host.handle, args=(DraftRequest(number=2, entries=jobs, shapes=(CHAIN,), params=(GREEDY,)), {})
     )
     thread.start()
     assert is_drafting.wait(30)

@@ -26,7 +26,7 @@ class Elsewhere(LocalDrafts):
         self.waited_for: list[int] = []
 
     def is_under_way(self, number):
-        return number in self.slow and number in self._asks
+        return number in self.slow and number in self._jobs
 
     def collect(self, numbers):
         self.waited_for += [number for number in numbers if self.is_under_way(number)]

@@ -247,6 +247,6 @@ def test_an_adaptive_tree_does_not_take_silence_for_a_refusal(periodic):
     shape = AdaptiveShape(type="adaptive", depth=3, breadth=2, nodes=6)
     decoder = SpeculativeDecoder(periodic.target, made(periodic), shape, MAX_POSITIONS)
     decoder.generate([3], GREEDY, PERIOD, ())
-    (drafting,) = decoder._engine.drafting.values()
+    (scheduler,) = decoder._engine.draft_schedulers.values()
     untried = Acceptance(3, decoder.drafter.layer_counts).rates(0)
-    assert drafting.controller._acceptance.rates(0) == untried
+    assert scheduler.controller._acceptance.rates(0) == untried

@@ -78,7 +78,7 @@ def test_the_sides_take_turns_and_the_median_counts(tiny, monkeypatch):
         decoded = real(side, prompts, max_new_tokens)
         if max_new_tokens < 20:  # the warm-up
             return decoded
-        turns.append("drafted" if side.engine.drafting else "plain")
+        turns.append("drafted" if side.engine.draft_schedulers else "plain")
         return dataclasses.replace(decoded, seconds=next(seconds))
 
     monkeypatch.setattr(batch_speedup._Side, "decode", decode)
@@ -95,7 +95,7 @@ def test_other_text_is_found(tiny, monkeypatch):
 
     def wrong(engine, requests):
         generations = answer(engine, requests)
-        if engine.drafting:
+        if engine.draft_schedulers:
             generations[0].tokens[-1] += 1
         return generations
 

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Row:
+class PeerRow:
     """One way for an engine to decode."""
 
     drafter: str | None
@@ -46,7 +46,7 @@ class Settings:
     """Maximum tokens of a prompt and its answer together."""
     eos_ids: list[int]
     """Any of these tokens ends an answer."""
-    rows: list[Row]
+    rows: list[PeerRow]
     template: str | None = None
     """Chat template that the drafters were trained with, as in `target.template`."""
 
@@ -54,7 +54,7 @@ class Settings:
 Answer = Callable[[list[int], int], list[int]]
 """answer(prompt, max_new_tokens) returns the new tokens of a greedy answer."""
 
-Prepare = Callable[[Row], Answer]
+Prepare = Callable[[PeerRow], Answer]
 """prepare(row) returns the function that decodes in that way."""
 
 
@@ -72,7 +72,7 @@ def answer_from(load: Callable[[Settings], tuple[str, Prepare]]) -> None:
         replies.write(json.dumps(values) + "\n")
 
     given = json.loads(sys.stdin.readline())
-    settings = Settings(**given | {"rows": [Row(**row) for row in given["rows"]]})
+    settings = Settings(**given | {"rows": [PeerRow(**row) for row in given["rows"]]})
     answers: dict[int, Answer] = {}
     failures: dict[int, str] = {}
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from moray.bench.loading import first_prompts
-from moray.bench.peers.answering import Row, Settings
+from moray.bench.peers.answering import PeerRow, Settings
 from moray.bench.peers.bandwidth import copy_bandwidth, weight_bytes
 from moray.bench.peers.config import INSTALLED, PeerConfig, PeersBenchmarkConfig
 from moray.bench.peers.figures import Answers, rows_of
@@ -98,7 +98,7 @@ def _start(
                     threads=config.threads,
                     max_length=longest_prompt + config.max_new_tokens,
                     eos_ids=eos_ids,
-                    rows=[Row(run.peer.drafter, run.peer.depth) for run in members],
+                    rows=[PeerRow(run.peer.drafter, run.peer.depth) for run in members],
                     template=config.target.template,
                 )
                 log = environments / "logs" / (peer.label.replace(", ", "-").replace(" ", "-") + ".log")

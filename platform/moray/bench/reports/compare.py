@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moray.bench.reports.schema import CategoryMean, CategoryRow, Measure, Report, Row, RowKey, read_report
+from moray.bench.reports.schema import CategoryMean, CategoryRow, Measure, Report, ResultRow, RowKey, read_report
 from moray.bench.reports.wording import number, percent, temperature, times
 from moray.config import Config, flatten
 from moray.errors import ConfigError, DataError
@@ -152,7 +152,7 @@ def _read(path: Path) -> Report:
     raise ConfigError(f"compare: '{path}' {reason}; name a report.json that pipelines.evaluate wrote")
 
 
-def _compare_rows(a: Row, b: Row) -> ComparedRow:
+def _compare_rows(a: ResultRow, b: ResultRow) -> ComparedRow:
     return ComparedRow(
         drafter=a.drafter,
         tree=a.tree,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moray.bench.reports.schema import CategoryMean, CategoryRow, Measure, Report, Row, RowKey, read_report
+from moray.bench.reports.schema import CategoryMean, CategoryRow, Measure, Report, ResultRow, RowKey, read_report
 from moray.bench.reports.wording import count, number, pair, percent, temperature, times
 
 _WIDE = 120
@@ -79,7 +79,7 @@ def _main_table(report: Report, width: int) -> Table:
     return table
 
 
-def _lossless(row: Row) -> Text:
+def _lossless(row: ResultRow) -> Text:
     if row.lossless is None:
         return Text("not checked", style="dim")
     return Text("yes", style="green") if row.lossless else Text("NO", style="bold red")

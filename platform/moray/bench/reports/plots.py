@@ -23,7 +23,7 @@ from moray.bench.reports.drawing import (
     shorten,
 )  # fmt: skip
 from moray.bench.reports.plots_of_training import plot_learning, plot_trainings
-from moray.bench.reports.schema import CategoryRow, Measure, Phases, Report, Row, RowKey
+from moray.bench.reports.schema import CategoryRow, Measure, Phases, Report, ResultRow, RowKey
 from moray.bench.reports.series import has_figures, with_nan
 from moray.bench.reports.svg import INK, render_svg
 from moray.bench.reports.wording import temperature
@@ -147,7 +147,7 @@ def _plot_acceptance(report: Report) -> Plot:
     return Plot(name, title, description, render_svg(name, partial(_draw_acceptance, panels), height))
 
 
-def _acceptance_panels(rows: Sequence[Row], report: Report) -> _AcceptancePanels:
+def _acceptance_panels(rows: Sequence[ResultRow], report: Report) -> _AcceptancePanels:
     lines_by_drafter: dict[str, list[_AcceptanceLine]] = {}
     trees: list[str] = []
     known_shares: list[float] = []
@@ -277,17 +277,17 @@ def _draw_categories(categories: Sequence[str], all_marks: Sequence[_CategoryMar
     legend_below(figure, handles)
 
 
-def _row_name(row: Row | CategoryRow, report: Report) -> str:
+def _row_name(row: ResultRow | CategoryRow, report: Report) -> str:
     """Name a row by drafter and tree, and by temperature where the report has several."""
     return _with_temperature(f"{row.drafter} · {row.tree}", row, report)
 
 
-def _tree_name(row: Row, report: Report) -> str:
+def _tree_name(row: ResultRow, report: Report) -> str:
     """Name a row by its tree, and by temperature where the report has several."""
     return _with_temperature(row.tree, row, report)
 
 
-def _with_temperature(name: str, row: Row | CategoryRow, report: Report) -> str:
+def _with_temperature(name: str, row: ResultRow | CategoryRow, report: Report) -> str:
     """Shorten the name alone: the temperature behind it stays whole."""
     suffix = f" · T {temperature(row.temperature)}" if len(report.temperatures) > 1 else ""
     return shorten(name, LABEL_LENGTH - len(suffix)) + suffix

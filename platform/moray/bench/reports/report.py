@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moray.bench.reports.page import render_page
-from moray.bench.reports.schema import Phases, Report, Row, RowKey, read_report
+from moray.bench.reports.schema import Phases, Report, ResultRow, RowKey, read_report
 from moray.bench.reports.wording import pair
 from moray.config import flatten
 from moray.errors import DataError
@@ -93,7 +93,7 @@ def _category_lines(report: Report) -> list[tuple[RowKey, dict[str, str]]]:
     return lines
 
 
-def _has_training(row: Row) -> bool:
+def _has_training(row: ResultRow) -> bool:
     return (row.trainable_parameters, row.training_tokens, row.training_seconds) != (None, None, None)
 
 

@@ -33,7 +33,7 @@ class Phases(Config):
     other: Measure = None
 
 
-class Row(Config):
+class ResultRow(Config):
     """One drafter with one tree at one temperature."""
 
     drafter: str
@@ -101,7 +101,7 @@ class CategoryRow(Config):
 
     @property
     def key(self) -> RowKey:
-        """The `Row.key` of the same drafter, tree and temperature."""
+        """The `ResultRow.key` of the same drafter, tree and temperature."""
         return self.drafter, self.tree, self.temperature
 
 
@@ -117,7 +117,7 @@ class CategoryMean(Config):
 
     @property
     def key(self) -> RowKey:
-        """The `Row.key` of the same drafter, tree and temperature."""
+        """The `ResultRow.key` of the same drafter, tree and temperature."""
         return self.drafter, self.tree, self.temperature
 
 
@@ -128,7 +128,7 @@ class Report(Config):
     for every checkpoint measured on held-out chats during training, with "tokens" and "seconds" up to that point.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ResultRow, ...]
     baselines: tuple[Baseline, ...] = ()
     categories: tuple[CategoryRow, ...] = ()
     category_means: tuple[CategoryMean, ...] = ()  # `read_report` computes them from `categories`

@@ -22,15 +22,15 @@ Batch = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """What all kinds of rows have in common: a field is a column."""
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=TableRow)
 
 
 @dataclass(frozen=True)
-class ChunkRow(Row):
+class ChunkRow(TableRow):
     """A chunk of the input that is to become a part: of tokens, or of answered chats."""
 
     name: str
@@ -39,14 +39,14 @@ class ChunkRow(Row):
 
 
 @dataclass(frozen=True)
-class PartRow(Row):
+class PartRow(TableRow):
     """A part that has been tokenised and written."""
 
     summary: PartSummary
 
 
 @dataclass(frozen=True)
-class AnsweredRow(Row):
+class AnsweredRow(TableRow):
     """A part whose chats the target has answered."""
 
     name: str
@@ -55,41 +55,41 @@ class AnsweredRow(Row):
 
 
 @dataclass(frozen=True)
-class ShardPlanRow(Row):
+class ShardPlanRow(TableRow):
     """A shard that is to be written."""
 
     plan: ShardPlan
 
 
 @dataclass(frozen=True)
-class ShardRow(Row):
+class ShardRow(TableRow):
     """A shard that is there and is to get more columns."""
 
     shard: str
 
 
 @dataclass(frozen=True)
-class TokensRow(Row):
+class TokensRow(TableRow):
     """A shard that the target has run over: how many tokens that were."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
-class GroupRow(Row):
+class GroupRow(TableRow):
     """Shards that are to be joined, by their names."""
 
     shards: list[str]
 
 
 @dataclass(frozen=True)
-class JoinedRow(Row):
+class JoinedRow(TableRow):
     """Shards that have been joined: how many there were."""
 
     num_shards: int
 
 
-def dataset_of(rows: Sequence[Row]) -> ray.data.Dataset:
+def dataset_of(rows: Sequence[TableRow]) -> ray.data.Dataset:
     """A data set of rows of one kind, each a block of its own: one task or one call of an actor."""
     return ray.data.from_items([_columns(row) for row in rows], override_num_blocks=len(rows))
 
@@ -100,7 +100,7 @@ def rows_of(batch: Batch, kind: type[AnyRow]) -> list[AnyRow]:
     return [kind(*map(_plain, values)) for values in zip(*columns, strict=True)]
 
 
-def batch_of(rows: Sequence[Row]) -> Batch:
+def batch_of(rows: Sequence[TableRow]) -> Batch:
     """Rows of one kind as a batch."""
     batch: Batch = {}
     for name in _columns(rows[0]):
@@ -116,7 +116,7 @@ def rows_from(dataset: ray.data.Dataset, kind: type[AnyRow]) -> Iterator[AnyRow]
         yield kind(**{name: _plain(value) for name, value in row.items()})
 
 
-def _columns(row: Row) -> dict[str, object]:
+def _columns(row: TableRow) -> dict[str, object]:
     """A row's fields; unlike `asdict`, what they hold stays whole."""
     return {field.name: getattr(row, field.name) for field in fields(row)}
 

@@ -22,7 +22,7 @@ from moray.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class Ask:
+class DraftJob:
     """A request for one sequence's draft."""
 
     number: int
@@ -83,7 +83,7 @@ class DraftSource(ABC):
         """Hand over the next verified tokens of a sequence and their memory (see `Drafter.extend`)."""
 
     @abstractmethod
-    def ask(self, asks: Sequence[Ask]) -> None:
+    def submit(self, jobs: Sequence[DraftJob]) -> None:
         """Start drafting."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class LocalDrafts(DraftSource):
         self._states: dict[int, object] = {}
         self._known: dict[int, int] = {}
         self._free: list[object] = []
-        self._asks: dict[int, Ask] = {}
+        self._jobs: dict[int, DraftJob] = {}
 
     @property
     def observed(self) -> TapNeeds:
@@ -152,33 +152,33 @@ class LocalDrafts(DraftSource):
         self.drafter.extend(self._states[number], tokens, memory, num_kept)
         self._known[number] = self.num_known(number) + tokens.shape[0]
 
-    def ask(self, asks: Sequence[Ask]) -> None:
-        self._asks.update({ask.number: ask for ask in asks})
+    def submit(self, jobs: Sequence[DraftJob]) -> None:
+        self._jobs.update({job.number: job for job in jobs})
 
     def is_under_way(self, number: int) -> bool:
         return False
 
     def collect(self, numbers: Sequence[int]) -> dict[int, TokenTree]:
-        alike: dict[tuple[GrowableShape, int | None], list[Ask]] = {}
+        alike: dict[tuple[GrowableShape, int | None], list[DraftJob]] = {}
         for number in numbers:
-            if number in self._asks:
-                ask = self._asks.pop(number)
-                alike.setdefault((ask.shape, ask.num_target_layers), []).append(ask)
+            if number in self._jobs:
+                job = self._jobs.pop(number)
+                alike.setdefault((job.shape, job.num_target_layers), []).append(job)
         drafted: dict[int, TokenTree] = {}
-        for (shape, num_target_layers), asks in alike.items():
-            roots = on_device(self.drafter.head.weight.device, [ask.root for ask in asks])
-            states = [self._states[ask.number] for ask in asks]
+        for (shape, num_target_layers), jobs in alike.items():
+            roots = on_device(self.drafter.head.weight.device, [job.root for job in jobs])
+            states = [self._states[job.number] for job in jobs]
             if num_target_layers is not None:
                 for state in states:
                     self.drafter.set_num_target_layers(state, num_target_layers)
-            picks = picks_of([ask.sampler for ask in asks], [ask.position for ask in asks], shape)
-            with self._cost.spent(len(asks)):
+            picks = picks_of([job.sampler for job in jobs], [job.position for job in jobs], shape)
+            with self._cost.spent(len(jobs)):
                 trees = self.drafter.propose_many(states, roots, shape, picks)
-            drafted |= zip((ask.number for ask in asks), trees, strict=True)
+            drafted |= zip((job.number for job in jobs), trees, strict=True)
         return drafted
 
     def close(self, number: int) -> None:
         self._known.pop(number, None)
-        self._asks.pop(number, None)
+        self._jobs.pop(number, None)
         if number in self._states:
             self._free.append(self._states.pop(number))

@@ -19,15 +19,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_scheduler import DraftScheduler, awaits_first_draft, collect_all, request_drafts
 from moray.decoding.engine.draft_source import DraftSource
-from moray.decoding.engine.drafting import DraftScheduler, awaits_first_draft, collect_all, request_drafts
 from moray.decoding.engine.outputs import emit, tree_of
 from moray.decoding.engine.paced import ClientMemory, Offer, PacedSequences, can_join
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.engine.scheduler import Scheduler, longest_sequence
 from moray.decoding.engine.sequence import EngineSequence, check_request, ending_of
 from moray.decoding.engine.stats import EngineStats
-from moray.decoding.planning.calibrate import calibrate
+from moray.decoding.planning.measuring import measure_costs
 from moray.decoding.request import Request, RequestOutput
 from moray.decoding.sampling.accept import Accepted, AcceptRows, accept_rows
 from moray.decoding.sampling.logits_processors import adjust
@@ -89,7 +89,7 @@ class Engine:
         self._hidden_depths = sorted({depth for needs in observed for depth in needs.hidden_depths})
         self._rows = runner or TargetRunner(target, config.kv_cache_tokens)
         self._paced = PacedSequences(paced, self._rows.cache, 1 + max_offered_nodes)
-        self.drafting = {
+        self.draft_schedulers = {
             name: DraftScheduler(
                 name,
                 source,
@@ -101,7 +101,7 @@ class Engine:
             )
             for name, source in sources.items()
         }
-        max_nodes = 1 + max((drafting.shape.num_nodes for drafting in self.drafting.values()), default=0)
+        max_nodes = 1 + max((scheduler.shape.num_nodes for scheduler in self.draft_schedulers.values()), default=0)
         max_nodes = max(max_nodes, self._paced.max_nodes if paced else 0)
         self._eos_ids = frozenset(eos_ids)
         self._decode = decode
@@ -113,16 +113,16 @@ class Engine:
         self._is_second = True
         self._is_put_off = False
 
-    def calibrate(self, drafters: Mapping[str, Drafter]) -> None:
+    def measure_costs(self, drafters: Mapping[str, Drafter]) -> None:
         """Measure what passes and drafts cost here, for each drafter whose plans depend on it.
 
         Args:
             drafters: by the names of the draft sources; they may draft in another process.
         """
-        for name, drafting in self.drafting.items():
-            shape, controller = drafting.shape, drafting.controller
+        for name, scheduler in self.draft_schedulers.items():
+            shape, controller = scheduler.shape, scheduler.controller
             if isinstance(shape, AdaptiveShape) and controller.needs_costs:
-                controller.set_costs(calibrate(self.target, drafters[name], shape, self.config.max_num_seqs))
+                controller.set_costs(measure_costs(self.target, drafters[name], shape, self.config.max_num_seqs))
 
     def submit(self, request: Request, ending: StopChecker | None = None) -> int:
         """Queue a request and return its number. `ending` overrides what the request says about where the answer ends.
@@ -130,13 +130,13 @@ class Engine:
         Raises:
             DataError: says what in the request cannot be served.
         """
-        if request.drafter and request.drafter not in self.drafting:
-            raise DataError(
-                f"drafter is '{request.drafter}'; there are {', '.join(self.drafting) or 'none'}: name one, or None"
-            )
+        if request.drafter and request.drafter not in self.draft_schedulers:
+            known = ", ".join(self.draft_schedulers) or "none"
+            raise DataError(f"drafter is '{request.drafter}'; there are {known}: name one, or None")
         sequence = self._new_sequence(request, ending)
         if request.drafter is not None:
-            sequence.drafting = self.drafting.get(request.drafter or next(iter(self.drafting), ""))
+            name = request.drafter or next(iter(self.draft_schedulers), "")
+            sequence.draft_scheduler = self.draft_schedulers.get(name)
         self._queue(sequence)
         return sequence.number
 
@@ -247,15 +247,15 @@ class Engine:
 
     def _admit(self) -> None:
         for sequence in self._scheduler.admit():
-            if sequence.drafting is not None:
-                sequence.drafting.expect(sequence.number, self._scheduler.num_held)
+            if sequence.draft_scheduler is not None:
+                sequence.draft_scheduler.expect(sequence.number, self._scheduler.num_held)
 
     def _settle(self, gone: Collection[int]) -> None:
         if not gone:
             return
         for sequence in self._scheduler.held:
-            if sequence.number in gone and sequence.drafting is not None:
-                sequence.drafting.source.close(sequence.number)
+            if sequence.number in gone and sequence.draft_scheduler is not None:
+                sequence.draft_scheduler.source.close(sequence.number)
         self._scheduler.settle(gone)
 
     def _read(self) -> None:
@@ -286,7 +286,7 @@ class Engine:
         scheduler, num_micro_batches = self._scheduler, self.config.num_micro_batches
         if scheduler.starting:
             count = len(scheduler.decoding)
-            self._ask(range(len(scheduler.running), count), -(-count // num_micro_batches))
+            self._request_drafts(range(len(scheduler.running), count), -(-count // num_micro_batches))
             most = min(num_micro_batches, len(scheduler.running))
             scheduler.settle(joined={s.number for s in scheduler.starting if self._may_join(s, most)})
 
@@ -343,12 +343,12 @@ class Engine:
         if self.has_exact_phases:
             most = max(tree.num_nodes for tree in trees) - 1
             rest = time.perf_counter() - began - propose.seconds - verify.seconds
-            for drafting in self.drafting.values():
-                drafting.controller.record_pass(len(running), most, verify.seconds)
-                drafting.controller.record_rest(len(running), rest)
+            for scheduler in self.draft_schedulers.values():
+                scheduler.controller.record_pass(len(running), most, verify.seconds)
+                scheduler.controller.record_rest(len(running), rest)
         for sequence in self._scheduler.starting:
             sequence.num_passed_over += 1
-        self._ask([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))
+        self._request_drafts([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))
 
     def _next_group(self) -> range:
         """Rows of the next micro-batch: all rows, or the first half and the second half in turn."""
@@ -359,16 +359,17 @@ class Engine:
         self._is_second = not self._is_second
         return range(half, count) if self._is_second else range(half)
 
-    def _ask(self, rows: Collection[int], num_rows: int) -> None:
+    def _request_drafts(self, rows: Collection[int], num_rows: int) -> None:
         """Start the drafts of some rows, for a pass over `num_rows`."""
         with self.stats.timed("propose"):
-            request_drafts(self.drafting.values(), self._scheduler.decoding, rows, num_rows)
+            request_drafts(self.draft_schedulers.values(), self._scheduler.decoding, rows, num_rows)
 
     def _propose(self, rows: range, running: list[EngineSequence]) -> list[TokenTree]:
         """One tree for each sequence in `rows`; the root alone if there is no draft."""
         decoding = self._scheduler.decoding
-        request_drafts(self.drafting.values(), decoding, rows, len(rows))  # again, for rows that had no draft before
-        found = collect_all(self.drafting.values(), decoding, rows)
+        schedulers = self.draft_schedulers.values()
+        request_drafts(schedulers, decoding, rows, len(rows))  # again, for rows that had no draft before
+        found = collect_all(schedulers, decoding, rows)
         for row, sequence in zip(rows, running, strict=True):
             sequence.draft = found.get(row)
         if len(found) == len(rows):

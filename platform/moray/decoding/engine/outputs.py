@@ -36,8 +36,8 @@ def emit(
     if tree is not None:
         num_accepted = min(len(result.path), len(emitted))  # those that are in the answer
         stats.record(tree.num_nodes - 1, num_accepted, len(emitted))
-        if tree.num_nodes > 1 and sequence.drafting is not None and draft is not None:
-            sequence.drafting.record(draft, len(result.path))
+        if tree.num_nodes > 1 and sequence.draft_scheduler is not None and draft is not None:
+            sequence.draft_scheduler.record(draft, len(result.path))
     logprobs = None
     if sequence.request.logprobs is not None:
         logprobs = token_logprobs(logits[[0, *result.path][: len(emitted)]], emitted, sequence.request.logprobs)

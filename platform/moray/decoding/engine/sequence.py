@@ -15,7 +15,7 @@ from moray.decoding.sampling.stop import Decode, StopChecker, StopStrings
 from moray.errors import DataError
 
 if TYPE_CHECKING:
-    from moray.decoding.engine.drafting import Draft, DraftScheduler
+    from moray.decoding.engine.draft_scheduler import Draft, DraftScheduler
     from moray.decoding.engine.paced import Pace
 
 
@@ -43,13 +43,13 @@ class EngineSequence:
         """By depth, hidden states of tokens that the draft source has not received yet."""
         self.num_kept = 0
         """See `Drafter.extend`; counts from the first token that the draft source has not received yet."""
-        self.asked: DraftPlan | None = None
+        self.requested: DraftPlan | None = None
         """Plan of the draft that was requested and not collected yet."""
         self.draft: Draft | None = None
         """The draft of this cycle."""
         self.num_passed_over = 0
         """Cycles that other sequences have had while its first draft was under way."""
-        self.drafting: DraftScheduler | None = None
+        self.draft_scheduler: DraftScheduler | None = None
         """Scheduler of the source that drafts for it; None for plain decoding."""
         self.pace: Pace | None = None
         """What its client offers, if a client drafts for it (see `decoding.engine.paced`)."""
@@ -71,7 +71,7 @@ class EngineSequence:
         """Depths of the hidden states that its drafter reads."""
         if self.pace is not None:
             return self.pace.observer.needs.hidden_depths
-        return self.drafting.observed.hidden_depths if self.drafting is not None else ()
+        return self.draft_scheduler.observed.hidden_depths if self.draft_scheduler is not None else ()
 
     def keep_hidden(
         self, hidden: Mapping[int, Float[Tensor, "rows nodes hidden"]], row: int, index: slice | Int[Tensor, " some"]

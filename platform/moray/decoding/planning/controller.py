@@ -175,10 +175,10 @@ class SpeculationController:
         """Record the time of a cycle outside its pass and its drafts."""
         self._costs.record_rest(num_rows, seconds)
 
-    def record_ask(self, num_asked: int, num_rows: int, seconds: float) -> None:
+    def record_request(self, num_requested: int, num_rows: int, seconds: float) -> None:
         """Record the time it took to send new tokens of some sequences to the drafter and to request drafts."""
-        if not self._is_partial_trial(num_asked, num_rows):
-            self._costs.record_ask(num_asked, seconds)
+        if not self._is_partial_trial(num_requested, num_rows):
+            self._costs.record_request(num_requested, seconds)
 
     def record_draft(self, plan: DraftPlan, num_drafted: int, num_rows: int, seconds: float | None) -> None:
         """Record how long the drafts for some sequences took, or how long they were waited for; None if that is not

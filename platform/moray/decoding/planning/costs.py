@@ -1,5 +1,5 @@
 """What the parts of a cycle cost on this machine, by number of sequences and size (measured by
-`planning.calibrate`)."""
+`planning.measuring`)."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence

@@ -30,11 +30,11 @@ class CycleCosts:
         self._draft_scale = {n: CostScale() for n in layer_counts}
         self._rest = 0.0
         """Seconds per sequence of everything else in a cycle."""
-        self._asks: dict[int, float] = {}
+        self._requests: dict[int, float] = {}
         """Seconds for sending new tokens to the drafter and requesting drafts, by bit length of the number of
         sequences."""
-        self._are_asks_old = False
-        """Whether `_asks` is from before the last pause: the next measurement then replaces all of them."""
+        self._are_requests_old = False
+        """Whether `_requests` is from before the last pause: the next measurement then replaces all of them."""
 
     def cycle_seconds(self, num_rows: int, num_drafted: int, num_nodes: int, num_levels: int, n: int) -> float:
         """Time of a cycle.
@@ -49,7 +49,7 @@ class CycleCosts:
         seconds = self._verify_seconds(num_rows, num_nodes) * self._verify.factor + self._rest * num_rows
         if num_levels:
             seconds += self._draft_seconds(num_drafted, num_levels, n) * self._draft_of[n].factor
-            seconds += self._ask_seconds(num_drafted)
+            seconds += self._request_seconds(num_drafted)
         return seconds
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> bool:
@@ -67,13 +67,13 @@ class CycleCosts:
         """Record the time of a cycle outside its pass and its drafts."""
         self._rest += (seconds / num_rows - self._rest) / _AVERAGING_CYCLES
 
-    def record_ask(self, num_asked: int, seconds: float) -> None:
+    def record_request(self, num_requested: int, seconds: float) -> None:
         """Record the time it took to send new tokens to the drafter and to request drafts."""
-        if self._are_asks_old:
-            self._asks, self._are_asks_old = {}, False
-        size = num_asked.bit_length()
-        known = self._asks.setdefault(size, seconds)
-        self._asks[size] += (min(seconds, 2 * known) - known) / _AVERAGING_CYCLES
+        if self._are_requests_old:
+            self._requests, self._are_requests_old = {}, False
+        size = num_requested.bit_length()
+        known = self._requests.setdefault(size, seconds)
+        self._requests[size] += (min(seconds, 2 * known) - known) / _AVERAGING_CYCLES
 
     def record_draft(self, num_drafted: int, num_levels: int, n: int, seconds: float) -> bool:
         """Record how long drafts took, or how long they were waited for; returns whether that was far shorter than
@@ -92,14 +92,14 @@ class CycleCosts:
 
     def pause(self) -> None:
         """Note that drafting pauses."""
-        self._are_asks_old = True
+        self._are_requests_old = True
 
     def decay(self) -> None:
         """Let the costs of drafting return towards those that were measured, and the costs of requests towards none."""
         self._draft.decay()
         for own in self._draft_of.values():
             own.decay()
-        self._asks = {size: FORGET * seconds for size, seconds in self._asks.items()}
+        self._requests = {size: FORGET * seconds for size, seconds in self._requests.items()}
 
     def _verify_seconds(self, num_rows: int, num_nodes: int) -> float:
         """The measured time, scaled."""
@@ -113,7 +113,7 @@ class CycleCosts:
         measured = self.table.draft_seconds(num_drafted, num_levels, n)
         return measured * self._draft_scale[n].factor * self._draft.factor
 
-    def _ask_seconds(self, num_asked: int) -> float:
+    def _request_seconds(self, num_requested: int) -> float:
         """The time for the most similar number of sequences that was requested recently."""
-        size = num_asked.bit_length()
-        return self._asks[min(self._asks, key=lambda known: abs(known - size))] if self._asks else 0.0
+        size = num_requested.bit_length()
+        return self._requests[min(self._requests, key=lambda known: abs(known - size))] if self._requests else 0.0

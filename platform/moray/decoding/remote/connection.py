@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from moray.decoding.engine.draft_source import Ask
+from moray.decoding.engine.draft_source import DraftJob
 from moray.decoding.remote.channel import Channel
 from moray.decoding.remote.messages import DraftedTree, DraftReply, unpack_reply
 from moray.errors import DataError, UnreachableError
@@ -16,7 +16,7 @@ _STALL_SECONDS = 5.0
 class PendingRequest:
     """A request that was sent."""
 
-    asks: dict[str, Ask]
+    jobs: dict[str, DraftJob]
     """By session."""
     since: float
 
@@ -34,19 +34,19 @@ class Connection:
         """Requests without an answer."""
         return len(self._pending)
 
-    def send(self, frame: bytes, number: int, asks: dict[str, Ask]) -> None:
+    def send(self, frame: bytes, number: int, jobs: dict[str, DraftJob]) -> None:
         """Send a request.
 
         Args:
             frame: as `messages.pack` builds it.
             number: of the request.
-            asks: the drafts that it asks for, by session.
+            jobs: the drafts that it asks for, by session.
 
         Raises:
             UnreachableError: the process is gone.
         """
         self._channel.send(frame)
-        self._pending[number] = PendingRequest(asks, time.monotonic())
+        self._pending[number] = PendingRequest(jobs, time.monotonic())
 
     def receive(self, seconds: float) -> tuple[DraftReply, int] | None:
         """The next reply and its number of bytes; None if none arrives in this time.
@@ -62,7 +62,7 @@ class Connection:
             raise UnreachableError("the drafter does not answer")
         return None
 
-    def match(self, reply: DraftReply) -> list[tuple[Ask, DraftedTree]]:
+    def match(self, reply: DraftReply) -> list[tuple[DraftJob, DraftedTree]]:
         """The drafts of a reply, each with what was asked for; the request is answered then.
 
         Raises:
@@ -71,14 +71,14 @@ class Connection:
         request = self._pending.pop(reply.number, None)
         if request is None:
             raise DataError(f"request {reply.number} was answered, which is not open")
-        matched: list[tuple[Ask, DraftedTree]] = []
+        matched: list[tuple[DraftJob, DraftedTree]] = []
         for drafted in reply.trees:
-            ask = request.asks.pop(drafted.session, None)
-            if ask is None:
+            job = request.jobs.pop(drafted.session, None)
+            if job is None:
                 raise DataError(f"a draft for session '{drafted.session[:40]}' came, for which none was asked")
-            matched.append((ask, drafted))
-        if request.asks:
-            raise DataError(f"request {reply.number} was answered without {len(request.asks)} of its drafts")
+            matched.append((job, drafted))
+        if request.jobs:
+            raise DataError(f"request {reply.number} was answered without {len(request.jobs)} of its drafts")
         return matched
 
     def close(self) -> None:

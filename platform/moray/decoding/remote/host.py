@@ -119,20 +119,20 @@ class DraftHost:
                 self._close(session)
             self._sweep()
             trees: list[DraftedTree] = []
-            wishes: dict[int, _DraftJob] = {}
+            jobs: dict[int, _DraftJob] = {}
             at = 0
             for place, entry in enumerate(request.entries):
                 end = at + len(entry.tokens)
                 session = self._find(entry)
                 if session is not None:
-                    wish = self._wish(session, entry, request)
-                    if wish is not None:
-                        wishes[place] = wish
+                    job = self._job_of(session, entry, request)
+                    if job is not None:
+                        jobs[place] = job
                     memory = {name: rows[None, at:end] for name, rows in tensors.items()}
-                    self._tell(session, entry, memory, is_late=wish is not None and wish.guessed is not None)
+                    self._tell(session, entry, memory, is_late=job is not None and job.guessed is not None)
                 trees.append(DraftedTree(session=entry.session, known=session.known if session else 0))
                 at = end
-            for place, fields in self._drafts(wishes).items():
+            for place, fields in self._drafts(jobs).items():
                 trees[place] = trees[place].model_copy(update=fields)
             seconds = time.perf_counter() - begin
             self._count(trees, seconds)
@@ -225,7 +225,7 @@ class DraftHost:
         session.used = time.monotonic()
         return session
 
-    def _wish(self, session: Session, entry: Entry, request: DraftRequest) -> _DraftJob | None:
+    def _job_of(self, session: Session, entry: Entry, request: DraftRequest) -> _DraftJob | None:
         """The draft that an entry requests, if any, with what was drafted ahead for it."""
         if entry.root is None:
             return None
@@ -252,38 +252,38 @@ class DraftHost:
             told = Told(torch.tensor(entry.tokens, device=device), known, entry.num_kept)
             session.learn(drafter, told, is_late=is_late)
 
-    def _drafts(self, wishes: Mapping[int, _DraftJob]) -> dict[int, dict[str, Any]]:
+    def _drafts(self, jobs: Mapping[int, _DraftJob]) -> dict[int, dict[str, Any]]:
         """Make the requested drafts, as fields of `DraftedTree`."""
         found: dict[int, dict[str, Any]] = {}
         groups: dict[tuple[str, GrowableShape, int | None], list[int]] = {}
-        for place, wish in wishes.items():
-            if wish.guessed is not None:
-                found[place] = {"tokens": wish.guessed, "max_depth": len(wish.guessed) - 1, "is_chain": True}
+        for place, job in jobs.items():
+            if job.guessed is not None:
+                found[place] = {"tokens": job.guessed, "max_depth": len(job.guessed) - 1, "is_chain": True}
             else:
-                groups.setdefault((wish.session.drafter, wish.shape, wish.drawn[2]), []).append(place)
+                groups.setdefault((job.session.drafter, job.shape, job.drawn[2]), []).append(place)
         for (name, shape, num_target_layers), places in groups.items():
-            trees = self._draft(self._drafters[name], shape, num_target_layers, [wishes[place] for place in places])
+            trees = self._draft(self._drafters[name], shape, num_target_layers, [jobs[place] for place in places])
             found |= {
-                place: described(tree, with_scores=wishes[place].wants_scores)
+                place: described(tree, with_scores=jobs[place].wants_scores)
                 for place, tree in zip(places, trees, strict=True)
             }
         if self._runs_ahead:
-            self._plan_ahead([(wish, found[place]["tokens"]) for place, wish in wishes.items()])
+            self._plan_ahead([(job, found[place]["tokens"]) for place, job in jobs.items()])
         return found
 
     def _draft(
-        self, drafter: Drafter, shape: GrowableShape, num_target_layers: int | None, wishes: list[_DraftJob]
+        self, drafter: Drafter, shape: GrowableShape, num_target_layers: int | None, jobs: list[_DraftJob]
     ) -> list[TokenTree]:
         device, size = drafter.head.weight.device, drafter.spec.vocab_size
-        samplers = [Sampler(params, size, device, sequence) for params, sequence, _ in (wish.drawn for wish in wishes)]
-        roots = torch.tensor([wish.root for wish in wishes], device=device)
-        picks = picks_of(samplers, [wish.session.known for wish in wishes], shape, are_certain=True)
-        for wish in wishes:
-            wish.session.num_expanded = shape.num_expanded
+        samplers = [Sampler(params, size, device, sequence) for params, sequence, _ in (job.drawn for job in jobs)]
+        roots = torch.tensor([job.root for job in jobs], device=device)
+        picks = picks_of(samplers, [job.session.known for job in jobs], shape, are_certain=True)
+        for job in jobs:
+            job.session.num_expanded = shape.num_expanded
             if num_target_layers is not None:
-                drafter.set_num_target_layers(wish.session.state, num_target_layers)
-        with self._cost.spent(len(wishes)):
-            return drafter.propose_many([wish.session.state for wish in wishes], roots, shape, picks)
+                drafter.set_num_target_layers(job.session.state, num_target_layers)
+        with self._cost.spent(len(jobs)):
+            return drafter.propose_many([job.session.state for job in jobs], roots, shape, picks)
 
     def _plan_ahead(self, answered: list[tuple[_DraftJob, tuple[int, ...]]]) -> None:
         """Plan to draft ahead below the chains among these replies; chains of one length go together.
@@ -292,15 +292,15 @@ class DraftHost:
         """
         self._aheads = deque(ahead for ahead in self._aheads if ahead.sessions)
         groups: dict[tuple[str, int, int, bool], list[tuple[_DraftJob, tuple[int, ...]]]] = {}
-        for wish, tokens in answered:
-            is_guessed, depth = wish.guessed is not None, wish.shape.depth
-            if isinstance(wish.shape, ChainShape) and (is_guessed or len(tokens) == depth + 1):
-                key = wish.session.drafter, len(tokens), depth, is_guessed
-                groups.setdefault(key, []).append((wish, tokens))
+        for job, tokens in answered:
+            is_guessed, depth = job.guessed is not None, job.shape.depth
+            if isinstance(job.shape, ChainShape) and (is_guessed or len(tokens) == depth + 1):
+                key = job.session.drafter, len(tokens), depth, is_guessed
+                groups.setdefault(key, []).append((job, tokens))
         for (name, num_nodes, depth, _), group in groups.items():
             drafter = self._drafters[name]
             if can_run_ahead(drafter, num_nodes, depth, self._sizes[1]):
-                sessions, drawn = [wish.session for wish, _ in group], [wish.drawn for wish, _ in group]
+                sessions, drawn = [job.session for job, _ in group], [job.drawn for job, _ in group]
                 self._aheads.append(Ahead(drafter, sessions, [tokens for _, tokens in group], drawn, depth))
 
     def _begin(self, name: str, drafter_name: str, drafter: Drafter) -> Session:

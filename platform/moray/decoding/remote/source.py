@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from moray.batch import TapNeeds, Taps
-from moray.decoding.engine.draft_source import Ask, DraftSource
+from moray.decoding.engine.draft_source import DraftJob, DraftSource
 from moray.decoding.params import SamplingParams
 from moray.decoding.remote.channel import Channel, Endpoint, SocketChannel
 from moray.decoding.remote.connection import Connection
@@ -112,13 +112,13 @@ class RemoteDrafts(DraftSource):
     def extend(self, number: int, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int) -> None:
         self._logs[number].extend(tokens.tolist(), memory, num_kept)
 
-    def ask(self, asks: Sequence[Ask]) -> None:
-        by_endpoint: dict[Endpoint, list[Ask]] = {}
-        for ask in asks:
-            self._ready.pop(ask.number, None)  # a late draft has another root
-            endpoint = self._logs[ask.number].endpoint
+    def submit(self, jobs: Sequence[DraftJob]) -> None:
+        by_endpoint: dict[Endpoint, list[DraftJob]] = {}
+        for job in jobs:
+            self._ready.pop(job.number, None)  # a late draft has another root
+            endpoint = self._logs[job.number].endpoint
             if endpoint is not None:
-                by_endpoint.setdefault(endpoint, []).append(ask)
+                by_endpoint.setdefault(endpoint, []).append(job)
         for endpoint, group in by_endpoint.items():
             self._request(endpoint, self._that_fit(group))
 
@@ -157,38 +157,38 @@ class RemoteDrafts(DraftSource):
         self._pool.lose(session)
         return None
 
-    def _that_fit(self, asks: list[Ask]) -> list[Ask]:
+    def _that_fit(self, jobs: list[DraftJob]) -> list[DraftJob]:
         """The first of these requests whose memory fits into one message; the others are made in the next cycle."""
         num_bytes = 0
-        for count, ask in enumerate(asks):
-            num_bytes += self._logs[ask.number].num_unsent_bytes
+        for count, job in enumerate(jobs):
+            num_bytes += self._logs[job.number].num_unsent_bytes
             if count and num_bytes > _MAX_MEMORY_BYTES:
-                return asks[:count]
-        return asks
+                return jobs[:count]
+        return jobs
 
-    def _request(self, endpoint: Endpoint, asks: list[Ask]) -> None:
+    def _request(self, endpoint: Endpoint, jobs: list[DraftJob]) -> None:
         """Send one request to one drafter process."""
         self._num_requests += 1
-        frame = self._pack(endpoint, asks)
-        logs = {ask.number: self._logs[ask.number] for ask in asks}
+        frame = self._pack(endpoint, jobs)
+        logs = {job.number: self._logs[job.number] for job in jobs}
         for log in logs.values():
             log.mark_sent(self._num_requests)
         try:
-            self._connected(endpoint).send(frame, self._num_requests, {logs[ask.number].session: ask for ask in asks})
+            self._connected(endpoint).send(frame, self._num_requests, {logs[job.number].session: job for job in jobs})
         except UnreachableError:
             self._give_up(endpoint)
             return
         self.stats.num_cycles += 1
         self.stats.num_bytes_sent += len(frame)
 
-    def _pack(self, endpoint: Endpoint, asks: list[Ask]) -> bytes:
+    def _pack(self, endpoint: Endpoint, jobs: list[DraftJob]) -> bytes:
         """The message that asks for these drafts. Shapes and sampling parameters that are alike are sent once."""
         shapes: dict[GrowableShape, int] = {}
         params: dict[SamplingParams, int] = {}
         entries: list[Entry] = []
         memory: dict[str, list[Tensor]] = {}
-        for ask in asks:
-            log = self._logs[ask.number]
+        for job in jobs:
+            log = self._logs[job.number]
             for name, rows in log.unsent_memory().items():
                 memory.setdefault(name, []).append(rows)
             entries.append(
@@ -198,12 +198,12 @@ class RemoteDrafts(DraftSource):
                     known=log.num_sent,
                     tokens=tuple(log.tokens[log.num_sent :]),
                     num_kept=log.num_kept,
-                    root=ask.root,
-                    shape=shapes.setdefault(ask.shape, len(shapes)),
-                    params=params.setdefault(ask.sampler.params, len(params)),
-                    sequence=ask.sampler.sequence,
-                    num_target_layers=ask.num_target_layers,
-                    wants_scores=ask.wants_scores,
+                    root=job.root,
+                    shape=shapes.setdefault(job.shape, len(shapes)),
+                    params=params.setdefault(job.sampler.params, len(params)),
+                    sequence=job.sampler.sequence,
+                    num_target_layers=job.num_target_layers,
+                    wants_scores=job.wants_scores,
                 )
             )
         request = DraftRequest(
@@ -245,8 +245,8 @@ class RemoteDrafts(DraftSource):
             self._breaker.reset(endpoint)
             self.stats.num_bytes_received += num_bytes
             self.stats.drafting_seconds += reply.seconds
-            for ask, drafted in connection.match(reply):
-                self._take_in(ask, drafted, reply)
+            for job, drafted in connection.match(reply):
+                self._take_in(job, drafted, reply)
         except UnreachableError:
             self._give_up(endpoint)
             return False
@@ -256,13 +256,13 @@ class RemoteDrafts(DraftSource):
             return False
         return True
 
-    def _take_in(self, ask: Ask, drafted: DraftedTree, reply: DraftReply) -> None:
+    def _take_in(self, job: DraftJob, drafted: DraftedTree, reply: DraftReply) -> None:
         """Keep one draft, unless its sequence has ended or moved to another process meanwhile.
 
         Raises:
             DataError: the draft is not what was requested.
         """
-        log = self._logs.get(ask.number)
+        log = self._logs.get(job.number)
         if log is None or log.session != drafted.session or log.request != reply.number:
             return
         log.request = None
@@ -271,7 +271,7 @@ class RemoteDrafts(DraftSource):
             log.move_to(None)
         elif drafted.tokens:
             size = self._drafter.spec.vocab_size
-            self._ready[ask.number] = restored(drafted, self._device, ask.root, ask.shape, size)
+            self._ready[job.number] = restored(drafted, self._device, job.root, job.shape, size)
 
     # --- Connections ---
 

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
+from moray.bench.peers.answering import Answer, PeerRow, Prepare, Settings, answer_from
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
@@ -16,7 +16,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
     model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
     model.generation_config = GenerationConfig()  # drop the model's own defaults, such as repetition penalties
 
-    def prepare(row: Row) -> Answer:
+    def prepare(row: PeerRow) -> Answer:
         helpers = _helpers(row, dtype)
 
         @torch.inference_mode()
@@ -33,7 +33,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
     return transformers.__version__, prepare
 
 
-def _helpers(row: Row, dtype: torch.dtype) -> dict[str, Any]:
+def _helpers(row: PeerRow, dtype: torch.dtype) -> dict[str, Any]:
     if row.drafter is None:
         return {}
     if row.drafter == "prompt-lookup":

@@ -5,7 +5,7 @@
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
+from moray.bench.peers.answering import Answer, PeerRow, Prepare, Settings, answer_from
 
 _CACHE_TYPES = {"float32": llama_cpp.GGML_TYPE_F32, "bfloat16": llama_cpp.GGML_TYPE_F16}
 """Number formats of the KV cache; llama.cpp's default is float16."""
@@ -14,7 +14,7 @@ _CACHE_TYPES = {"float32": llama_cpp.GGML_TYPE_F32, "bfloat16": llama_cpp.GGML_T
 def load(settings: Settings) -> tuple[str, Prepare]:
     """Create one context per row; all of them memory-map the same file."""
 
-    def prepare(row: Row) -> Answer:
+    def prepare(row: PeerRow) -> Answer:
         context = _context(row, settings)
 
         def answer(prompt: list[int], max_new_tokens: int) -> list[int]:
@@ -31,7 +31,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
     return f"llama-cpp-python {llama_cpp.__version__}", prepare
 
 
-def _context(row: Row, settings: Settings) -> llama_cpp.Llama:
+def _context(row: PeerRow, settings: Settings) -> llama_cpp.Llama:
     draft = None if row.drafter is None else LlamaPromptLookupDecoding(num_pred_tokens=row.depth)
     return llama_cpp.Llama(
         model_path=settings.model,

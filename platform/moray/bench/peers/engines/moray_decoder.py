@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
+from moray.bench.peers.answering import Answer, PeerRow, Prepare, Settings, answer_from
 from moray.config import validate
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder, runner_for
@@ -27,7 +27,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
     tokenizer = ChatTokenizer.load(settings.model, settings.template)
     runner = runner_for(target, settings.max_length, max(row.depth for row in settings.rows))
 
-    def prepare(row: Row) -> Answer:
+    def prepare(row: PeerRow) -> Answer:
         decoder = _decoder(row, target, tokenizer, settings.max_length, runner)
         return lambda prompt, most: decoder.generate(prompt, SamplingParams(), most, settings.eos_ids).tokens
 
@@ -35,7 +35,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
 
 
 def _decoder(
-    row: Row, target: Target, tokenizer: ChatTokenizer, capacity: int, runner: TargetRunner
+    row: PeerRow, target: Target, tokenizer: ChatTokenizer, capacity: int, runner: TargetRunner
 ) -> SpeculativeDecoder:
     if row.drafter is None:
         return SpeculativeDecoder(target, None, capacity=capacity, runner=runner)

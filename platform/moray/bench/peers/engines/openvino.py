@@ -12,7 +12,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
+from moray.bench.peers.answering import Answer, PeerRow, Prepare, Settings, answer_from
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 
@@ -20,7 +20,7 @@ _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 def load(settings: Settings) -> tuple[str, Prepare]:
     """Create one pipeline per row."""
 
-    def prepare(row: Row) -> Answer:
+    def prepare(row: PeerRow) -> Answer:
         pipeline, config = _pipeline(row, settings), _config(row, settings)
 
         def answer(prompt: list[int], max_new_tokens: int) -> list[int]:
@@ -35,7 +35,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
     return openvino_genai.__version__, prepare
 
 
-def _pipeline(row: Row, settings: Settings) -> openvino_genai.LLMPipeline:
+def _pipeline(row: PeerRow, settings: Settings) -> openvino_genai.LLMPipeline:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False  # always process the full prompt
     scheduler.max_num_seqs = 1
@@ -53,7 +53,7 @@ def _pipeline(row: Row, settings: Settings) -> openvino_genai.LLMPipeline:
     return openvino_genai.LLMPipeline(_exported(settings.model, settings.work), "CPU", **options)
 
 
-def _config(row: Row, settings: Settings) -> openvino_genai.GenerationConfig:
+def _config(row: PeerRow, settings: Settings) -> openvino_genai.GenerationConfig:
     config = openvino_genai.GenerationConfig()
     config.do_sample = False
     config.stop_token_ids = set(settings.eos_ids)

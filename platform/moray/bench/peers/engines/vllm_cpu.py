@@ -4,7 +4,7 @@
 
 import os
 
-from moray.bench.peers.answering import Answer, Prepare, Row, Settings, answer_from
+from moray.bench.peers.answering import Answer, PeerRow, Prepare, Settings, answer_from
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
@@ -18,7 +18,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
     }
     import vllm
 
-    def prepare(row: Row) -> Answer:
+    def prepare(row: PeerRow) -> Answer:
         engine = vllm.LLM(
             settings.model,
             dtype=settings.dtype,
@@ -42,7 +42,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
     return vllm.__version__, prepare
 
 
-def _speculation(row: Row) -> dict[str, object] | None:
+def _speculation(row: PeerRow) -> dict[str, object] | None:
     if row.drafter is None:
         return None
     if row.drafter == "prompt-lookup":

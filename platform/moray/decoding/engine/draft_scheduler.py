@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from moray.decoding.engine.draft_source import Ask, DraftSource
+from moray.decoding.engine.draft_source import DraftJob, DraftSource
 from moray.decoding.engine.kv_cache import BatchedKVCache
 from moray.decoding.engine.observer import MAX_TOKENS, Observer
 from moray.decoding.engine.sequence import EngineSequence
@@ -80,10 +80,10 @@ class DraftScheduler:
         if not self.controller.is_trying and self.controller.pays(num_running):
             self.source.open(number)
 
-    def ask(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
+    def request(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
         """Start drafting for those sequences in `rows` without a draft under way; the next pass has `num_rows`
         sequences."""
-        idle = [row for row in rows if running[row].asked is None]
+        idle = [row for row in rows if running[row].requested is None]
         if not idle:
             return
         plan, chosen = self._choose(running, idle, num_rows)
@@ -120,18 +120,18 @@ class DraftScheduler:
         self._tell_few(running, few)
         n = plan.num_target_layers if len(self.source.layer_counts) > 1 else None
         sequences = [running[row] for row in rows]
-        self.source.ask(
-            [Ask(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, n, self._prunes) for s in sequences]
+        self.source.submit(
+            [DraftJob(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, n, self._prunes) for s in sequences]
         )
         if self._is_timed and len(many) <= len(rows) // 8:  # sending whole prompts is not typical
-            self.controller.record_ask(len(rows), num_rows, time.perf_counter() - begin)
+            self.controller.record_request(len(rows), num_rows, time.perf_counter() - begin)
         for sequence in sequences:
-            sequence.asked = plan
+            sequence.requested = plan
 
     def collect(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> dict[int, Draft]:
         """Return the requested drafts, by row, for a pass over `num_rows`; those that did not arrive in time are
         missing."""
-        plans = {row: plan for row in rows if (plan := running[row].asked) is not None}
+        plans = {row: plan for row in rows if (plan := running[row].requested) is not None}
         if not plans:
             if rows and not self._num_under_way(running):
                 self._record_no_draft(len(running))
@@ -144,7 +144,7 @@ class DraftScheduler:
         self.controller.record_draft(deepest, len(plans), num_rows, seconds)
         self._stats.num_missed += len(plans) - len(found)
         for row in plans:
-            running[row].asked = None
+            running[row].requested = None
         drafts = {
             row: Draft(found[number], plans[row].num_target_layers)
             for row, number in numbers.items()
@@ -162,11 +162,11 @@ class DraftScheduler:
         elif self._are_too_few:
             self.controller.decay(num_running)
 
-    def _record_empty(self, drafts: Mapping[int, Draft], num_asked: int) -> None:
+    def _record_empty(self, drafts: Mapping[int, Draft], num_requested: int) -> None:
         """Record drafts in which the drafter found nothing; the others are recorded once they are verified."""
         num_empty = sum(draft.tree.num_nodes == 1 for draft in drafts.values())
         if self.controller.is_trying:  # otherwise the time spent waiting counts against late drafts
-            num_empty += num_asked - len(drafts)
+            num_empty += num_requested - len(drafts)
         for _ in range(num_empty):
             self.controller.record_empty()
 
@@ -197,7 +197,7 @@ class DraftScheduler:
         )
 
     def _num_under_way(self, sequences: Iterable[EngineSequence]) -> int:
-        return sum(sequence.drafting is self and sequence.asked is not None for sequence in sequences)
+        return sum(sequence.draft_scheduler is self and sequence.requested is not None for sequence in sequences)
 
     def _tell_many(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
         """Send cached tokens that the source does not know yet, `unknown` many of each row, one row at a time."""
@@ -226,21 +226,21 @@ class DraftScheduler:
 
 
 def request_drafts(
-    draftings: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int], num_rows: int
+    draft_schedulers: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int], num_rows: int
 ) -> None:
     """Request drafts, each from its sequence's source. A remote source can then start before the next pass."""
-    for drafting in draftings:
-        drafting.ask(sequences, [row for row in rows if sequences[row].drafting is drafting], num_rows)
+    for scheduler in draft_schedulers:
+        scheduler.request(sequences, [row for row in rows if sequences[row].draft_scheduler is scheduler], num_rows)
 
 
 def collect_all(
-    draftings: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int]
+    draft_schedulers: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int]
 ) -> dict[int, Draft]:
     """Collect the requested drafts from all sources, by row."""
     found: dict[int, Draft] = {}
-    for drafting in draftings:
-        own = [row for row in rows if sequences[row].drafting is drafting]
-        found |= drafting.collect(sequences, own, len(rows))
+    for scheduler in draft_schedulers:
+        own = [row for row in rows if sequences[row].draft_scheduler is scheduler]
+        found |= scheduler.collect(sequences, own, len(rows))
     return found
 
 
@@ -248,7 +248,7 @@ def awaits_first_draft(sequence: EngineSequence, max_cycles: int) -> bool:
     """Whether a sequence that has just started should wait for its first draft. Joining the cycle now would make the
     others wait, because its draft is queued behind theirs. Drafts are made in the order of the requests, so after one
     cycle of all others the draft has arrived, or is late."""
-    drafting, is_asked = sequence.drafting, sequence.asked is not None
-    if drafting is None or not is_asked or sequence.num_passed_over >= max_cycles:
+    scheduler, is_requested = sequence.draft_scheduler, sequence.requested is not None
+    if scheduler is None or not is_requested or sequence.num_passed_over >= max_cycles:
         return False
-    return drafting.source.is_under_way(sequence.number)
+    return scheduler.source.is_under_way(sequence.number)

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from moray.batch import TapNeeds, Taps
-from moray.decoding.engine.draft_source import Ask, LocalDrafts
+from moray.decoding.engine.draft_source import DraftJob, LocalDrafts
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.costs import Costs, CostTable, ascending, growing_sizes
@@ -25,7 +25,7 @@ _LENGTH = 128
 _REPEATS = 5
 
 
-def calibrate(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> CostTable:
+def measure_costs(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> CostTable:
     """Time passes and drafts for 1, 2, 4, ... and `max_rows` sequences, with each of the drafter's N.
 
     Drafts are timed in this process, wherever they are made later. Each size is run a few times, sizes in turn, and the
@@ -89,7 +89,7 @@ def _draft(
     local: LocalDrafts, sampler: Sampler, shape: GrowableShape, num_target_layers: int, num_rows: int, length: int
 ) -> None:
     numbers = range(num_rows)
-    local.ask([Ask(number, 0, length, shape, sampler, num_target_layers) for number in numbers])
+    local.submit([DraftJob(number, 0, length, shape, sampler, num_target_layers) for number in numbers])
     local.collect(list(numbers))
 
 
