@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from moray.targets.demo.data import CHAT_TEMPLATE, SPECIAL_TOKENS
 from moray.targets.model import Target
-from moray.targets.spec import TargetConfig
+from moray.targets.routing import Router, build_routers, save_routers
+from moray.targets.sparse import SparseTarget
+from moray.targets.spec import RoutingSpec, TargetConfig, read_spec
 
 VOCABULARY = 97
 MAX_POSITIONS = 512
@@ -99,6 +101,36 @@ def load_target(folder: Path, name: str = "llama", **sizes: Any) -> TinyTarget:
     options = dict(TARGETS[name])
     save_target(folder, options.pop("family"), **options | sizes)
     return TinyTarget(name, folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
+
+
+def make_sparse(folder: Path, seed: int = 0, num_bits: int | None = None, last_layers: int = 0) -> Path:
+    """Give a saved target random routers, each of which lets half of the tokens run that reach it."""
+    routing = RoutingSpec(first_layer=1, last_layers=last_layers, router_size=16, router_bits=num_bits, share=0.5)
+    torch.manual_seed(seed)
+    routers = build_routers(read_spec(str(folder)), routing)
+    text, positions = torch.randint(VOCABULARY, (1, 256)), torch.arange(256)[None]
+    for router in routers.values():
+        assert isinstance(router, Router)
+        router.inner.weight.data.mul_(8 if num_bits is None else 1)
+        router.outer.weight.data.mul_(20)
+    for layer, router in routers.items():  # the first layers first, for the others see what they let through
+        assert isinstance(router, Router)
+        save_routers(folder, routers, routing)
+        target = Target.load(TargetConfig(model=str(folder), device="cpu"), packs=False)
+        assert isinstance(target, SparseTarget)
+        found: list[torch.Tensor] = []
+        target.routers[int(layer)].register_forward_hook(lambda _, __, logits, found=found: found.append(logits[0]))
+        target.forward(text, positions, None, target.new_cache(256))
+        router.outer.bias.data[1] -= (found[0][:, 1] - found[0][:, 0]).median()
+    save_routers(folder, routers, routing)
+    return folder
+
+
+def load_sparse_target(folder: Path, num_bits: int | None = None, last_layers: int = 0, **sizes: Any) -> TinyTarget:
+    """A random target of four layers with random routers, loaded as users do."""
+    save_target(folder, **sizes)
+    make_sparse(folder, num_bits=num_bits, last_layers=last_layers)
+    return TinyTarget("sparse", folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
 
 
 def save_chat_target(folder: Path, seed: int = 0) -> Path:

@@ -48,6 +48,7 @@ class Glide(BatchedDrafter[GlideState]):
         super().__init__(config, head)
         self.config: GlideConfig = config
         spec = self.spec
+        spec.need_last_layers(1, "drafter.type glide")
         if config.num_cross_heads % spec.num_kv_heads:
             raise ConfigError(
                 f"drafter.num_cross_heads is {config.num_cross_heads}; a multiple of the target's number of "

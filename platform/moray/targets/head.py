@@ -48,6 +48,7 @@ class TargetHead:
                 f"drafter.target_layers is {num_layers}; the target has {spec.num_layers} layers, so 0 to "
                 f"{spec.num_layers - 1} are accepted"
             )
+        spec.need_last_layers(num_layers, f"drafter.target_layers {num_layers}")
         whole: Any = model
         self.spec = spec
         self.num_layers = num_layers

@@ -33,6 +33,8 @@ class TargetOutput:
 
     last: Float[Tensor, "batch new hidden"]
     hidden: dict[int, Float[Tensor, "batch new hidden"]]
+    routes: Bool[Tensor, "layers batch new"] | None = None
+    """Of a sparse target: which tokens have run through which layer."""
 
 
 class Target:
@@ -64,7 +66,14 @@ class Target:
         device = pick_device(config.device)
         dtype, attention = getattr(torch, config.dtype), attention_backend(device.type)
         model = load_causal_lm(config.model, dtype, device, attention, field)
-        target = cls(model, spec, read_eos_ids(config.model, field))
+        eos_ids = read_eos_ids(config.model, field)
+        if spec.routing is None:
+            target = cls(model, spec, eos_ids)
+        else:
+            from moray.targets.routing import load_routers
+            from moray.targets.sparse import SparseTarget
+
+            target = SparseTarget(model, spec, eos_ids, load_routers(resolve_folder(config.model), spec, field))
         if packs and device.type == "cpu":
             target.kernels = choose_kernels(linear_weights(model))
             if target.kernels.are_packed:

@@ -8,8 +8,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from moray.config import Config
 from moray.errors import ConfigError
+from moray.explain import one_line
 from moray.gguf import folder_of
 from moray.targets.stored import read_model_config, weight_files
 
@@ -20,6 +23,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 """Types of rotary embedding in which a token's rotation within the context depends only on its position, however long
 its sequence is or becomes (checked by tests)."""
 
+ROUTING, ROUTERS = "routing.json", "routers.safetensors"
+"""Files that make a model's folder a sparse target (see `targets.routing`)."""
 _WINDOW = 1 << 20
 _NUM_WINDOWS = 64
 
@@ -37,6 +42,56 @@ class TargetConfig(Config):
     """Device to run on; auto takes the GPU if there is one."""
     template: str | None = None
     """Chat template: a jinja file, or plain for none; null for the tokenizer's own."""
+
+
+class RoutingSpec(Config):
+    """Which layers of a sparse target have routers, and what these read (see `targets.routing`)."""
+
+    first_layer: int = Field(default=2, ge=0)
+    """First layer with a router; those before it run for every token."""
+    last_layers: int = Field(default=0, ge=0)
+    """How many of the last layers run for every token; a drafter that runs the target's last N layers needs N."""
+    router_size: int = Field(ge=1)
+    """Inner width of a router."""
+    router_bits: int | None = Field(default=None, ge=1, le=8)
+    """Bits of the codes that routers read in place of hidden states; null for the hidden states themselves."""
+    initial_tokens: int = Field(default=2, ge=1)
+    """The first tokens of a sequence run through every layer, so that no layer is ever without keys."""
+    share: float = Field(gt=0, le=1)
+    """Mean share of the layers that a token was trained to run through, those without routers included."""
+
+    def routed_layers(self, num_layers: int) -> range:
+        """Layers with routers.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        layers = range(self.first_layer, num_layers - self.last_layers)
+        if not layers:
+            raise ConfigError(
+                f"first_layer is {self.first_layer} and last_layers {self.last_layers}, which leaves no layer of "
+                f"{num_layers} with a router: give smaller numbers"
+            )
+        return layers
+
+    @classmethod
+    def read(cls, folder: Path, field: str = "target.model") -> "RoutingSpec | None":
+        """The routing of a model; None for an ordinary one.
+
+        Raises:
+            ConfigError: its routing.json is damaged.
+        """
+        path = folder / ROUTING
+        if not path.is_file():
+            return None
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{field} '{folder}': {ROUTING} cannot be used: {one_line(str(error))}") from None
+
+    def save(self, folder: Path) -> None:
+        """Write it beside a model."""
+        (folder / ROUTING).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 class TargetSpec(Config):
@@ -60,17 +115,33 @@ class TargetSpec(Config):
     """Positions that a query sees in `sliding_layers`, including its own; None if no layer has a window shorter than
     the context."""
     sliding_layers: tuple[int, ...] = ()
+    routing: RoutingSpec | None = None
+    """Of a sparse target; None if every token runs through every layer."""
 
     @property
     def kv_width(self) -> int:
         """Width of one layer's key and value of one token, heads flattened as [k_h ; v_h]."""
         return 2 * self.num_kv_heads * self.head_dim
 
+    def need_last_layers(self, count: int, reader: str) -> None:
+        """Check that the last `count` layers run for every token, because a drafter reads them.
+
+        Raises:
+            ConfigError: names `reader`, the setting of the drafter.
+        """
+        if self.routing is not None and self.routing.last_layers < count:
+            raise ConfigError(
+                f"{reader} needs the target's last {count} layers for every token; this sparse target has "
+                f"last_layers {self.routing.last_layers}: give another drafter, or a target trained with "
+                f"sparse.last_layers={count}"
+            )
+
     @property
     def for_plan(self) -> dict[str, Any]:
-        """The spec as stored in a cache's plan: window fields only if there are windows, so that plans without them
-        stay equal to older ones."""
+        """The spec as stored in a cache's plan: fields of windows and routing only if there are any, so that plans
+        without them stay equal to older ones."""
         left_out = {"sliding_window", "sliding_layers"} if self.sliding_window is None else set[str]()
+        left_out |= {"routing"} if self.routing is None else set[str]()
         return self.model_dump(mode="json", exclude=left_out)
 
 
@@ -109,7 +180,15 @@ def read_spec(model: str, needs_weights: bool = True, field: str = "target.model
         rope_scaling=rope_scaling,
         sliding_window=config.sliding_window if sliding_layers else None,
         sliding_layers=sliding_layers,
+        routing=_routing(folder, config.num_hidden_layers, field),
     )
+
+
+def _routing(folder: Path, num_layers: int, field: str) -> RoutingSpec | None:
+    routing = RoutingSpec.read(folder, field)
+    if routing is not None:
+        routing.routed_layers(num_layers)
+    return routing
 
 
 def model_type_of(model: str, field: str) -> str:
@@ -163,7 +242,8 @@ def fingerprint(folder: Path, field: str = "target.model") -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     volatile = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
     digest.update(json.dumps({k: v for k, v in config.items() if k not in volatile}, sort_keys=True).encode())
-    for path in weight_files(folder, field):
+    extra = [folder / name for name in (ROUTING, ROUTERS) if (folder / name).is_file()]
+    for path in [*weight_files(folder, field), *extra]:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moray.decoding.engine.kv_cache import GRAIN, BatchedKVCache
+from moray.decoding.engine.sparse_kv_cache import SparseBatchedKVCache
 from moray.targets.model import Target, TargetOutput
 from moray.trees.stack import stack_trees
 from moray.trees.tree import TokenTree
@@ -27,7 +28,8 @@ class TargetRunner:
             target: may be shared.
             num_slots: size of the cache over all rows; rounded up.
         """
-        self.cache = BatchedKVCache(target, -(-num_slots // GRAIN) * GRAIN)
+        kind = BatchedKVCache if target.spec.routing is None else SparseBatchedKVCache
+        self.cache = kind(target, -(-num_slots // GRAIN) * GRAIN)
         self._target = target
         self._dtype = target.model.lm_head.weight.dtype
         """Dtype of masks: attention kernels take additive masks as they are, but would convert booleans in every

@@ -1,0 +1,107 @@
+"""The engine's cache for a sparse target: `BatchedKVCache`, and which tokens have run through which layer.
+
+A skipped token has a slot in every layer, like all others; in the layers that it skipped, no query sees the slot. So
+rows of different lengths stay simple, but skipping frees no memory here. `targets.sparse_cache` does free it, for one
+sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from moray.decoding.engine.kv_cache import BatchedKVCache
+from moray.targets.model import Target
+from moray.targets.sparse_cache import hide
+
+
+class SparseBatchedKVCache(BatchedKVCache):
+    """See the module's docstring; a `RoutedCache`."""
+
+    def __init__(self, target: Target, num_slots: int) -> None:
+        super().__init__(target, num_slots)
+        self._all_valid = torch.zeros(self.num_layers, num_slots, dtype=torch.bool, device=target.device)
+        self._valid = self._all_valid[:, :0].unflatten(1, (0, 0))
+        """[layers, rows, slots]: whether a layer has keys and values in a slot."""
+        self._computed: Int[Tensor, " some"] | None = None
+        """Which of the new tokens the next `update` stores; None for all."""
+
+    def arrange(self, width: int, kept_rows: int, kept_slots: int) -> None:
+        before = self._valid[:, :kept_rows, :kept_slots].clone()
+        super().arrange(width, kept_rows, kept_slots)
+        num_rows = self.num_rows
+        self._valid = self._all_valid[:, : num_rows * width].unflatten(1, (num_rows, width))
+        if kept_rows:
+            self._valid[:, :kept_rows, :kept_slots] = before
+
+    def reorder(self, moves: Mapping[int, int], num_slots: int) -> None:
+        super().reorder(moves, num_slots)
+        if moves:
+            self._valid[:, [*moves.values()], :num_slots] = self._valid[:, [*moves], :num_slots]
+
+    def move(self, rows: Sequence[int], begins: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        super().move(rows, begins, paths)
+        for row, begin, path in zip(rows, begins, paths, strict=True):
+            nodes = torch.tensor(path, device=self._valid.device) + begin
+            self._valid[:, row, begin : begin + len(path)] = self._valid[:, row].index_select(1, nodes)
+
+    def flat(
+        self, rows: Sequence[int], begins: Sequence[int], num_new: int, layers: Sequence[int]
+    ) -> Float[Tensor, "some new layers width"]:
+        """See `BatchedKVCache.flat`; zeros where a token skipped a layer."""
+        kv = super().flat(rows, begins, num_new, layers)
+        device = self._valid.device
+        slots = torch.tensor(begins, device=device)[:, None] + torch.arange(num_new, device=device)
+        slots.clamp_(max=self.width - 1)
+        valid = self._valid[torch.tensor(layers, device=device)[:, None, None], torch.tensor(rows)[:, None], slots]
+        return kv * valid.permute(1, 2, 0)[..., None]
+
+    def aim(self, begins: Sequence[int], num_new: int, num_seen: int, first_row: int = 0) -> None:
+        """See `BatchedKVCache.aim`. The new tokens have skipped every layer until they run through it."""
+        super().aim(begins, num_new, num_seen, first_row)
+        valid = self._valid[:, self._range]
+        if self._begin is not None:
+            valid[:, :, self._begin : self._begin + num_new] = False
+        else:
+            assert self._index is not None
+            valid.scatter_(2, self._index[1].expand(self.num_layers, -1, -1), value=False)
+
+    def begin(self) -> None:
+        """See `targets.sparse_cache.RoutedCache.begin`; done by `aim`."""
+
+    def enter(
+        self,
+        layer: int,
+        rows: Int[Tensor, " some"] | None,
+        runs: Bool[Tensor, "batch new"],
+        mask: Float[Tensor, "#batch 1 new slots"] | None,
+    ) -> Tensor | None:
+        """See `targets.sparse_cache.RoutedCache.enter`."""
+        valid = self._valid[layer, self._range]
+        if self._begin is not None:
+            valid[:, self._begin : self._begin + runs.shape[1]] = runs
+        else:
+            assert self._index is not None, "aim before a pass"
+            valid.scatter_(1, self._index[1], runs)
+        self._computed = rows
+        seen = valid[:, : self._seen]
+        if mask is None:  # one new token, which sees all slots
+            mask = self._memory.new_zeros(1, 1, 1, self._seen)
+        return hide(mask if rows is None else mask.index_select(2, rows), ~seen)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """See `BatchedKVCache.update`; stores the computed tokens only."""
+        if self._computed is None:
+            return super().update(key_states, value_states, layer_idx)
+        key, value = self._layers[layer_idx]
+        if self._begin is not None:
+            slots = self._computed + self._begin
+        else:
+            assert self._index is not None, "aim before a pass"
+            slots = self._index[1][0].index_select(0, self._computed)
+        key.index_copy_(2, slots, key_states)
+        value.index_copy_(2, slots, value_states)
+        return key.narrow(2, 0, self._seen), value.narrow(2, 0, self._seen)
