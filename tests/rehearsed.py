@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Drafter, DraftOutput, DraftView, Memory
+from moray.drafters.base import Drafter, Memory
 from moray.drafters.config_base import DrafterConfigBase
+from moray.drafters.learner import DraftOutput, DraftView
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
 from moray.targets.model import Target

@@ -24,7 +24,7 @@ from moray.cluster.training.worker import build_drafter
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
 from moray.distill.step import UpdatePlace, run_update
-from moray.drafters.base import Drafter
+from moray.drafters.learner import Learner
 from moray.drafters.moa.moa import MoA
 from moray.targets.model import Target, pick_device
 from pipelines.benchmarks.cluster_configs import TrainBenchmarkConfig
@@ -128,7 +128,7 @@ class WaysToTrain:
             and not self._run.losses.total_variation
         )
 
-    def _drafter(self) -> Drafter:
+    def _drafter(self) -> Learner:
         return build_drafter(self._run, self._manifest, self._device.type).to(self._device)
 
     def _replicas(self) -> Replicas:

@@ -59,7 +59,7 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
             f"what is missing, run {command_to_add(store, sorted(missing))}"
         )
     for choices, config in corners:
-        depth = drafters[id(config)].max_depth
+        depth = config.drafter.max_depth
         if is_too_deep(sweep.decoding.tree, depth):
             raise ConfigError(
                 f"decoding.tree is {sweep.decoding.tree.depth} levels deep; the drafter with {label(choices)} drafts "

@@ -7,7 +7,8 @@ from moray.batch import Taps
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling.sampler import Sampler
 from moray.distill.masks import verified_start
-from moray.drafters.base import Drafter, DraftView
+from moray.drafters.base import Drafter
+from moray.drafters.learner import DraftView
 from moray.trees.shapes import ChainShape
 from moray.trees.tree import TokenTree
 

@@ -6,7 +6,7 @@ from drafting import PROMPT, is_one_model, largest_difference, view_of
 from tiny_batches import batch_of
 from tiny_drafters import SEVERAL_EFFORTS, T_STEP, TRAINED, VARIANTS, build, overfit
 
-from moray.drafters.base import DraftView
+from moray.drafters.learner import DraftView
 
 
 @pytest.mark.parametrize("period", [2, 5, 14])

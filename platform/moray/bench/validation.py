@@ -29,7 +29,8 @@ from moray.decoding.stats import Generation, acceptance_by_position, tau
 from moray.distill.configs import LossConfig
 from moray.distill.losses import LossSums, distillation_loss, simulated_tau
 from moray.distill.masks import draw_view, loss_positions, verified_start
-from moray.drafters.base import Drafter, DraftView
+from moray.drafters.base import Drafter
+from moray.drafters.learner import DraftView
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message

@@ -10,7 +10,7 @@ from torch import Tensor
 from moray.batch import TrainBatch
 from moray.distill.configs import LossConfig
 from moray.distill.token_losses import token_losses
-from moray.drafters.base import Drafter, DraftOutput
+from moray.drafters.learner import DraftOutput, Learner
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def distillation_loss(
     output: DraftOutput,
     batch: TrainBatch,
     positions: Bool[Tensor, "batch seq"],
-    drafter: Drafter,
+    drafter: Learner,
     weights: LossConfig,
     with_figures: bool = True,
 ) -> LossSums:
@@ -55,9 +55,10 @@ def distillation_loss(
         difference = F.smooth_l1_loss(guess / scale, wanted.to(feature.dtype) / scale, reduction="none")
         share = weight[rows] if isinstance(weight, Tensor) else weight
         feature = feature + (difference.mean(dim=-1) * share).sum()
+    penalty = torch.zeros_like(feature) if output.penalty is None else output.penalty
     tokens = token_losses(output.predictions, real, rows, columns, drafter, weights, with_figures)
     return LossSums(
-        total=weights.feature * feature + tokens.weighted,
+        total=weights.feature * feature + tokens.weighted + penalty,
         feature=feature.detach(),
         kl=tokens.kl,
         rejection=tokens.rejection,

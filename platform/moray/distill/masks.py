@@ -5,7 +5,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moray.batch import TrainBatch
-from moray.drafters.base import DraftView
+from moray.drafters.learner import DraftView
 
 
 def draw_view(

@@ -10,7 +10,7 @@ from moray.batch import TrainBatch
 from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.losses import LossSums, distillation_loss
 from moray.distill.masks import loss_positions
-from moray.drafters.base import Drafter, DraftView
+from moray.drafters.learner import DraftView, Learner
 from moray.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ class Objective(nn.Module):
     them (DDP) must contain both.
     """
 
-    def __init__(self, drafter: Drafter, losses: LossConfig, train: TrainConfig) -> None:
+    def __init__(self, drafter: Learner, losses: LossConfig, train: TrainConfig) -> None:
         super().__init__()
         self.drafter = drafter
         self._losses = losses

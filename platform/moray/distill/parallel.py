@@ -14,7 +14,7 @@ from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.losses import LossSums
 from moray.distill.objective import Objective
 from moray.distill.optim import Optimiser
-from moray.drafters.base import Drafter, DraftView
+from moray.drafters.learner import DraftView, Learner
 
 
 def told_if_not_finite(loss: Tensor, factor: Tensor | float) -> Tensor:
@@ -43,7 +43,7 @@ class Parallel(ABC):
     has_equal_rounds = False
     """Whether all workers must process the same number of batches in an update."""
 
-    drafter: Drafter
+    drafter: Learner
 
     @abstractmethod
     def accumulate(
@@ -83,7 +83,7 @@ class Parallel(ABC):
 class Replicas(Parallel):
     """Everything on every worker; DistributedDataParallel averages the gradients."""
 
-    def __init__(self, drafter: Drafter, optimiser: Optimiser, losses: LossConfig, train: TrainConfig) -> None:
+    def __init__(self, drafter: Learner, optimiser: Optimiser, losses: LossConfig, train: TrainConfig) -> None:
         self.drafter = drafter
         self._optimiser = optimiser
         self._clip = train.max_grad_norm

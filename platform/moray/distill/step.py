@@ -13,7 +13,7 @@ from moray.distill.losses import LossSums, simulated_tau
 from moray.distill.masks import draw_view, loss_positions
 from moray.distill.parallel import Parallel, num_workers, sum_over_workers
 from moray.distill.token_losses import MAX_STEPS_AHEAD
-from moray.drafters.base import DraftView
+from moray.drafters.learner import DraftView
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,10 @@ def num_rounds(num_data_shards: int) -> int:
 def _view(parallel: Parallel, batch: DataShardBatch, place: UpdatePlace) -> DraftView:
     generator = torch.Generator().manual_seed(mix_seed(place.seed, place.step, batch.data_shard))
     config = parallel.drafter.config
-    return draw_view(
+    view = draw_view(
         batch.text, config.verified_period, place.staircase_probability, generator, layer_counts=config.layer_counts
     )
+    return replace(view, progress=(place.step + 1) / place.total_steps)
 
 
 def _num_positions(batch: DataShardBatch, view: DraftView) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moray.distill.configs import LossConfig
-from moray.drafters.base import Drafter, Prediction
+from moray.drafters.learner import Learner, Prediction
 
 MAX_STEPS_AHEAD = 8
 """Accuracy is reported for drafts of 1..8 steps past the last verified token."""
@@ -59,7 +59,7 @@ def token_losses(
     real: Float[Tensor, "positions hidden"],
     rows: Int[Tensor, " positions"],
     columns: Int[Tensor, " positions"],
-    drafter: Drafter,
+    drafter: Learner,
     weights: LossConfig,
     with_figures: bool = True,
 ) -> TokenLosses:
@@ -80,7 +80,7 @@ class _Job:
     real: Tensor
     rows: Tensor
     columns: Tensor
-    drafter: Drafter
+    drafter: Learner
     weights: LossConfig
     needs_gradients: bool
     with_figures: bool

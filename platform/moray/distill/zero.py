@@ -19,7 +19,7 @@ from moray.distill.losses import LossSums
 from moray.distill.objective import Objective
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Parallel, num_workers, told_if_not_finite
-from moray.drafters.base import Drafter, DraftView
+from moray.drafters.learner import DraftView, Learner
 from moray.errors import ConfigError, DataError
 
 if not torch.cuda.is_available():
@@ -40,7 +40,7 @@ class Zero(Parallel):
     has_equal_rounds = True  # every forward and backward pass is a collective operation
 
     def __init__(
-        self, drafter: Drafter, optimiser: Optimiser, losses: LossConfig, train: TrainConfig, config: DeepSpeedConfig
+        self, drafter: Learner, optimiser: Optimiser, losses: LossConfig, train: TrainConfig, config: DeepSpeedConfig
     ) -> None:
         """
         Raises:

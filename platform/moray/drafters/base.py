@@ -5,19 +5,17 @@ One class serves training, single-device decoding, Ray Serve and edge clients. A
 """
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.common.vocabulary import DraftVocabulary
 from moray.drafters.config_base import DrafterConfigBase, TrainableBase
+from moray.drafters.learner import DraftOutput, DraftView, Learner
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.packed_linear import choose_kernels, linear_weights, pack_linears
@@ -32,88 +30,20 @@ TAIL = "tail"
 that run those layers read it (see `Drafter.recall`)."""
 
 
-@dataclass(frozen=True)
-class DraftView:
-    """How much of each training sequence counts as verified (see `distill.masks`)."""
-
-    start: Int[Tensor, "batch seq"]
-    """Latest verified position <= i."""
-    staircase: Bool[Tensor, " batch"] | None
-    """Sequences whose self-attention must not look further back than `start`; None for no sequence."""
-    seed: int = 0
-    """Seed for random numbers that a drafter draws itself in this step, such as noise on features."""
-    layer_counts: tuple[int, ...] | None = None
-    """For each sequence, which of the drafter's values of N it trains; None: the first N for all. Known on the host,
-    because sequences with the same N go through the same layers together."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A drafter's prediction of the token after every position of a training batch."""
-
-    hidden: Float[Tensor, "batch seq hidden"]
-    """Input of `project`."""
-    start: Int[Tensor, "batch seq"]
-    """Last verified position that the prediction was made from; i itself if there is none."""
-    project: Callable[..., Float[Tensor, "rows draft"]]
-    """project(rows of hidden, *trained): logits over the draft vocabulary."""
-    weight: float = 1.0
-    """Weight of its losses."""
-    trained: tuple[Tensor, ...] = ()
-    """The trainable weights that `project` reads; the loss takes their gradients."""
-
-    def score(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
-        """Logits over the draft vocabulary."""
-        return self.project(hidden, *self.trained)
-
-
-class Feature(NamedTuple):
-    """A hidden state of the target that a drafter predicts."""
-
-    predicted: Float[Tensor, "batch seq hidden"]
-    scale: float | Float[Tensor, ""]
-    """Its loss is taken in this unit: the rms of the feature."""
-    weight: float | Float[Tensor, " batch"]
-    """Weight of its loss in each sequence: 0 where it is not predicted; over all depths, the weights of a sequence add
-    up to 1."""
-
-
-@dataclass(frozen=True)
-class DraftOutput:
-    """Everything a drafter predicts in one training pass."""
-
-    predictions: tuple[Prediction, ...]
-    features: dict[int, Feature] = field(default_factory=dict)
-    """By depth."""
-
-
 _LOGGER = logging.getLogger(__name__)
 
 State = TypeVar("State")
-Block = TypeVar("Block")
-"""Return type of a block of layers."""
 
 
-class Drafter(nn.Module, ABC, Generic[State]):
+class Drafter(Learner, Generic[State]):
     """A small model that proposes token trees; `State` is one sequence's drafting state."""
 
     def __init__(self, config: DrafterConfigBase, head: TargetHead) -> None:
-        super().__init__()
-        self.config = config
-        self.head = head  # frozen, and not an nn.Module: never trained, moved or saved with the drafter
-        self.spec = head.spec
-        self.vocabulary = DraftVocabulary(head, config.num_draft_tokens)
+        super().__init__(config, head)
         self.layer_counts = config.layer_counts
         """The values of N that decoding can choose from in every cycle, cheapest first (see
         `fix_num_target_layers`)."""
         self._has_warned = False
-        self.recomputes = False
-        """In training, keep only the inputs of each block of layers and recompute the rest in the backward pass."""
-
-    @property
-    @abstractmethod
-    def needs(self) -> TapNeeds:
-        """Taps that `observe` and `forward` read, and those that the losses compare with."""
 
     @property
     def observed(self) -> TapNeeds:
@@ -136,12 +66,6 @@ class Drafter(nn.Module, ABC, Generic[State]):
             ConfigError: the drafter has nothing to train.
         """
         raise ConfigError(f"drafter.type is {type(self).__name__.lower()}, which has nothing to train: evaluate it")
-
-    def run_block(self, block: Callable[..., Block], *inputs: Any) -> Block:
-        """Run a block of `forward`; if the drafter `recomputes`, its activations are not kept."""
-        if not self.recomputes or not torch.is_grad_enabled():
-            return block(*inputs)
-        return cast("Block", checkpoint(block, *inputs, use_reentrant=False))
 
     @abstractmethod
     def new_state(self, capacity: int, max_expanded: int) -> State:
@@ -248,13 +172,6 @@ class Drafter(nn.Module, ABC, Generic[State]):
                 *(type(self).__name__.lower(), list(scores.shape), list(expected)),
             )
 
-    def set_scale(self, hidden_rms: Mapping[int, float]) -> None:
-        """Set the sizes of the target's features from the cache's statistics; called once, before training."""
-
-    def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
-        """Choose the draft vocabulary from the token counts of the cache's responses; called once, before training."""
-        self.vocabulary.choose(counts)
-
     def restrict_vocabulary(self, counts: Int[Tensor, " vocab"], size: int) -> None:
         """From now on, propose only the `size` tokens that are most frequent in `counts`, without further training.
         Configuration and saved checkpoints change accordingly. Decoders must be made after this call.
@@ -300,11 +217,6 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """The weights that one draft step reads, which is its cost in bytes. Shared rows of lm_head count as they are
         stored."""
         return [*self.parameters(), self.vocabulary.rows]
-
-    @property
-    def num_parameters(self) -> int:
-        """Trainable parameters."""
-        return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
 
 
 def parents_of(ancestors: Bool[Tensor, "new expanded"]) -> Int[Tensor, " new"]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moray.drafters.base import Drafter
 from moray.drafters.contract import Contract
+from moray.drafters.learner import Learner
 from moray.errors import DataError
 from moray.provenance import RUN_FILE, replace_file
 from moray.targets.head import TargetHead
@@ -38,11 +39,21 @@ def save_drafter(
         text_fingerprint: of the tokenizer and chat template that it was trained with.
         weights: its state dict, if it was sharded over workers and had to be gathered.
     """
+    save_learner(folder, drafter, text_fingerprint, weights)
+
+
+def save_learner(
+    folder: Path, learner: Learner, text_fingerprint: str, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """As `save_drafter`, also for what is no drafter; that is described by its configuration alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    state = drafter.state_dict() if weights is None else weights
+    state = learner.state_dict() if weights is None else weights
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     replace_file(folder / "drafter.safetensors", lambda path: save_file(tensors, path))
-    description = Contract.of(drafter, text_fingerprint).describe()
+    if isinstance(learner, Drafter):
+        description = Contract.of(learner, text_fingerprint).describe()
+    else:
+        description = {"config": learner.config.model_dump(mode="json"), "target": learner.spec.model_dump(mode="json")}
     replace_file(folder / "drafter.json", lambda path: path.write_text(json.dumps(description, indent=2)))
 
 
@@ -97,7 +108,7 @@ def load_drafter(folder: Path, head: TargetHead, text_fingerprint: str) -> Draft
     return drafter.to(head.weight.device).eval()
 
 
-def load_weights(folder: Path, drafter: Drafter) -> None:
+def load_weights(folder: Path, drafter: Learner) -> None:
     """Load saved weights into a drafter; they must match exactly.
 
     Raises:
@@ -116,7 +127,7 @@ def load_weights(folder: Path, drafter: Drafter) -> None:
     fill(drafter, state, path)
 
 
-def fill(drafter: Drafter, state: dict[str, Tensor], path: Path) -> None:
+def fill(drafter: Learner, state: dict[str, Tensor], path: Path) -> None:
     """Give a drafter the weights and buffers that `path` holds.
 
     Raises:

@@ -19,13 +19,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import DraftOutput, DraftView, Feature, Memory, Prediction, parents_of
+from moray.drafters.base import Memory, parents_of
 from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import KeysValues, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.common.unrolled import drafted_before, from_step
 from moray.drafters.configs import EagleConfig
+from moray.drafters.learner import DraftOutput, DraftView, Feature, Prediction
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.base import Memory
 from moray.drafters.common.attention import attend, attend_each, without_known
 from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import RMSNorm, Rotary, RotaryTable, SelfAttention, SwiGLU, init_weights
@@ -24,6 +24,7 @@ from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.common.t_step import memory_tokens
 from moray.drafters.configs import GlideConfig
+from moray.drafters.learner import DraftOutput, DraftView, Prediction
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.visibility import Visible

@@ -14,13 +14,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.base import Memory
 from moray.drafters.common.attention import Reach
 from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import RMSNorm, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.configs import IndependentConfig
+from moray.drafters.learner import DraftOutput, DraftView, Prediction
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH

@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import DraftOutput, DraftView, Memory, Prediction
+from moray.drafters.base import Memory
 from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.configs import MedusaConfig
+from moray.drafters.learner import DraftOutput, DraftView, Prediction
 from moray.targets.head import TargetHead
 
 

@@ -28,7 +28,7 @@ from moray.targets.loading import (
     with_advice,
 )
 from moray.targets.model import Target, pick_device
-from moray.targets.rotary import RotaryCache
+from moray.targets.rotary import RotaryCache, Rotation
 from moray.targets.sliding import LayerMasks
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec, resolve_folder
 from moray.targets.stored import StoredTensor, read_model_config, stored_tensors
@@ -43,7 +43,7 @@ class TargetHead:
     """Frozen embeddings, last `num_layers` layers, norm and lm_head of a target."""
 
     def __init__(self, model: nn.Module, spec: TargetSpec, num_layers: int) -> None:
-        if not 0 <= num_layers < spec.num_layers:
+        if not 0 <= num_layers <= spec.num_layers:
             raise ConfigError(
                 f"drafter.target_layers is {num_layers}; the target has {spec.num_layers} layers, so 0 to "
                 f"{spec.num_layers - 1} are accepted"
@@ -151,6 +151,16 @@ class TargetHead:
         return head
 
     @property
+    def layers(self) -> list[nn.Module]:
+        """The target's last `num_layers` layers."""
+        return self._layers
+
+    @property
+    def norm(self) -> nn.Module:
+        """The target's final norm."""
+        return self._norm
+
+    @property
     def weight(self) -> Tensor:
         """A frozen weight, for reading device and dtype."""
         return self._lm_head.weight
@@ -173,6 +183,10 @@ class TargetHead:
     ) -> Float[Tensor, "batch heads new head_dim"]:
         """Rotate queries as the target rotates its own, so that they match the keys in its cache."""
         return self._rotary.at(query, positions).turn(query)
+
+    def rotation(self, like: Float[Tensor, "batch new hidden"], positions: Int[Tensor, "batch new"]) -> Rotation:
+        """The target's rotary tables at these positions, in the dtype of `like`."""
+        return self._rotary.at(like, positions)
 
     def new_cache(self, capacity: int, batch: int = 1, num_layers: int | None = None) -> KVCache:
         """An empty cache for the last `num_layers` layers, or for all layers of the head."""

@@ -12,7 +12,7 @@ from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.losses import distillation_loss, simulated_tau
 from moray.distill.masks import loss_positions, verified_start
 from moray.distill.token_losses import MAX_STEPS_AHEAD
-from moray.drafters.base import DraftOutput, DraftView, Prediction
+from moray.drafters.learner import DraftOutput, DraftView, Prediction
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from moray.distill import token_losses
 from moray.distill.configs import LossConfig
 from moray.distill.losses import LossSums, distillation_loss
 from moray.distill.masks import draw_view, loss_positions, verified_start
-from moray.drafters.base import DraftOutput, DraftView, Prediction
+from moray.drafters.learner import DraftOutput, DraftView, Prediction
 
 WEIGHTS = {
     "kl": LossConfig(feature=0.0, kl=0.7),

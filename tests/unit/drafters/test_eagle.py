@@ -8,8 +8,8 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, load_target
 from torch import Tensor
 
-from moray.drafters.base import DraftView
 from moray.drafters.eagle import Eagle
+from moray.drafters.learner import DraftView
 
 LENGTH = 10
 

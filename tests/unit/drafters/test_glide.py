@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from moray.distill.configs import LossConfig, TrainConfig
 from moray.distill.masks import verified_start
-from moray.drafters.base import DraftView
 from moray.drafters.glide import Glide
+from moray.drafters.learner import DraftView
 from moray.errors import ConfigError
 
 LENGTH = 14

@@ -8,11 +8,11 @@ from tiny_drafters import build
 from tiny_targets import TinyTarget, load_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moray.drafters.base import DraftView
 from moray.drafters.common.slots import EXTEND_CHUNK
 from moray.drafters.config_base import BlockConfig
 from moray.drafters.configs import IndependentConfig
 from moray.drafters.independent import Independent
+from moray.drafters.learner import DraftView
 from moray.errors import ConfigError
 
 WIDTH = 32

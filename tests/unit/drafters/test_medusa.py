@@ -12,8 +12,8 @@ from moray.decoding.generate import SpeculativeDecoder
 from moray.distill.configs import LossConfig
 from moray.distill.losses import distillation_loss
 from moray.distill.masks import loss_positions
-from moray.drafters.base import DraftView
 from moray.drafters.configs import MedusaConfig
+from moray.drafters.learner import DraftView
 from moray.drafters.medusa import Medusa
 from moray.errors import ConfigError
 from moray.trees.shapes import ChainShape

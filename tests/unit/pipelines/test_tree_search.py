@@ -17,9 +17,9 @@ from moray.batch import TapNeeds, TrainBatch
 from moray.bench.configs import DecodeBenchmarkConfig, TreeSearchConfig
 from moray.config import load_config, validate
 from moray.decoding.params import SamplingParams
-from moray.drafters.base import DraftView
 from moray.drafters.checkpoint import save_drafter
 from moray.drafters.configs import MedusaConfig
+from moray.drafters.learner import DraftView
 from moray.errors import ConfigError, DataError
 from moray.provenance import write_json_atomically
 from moray.targets.model import Target

@@ -1,6 +1,6 @@
-"""Configuration of a distillation on Ray Train. Imports neither ray nor torch."""
+"""Configuration of training on Ray Train. Imports neither ray nor torch."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,9 +11,11 @@ from moray.cluster.configs import RayConfig
 from moray.config import Config
 from moray.data.ultrachat import ChatsConfig
 from moray.distill.configs import DdpConfig, LossConfig, Optim, Parallel, Schedule, SpikeSchedule, TrainConfig
+from moray.distill.sparse.configs import SparseConfig
 from moray.distill.tracking.trackers import TrackerConfig
+from moray.drafters.config_base import DrafterConfigBase
 from moray.drafters.configs import TrainableConfig
-from moray.targets.spec import TargetConfig
+from moray.targets.spec import TargetConfig, read_spec
 
 
 class WorkersConfig(Config):
@@ -94,8 +96,8 @@ class LiveSource(Config):
 Source = Annotated[DiskSource | LiveSource, Field(discriminator="type")]
 
 
-class DistillConfig(Config):
-    """One distillation run."""
+class TrainingConfig(Config):
+    """One training run on cached activations, whatever learns from them."""
 
     target: TargetConfig
     activations: str
@@ -103,9 +105,7 @@ class DistillConfig(Config):
     source: Source = DiskSource(type="disk")
     """Where activations come from: disk reads the cache, stream writes none, hybrid writes and reads it."""
     output: str
-    """Folder of the drafter, its checkpoints and metrics."""
-    drafter: TrainableConfig
-    """What kind of drafter is trained."""
+    """Folder of the result, its checkpoints and metrics."""
     losses: LossConfig = LossConfig()
     optim: Optim
     """Optimiser: muon for the matrices and AdamW for the rest, or adamw for all parameters."""
@@ -121,13 +121,23 @@ class DistillConfig(Config):
     """Where figures go besides the output folder and TensorBoard: {type: mlflow, ...}, {type: wandb, ...}."""
     ray: RayConfig = RayConfig()
 
+    @property
+    def learner(self) -> DrafterConfigBase:
+        """What is trained."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """Name of the run in its progress lines."""
+        raise NotImplementedError
+
+    @property
+    def num_head_layers(self) -> int:
+        """How many of the target's last layers the learner runs."""
+        return self.learner.num_target_layers
+
     @model_validator(mode="after")
-    def _check(self) -> "DistillConfig":
-        if self.losses.feature and not self.drafter.predicts_features:
-            raise ValueError(
-                f"losses.feature is {self.losses.feature}, but a drafter of type '{self.drafter.type}' predicts no "
-                "features: give losses.feature=0, and losses.kl or losses.total_variation"
-            )
+    def _check_run(self) -> Self:
         if self.source.type != "disk" and self.source.capture.num_targets < self.workers.most:
             raise ValueError(
                 f"source.capture.num_targets is {self.source.capture.num_targets}, but every one of "
@@ -144,4 +154,60 @@ class DistillConfig(Config):
                     "parallel.type is deepspeed and train.precision is float16: use bfloat16, which needs no loss "
                     "scale, or parallel.type=ddp"
                 )
+        return self
+
+
+class DistillConfig(TrainingConfig):
+    """One distillation run."""
+
+    drafter: TrainableConfig
+    """What kind of drafter is trained."""
+
+    @property
+    def learner(self) -> DrafterConfigBase:
+        return self.drafter
+
+    @property
+    def label(self) -> str:
+        return f"distill {self.drafter.type}"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.losses.feature and not self.drafter.predicts_features:
+            raise ValueError(
+                f"losses.feature is {self.losses.feature}, but a drafter of type '{self.drafter.type}' predicts no "
+                "features: give losses.feature=0, and losses.kl or losses.total_variation"
+            )
+        return self
+
+
+class SparsifyConfig(TrainingConfig):
+    """One run that makes a target sparse."""
+
+    sparse: SparseConfig = SparseConfig()
+    """The routers and low-rank changes that are trained."""
+
+    @property
+    def learner(self) -> DrafterConfigBase:
+        return self.sparse
+
+    @property
+    def label(self) -> str:
+        return "sparsify"
+
+    @property
+    def num_head_layers(self) -> int:
+        return read_spec(self.target.model, needs_weights=False).num_layers
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.losses.feature:
+            raise ValueError(
+                f"losses.feature is {self.losses.feature}, but a sparse target predicts no features: give "
+                "losses.feature=0, and losses.kl, or sparse.ce_weight"
+            )
+        if self.validation is not None:
+            raise ValueError("validation measures drafters; leave it out and measure with pipelines.evaluate sparse")
+        if self.parallel.type == "deepspeed":
+            raise ValueError("parallel.type is deepspeed, which sparsify does not support: use ddp")
         return self

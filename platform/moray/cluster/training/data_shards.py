@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.configs import TrainingConfig
 from moray.config import validate
 from moray.errors import ConfigError
 from moray.provenance import RUN_FILE, read_run_yaml
@@ -15,7 +15,7 @@ _READING_CPUS = 0.5
 """Of one task that reads a window: the least that must be free beside the workers, or they wait for ever."""
 
 
-def run_data_shards(config: DistillConfig) -> int:
+def run_data_shards(config: TrainingConfig) -> int:
     """The run's number of data shards: workers (the most, where it is a range) times train.gradient_accumulation_steps,
     at its first start.
 
@@ -23,11 +23,11 @@ def run_data_shards(config: DistillConfig) -> int:
     """
     folder = Path(config.output).absolute()
     is_begun = (folder / RUN_FILE).is_file()
-    first = validate(DistillConfig, read_run_yaml(folder)["config"], notice=False) if is_begun else config
+    first = validate(TrainingConfig, read_run_yaml(folder)["config"], notice=False) if is_begun else config
     return first.workers.most * first.train.gradient_accumulation_steps
 
 
-def num_workers(config: DistillConfig) -> int | tuple[int, int]:
+def num_workers(config: TrainingConfig) -> int | tuple[int, int]:
     """What Ray Train is asked for: `workers.num_workers`, a range cut to what can be of use.
 
     Raises:
@@ -48,12 +48,12 @@ def num_workers(config: DistillConfig) -> int | tuple[int, int]:
     return (workers.fewest, most) if workers.fewest < most else workers.fewest
 
 
-def _is_fixed(config: DistillConfig) -> bool:
+def _is_fixed(config: TrainingConfig) -> bool:
     """Whether this machine is all there is: a cluster may grow."""
     return not (config.ray.address or os.environ.get("RAY_ADDRESS"))
 
 
-def _room(config: DistillConfig) -> int:
+def _room(config: TrainingConfig) -> int:
     """Most workers for which there is room, the targets that work beside them included."""
     workers = config.workers
     if not _is_fixed(config):
@@ -67,7 +67,7 @@ def _room(config: DistillConfig) -> int:
     return next(fitting, workers.fewest)
 
 
-def _needs(config: DistillConfig, count: int) -> dict[str, float]:
+def _needs(config: TrainingConfig, count: int) -> dict[str, float]:
     """What so many workers take, with what they wait for: targets, or tasks that read."""
     workers = config.workers
     needs = {"CPU": count * workers.cpus_per_worker + _READING_CPUS, "GPU": count * workers.resources.get("GPU", 0.0)}
@@ -79,7 +79,7 @@ def _needs(config: DistillConfig, count: int) -> dict[str, float]:
     return needs
 
 
-def _check_room(config: DistillConfig) -> None:
+def _check_room(config: TrainingConfig) -> None:
     """Refuse workers for which this machine has no room: Ray would wait for them for ever. A cluster may grow."""
     workers, present = config.workers, ray.cluster_resources()
     needs = _needs(config, workers.fewest)

@@ -20,7 +20,7 @@ from moray.activations.reading.token_counts import token_counts
 from moray.cluster.caching.capture import lay_out_cache
 from moray.cluster.errors import own_errors
 from moray.cluster.progress_actor import ProgressActor, follow
-from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.configs import TrainingConfig
 from moray.cluster.training.data_shards import num_workers, run_data_shards
 from moray.cluster.training.live import open_source
 from moray.cluster.training.resume import begin_or_resume, is_complete, withdraw
@@ -38,7 +38,7 @@ from moray.distill.tracking.trackers import check_trackers
 from moray.errors import DataError
 
 
-def distill(config: DistillConfig) -> Path:
+def distill(config: TrainingConfig) -> Path:
     """Train a drafter, or go on with one; returns the folder that holds it. Needs a Ray session.
 
     Ray keeps the run below `config.output`, so that the same command after a kill finds its last
@@ -58,7 +58,7 @@ def distill(config: DistillConfig) -> Path:
     _count_tokens(config)
     output = Path(config.output).absolute()
     progress_actor: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    with follow(progress_actor, f"distill {config.drafter.type}"):
+    with follow(progress_actor, config.label):
         checkpoint = _train(config, progress_actor, asked)
     _close_cache(config)
     validate_last(config, checkpoint, output)
@@ -67,7 +67,7 @@ def distill(config: DistillConfig) -> Path:
     return output
 
 
-def train_until(config: DistillConfig, stop_step: int, progress_actor: Any) -> ray.train.Checkpoint:
+def train_until(config: TrainingConfig, stop_step: int, progress_actor: Any) -> ray.train.Checkpoint:
     """Train a drafter up to a step of its run, from wherever the run is, and give its checkpoint there.
 
     Several calls with growing steps are one run: schedules follow `config.train`, whatever the parts. Needs a Ray
@@ -97,7 +97,7 @@ def hand_out(checkpoint: ray.train.Checkpoint, output: Path) -> None:
 
 
 def _train(
-    config: DistillConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None = None
+    config: TrainingConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None = None
 ) -> ray.train.Checkpoint:
     """Run workers until they are done; the run's newest checkpoint."""
     output = Path(config.output).absolute()
@@ -114,7 +114,7 @@ def _train(
 
 
 def _fit(
-    config: DistillConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None
+    config: TrainingConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None
 ) -> ray.train.Result:
     """Run Ray Train to its end. Ray replaces workers; if its controller dies, begin again where the run was."""
     for failures_left in range(config.workers.max_failures, -1, -1):
@@ -129,7 +129,7 @@ def _fit(
 
 
 def _trainer(
-    config: DistillConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None
+    config: TrainingConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None
 ) -> TorchTrainer:
     output = Path(config.output).absolute()
     _mend_snapshot(output)
@@ -173,7 +173,7 @@ def free_workers() -> None:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
 
 
-def _send_validation(config: DistillConfig, output: Path, progress_actor: Any) -> None:
+def _send_validation(config: TrainingConfig, output: Path, progress_actor: Any) -> None:
     """Tell the trackers of what was validated after the last report of training."""
     if config.validation is not None and config.trackers:
         trackers = open_run_trackers(config, output, progress_actor)
@@ -182,7 +182,7 @@ def _send_validation(config: DistillConfig, output: Path, progress_actor: Any) -
             tracker.close()
 
 
-def _lay_out(config: DistillConfig) -> None:
+def _lay_out(config: TrainingConfig) -> None:
     """Tokenise and plan what targets will make on the way."""
     source = config.source
     if source.type != "disk":
@@ -190,7 +190,7 @@ def _lay_out(config: DistillConfig) -> None:
         lay_out_cache(config.activations, config.target, source.chats, source.cache, source.capture, is_kept)
 
 
-def _close_cache(config: DistillConfig) -> None:
+def _close_cache(config: TrainingConfig) -> None:
     """Make a cache of the shards that were written on the way; training may have ended before all were."""
     if config.source.type != "hybrid":
         return
@@ -208,9 +208,9 @@ def _close_cache(config: DistillConfig) -> None:
         )
 
 
-def _count_tokens(config: DistillConfig) -> None:
+def _count_tokens(config: TrainingConfig) -> None:
     """Count once, before every worker asks for it."""
-    if config.drafter.num_draft_tokens is not None:
+    if config.learner.num_draft_tokens is not None:
         store = CacheStore(config.activations)
         token_counts(store, open_source(config).plan.target.vocab_size)
 

@@ -22,13 +22,13 @@ from moray.activations.format.schema import CacheConfig, hidden_column, kv_colum
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import ShardPlan, only_columns, plan_shards
 from moray.batch import TapNeeds
-from moray.cluster.training.configs import DistillConfig, LiveSource
+from moray.cluster.training.configs import LiveSource, TrainingConfig
 from moray.cluster.training.windows import read_window
 from moray.errors import DataError
 from moray.targets.spec import TargetConfig
 
 
-def open_source(config: DistillConfig) -> Manifest:
+def open_source(config: TrainingConfig) -> Manifest:
     """The cache of a run, or the layout of one that is made on the way.
 
     A hybrid run's cache that is complete may have been compacted since, so its shards are those of its manifest.

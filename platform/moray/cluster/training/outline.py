@@ -4,24 +4,24 @@ import torch
 
 from moray.activations.format.manifest import Manifest
 from moray.activations.reading.collate import needed_columns
-from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.configs import TrainingConfig
 from moray.cluster.training.worker import plan_data_shards
-from moray.drafters.base import Drafter
+from moray.drafters.learner import Learner
 from moray.targets.head import TargetHead
 
 
-def outline_drafter(config: DistillConfig) -> Drafter:
+def outline_drafter(config: TrainingConfig) -> Learner:
     """The drafter without its weights, on torch's meta device: a matter of milliseconds, whatever its size.
 
     Raises:
         ConfigError: it does not go with the target.
     """
-    head = TargetHead.outline(config.target, config.drafter.num_target_layers)
+    head = TargetHead.outline(config.target, config.num_head_layers)
     with torch.device("meta"):
-        return config.drafter.build(head)
+        return config.learner.build(head)
 
 
-def run_length(config: DistillConfig, manifest: Manifest, drafter: Drafter) -> int:
+def run_length(config: TrainingConfig, manifest: Manifest, drafter: Learner) -> int:
     """Updates of a distillation from a complete cache.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.schema import column_values
 from moray.activations.format.store import CacheStore
-from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.configs import TrainingConfig
 from moray.distill.runs import begin_run, check_run
 from moray.errors import MismatchError
 from moray.provenance import RUN_FILE
@@ -15,7 +15,7 @@ from moray.targets.spec import TargetConfig, TargetSpec, read_spec
 from moray.text import ChatTokenizer, fingerprint_parts
 
 
-def is_complete(config: DistillConfig) -> bool:
+def is_complete(config: TrainingConfig) -> bool:
     """Whether the drafter of this configuration is there already; refuses what cannot begin or go on.
 
     Raises:
@@ -27,17 +27,17 @@ def is_complete(config: DistillConfig) -> bool:
     return (folder / "drafter.json").is_file()
 
 
-def begin_or_resume(config: DistillConfig) -> None:
+def begin_or_resume(config: TrainingConfig) -> None:
     """Note that `config.output` belongs to this run. Call it when nothing speaks against it any more."""
     begin_run(Path(config.output).absolute(), config, config.train.seed, run_fingerprints(config))
 
 
-def withdraw(config: DistillConfig) -> None:
+def withdraw(config: TrainingConfig) -> None:
     """Take `begin_or_resume` back."""
     (Path(config.output).absolute() / RUN_FILE).unlink(missing_ok=True)
 
 
-def run_fingerprints(config: DistillConfig) -> dict[str, str]:
+def run_fingerprints(config: TrainingConfig) -> dict[str, str]:
     """Of what a distillation reads: target, text and, where they are cached already, activations.
 
     Raises:

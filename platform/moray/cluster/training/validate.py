@@ -13,14 +13,14 @@ import ray
 import ray.train
 
 from moray.cluster.errors import own_errors
-from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.configs import DistillConfig, TrainingConfig
 from moray.distill.tracking.metrics import read_metrics, read_validation, write_validation
 from moray.errors import ConfigError
 from moray.progress import Progress
 from moray.provenance import read_json
 
 
-def validation_of(config: DistillConfig, output: Path) -> ray.train.ValidationConfig | None:
+def validation_of(config: TrainingConfig, output: Path) -> ray.train.ValidationConfig | None:
     """What Ray Train is to do with a checkpoint that is reported for validation; None if none will be."""
     if config.validation is None or config.validation.every_checkpoints is None:
         return None
@@ -32,14 +32,14 @@ def validation_of(config: DistillConfig, output: Path) -> ray.train.ValidationCo
     )
 
 
-def is_validated(config: DistillConfig, step: int) -> bool:
+def is_validated(config: TrainingConfig, step: int) -> bool:
     """Whether the checkpoint of this step is validated beside training."""
     if config.validation is None or config.validation.every_checkpoints is None:
         return False
     return step % (config.validation.every_checkpoints * config.train.save_steps) == 0
 
 
-def check_validation(config: DistillConfig) -> None:
+def check_validation(config: TrainingConfig) -> None:
     """Refuse chats that are not there, and a validator for which this machine has no room beside the workers.
 
     Raises:
@@ -67,7 +67,7 @@ def check_validation(config: DistillConfig) -> None:
             )
 
 
-def validate_last(config: DistillConfig, checkpoint: ray.train.Checkpoint, output: Path) -> None:
+def validate_last(config: TrainingConfig, checkpoint: ray.train.Checkpoint, output: Path) -> None:
     """Validate a run's last checkpoint unless that is done already. Waits for it.
 
     Raises:
@@ -122,6 +122,6 @@ def describe_validation(output: Path) -> str | None:
     )
 
 
-def _resources(config: DistillConfig) -> dict[str, float]:
+def _resources(config: TrainingConfig) -> dict[str, float]:
     assert config.validation is not None
     return {"num_cpus": config.validation.cpus, "num_gpus": config.validation.gpus}

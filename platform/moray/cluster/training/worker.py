@@ -19,7 +19,7 @@ from moray.activations.reading.epochs import EpochPlan, by_row_groups, plan_epoc
 from moray.activations.reading.token_counts import token_counts
 from moray.batch import DataShardBatch, TapNeeds
 from moray.cluster.errors import own_errors
-from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.configs import TrainingConfig
 from moray.cluster.training.live import LiveTargets, open_source
 from moray.cluster.training.stream import Reader, stream_updates
 from moray.cluster.training.validate import is_validated
@@ -31,8 +31,8 @@ from moray.distill.parallel import Parallel, Replicas
 from moray.distill.step import data_shards_of
 from moray.distill.tracking.metrics import MetricsWriter
 from moray.distill.tracking.sinks import Sink, open_trackers
-from moray.drafters.base import Drafter
-from moray.drafters.checkpoint import load_weights, save_drafter
+from moray.drafters.checkpoint import load_weights, save_learner
+from moray.drafters.learner import Learner
 from moray.errors import DataError, MorayError, UnreachableError
 from moray.provenance import read_json
 from moray.targets.head import TargetHead
@@ -44,7 +44,7 @@ RUN_NAME = "train"
 class WorkerSettings:
     """What every worker of a run is told; picklable."""
 
-    config: DistillConfig
+    config: TrainingConfig
     output: Path
     """Absolute folder of the run."""
     num_data_shards: int
@@ -93,7 +93,7 @@ def checkpoint_step(checkpoint: ray.train.Checkpoint) -> int:
         return int(read_json(Path(folder) / "training.json")["step"])
 
 
-def open_run_trackers(config: DistillConfig, output: Path, progress_actor: Any) -> list[Sink]:
+def open_run_trackers(config: TrainingConfig, output: Path, progress_actor: Any) -> list[Sink]:
     """The trackers that the configuration names, each with the run's settings."""
     settings = config.model_dump(mode="json", exclude={"ray", "trackers"})
     return open_trackers(config.trackers, output, settings, progress_actor.warn.remote)
@@ -158,7 +158,7 @@ def _train(settings: WorkerSettings) -> None:
 
 
 def _resume(
-    config: DistillConfig, drafter: Drafter, worker: _Worker, checkpoint: ray.train.Checkpoint | None
+    config: TrainingConfig, drafter: Learner, worker: _Worker, checkpoint: ray.train.Checkpoint | None
 ) -> tuple[Parallel, Progress]:
     """Wrap the drafter for training, at a checkpoint or at the beginning."""
     if checkpoint is None:
@@ -176,7 +176,7 @@ def _is_listed(checkpoint: ray.train.Checkpoint) -> bool:
     return listed is not None and Path(listed.path).name == Path(checkpoint.path).name
 
 
-def _wrap(config: DistillConfig, drafter: Drafter, worker: _Worker) -> Parallel:
+def _wrap(config: TrainingConfig, drafter: Learner, worker: _Worker) -> Parallel:
     optimiser = Optimiser(drafter, config.optim, config.schedule)
     if config.parallel.type == "deepspeed":
         from moray.distill.zero import Zero  # takes seconds, and is asked for by few
@@ -191,7 +191,7 @@ def _save(parallel: Parallel, progress: Progress, manifest: Manifest, worker: _W
         ray.train.report({"step": progress.step})
         return
     with tempfile.TemporaryDirectory() as folder:
-        save_drafter(Path(folder), parallel.drafter, manifest.plan.text_fingerprint, weights)
+        save_learner(Path(folder), parallel.drafter, manifest.plan.text_fingerprint, weights)
         save_training(Path(folder), state, progress)
         ray.train.report(
             {"step": progress.step},
@@ -200,7 +200,7 @@ def _save(parallel: Parallel, progress: Progress, manifest: Manifest, worker: _W
         )
 
 
-def build_drafter(config: DistillConfig, manifest: Manifest, device_type: str = "cpu") -> Drafter:
+def build_drafter(config: TrainingConfig, manifest: Manifest, device_type: str = "cpu") -> Learner:
     """A freshly initialised drafter: the same on every worker, for the same seed.
 
     Raises:
@@ -210,9 +210,9 @@ def build_drafter(config: DistillConfig, manifest: Manifest, device_type: str = 
     # multiplies, for the projection on the vocabulary is a large part of the work.
     narrow = {"dtype": config.train.precision} if config.train.precision == "bfloat16" else {}
     target = config.target.model_copy(update={"device": device_type} | narrow)
-    head = TargetHead.load(target, config.drafter.num_target_layers)
+    head = TargetHead.load(target, config.num_head_layers)
     torch.manual_seed(config.train.seed)
-    drafter = config.drafter.build(head)
+    drafter = config.learner.build(head)
     store = CacheStore(config.activations)
     needed_columns(drafter.needs, manifest.columns, store if config.source.type == "disk" else None)
     drafter.set_scale(manifest.hidden_rms)
@@ -222,7 +222,7 @@ def build_drafter(config: DistillConfig, manifest: Manifest, device_type: str = 
     return drafter
 
 
-def _targets(config: DistillConfig, worker: _Worker) -> LiveTargets | None:
+def _targets(config: TrainingConfig, worker: _Worker) -> LiveTargets | None:
     """This worker's share of the targets that make activations on the way."""
     if config.source.type == "disk":
         return None
@@ -230,7 +230,7 @@ def _targets(config: DistillConfig, worker: _Worker) -> LiveTargets | None:
 
 
 def plan_data_shards(
-    config: DistillConfig, manifest: Manifest, needs: TapNeeds, num_data_shards: int
+    config: TrainingConfig, manifest: Manifest, needs: TapNeeds, num_data_shards: int
 ) -> list[list[EpochPlan]]:
     """Every epoch's plan of every data shard."""
     batch_tokens = config.train.batch_tokens
@@ -246,7 +246,7 @@ def plan_data_shards(
 
 
 def _span(
-    plans: list[list[EpochPlan]], config: DistillConfig, first: Progress, num_data_shards: int, stop_step: int | None
+    plans: list[list[EpochPlan]], config: TrainingConfig, first: Progress, num_data_shards: int, stop_step: int | None
 ) -> Span:
     total = sum(data_shards[0].num_steps for data_shards in plans)
     if total == 0:

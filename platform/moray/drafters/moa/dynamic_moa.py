@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TrainBatch
-from moray.drafters.base import DraftOutput, DraftView, Feature
 from moray.drafters.common.rows import on_device
 from moray.drafters.configs import DynamicMoAConfig
+from moray.drafters.learner import DraftOutput, DraftView, Feature
 from moray.drafters.moa.moa import MoA, MoAState
 from moray.targets.head import TargetHead
 

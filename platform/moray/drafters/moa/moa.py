@@ -18,13 +18,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import TAIL, DraftOutput, DraftView, Feature, Memory, Prediction
+from moray.drafters.base import TAIL, Memory
 from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import CrossAttentionLayer, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.common.t_step import memory_tokens, own_tokens, past_and_drafted
 from moray.drafters.configs import MoABase
+from moray.drafters.learner import DraftOutput, DraftView, Feature, Prediction
 from moray.drafters.moa.pooled import PooledSelfAttentionLayer
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead

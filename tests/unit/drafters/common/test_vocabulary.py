@@ -11,11 +11,11 @@ from moray.decoding.params import SamplingParams
 from moray.distill.configs import LossConfig
 from moray.distill.losses import distillation_loss
 from moray.distill.masks import loss_positions
-from moray.drafters.base import DraftView
 from moray.drafters.checkpoint import load_drafter, save_drafter
 from moray.drafters.common.vocabulary import DraftVocabulary
 from moray.drafters.config_base import BlockConfig
 from moray.drafters.configs import EagleConfig, GlideConfig, IndependentConfig, MedusaConfig, MoAConfig
+from moray.drafters.learner import DraftView
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 

@@ -11,8 +11,9 @@ from moray.batch import TapNeeds, Taps
 from moray.distill.configs import LossConfig
 from moray.distill.losses import distillation_loss
 from moray.distill.masks import draw_view, loss_positions, verified_start
-from moray.drafters.base import TAIL, DraftView
+from moray.drafters.base import TAIL
 from moray.drafters.configs import DRAFTER_CONFIG
+from moray.drafters.learner import DraftView
 from moray.drafters.moa.dynamic_moa import DynamicMoA
 from moray.errors import ConfigError
 

@@ -9,7 +9,7 @@ from tiny_targets import TinyTarget, load_target
 from torch import Tensor
 
 from moray.distill.masks import verified_start
-from moray.drafters.base import DraftView
+from moray.drafters.learner import DraftView
 from moray.drafters.moa.moa import MoA
 from moray.errors import ConfigError
 

@@ -1,0 +1,171 @@
+"""Training of sparse targets: its forward pass is what the merged target computes, and its losses are the published
+ones."""
+
+import math
+
+import pytest
+import torch
+from one_step import as_data_shard
+from shape_checks import unchecked
+from tiny_batches import batch_of
+from tiny_targets import MAX_POSITIONS, load_target
+
+from moray.activations.capture.record import KVRecorder
+from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, TrainConfig
+from moray.distill.loop import Progress, Span, train
+from moray.distill.optim import Optimiser
+from moray.distill.parallel import Replicas
+from moray.distill.sparse.configs import SparseConfig
+from moray.distill.sparse.evicted_attention import attend_evicted
+from moray.distill.sparse.learner import SparseLearner
+from moray.distill.sparse.merge import write_sparse_target
+from moray.drafters.learner import DraftView
+from moray.errors import ConfigError
+from moray.targets.head import TargetHead
+from moray.targets.model import Target
+from moray.targets.sparse import SparseTarget
+from moray.targets.spec import TargetConfig
+
+SPARSE = SparseConfig(first_layer=1, router_size=16, lora_rank=4, share=0.6)
+
+
+@pytest.fixture(autouse=True)
+def _unchecked():
+    with unchecked():
+        yield
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+def tiny(tmp_path, request):
+    return load_target(tmp_path / "dense", request.param)
+
+
+def learner_of(tiny, config: SparseConfig = SPARSE, spread: float = 0.0) -> SparseLearner:
+    torch.manual_seed(0)
+    learner = SparseLearner(config, TargetHead.load(tiny.config, tiny.target.spec.num_layers))
+    with torch.no_grad():
+        for name, parameter in learner.named_parameters():
+            if spread and name.endswith("up"):
+                parameter.normal_(std=0.1)
+            if spread and "outer.weight" in name:
+                parameter.mul_(spread)
+            if spread and "outer.bias" in name:
+                parameter.zero_()
+    return learner
+
+
+def view_of(batch, progress: float = 1.0) -> DraftView:
+    seq = batch.tokens.shape[1]
+    return DraftView((torch.arange(seq) - 1).clamp(min=0).expand_as(batch.tokens), None, 7, progress=progress)
+
+
+@pytest.mark.parametrize("num_bits", [None, 4])
+def test_the_merged_target_computes_what_was_trained(tiny, tmp_path, num_bits, monkeypatch):
+    config = SPARSE.model_copy(update={"router_bits": num_bits})
+    learner = learner_of(tiny, config, spread=30.0).eval()
+    monkeypatch.setattr("moray.distill.sparse.merge.ChatTokenizer", NoTokenizer)
+    write_sparse_target(tmp_path / "sparse", tiny.config, config, learner)
+    target = Target.load(TargetConfig(model=str(tmp_path / "sparse"), device="cpu"))
+    assert isinstance(target, SparseTarget)
+    tokens = tiny.prompt(0, 40)
+    batch = batch_of(tiny.target, [tokens], 6, learner.needs)
+    with torch.no_grad():
+        trained = learner(batch, view_of(batch)).predictions[0].hidden[0]
+    found = target.forward(torch.tensor([tokens]), torch.arange(40)[None], None, KVRecorder(target, ()))
+    assert found.routes is not None
+    assert 0.3 < found.routes[1:].float().mean() < 0.95
+    torch.testing.assert_close(found.last[0], trained, atol=2e-4, rtol=0)
+
+
+class NoTokenizer:
+    """The tiny targets have none."""
+
+    tokenizer: "NoTokenizer"
+
+    @classmethod
+    def load(cls, *_: object) -> "NoTokenizer":
+        return cls()
+
+    def save_pretrained(self, folder) -> None:
+        folder.mkdir(exist_ok=True)
+
+
+NoTokenizer.tokenizer = NoTokenizer()
+
+
+def test_skipped_tokens_are_hidden_by_a_factor():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
+    runs = (torch.rand(2, 9) < 0.6).float()
+    runs[:, :2] = 1
+    found = attend_evicted(query, key, value, runs, 8**-0.5)
+    mask = torch.ones(9, 9, dtype=torch.bool).tril() & runs.bool()[:, None, None]
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+    runs.requires_grad_()
+    attend_evicted(query, key, value, runs, 8**-0.5).sum().backward()
+    assert (runs.grad[:, :8] != 0).all(), "a skipped token has a gradient too"
+
+
+def test_the_share_loss_is_the_published_one(tiny):
+    config = SPARSE.model_copy(update={"share": 0.5, "lora_rank": 0})
+    learner = learner_of(tiny, config).eval()
+    for router in learner.routers.values():
+        router.outer.bias.data[1] += 1000  # every token runs through every layer
+    batch = batch_of(tiny.target, [tiny.prompt(0, 12), tiny.prompt(1, 9)], 4, learner.needs)
+    positions = 12 - 4 + 9 - 4
+    with torch.no_grad():
+        for progress, weight in ((1.0, 5.0), (0.5, 3.5355), (0.0, 0.0)):
+            penalty = learner(batch, view_of(batch, progress)).penalty
+            assert float(penalty) == pytest.approx(positions * weight * 0.5, abs=1e-3)
+    assert math.isclose(5 * math.sin(math.pi / 4), 3.5355, abs_tol=1e-4)
+
+
+def test_training_reaches_the_share_and_stays_near_the_dense_target(tiny, tmp_path, monkeypatch):
+    learner = learner_of(tiny)
+    text = tiny.hugging_face(tiny.prompt(), 40)
+    batch = batch_of(tiny.target, [text, tiny.prompt(3, 40)], 4, learner.needs)
+    steps = 60
+    optimiser = Optimiser(
+        learner, AdamWConfig(type="adamw", lr=2e-2), LinearSchedule(type="linear", warmup_steps=5, min_lr_ratio=0.1)
+    )
+    losses, config = LossConfig(feature=0.0, kl=1.0), TrainConfig(logging_steps=10, save_steps=steps)
+    figures: list[dict[str, float]] = []
+    train(
+        Replicas(learner, optimiser, losses, config),
+        ([as_data_shard(batch)] for _ in range(steps)),
+        Span(first=Progress(), total_steps=steps, steps_per_epoch=steps, epochs=1),
+        losses,
+        config,
+        lambda _, metrics: figures.append(metrics),
+        lambda _: None,
+    )
+    assert figures[-1]["kl"] < figures[0]["kl"] or figures[-1]["kl"] < 0.5
+    monkeypatch.setattr("moray.distill.sparse.merge.ChatTokenizer", NoTokenizer)
+    write_sparse_target(tmp_path / "sparse", tiny.config, SPARSE, learner)
+    target = Target.load(TargetConfig(model=str(tmp_path / "sparse"), device="cpu"))
+    found = target.forward(torch.tensor([text]), torch.arange(len(text))[None], None, KVRecorder(target, ()))
+    assert found.routes is not None
+    assert float(found.routes.float().mean()) == pytest.approx(0.6, abs=0.15)
+
+
+def test_a_share_below_the_layers_without_routers_is_refused(tiny):
+    with pytest.raises(ConfigError, match=r"sparse.share is 0.5, but 3 of 4 layers have no router"):
+        learner_of(tiny, SPARSE.model_copy(update={"first_layer": 3, "share": 0.5}))
+
+
+def test_a_baseline_drops_layers_for_good(tiny, tmp_path, monkeypatch):
+    config = SPARSE.model_copy(update={"has_routers": False, "dropped_layers": (2,)})
+    learner = learner_of(tiny, config, spread=1.0).eval()
+    monkeypatch.setattr("moray.distill.sparse.merge.ChatTokenizer", NoTokenizer)
+    write_sparse_target(tmp_path / "dropped", tiny.config, config, learner)
+    target = Target.load(TargetConfig(model=str(tmp_path / "dropped"), device="cpu"))
+    assert target.spec.num_layers == 3
+    assert target.spec.routing is None
+    tokens = tiny.prompt(0, 20)
+    batch = batch_of(tiny.target, [tokens], 6, learner.needs)
+    with torch.no_grad():
+        trained = learner(batch, view_of(batch)).predictions[0].hidden[0]
+    cache = target.new_cache(MAX_POSITIONS)
+    found = target.forward(torch.tensor([tokens]), torch.arange(20)[None], None, cache)
+    torch.testing.assert_close(found.last[0], trained, atol=2e-4, rtol=0)
