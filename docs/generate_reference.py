@@ -32,6 +32,7 @@ MODULES = (
     "pipelines.regenerate",
     "pipelines.cache_activations",
     "pipelines.distill",
+    "pipelines.sparsify",
     "pipelines.evaluate",
     "pipelines.export",
     "pipelines.benchmark",

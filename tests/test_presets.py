@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moray.bench.configs import EvaluateConfig
-from moray.cluster.training.configs import DistillConfig
+from moray.cluster.training.configs import DistillConfig, SparsifyConfig
 from moray.config import load_config, read_yaml
 from moray.data.ultrachat import Chat, plan_chunks, read_chunk
 from moray.drafters.configs import DRAFTER_CONFIG, TrainedConfig
@@ -53,6 +53,13 @@ def test_a_preset_reads_the_activations_that_its_target_s_preset_writes(path):
         assert path.stem in WHERE
         return
     assert preset["activations"] == read_yaml(CONFIGS / "activations" / f"{cache}.yaml")["output"]
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "sparse").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_sparse_preset_loads_and_reads_its_target_s_activations(path):
+    config = load_config(SparsifyConfig, [str(path), "target.model=x"])
+    assert config.activations == read_yaml(CONFIGS / "activations" / f"{path.stem}.yaml")["output"]
+    assert Path(config.output).name == "sparse"
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "evaluations").glob("*.yaml")), ids=lambda path: path.stem)
