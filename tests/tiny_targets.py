@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from moray.targets.demo.data import CHAT_TEMPLATE, SPECIAL_TOKENS
 from moray.targets.model import Target
-from moray.targets.routing import Router, build_routers, save_routers
-from moray.targets.sparse import SparseTarget
+from moray.targets.sparse.routing import Router, build_routers, save_routers
+from moray.targets.sparse.target import SparseTarget
 from moray.targets.spec import RoutingSpec, TargetConfig, read_spec
 
 VOCABULARY = 97

@@ -20,8 +20,8 @@ from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
-from moray.targets.sparse import SparseTarget
-from moray.targets.sparse_cache import SparseCache
+from moray.targets.sparse.cache import SparseCache
+from moray.targets.sparse.target import SparseTarget
 
 NEW, CAPACITY, LAYERS = 24, 400, 6
 

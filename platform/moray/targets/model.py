@@ -70,8 +70,8 @@ class Target:
         if spec.routing is None:
             target = cls(model, spec, eos_ids)
         else:
-            from moray.targets.routing import load_routers
-            from moray.targets.sparse import SparseTarget
+            from moray.targets.sparse.routing import load_routers
+            from moray.targets.sparse.target import SparseTarget
 
             target = SparseTarget(model, spec, eos_ids, load_routers(resolve_folder(config.model), spec, field))
         if packs and device.type == "cpu":

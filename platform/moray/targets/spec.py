@@ -24,7 +24,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 its sequence is or becomes (checked by tests)."""
 
 ROUTING, ROUTERS = "routing.json", "routers.safetensors"
-"""Files that make a model's folder a sparse target (see `targets.routing`)."""
+"""Files that make a model's folder a sparse target (see `targets.sparse.routing`)."""
 _WINDOW = 1 << 20
 _NUM_WINDOWS = 64
 
@@ -45,7 +45,7 @@ class TargetConfig(Config):
 
 
 class RoutingSpec(Config):
-    """Which layers of a sparse target have routers, and what these read (see `targets.routing`)."""
+    """Which layers of a sparse target have routers, and what these read (see `targets.sparse.routing`)."""
 
     first_layer: int = Field(default=2, ge=0)
     """First layer with a router; those before it run for every token."""

@@ -23,7 +23,7 @@ from moray.drafters.learner import DraftView
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
-from moray.targets.sparse import SparseTarget
+from moray.targets.sparse.target import SparseTarget
 from moray.targets.spec import TargetConfig
 
 SPARSE = SparseConfig(first_layer=1, router_size=16, lora_rank=4, share=0.6)

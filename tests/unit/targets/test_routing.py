@@ -10,8 +10,8 @@ from tiny_targets import load_sparse_target, save_target
 from moray.config import validate
 from moray.errors import ConfigError
 from moray.targets.model import Target
-from moray.targets.routing import Router, quantise
-from moray.targets.sparse import SparseTarget
+from moray.targets.sparse.routing import Router, quantise
+from moray.targets.sparse.target import SparseTarget
 from moray.targets.spec import RoutingSpec, TargetConfig, read_spec
 
 

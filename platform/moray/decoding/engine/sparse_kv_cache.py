@@ -1,7 +1,7 @@
 """The engine's cache for a sparse target: `BatchedKVCache`, and which tokens have run through which layer.
 
 A skipped token has a slot in every layer, like all others; in the layers that it skipped, no query sees the slot. So
-rows of different lengths stay simple, but skipping frees no memory here. `targets.sparse_cache` does free it, for one
+rows of different lengths stay simple, but skipping frees no memory here. `targets.sparse.cache` does free it, for one
 sequence.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moray.decoding.engine.kv_cache import BatchedKVCache
 from moray.targets.model import Target
-from moray.targets.sparse_cache import hide
+from moray.targets.sparse.cache import hide
 
 
 class SparseBatchedKVCache(BatchedKVCache):
@@ -68,7 +68,7 @@ class SparseBatchedKVCache(BatchedKVCache):
             valid.scatter_(2, self._index[1].expand(self.num_layers, -1, -1), value=False)
 
     def begin(self) -> None:
-        """See `targets.sparse_cache.RoutedCache.begin`; done by `aim`."""
+        """See `targets.sparse.cache.RoutedCache.begin`; done by `aim`."""
 
     def enter(
         self,
@@ -77,7 +77,7 @@ class SparseBatchedKVCache(BatchedKVCache):
         runs: Bool[Tensor, "batch new"],
         mask: Float[Tensor, "#batch 1 new slots"] | None,
     ) -> Tensor | None:
-        """See `targets.sparse_cache.RoutedCache.enter`."""
+        """See `targets.sparse.cache.RoutedCache.enter`."""
         valid = self._valid[layer, self._range]
         if self._begin is not None:
             valid[:, self._begin : self._begin + runs.shape[1]] = runs

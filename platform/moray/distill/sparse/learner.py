@@ -24,7 +24,7 @@ from moray.drafters.learner import DraftOutput, DraftView, Learner, Prediction
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.rotary import Rotation
-from moray.targets.routing import RUNS, Router, build_routers
+from moray.targets.sparse.routing import RUNS, Router, build_routers
 
 _TEMPERATURE = 1.0
 

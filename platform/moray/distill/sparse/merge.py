@@ -11,7 +11,7 @@ from torch import nn
 from moray.distill.sparse.configs import SparseConfig
 from moray.distill.sparse.learner import LowRank, SparseLearner
 from moray.targets.loading import load_causal_lm
-from moray.targets.routing import save_routers
+from moray.targets.sparse.routing import save_routers
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
 

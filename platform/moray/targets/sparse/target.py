@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 from moray.errors import ConfigError
 from moray.targets.model import Target, TargetOutput
 from moray.targets.rotary import Rotation
-from moray.targets.routing import Router
-from moray.targets.sparse_cache import RoutedCache, SparseCache, WholeSequences
+from moray.targets.sparse.cache import RoutedCache, SparseCache, WholeSequences
+from moray.targets.sparse.routing import Router
 from moray.targets.spec import TargetSpec
 
 

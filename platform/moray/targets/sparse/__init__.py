@@ -1,0 +1,1 @@
+"""Sparse targets: layers that compute only some of the tokens."""
