@@ -21,6 +21,8 @@ class LossSums:
     feature: Float[Tensor, ""]
     kl: Float[Tensor, ""]
     rejection: Float[Tensor, ""]
+    penalty: Float[Tensor, ""]
+    """See `DraftOutput.penalty`."""
     count: Int[Tensor, ""]
     correct_by_step: Int[Tensor, " ahead"]
     """How often the drafter's best token is the target's, by steps past the last verified token (1-based)."""
@@ -62,6 +64,7 @@ def distillation_loss(
         feature=feature.detach(),
         kl=tokens.kl,
         rejection=tokens.rejection,
+        penalty=penalty.detach(),
         count=torch.full((), rows.shape[0], device=rows.device),
         correct_by_step=tokens.counts[0],
         count_by_step=tokens.counts[1],

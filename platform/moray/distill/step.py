@@ -15,6 +15,8 @@ from moray.distill.parallel import Parallel, num_workers, sum_over_workers
 from moray.distill.token_losses import MAX_STEPS_AHEAD
 from moray.drafters.learner import DraftView
 
+_NUM_SUMS = 5
+
 
 @dataclass(frozen=True)
 class DataShardResult:
@@ -34,7 +36,7 @@ class UpdateResult:
     """
 
     data_shards: tuple[DataShardResult, ...]
-    sums: Tensor  # [4 + 2 * MAX_STEPS_AHEAD]: see `_pack`
+    sums: Tensor  # [_NUM_SUMS + 2 * MAX_STEPS_AHEAD]: see `_pack`
     num_tokens: int
     num_padded: int
     grad_norm: Tensor
@@ -48,13 +50,16 @@ class UpdateResult:
         assert self.is_reported, "the figures of this update were not computed"
         counts = self.sums.new_tensor([self.num_tokens, self.num_padded])
         values = sum_over_workers(torch.cat([self.sums, counts])).tolist()
-        feature, kl, rejection, positions = values[:4]
+        feature, kl, rejection, penalty, positions = values[:_NUM_SUMS]
         tokens, padded = values[-2:]
         count = max(1.0, positions)
-        correct, counted = values[4 : 4 + MAX_STEPS_AHEAD], values[4 + MAX_STEPS_AHEAD : -2]
+        correct, counted = values[_NUM_SUMS : _NUM_SUMS + MAX_STEPS_AHEAD], values[_NUM_SUMS + MAX_STEPS_AHEAD : -2]
         accuracy = [c / n for c, n in zip(correct, counted, strict=True) if n]
+        total = weights.feature * feature + weights.kl * kl + weights.total_variation * rejection
         metrics = {
-            "loss": (weights.feature * feature + weights.kl * kl + weights.total_variation * rejection) / count,
+            "loss": (weights.feature * feature + weights.kl * kl + weights.total_variation * rejection + penalty)
+            / count,
+            "penalty": penalty / count,
             "feature_loss": feature / count,
             "kl": kl / count,
             "acceptance": 1.0 - rejection / count,
@@ -64,6 +69,8 @@ class UpdateResult:
             "padding_waste": 1.0 - tokens / max(1.0, padded),
             "grad_norm": float(self.grad_norm),
         }
+        if penalty:
+            metrics["penalty"] = penalty / count
         return metrics | {f"accuracy_step_{i + 1}": value for i, value in enumerate(accuracy)}
 
 
@@ -101,7 +108,7 @@ def run_update(parallel: Parallel, data_shards: list[DataShardBatch], place: Upd
     num_tokens = sum(batch.text.num_tokens for batch in data_shards)
     num_padded = sum(batch.num_padded for batch in data_shards)
     results: list[DataShardResult] = []
-    packed = torch.zeros(4 + 2 * MAX_STEPS_AHEAD, device=device)
+    packed = torch.zeros(_NUM_SUMS + 2 * MAX_STEPS_AHEAD, device=device)
     num_idle = place.num_rounds - len(data_shards) if parallel.has_equal_rounds else 0
     for number, view in enumerate(views):
         batch = data_shards.pop(0)
@@ -148,8 +155,8 @@ def _move(view: DraftView, device: torch.device) -> DraftView:
 
 
 def _pack(sums: LossSums) -> Tensor:
-    """feature, kl, rejection, positions; then the counts by steps ahead."""
-    scalars = torch.stack([sums.feature, sums.kl, sums.rejection, sums.count.float()])
+    """feature, kl, rejection, penalty, positions; then the counts by steps ahead."""
+    scalars = torch.stack([sums.feature, sums.kl, sums.rejection, sums.penalty, sums.count.float()])
     return torch.cat([scalars.float(), sums.correct_by_step.float(), sums.count_by_step.float()]).detach()
 
 

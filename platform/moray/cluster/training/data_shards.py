@@ -23,7 +23,7 @@ def run_data_shards(config: TrainingConfig) -> int:
     """
     folder = Path(config.output).absolute()
     is_begun = (folder / RUN_FILE).is_file()
-    first = validate(TrainingConfig, read_run_yaml(folder)["config"], notice=False) if is_begun else config
+    first = validate(type(config), read_run_yaml(folder)["config"], notice=False) if is_begun else config
     return first.workers.most * first.train.gradient_accumulation_steps
 
 
