@@ -57,9 +57,7 @@ class UpdateResult:
         accuracy = [c / n for c, n in zip(correct, counted, strict=True) if n]
         total = weights.feature * feature + weights.kl * kl + weights.total_variation * rejection
         metrics = {
-            "loss": (weights.feature * feature + weights.kl * kl + weights.total_variation * rejection + penalty)
-            / count,
-            "penalty": penalty / count,
+            "loss": (total + penalty) / count,
             "feature_loss": feature / count,
             "kl": kl / count,
             "acceptance": 1.0 - rejection / count,
