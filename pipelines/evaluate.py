@@ -7,12 +7,18 @@ must equal plain decoding's differs. After a kill, the same command resumes wher
 also as JSON with `--json out.json`:
 
     python -m pipelines.evaluate compare a.json b.json
+
+Sparse targets (pipelines.sparsify) beside their dense one, quality and speed:
+
+    python -m pipelines.evaluate sparse configs/evaluations/sparse-smollm2.yaml
 """
 
 import sys
 from pathlib import Path
 
 from moray.bench.configs import CompareConfig, EvaluateConfig
+from moray.bench.recording import reported
+from moray.bench.sparse.configs import SparseEvaluationConfig
 from moray.commands import Command, run_commands
 
 
@@ -45,8 +51,22 @@ def main_compare(config: CompareConfig) -> None:
         write_comparison(comparison, Path(config.report))
 
 
+def main_sparse(config: SparseEvaluationConfig) -> None:
+    """Measure sparse targets beside their dense one: quality on held-out chats, and speed with and without drafts."""
+    from rich.console import Console
+
+    from moray.bench.sparse.evaluation import evaluate_sparse
+
+    console = Console()
+    reported(config.report, lambda: evaluate_sparse(config, console))
+
+
 CONFIG = EvaluateConfig
-COMMANDS = {"": Command(EvaluateConfig, main), "compare": Command(CompareConfig, main_compare, files=("a", "b"))}
+COMMANDS = {
+    "": Command(EvaluateConfig, main),
+    "compare": Command(CompareConfig, main_compare, files=("a", "b")),
+    "sparse": Command(SparseEvaluationConfig, main_sparse),
+}
 
 if __name__ == "__main__":
     run_commands(COMMANDS, __doc__ or "", sys.argv[1:])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moray.bench.configs import EvaluateConfig
+from moray.bench.sparse.configs import SparseEvaluationConfig
 from moray.cluster.training.configs import DistillConfig, SparsifyConfig
 from moray.config import load_config, read_yaml
 from moray.data.ultrachat import Chat, plan_chunks, read_chunk
@@ -62,7 +63,18 @@ def test_a_sparse_preset_loads_and_reads_its_target_s_activations(path):
     assert Path(config.output).name == "sparse"
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "evaluations").glob("*.yaml")), ids=lambda path: path.stem)
+EVALUATIONS = sorted((CONFIGS / "evaluations").glob("*.yaml"))
+SPARSE = [path for path in EVALUATIONS if path.stem.startswith("sparse-")]
+
+
+@pytest.mark.parametrize("path", SPARSE, ids=lambda path: path.stem)
+def test_a_sparse_evaluation_names_folders_that_presets_write(path):
+    config = load_config(SparseEvaluationConfig, [str(path)])
+    written = {read_yaml(preset)["output"] for preset in (CONFIGS / "sparse").glob("*.yaml")}
+    assert {one.model for name, one in config.targets.items() if name != "dense"} <= written
+
+
+@pytest.mark.parametrize("path", [path for path in EVALUATIONS if path not in SPARSE], ids=lambda path: path.stem)
 def test_an_evaluation_names_folders_that_presets_write(path):
     config = load_config(EvaluateConfig, [str(path), "target.model=x"])
     written = {read_yaml(preset).get("output") for preset in DRAFTERS}

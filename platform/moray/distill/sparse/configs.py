@@ -12,7 +12,7 @@ class SparseConfig(DrafterConfigBase):
     first_layer: int = Field(default=2, ge=0)
     """First layer with a router; those before it run for every token."""
     last_layers: int = Field(default=0, ge=0)
-    """How many of the last layers run for every token; a drafter that runs the target's last N layers needs N."""
+    """How many of the last layers run for every token. A drafter that runs the target's last N layers needs N."""
     router_size: int = Field(default=512, ge=1)
     """Inner width of a router, in elements."""
     router_bits: int | None = Field(default=None, ge=1, le=8)
@@ -22,9 +22,9 @@ class SparseConfig(DrafterConfigBase):
     share: float = Field(default=0.5, gt=0, le=1)
     """Share of all layers that a token should run through, those without routers included."""
     share_weight: float = Field(default=5.0, ge=0)
-    """Weight of the mean difference between a token's share and `share`; it rises to this over the run, as a sine."""
+    """Weight of the mean difference between a token's share and `share`. It rises to this over the run, as a sine."""
     ce_weight: float = Field(default=0.0, ge=0)
-    """Weight of the cross-entropy of the chats' own responses; 0 leaves it out (published: 1, without losses.kl)."""
+    """Weight of the cross-entropy of the chats' own responses; 0 leaves it out. Published: 1, without losses.kl."""
     lora_rank: int = Field(default=8, ge=0)
     """Rank of the changes of the query, key and value projections of every layer; 0 for none."""
     lora_dropout: float = Field(default=0.05, ge=0, lt=1)

@@ -6,6 +6,7 @@ text that plain decoding of the same target gives; that text is not the dense mo
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,47 @@ from moray.targets.rotary import Rotation
 from moray.targets.sparse.cache import RoutedCache, SparseCache, WholeSequences
 from moray.targets.sparse.routing import Router
 from moray.targets.spec import TargetSpec
+
+_MAX_COUNTED = 64
+"""Passes over more tokens than a draft has read a prompt."""
+
+
+@dataclass
+class PassCounts:
+    """What the passes over new tokens of an answer have read: passes over prompts do not count."""
+
+    num_passes: int = 0
+    num_layers: int = 0
+    """Layers of those passes, read or not."""
+    num_layers_read: int = 0
+    """Layers whose weights were read, because a token ran through them."""
+    num_rows: int = 0
+    """Tokens of those passes, times layers."""
+    num_rows_run: int = 0
+    """How many of them ran."""
+
+    def record(self, numbers: Sequence[int], num_new: int) -> None:
+        """Record a pass over so many new tokens: how many of them each layer has computed."""
+        self.num_passes += 1
+        self.num_layers += len(numbers)
+        self.num_layers_read += sum(number > 0 for number in numbers)
+        self.num_rows += len(numbers) * num_new
+        self.num_rows_run += sum(numbers)
+
+    def add(self, other: "PassCounts") -> None:
+        """Add other passes."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    @property
+    def layers_read(self) -> float:
+        """Share of the layers that a pass reads; 1 without a pass."""
+        return self.num_layers_read / self.num_layers if self.num_layers else 1.0
+
+    @property
+    def rows_run(self) -> float:
+        """Share of the tokens that a layer computes; 1 without a pass."""
+        return self.num_rows_run / self.num_rows if self.num_rows else 1.0
 
 
 class SparseTarget(Target):
@@ -41,6 +83,8 @@ class SparseTarget(Target):
         self._initial = spec.routing.initial_tokens
         self.routers = {layer: router.to(self.device) for layer, router in routers.items()}
         """By layer."""
+        self.counts = PassCounts()
+        """Of passes over at most `_MAX_COUNTED` tokens of one sequence."""
 
     def new_cache(self, capacity: int, batch: int = 1) -> Any:
         """An empty cache for one sequence; for several, one that takes whole sequences in a single pass."""
@@ -62,20 +106,25 @@ class SparseTarget(Target):
         hidden = model.embed_tokens(tokens)
         rotary = self._rotary.at(hidden, positions)
         always = positions < self._initial
+        everywhere = torch.ones_like(always)
         routed: Any = cache if isinstance(cache, RoutedCache) else WholeSequences(cache)
         routed.begin()
-        additive = _additive(mask, hidden)
+        whole = _Pass(positions, rotary, _additive(mask, hidden), routed)
         routes: list[Bool[Tensor, "batch new"]] = []
+        numbers: list[int] = []
         kept: dict[int, Tensor] = {}
-        for index, layer in enumerate(model.layers):
+        for index in range(num_layers):
             if index - num_layers - 1 in hidden_depths:
                 kept[index - num_layers - 1] = hidden
             router = self.routers.get(index)
-            runs = torch.ones_like(always) if router is None else always | (router.margin(hidden) > 0)
+            runs = everywhere if router is None else always | (router.margin(hidden) > 0)
+            num_run = runs.numel() if router is None else int(runs.sum())  # waits for the device
             routes.append(runs)
-            if router is not None and not bool(runs.any()):
-                continue
-            hidden = self._run(index, layer, hidden, positions, rotary, runs, additive, routed)
+            numbers.append(num_run)
+            if num_run:
+                hidden = self._run(index, hidden, runs, num_run, whole)
+        if tokens.shape[0] == 1 and tokens.shape[1] <= _MAX_COUNTED:
+            self.counts.record(numbers, tokens.shape[1])
         last = model.norm(hidden)
         if -1 in hidden_depths:
             kept[-1] = last
@@ -84,37 +133,44 @@ class SparseTarget(Target):
     def _run(
         self,
         index: int,
-        layer: Any,
         hidden: Float[Tensor, "batch new hidden"],
-        positions: Int[Tensor, "batch new"],
-        rotary: Rotation,
         runs: Bool[Tensor, "batch new"],
-        mask: Float[Tensor, "#batch 1 new slots"] | None,
-        cache: Any,
+        num_run: int,
+        whole: "_Pass",
     ) -> Float[Tensor, "batch new hidden"]:
         """Run one layer. Of a single sequence it computes only the tokens that run; of several, all tokens, and drops
         the others' results."""
-        is_one = runs.shape[0] == 1 and not isinstance(cache, WholeSequences)
-        rows = runs[0].nonzero()[:, 0] if is_one else None
-        own_mask = cache.enter(index, rows, runs, mask)
+        is_all = num_run == runs.numel()
+        is_one = runs.shape[0] == 1 and not isinstance(whole.cache, WholeSequences)
+        rows = runs[0].nonzero()[:, 0] if is_one and not is_all else None
+        mask = whole.cache.enter(index, rows, runs, whole.mask)
         if rows is None:
-            out = self._layer(layer, hidden, positions, rotary, own_mask, cache)
-            return torch.where(runs[..., None], out, hidden)
-        turned = Rotation((rotary[0][:, rows], rotary[1][:, rows]))
-        out = self._layer(layer, hidden[:, rows], positions[:, rows], turned, own_mask, cache)
-        return out if rows.shape[0] == hidden.shape[1] else hidden.index_copy(1, rows, out)
+            out = self._layer(index, hidden, whole, mask)
+            return out if is_all else torch.where(runs[..., None], out, hidden)
+        cos, sin = whole.rotary
+        own = replace(whole, positions=whole.positions[:, rows], rotary=Rotation((cos[:, rows], sin[:, rows])))
+        return hidden.index_copy(1, rows, self._layer(index, hidden[:, rows], own, mask))
 
-    def _layer(
-        self, layer: Any, hidden: Tensor, positions: Tensor, rotary: Rotation, mask: Tensor | None, cache: Cache
-    ) -> Tensor:
-        return layer.forward(
+    def _layer(self, index: int, hidden: Tensor, whole: "_Pass", mask: Tensor | None) -> Tensor:
+        return self.model.model.layers[index].forward(
             hidden,
             attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
+            position_ids=whole.positions,
+            past_key_values=whole.cache,
             use_cache=True,
-            position_embeddings=rotary,
+            position_embeddings=whole.rotary,
         )
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What all layers of a pass share."""
+
+    positions: Int[Tensor, "batch some"]
+    """Of the tokens that are computed; `rotary` too."""
+    rotary: Rotation
+    mask: Float[Tensor, "#batch 1 new slots"] | None
+    cache: Any
 
 
 def _additive(

@@ -1,0 +1,54 @@
+"""What an evaluation of sparse targets compares. Torch-free."""
+
+from pydantic import Field, model_validator
+
+from moray.config import Config
+from moray.drafters.configs import UsableConfig
+from moray.targets.spec import TargetConfig
+from moray.trees.shapes import AdaptiveShape, Shape
+
+
+class SparseRowConfig(Config):
+    """One way to decode."""
+
+    target: str
+    """Name of one of `targets`."""
+    drafter: str | UsableConfig | None = None
+    """Folder of a drafter that was trained for that target, or a drafter by type; null for none."""
+    tree: Shape = AdaptiveShape(type="adaptive", depth=8)
+    """Shape of the draft trees; without effect for a row without a drafter."""
+
+
+class SparseEvaluationConfig(Config):
+    """Sparse targets and baselines beside the dense target that they come from."""
+
+    targets: dict[str, TargetConfig] = Field(min_length=1)
+    """Targets by name, the dense one first; all have its tokenizer."""
+    rows: tuple[SparseRowConfig, ...] = ()
+    """Ways to decode besides each target alone; every prompt is answered by all of them, in turn."""
+    chats: str
+    """Held-out chats, for perplexity and agreement: a file of JSON rows or Parquet."""
+    max_chats: int | None = Field(default=64, ge=1)
+    """Number of chats to read; null for all."""
+    max_length: int = Field(default=1024, ge=16)
+    """Maximum tokens of a chat; longer ones are cut."""
+    questions: str
+    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
+    num_questions: int | None = Field(default=8, ge=1)
+    """Number of different questions, one of each category in turn; null for all."""
+    max_new_tokens: int = Field(default=80, ge=2)
+    """Maximum tokens of an answer."""
+    rounds: int = Field(default=2, ge=1)
+    """How often every question is asked in every way; every other round reverses the order of the ways."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads; null leaves it to torch."""
+    report: str | None = None
+    """JSON file to write, the same as --json FILE; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "SparseEvaluationConfig":
+        for index, row in enumerate(self.rows):
+            if row.target not in self.targets:
+                known = ", ".join(self.targets)
+                raise ValueError(f"rows[{index}].target is '{row.target}'; targets has {known}")
+        return self

@@ -1,0 +1,131 @@
+"""Evaluates sparse targets: quality of each target on the same chats, and speed of each way to decode, in turn."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moray.bench.loading import first_prompts
+from moray.bench.reports.wording import number, times
+from moray.bench.sparse.configs import SparseEvaluationConfig
+from moray.bench.sparse.quality import Quality, measure_quality, read_texts
+from moray.bench.sparse.speed import Way, name_of
+from moray.bench.specbench import read_questions
+from moray.decoding.generate import SpeculativeDecoder
+from moray.drafters.loading import load_drafters
+from moray.errors import MismatchError
+from moray.progress import Progress
+from moray.targets.model import Target
+from moray.text import ChatTokenizer
+
+
+def evaluate_sparse(config: SparseEvaluationConfig, console: Console) -> dict[str, Any]:
+    """Measure all targets and rows, and print both tables.
+
+    Raises:
+        ConfigError: a target or drafter cannot be loaded.
+        MismatchError: a target has another tokenizer than the first.
+        DataError: no chat or question fits.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    names = list(config.targets)
+    tokenizers = {name: ChatTokenizer.load(one.model, one.template) for name, one in config.targets.items()}
+    first = tokenizers[names[0]]
+    for name, tokenizer in tokenizers.items():
+        if tokenizer.fingerprint != first.fingerprint:
+            raise MismatchError(f"targets.{name} has another tokenizer or template than targets.{names[0]}")
+    targets: dict[str, Target] = {}
+    with Progress("load targets", len(names)) as progress:
+        for name, one in config.targets.items():
+            targets[name] = Target.load(one, f"targets.{name}.model")
+            progress.advance()
+    quality = _quality(config, targets, first)
+    _print_quality(quality, console)
+    ways = _ways(config, targets, first)
+    _decode(config, ways, first)
+    rows = [way.figures(ways[0]) for way in ways]
+    _print_rows(rows, console)
+    return {
+        "quality": {name: asdict(figures) for name, figures in quality.items()},
+        "rows": rows,
+        "settings": config.model_dump(mode="json"),
+    }
+
+
+def _quality(
+    config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer: ChatTokenizer
+) -> dict[str, Quality]:
+    texts = read_texts(config.chats, tokenizer, config.max_chats, config.max_length)
+    found: dict[str, Quality] = {}
+    dense_best = None
+    with Progress("perplexity", len(targets)) as progress:
+        for name, target in targets.items():
+            found[name], best = measure_quality(target, texts, dense_best)
+            dense_best = best if dense_best is None else dense_best
+            progress.advance()
+    return found
+
+
+def _ways(config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer: ChatTokenizer) -> list[Way]:
+    plain = {name: Way(name, name, target, SpeculativeDecoder(target, None)) for name, target in targets.items()}
+    ways = list(plain.values())
+    for row in config.rows:
+        if row.drafter is None:
+            continue
+        target = targets[row.target]
+        (drafter,) = load_drafters((row.drafter,), target, tokenizer).values()
+        decoder = SpeculativeDecoder(target, drafter, row.tree)
+        ways.append(Way(name_of(row, drafter), row.target, target, decoder, plain[row.target]))
+    return ways
+
+
+def _decode(config: SparseEvaluationConfig, ways: list[Way], tokenizer: ChatTokenizer) -> None:
+    questions = read_questions(config.questions, config.num_questions)
+    room = min(way.target.spec.max_positions for way in ways) - config.max_new_tokens
+    prompts = first_prompts(questions, tokenizer, room, config.questions)
+    for way in ways:  # not measured: kernels, costs of adaptive trees
+        way.decoder.generate(prompts[0], way.params, 8, tokenizer.eos_ids)
+    with Progress("decode", len(ways) * len(prompts) * config.rounds) as progress:
+        for turn in range(config.rounds):
+            for index, prompt in enumerate(prompts):
+                order = ways if turn == 0 else _plain_first(ways[:: -1 if turn % 2 else 1])
+                for way in order:
+                    way.answer(index, prompt, config.max_new_tokens, tokenizer.eos_ids)
+                    progress.advance()
+
+
+def _plain_first(ways: list[Way]) -> list[Way]:
+    """The same order, but every target alone before its rows with drafters, which are compared with it."""
+    return sorted(ways, key=lambda way: way.plain is not None)
+
+
+def _print_quality(quality: dict[str, Quality], console: Console) -> None:
+    table = Table(title="quality beside the dense target", box=box.SIMPLE_HEAD)
+    for heading in ("target", "perplexity", "agreement", "share of layers"):
+        table.add_column(heading, justify="left" if heading == "target" else "right")
+    for name, one in quality.items():
+        table.add_row(name, number(one.perplexity), f"{one.agreement:.3f}", f"{one.share:.3f}")
+    console.print(table)
+
+
+def _print_rows(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="speed; lossless is against the row's own target", box=box.SIMPLE_HEAD)
+    for heading in ("way", "tokens/s", "speed-up", "tau", "layers read", "tokens run", "lossless"):
+        table.add_column(heading, justify="left" if heading == "way" else "right")
+    for row in rows:
+        equal = row["num_answers"] - row["num_different"]
+        table.add_row(
+            row["name"],
+            number(row["tokens_per_second"]),
+            times(row["speedup"]),
+            f"{row['tau']:.2f}",
+            f"{row['layers_read']:.2f}",
+            f"{row['rows_run']:.2f}",
+            f"{equal} of {row['num_answers']}",
+        )
+    console.print(table)
+    console.print("speed-ups are over the first target alone, which is the dense one", highlight=False)

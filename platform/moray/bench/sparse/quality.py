@@ -1,0 +1,98 @@
+"""How far a target's text is from the dense target's, on held-out chats: no decoding, one pass over each chat.
+
+perplexity    exp of the mean negative log-likelihood of the responses' tokens
+agreement     share of the response positions at which the likeliest token is the dense target's
+share         mean share of the layers that a token runs through
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from moray.bench.perplexity import perplexity
+from moray.data.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
+from moray.errors import DataError
+from moray.targets.model import Target
+from moray.text import ChatTokenizer
+
+
+@dataclass(frozen=True)
+class Text:
+    """One tokenised chat."""
+
+    tokens: Int[Tensor, " seq"]
+    predicts: Bool[Tensor, " seq"]
+    """Positions whose next token is a response token."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One target on all texts."""
+
+    perplexity: float
+    agreement: float
+    share: float
+    num_tokens: int
+    """Response tokens."""
+
+
+def read_texts(path: str, tokenizer: ChatTokenizer, limit: int | None, max_length: int) -> list[Text]:
+    """The first chats of a file.
+
+    Raises:
+        ConfigError: the file does not exist.
+        DataError: no chat has a response.
+    """
+    texts: list[Text] = []
+    for chunk in plan_chunks(ChatsConfig(path=path)):
+        for chat in read_chunk(chunk):
+            if limit is not None and len(texts) == limit:
+                return texts
+            if isinstance(chat, BadRow):
+                continue
+            encoded = tokenizer.encode_chat(chat.messages, max_length)
+            mask = torch.from_numpy(encoded.response_mask)
+            predicts = torch.zeros_like(mask)
+            predicts[:-1] = mask[1:]
+            if predicts.any():
+                texts.append(Text(torch.from_numpy(encoded.tokens).long(), predicts))
+    if not texts:
+        raise DataError(f"chats '{path}' holds no chat with a response; give others")
+    return texts
+
+
+@torch.inference_mode()
+def measure_quality(
+    target: Target, texts: Sequence[Text], dense_best: Sequence[Int[Tensor, " positions"]] | None
+) -> tuple[Quality, list[Int[Tensor, " positions"]]]:
+    """Measure one target.
+
+    Args:
+        target: dense or sparse.
+        texts: the chats.
+        dense_best: likeliest tokens of the dense target at the response positions of each text; None for the dense
+            target itself.
+
+    Returns:
+        its figures, and its own likeliest tokens.
+    """
+    losses: list[float] = []
+    best: list[Tensor] = []
+    num_equal, num_run, num_possible = 0, 0, 0
+    for index, text in enumerate(texts):
+        tokens = text.tokens.to(target.device)[None]
+        positions = torch.arange(tokens.shape[1], device=target.device)[None]
+        output = target.forward(tokens, positions, None, target.new_cache(tokens.shape[1]))
+        logits = target.logits(output.last[0, text.predicts]).float()
+        wanted = text.tokens[1:][text.predicts[:-1]].to(target.device)
+        losses += torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
+        best.append(logits.argmax(dim=-1).cpu())
+        num_equal += int((best[-1] == (best[-1] if dense_best is None else dense_best[index])).sum())
+        num_run += tokens.shape[1] * target.spec.num_layers if output.routes is None else int(output.routes.sum())
+        num_possible += tokens.shape[1] * target.spec.num_layers
+    found = perplexity(losses)
+    assert found is not None
+    return Quality(found, num_equal / len(losses), num_run / num_possible, len(losses)), best

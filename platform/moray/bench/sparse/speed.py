@@ -1,0 +1,83 @@
+"""Decodes the same prompts with every target and drafter in turn, and counts what each pass read.
+
+Every row is compared with plain decoding of its own target: `lossless` says nothing about the dense one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moray.bench.sparse.configs import SparseRowConfig
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.params import SamplingParams
+from moray.drafters.base import Drafter
+from moray.targets.model import Target
+from moray.targets.sparse.target import PassCounts, SparseTarget
+
+
+@dataclass
+class Way:
+    """One way to decode, and what it took."""
+
+    name: str
+    target_name: str
+    target: Target
+    decoder: SpeculativeDecoder
+    plain: "Way | None" = None
+    """Plain decoding of the same target; None for that itself."""
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    """Answers by prompt."""
+    seconds: float = 0.0
+    num_tokens: int = 0
+    num_cycles: int = 0
+    num_emitted: int = 0
+    different: set[int] = field(default_factory=set)
+    """Prompts whose answers differ from plain decoding of the same target."""
+    counts: PassCounts = field(default_factory=PassCounts)
+    params: SamplingParams = field(default_factory=SamplingParams)
+    """Greedy."""
+
+    def answer(self, index: int, prompt: list[int], max_new_tokens: int, eos_ids: Sequence[int]) -> None:
+        """Answer one prompt, and note the time without the prompt's."""
+        target = self.target
+        if isinstance(target, SparseTarget):
+            target.counts = PassCounts()
+        made = self.decoder.generate(prompt, self.params, max_new_tokens, eos_ids)
+        self.seconds += made.seconds
+        self.num_tokens += max(0, len(made.tokens) - 1)
+        self.num_cycles += made.num_cycles
+        self.num_emitted += sum(made.emitted)
+        self.texts[index] = made.tokens
+        if isinstance(target, SparseTarget):
+            self.counts.add(target.counts)
+        if self.plain is not None and made.tokens != self.plain.texts[index]:
+            self.different.add(index)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Without reading prompts."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per pass."""
+        return self.num_emitted / self.num_cycles if self.num_cycles else 1.0
+
+    def figures(self, dense: "Way") -> dict[str, Any]:
+        """The row of the table."""
+        return {
+            "name": self.name,
+            "target": self.target_name,
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": self.tokens_per_second / dense.tokens_per_second,
+            "tau": self.tau,
+            "num_answers": len(self.texts),
+            "num_different": len(self.different),
+            "layers_read": self.counts.layers_read if isinstance(self.target, SparseTarget) else 1.0,
+            "rows_run": self.counts.rows_run if isinstance(self.target, SparseTarget) else 1.0,
+        }
+
+
+def name_of(row: SparseRowConfig, drafter: Drafter) -> str:
+    """Of a row with a drafter."""
+    return f"{row.target} + {type(drafter).__name__} {row.tree.name}"

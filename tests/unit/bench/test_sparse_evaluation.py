@@ -1,0 +1,93 @@
+"""Sparse targets beside their dense one: what is measured, on a real pair of tiny targets."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_targets import make_sparse, save_chat_target
+
+from moray.bench.perplexity import token_losses
+from moray.bench.sparse.configs import SparseEvaluationConfig
+from moray.bench.sparse.evaluation import evaluate_sparse
+from moray.bench.sparse.quality import measure_quality, read_texts
+from moray.config import validate
+from moray.errors import ConfigError
+from moray.targets.model import Target
+from moray.targets.sparse.target import PassCounts
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+
+CHATS = [
+    [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": f"{word}, {word}!"}]
+    for word in ("one", "two", "three")
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sparse-evaluation")
+    save_chat_target(folder / "dense")
+    shutil.copytree(folder / "dense", folder / "sparse")
+    make_sparse(folder / "sparse")
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    return folder
+
+
+def settings(folder, **more):
+    targets = {name: {"model": str(folder / name), "device": "cpu"} for name in ("dense", "sparse")}
+    chats = str(folder / "chats.jsonl")
+    return {"targets": targets, "chats": chats, "questions": chats, "max_new_tokens": 12, "num_questions": 2} | more
+
+
+def test_quality_and_speed_of_a_sparse_target(folder, capsys):
+    rows = [{"target": name, "drafter": {"type": "ngram"}} for name in ("dense", "sparse")]
+    result = evaluate_sparse(validate(SparseEvaluationConfig, settings(folder, rows=rows)), Console())
+    dense, sparse = result["quality"]["dense"], result["quality"]["sparse"]
+    assert (dense["agreement"], dense["share"]) == (1.0, 1.0)
+    assert sparse["perplexity"] > dense["perplexity"] > 1
+    assert 0 < sparse["agreement"] < 1
+    assert 0.4 < sparse["share"] < 0.95
+    assert dense["num_tokens"] == sparse["num_tokens"] > 10
+    names = [row["name"] for row in result["rows"]]
+    assert names == ["dense", "sparse", "dense + Ngram adaptive-8", "sparse + Ngram adaptive-8"]
+    for row in result["rows"]:
+        assert row["num_different"] == 0
+        assert row["num_answers"] == 2
+        assert row["tokens_per_second"] > 0
+        assert (row["layers_read"] < 1) == row["name"].startswith("sparse")
+    assert result["rows"][0]["speedup"] == 1.0
+    assert "2 of 2" in capsys.readouterr().out
+
+
+def test_perplexity_is_that_of_the_responses_alone(folder):
+    target = Target.load(TargetConfig(model=str(folder / "dense"), device="cpu"))
+    tokenizer = ChatTokenizer.load(str(folder / "dense"))
+    texts = read_texts(str(folder / "chats.jsonl"), tokenizer, 1, 1024)
+    (text,) = texts
+    quality, best = measure_quality(target, texts, None)
+    begin = int(text.predicts.nonzero()[0]) + 1
+    losses = token_losses(target, text.tokens[:begin].tolist(), text.tokens[begin:].tolist())
+    count = int(text.predicts.sum())
+    assert quality.perplexity == pytest.approx(math.exp(sum(losses[:count]) / count), rel=1e-3)
+    assert best[0].shape == (count,)
+    other, _ = measure_quality(target, texts, [torch.full((count,), -1)])
+    assert other.agreement == 0
+
+
+def test_counts_are_shares_of_layers_and_of_tokens():
+    counts = PassCounts()
+    counts.record([5, 0, 1], 5)
+    more = PassCounts()
+    more.record([1, 0, 0], 1)
+    counts.add(more)
+    assert counts.layers_read == 3 / 6
+    assert counts.rows_run == 7 / 18
+    assert PassCounts().layers_read == PassCounts().rows_run == 1.0
+
+
+def test_an_unknown_target_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"rows\[0\].target is 'x'; targets has dense, sparse"):
+        validate(SparseEvaluationConfig, settings(folder, rows=[{"target": "x"}]))
