@@ -2,8 +2,9 @@
 
     python -m pipelines.edge configs/edge/demo.yaml prompt="What is a glacier?"
 
-Without `prompt` it is a chat on the terminal. The text is the target's own, whatever happens to the connection; text
-that is not verified yet is dim on a terminal, and is not written to a file or pipe.
+Without `prompt` it is a chat on the terminal. The text is the target's own, whatever happens to the connection, except
+what `private_answers: drafter` leaves to the drafter. Text that is not verified yet is dim on a terminal, and is not
+written to a file or pipe.
 """
 
 from contextlib import closing
@@ -50,8 +51,12 @@ def _answer(device: "Device", terminal: "Terminal", messages: "list[Message]") -
     for event in events:
         terminal.show([event], view)
     print()
-    note = "; lossless: redacted (the target's own text for the prompt without what is private)"
-    print(device.client.stats.summary + (note if device.redactor.is_used else ""), file=sys.stderr)
+    note = ""
+    if device.redactor.has_written:
+        note = "; not lossless: the drafter wrote the private parts, unverified"
+    elif device.redactor.is_used:
+        note = "; lossless: redacted (the target's own text for the prompt without what is private)"
+    print(device.client.stats.summary + note, file=sys.stderr)
     return view.redacted
 
 

@@ -20,7 +20,7 @@ from moray.activations.reading.epochs import Window, plan_epoch
 from moray.batch import DataShardBatch, TapNeeds, Taps, TrainBatch
 from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.windows import read_window
-from moray.cluster.training.worker import build_drafter
+from moray.cluster.training.worker import build_learner
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
 from moray.distill.step import UpdatePlace, run_update
@@ -129,7 +129,7 @@ class WaysToTrain:
         )
 
     def _drafter(self) -> Learner:
-        return build_drafter(self._run, self._manifest, self._device.type).to(self._device)
+        return build_learner(self._run, self._manifest, self._device.type).to(self._device)
 
     def _replicas(self) -> Replicas:
         run, drafter = self._run, self._drafter()

@@ -119,14 +119,15 @@ class ChatTokenizer:
         mask = _mask_tokens(text, offsets, spans)
         return TokenisedChat(np.asarray(self._known(ids[:max_length]), dtype=np.int32), mask[:max_length])
 
-    def encode_text(self, text: str) -> list[int]:
-        """Tokenise plain text as the tokenizer does by itself: with the special tokens that it adds.
+    def encode_text(self, text: str, *, adds_special: bool = True) -> list[int]:
+        """Tokenise plain text as the tokenizer does by itself: with the special tokens that it adds, unless told not
+        to.
 
         Raises:
             DataError: a lone surrogate, or a token that is none of the model's.
         """
         try:
-            return self._known(list(self.tokenizer(text, verbose=False)["input_ids"]))
+            return self._known(list(self.tokenizer(text, verbose=False, add_special_tokens=adds_special)["input_ids"]))
         except (TypeError, UnicodeError) as error:
             raise DataError(f"tokenizer '{self.name}' cannot read a text: {error} (a lone surrogate?)") from None
 

@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from moray.cluster.configs import RayConfig
@@ -104,7 +104,8 @@ class Applications:
                 continue  # the process has ended
 
     def pin_apart(self, name: str, pid: int) -> None:
-        """Give an application's replicas the first core and a process the second one; all else may use every core.
+        """Pin an application's replicas to the first core and a process to the second one; everything else may use
+        every core, these two included.
 
         Raises:
             ConfigError: there are no two cores that processes can be pinned to.
@@ -116,7 +117,8 @@ class Applications:
         first, second, *_ = sorted(self._cores)
         self.pin(name, {part: [first] for part in ("Gateway", "Target", "Drafter")})
         for thread in psutil.Process(pid).threads():
-            os.sched_setaffinity(thread.id, [second])
+            with suppress(ProcessLookupError):  # the thread has ended
+                os.sched_setaffinity(thread.id, [second])
 
 
 def check_cores(ways: Mapping[str, WayConfig]) -> None:

@@ -56,9 +56,9 @@ class EdgeRow(TypedDict):
     ttft_ms: float
     tau: float | None
     depth: float | None
-    """Mean levels of the drafts whose depth was chosen after an answer."""
+    """Mean depth of the drafts that the planner chose (see `EdgeStats.num_planned`)."""
     layers: float | None
-    """Their mean N."""
+    """Mean N of the same drafts."""
     calls: float
     bytes_up: float
     """IP packets included; so is the prompt."""

@@ -74,8 +74,8 @@ class Device:
         return frozenset(self._tokenizer.eos_ids)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text."""
-        return self._tokenizer.encode_text(text)
+        """Tokens of a text, without special ones."""
+        return self._tokenizer.encode_text(text, adds_special=False)
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens."""

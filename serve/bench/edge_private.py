@@ -88,7 +88,7 @@ def benchmark_private(config: EdgePrivateConfig, console: Console) -> dict[str, 
                 (redacted,) = redactor.redact([{"role": "user", "content": marked}])
                 sent.clear()
                 answer = _answer(device, client, redacted["content"])
-                private = re.findall(f"{OPEN}(.*?){CLOSE}", marked)
+                private = re.findall(f"{OPEN}(.*?){CLOSE}", marked, re.DOTALL)
                 leaks = count_leaks(sent, private, device.encode)
                 progress.advance()
                 open_answer = _answer(device, client, marked.replace(OPEN, "").replace(CLOSE, ""))
@@ -113,8 +113,10 @@ def _answer(device: Device, client: EdgeClient, prompt: str) -> str:
 
 def count_leaks(sent: Sequence[str], private: Sequence[str], encode: Callable[[str], list[int]]) -> int:
     """Messages that hold one of the texts, or its tokens, after a space or not."""
-    tokens = [",".join(map(str, encode(before + text))) for text in private for before in ("", " ")]
-    return sum(any(f"{part}" in message for part in (*private, *tokens)) for message in sent)
+    texts = [text for text in private if not text.isdigit()]  # digits stand in token ids
+    ids = [",".join(map(str, encode(before + text))) for text in private for before in ("", " ")]
+    parts = [re.compile(rf"(?<!\d){re.escape(part)}(?!\d)") for part in (*texts, *ids)]
+    return sum(any(part.search(message) for part in parts) for message in sent)
 
 
 def row_of(
@@ -135,7 +137,7 @@ def row_of(
 
 def _print(rows: Sequence[PrivateRow], console: Console) -> None:
     table = Table(title="answers with placeholders for private text", box=box.SIMPLE_HEAD)
-    for heading in ("question", "agreement", "placeholders restored", "private texts without", "leaks"):
+    for heading in ("question", "agreement", "placeholders restored", "private texts in the open answer", "leaks"):
         table.add_column(heading, justify="left" if heading == "question" else "right")
     for row in rows:
         table.add_row(

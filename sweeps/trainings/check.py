@@ -12,7 +12,7 @@ from moray.activations.reading.collate import missing_columns
 from moray.bench.specbench import read_questions
 from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.data_shards import num_workers
-from moray.cluster.training.outline import outline_drafter, run_length
+from moray.cluster.training.outline import outline_learner, run_length
 from moray.cluster.training.resume import check_same_target
 from moray.decoding.planning.fitting import is_too_deep
 from moray.distill.tracking.trackers import check_trackers
@@ -51,7 +51,7 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
     store = CacheStore(first.activations)
     manifest = read_manifest(store)
     check_same_target(manifest, read_spec(first.target.model), first.activations, first.target)
-    drafters = {id(config): outline_drafter(config) for _, config in corners}
+    drafters = {id(config): outline_learner(config) for _, config in corners}
     missing = {name for _, config in corners for name in missing_columns(drafters[id(config)].needs, manifest.columns)}
     if missing:
         raise DataError(

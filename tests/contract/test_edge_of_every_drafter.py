@@ -18,7 +18,7 @@ from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.drafters.base import Drafter
 from moray.edge.config import EdgeConfig
-from moray.edge.device.client import EdgeClient
+from moray.edge.device.client import EdgeClient, cut_draft
 from moray.edge.device.drafting import DeviceDrafter
 from moray.edge.device.events import DraftedTokens, Finished, LinkChanged, LocalText, Retracted, VerifiedTokens
 from moray.edge.device.local_spans import LocalSpans
@@ -225,9 +225,24 @@ def test_text_between_marks_is_written_by_the_drafter_and_crosses_nothing(tiny, 
         assert [*opened[-1].request.generated] == stands_for
         ids = [token for letter in written for token, own in letters.items() if own == letter]
         assert [*map(decode, ([token] for token in ids))] == [*written]
+        for message in said:  # before the mark was verified, too: no draft goes past it
+            path = message.tokens if isinstance(message, Verify) else ()
+            assert text[5] not in path[:-1]
         later = said[said.index(opened[-1]) :]
         sent = {token for message in later if isinstance(message, Verify) for token in message.tokens}
         assert not {*ids} <= sent | {*stands_for}, "what was written alone is not sent"
         if length == limit:
             length = next(place for place in range(1, limit) if ids[place] not in ids[:place])
             letters[ids[length]] = "</private>"
+
+
+def test_a_draft_is_cut_below_the_nodes_that_end_it():
+    def ends(tokens) -> bool:
+        return tokens[-1] == 9
+
+    assert cut_draft([1], [2, 9, 3, 4], (), ends) == ([2, 9], ())
+    assert cut_draft([1, 9], [2, 3], (), ends) == ([2, 3], ())
+    #  2 -> 9 -> 4, 2 -> 3 -> 5 -> 9 -> 6
+    tokens, parents = [2, 9, 3, 4, 5, 9, 6], (-1, 0, 0, 1, 2, 4, 5)
+    assert cut_draft([], tokens, parents, ends) == ([2, 9, 3, 5, 9], (-1, 0, 0, 2, 3))
+    assert cut_draft([], [9, 1], (), ends) == ([9], ())

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moray.config import Config
 
@@ -21,12 +21,6 @@ class LossConfig(Config):
     token is rejected."""
 
     renamed: ClassVar[Mapping[str, str]] = {"acceptance": "total_variation"}
-
-    @model_validator(mode="after")
-    def _check(self) -> "LossConfig":
-        if not self.feature + self.kl + self.total_variation:
-            raise ValueError("feature, kl and total_variation are all 0: there is nothing to learn from")
-        return self
 
 
 class AdamWConfig(Config):

@@ -45,7 +45,8 @@ def save_drafter(
 def save_learner(
     folder: Path, learner: Learner, text_fingerprint: str, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """As `save_drafter`, also for what is no drafter; that is described by its configuration alone."""
+    """Like `save_drafter`, for anything that was trained. What is no drafter is described by its configuration and the
+    sizes of its target."""
     folder.mkdir(parents=True, exist_ok=True)
     state = learner.state_dict() if weights is None else weights
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

@@ -98,7 +98,8 @@ class Learner(nn.Module, ABC):
     @property
     @abstractmethod
     def needs(self) -> TapNeeds:
-        """Taps that `observe` and `forward` read, and those that the losses compare with."""
+        """Taps that `forward` reads, and those that the losses compare with; a drafter's `observe` reads some of them
+        too."""
 
     @abstractmethod
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:

@@ -1,8 +1,8 @@
 """Settings of a device's client. Torch-free."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moray.config import Config
 from moray.decoding.params import SamplingParams
@@ -59,5 +59,16 @@ class EdgeRunConfig(EdgeConfig):
     private_answers: Literal["target", "drafter"] = "target"
     """Who writes the text between <private> and </private> in an answer: target or drafter. The drafter writes alone,
     unverified; the server gets a placeholder for the text, which never leaves the device."""
+    private_request: str = "Put every name between <private> and </private>."
+    """What asks the target for such marks: added to the system message with private_answers=drafter."""
     threads: int | None = Field(default=None, ge=1)
     """Number of torch threads; null leaves it to torch."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.private_answers == "drafter" and self.in_flight > 1:
+            raise ValueError(
+                f"in_flight is {self.in_flight} with private_answers=drafter, which could send what follows a mark: "
+                "give in_flight=1"
+            )
+        return self

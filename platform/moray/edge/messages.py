@@ -1,4 +1,4 @@
-"""Messages between a device, which drafts, and a server, which verifies: WebSocket subprotocol `moray.edge.1`.
+"""Messages between a device, which drafts, and a server, which verifies: WebSocket subprotocol `moray.edge.2`.
 
     device                                              server
     Hello(versions, fingerprints, codec)         ->
@@ -26,8 +26,8 @@ from moray.config import Config
 from moray.decoding.request import Request
 from moray.errors import DataError
 
-VERSION = 1
-SUBPROTOCOL = "moray.edge.1"
+VERSION = 2
+SUBPROTOCOL = "moray.edge.2"
 MAX_UP = 1 << 20
 """Maximum bytes of a message to the server."""
 MAX_TAIL = 64

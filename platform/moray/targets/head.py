@@ -46,7 +46,7 @@ class TargetHead:
         if not 0 <= num_layers <= spec.num_layers:
             raise ConfigError(
                 f"drafter.target_layers is {num_layers}; the target has {spec.num_layers} layers, so 0 to "
-                f"{spec.num_layers - 1} are accepted"
+                f"{spec.num_layers} are accepted"
             )
         spec.need_last_layers(num_layers, f"drafter.target_layers {num_layers}")
         whole: Any = model

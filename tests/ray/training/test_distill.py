@@ -244,13 +244,13 @@ def test_a_range_of_workers_is_cut_to_the_machine_and_to_the_run_s_lanes(
 def test_a_column_that_the_drafter_reads_and_the_cache_lacks_is_named(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    from moray.cluster.training.worker import build_drafter
+    from moray.cluster.training.worker import build_learner
 
     config = _config(tiny_target, tiny_cache, tmp_path / "run")
     manifest = read_manifest(CacheStore(str(tiny_cache)))
     del manifest.columns["hidden.-2"]
     with pytest.raises(DataError, match=r"the cache has no column 'hidden.-2', which this drafter reads"):
-        build_drafter(config, manifest)
+        build_learner(config, manifest)
 
 
 def test_a_run_is_not_taken_up_for_another_target(

@@ -52,7 +52,7 @@ def test_quality_and_speed_of_a_sparse_target(folder, capsys):
     assert 0.4 < sparse["share"] < 0.95
     assert dense["num_tokens"] == sparse["num_tokens"] > 10
     names = [row["name"] for row in result["rows"]]
-    assert names == ["dense", "sparse", "dense + Ngram adaptive-8", "sparse + Ngram adaptive-8"]
+    assert names == ["dense", "sparse", "dense + ngram adaptive-8", "sparse + ngram adaptive-8"]
     for row in result["rows"]:
         assert row["num_different"] == 0
         assert row["num_answers"] == 2
@@ -90,4 +90,4 @@ def test_counts_are_shares_of_layers_and_of_tokens():
 
 def test_an_unknown_target_is_refused(folder):
     with pytest.raises(ConfigError, match=r"rows\[0\].target is 'x'; targets has dense, sparse"):
-        validate(SparseEvaluationConfig, settings(folder, rows=[{"target": "x"}]))
+        validate(SparseEvaluationConfig, settings(folder, rows=[{"target": "x", "drafter": {"type": "ngram"}}]))

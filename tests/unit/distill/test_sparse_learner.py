@@ -11,6 +11,8 @@ from tiny_batches import batch_of
 from tiny_targets import MAX_POSITIONS, load_target
 
 from moray.activations.capture.record import KVRecorder
+from moray.cluster.training.configs import SparsifyConfig
+from moray.config import validate
 from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, TrainConfig
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
@@ -169,3 +171,19 @@ def test_a_baseline_drops_layers_for_good(tiny, tmp_path, monkeypatch):
     cache = target.new_cache(MAX_POSITIONS)
     found = target.forward(torch.tensor([tokens]), torch.arange(20)[None], None, cache)
     torch.testing.assert_close(found.last[0], trained, atol=2e-4, rtol=0)
+
+
+def test_settings_that_train_nothing_or_save_nothing_whole_are_refused(tiny):
+    for problem, more in (
+        ("give has_routers=false too", {"dropped_layers": [1]}),
+        ("there is nothing to train", {"has_routers": False, "lora_rank": 0}),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            validate(SparseConfig, more)
+    with pytest.raises(ConfigError, match=r"dropped_layers has 7; the target's layers are 0 to 3"):
+        learner_of(tiny, validate(SparseConfig, {"has_routers": False, "dropped_layers": [7], "first_layer": 1}))
+    run = {"target": {"model": "t"}, "activations": "a", "output": "o", "optim": {"type": "adamw"}}
+    published = {"losses": {"feature": 0, "kl": 0}, "sparse": {"ce_weight": 1}}
+    assert validate(SparsifyConfig, run | published).sparse.ce_weight == 1
+    with pytest.raises(ConfigError, match=r"sparse.ce_weight are all 0"):
+        validate(SparsifyConfig, run | {"losses": {"feature": 0, "kl": 0}})

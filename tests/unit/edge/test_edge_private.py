@@ -39,7 +39,11 @@ def test_a_text_that_the_drafter_wrote_keeps_its_placeholder_in_later_turns():
     assert redactor.is_used
     assert redactor.restore("[P2] is [P3].") == "Ann Lee is x."
     later = [*first, {"role": "assistant", "content": "It is <private>[P3]</private>."}, user("Who is x?")]
-    assert [turn["content"] for turn in redactor.redact(later)] == ["[P1] or [P2]?", "It is [P3].", "Who is x?"]
+    assert [turn["content"] for turn in redactor.redact(later)] == [
+        "[P1] or [P2]?",
+        "It is <private>[P3]</private>.",
+        "Who is x?",
+    ]
 
 
 @pytest.mark.parametrize(

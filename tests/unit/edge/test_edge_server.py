@@ -86,7 +86,7 @@ def reply(index: int, size: int = 0) -> Reply:
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
-        ({"versions": (7,)}, "version", "speaks version 1"),
+        ({"versions": (7,)}, "version", "speaks version 2"),
         ({"target": "other"}, "target", "this server's is T"),
         ({"text": "other"}, "text", "this server's are X"),
         ({"drafter": "e"}, "drafter", "there are: d"),

@@ -85,3 +85,5 @@ def test_private_answers_are_compared_and_leaks_are_found():
     messages = ["Greet [P1]", "Greet Ada Byron", '{"tokens":[7,1,2,3]}', '{"tokens":[1,2]}', '{"tokens":[9,1,2,3]}']
     codes = {"Ada Byron": [7, 1, 2, 3], " Ada Byron": [9, 1, 2, 3]}
     assert count_leaks(messages, ["Ada Byron"], codes.__getitem__) == 3
+    digits = {"417": [4, 1, 7], " 417": [5, 1, 7]}
+    assert count_leaks(['{"tokens":[4170,14,1,7]}', '{"tokens":[3,4,1,7]}'], ["417"], digits.__getitem__) == 1

@@ -13,10 +13,10 @@ class SparseRowConfig(Config):
 
     target: str
     """Name of one of `targets`."""
-    drafter: str | UsableConfig | None = None
-    """Folder of a drafter that was trained for that target, or a drafter by type; null for none."""
+    drafter: str | UsableConfig
+    """Folder of a drafter that was trained for that target, or a drafter by type. Targets alone are measured anyway."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
-    """Shape of the draft trees; without effect for a row without a drafter."""
+    """Shape of the draft trees."""
 
 
 class SparseEvaluationConfig(Config):

@@ -12,7 +12,7 @@ from moray.bench.loading import first_prompts
 from moray.bench.reports.wording import number, times
 from moray.bench.sparse.configs import SparseEvaluationConfig
 from moray.bench.sparse.quality import Quality, measure_quality, read_texts
-from moray.bench.sparse.speed import Way, name_of
+from moray.bench.sparse.speed import Way
 from moray.bench.specbench import read_questions
 from moray.decoding.generate import SpeculativeDecoder
 from moray.drafters.loading import load_drafters
@@ -74,12 +74,10 @@ def _ways(config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer:
     plain = {name: Way(name, name, target, SpeculativeDecoder(target, None)) for name, target in targets.items()}
     ways = list(plain.values())
     for row in config.rows:
-        if row.drafter is None:
-            continue
         target = targets[row.target]
-        (drafter,) = load_drafters((row.drafter,), target, tokenizer).values()
+        ((name, drafter),) = load_drafters((row.drafter,), target, tokenizer).items()
         decoder = SpeculativeDecoder(target, drafter, row.tree)
-        ways.append(Way(name_of(row, drafter), row.target, target, decoder, plain[row.target]))
+        ways.append(Way(f"{row.target} + {name} {row.tree.name}", row.target, target, decoder, plain[row.target]))
     return ways
 
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moray.bench.sparse.configs import SparseRowConfig
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.targets.sparse.target import PassCounts, SparseTarget
 
@@ -40,9 +38,14 @@ class Way:
     def answer(self, index: int, prompt: list[int], max_new_tokens: int, eos_ids: Sequence[int]) -> None:
         """Answer one prompt, and note the time without the prompt's."""
         target = self.target
-        if isinstance(target, SparseTarget):
-            target.counts = PassCounts()
-        made = self.decoder.generate(prompt, self.params, max_new_tokens, eos_ids)
+        emitted: list[int] = []
+
+        def on_tokens(tokens: list[int], _: int) -> None:
+            if not emitted and isinstance(target, SparseTarget):
+                target.counts = PassCounts()  # the passes so far have read the prompt
+            emitted.extend(tokens)
+
+        made = self.decoder.generate(prompt, self.params, max_new_tokens, eos_ids, on_tokens)
         self.seconds += made.seconds
         self.num_tokens += max(0, len(made.tokens) - 1)
         self.num_cycles += made.num_cycles
@@ -76,8 +79,3 @@ class Way:
             "layers_read": self.counts.layers_read if isinstance(self.target, SparseTarget) else 1.0,
             "rows_run": self.counts.rows_run if isinstance(self.target, SparseTarget) else 1.0,
         }
-
-
-def name_of(row: SparseRowConfig, drafter: Drafter) -> str:
-    """Of a row with a drafter."""
-    return f"{row.target} + {type(drafter).__name__} {row.tree.name}"

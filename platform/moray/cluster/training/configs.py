@@ -173,6 +173,9 @@ class DistillConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        losses = self.losses
+        if not losses.feature + losses.kl + losses.total_variation:
+            raise ValueError("losses: feature, kl and total_variation are all 0: there is nothing to learn from")
         if self.losses.feature and not self.drafter.predicts_features:
             raise ValueError(
                 f"losses.feature is {self.losses.feature}, but a drafter of type '{self.drafter.type}' predicts no "
@@ -206,6 +209,8 @@ class SparsifyConfig(TrainingConfig):
                 f"losses.feature is {self.losses.feature}, but a sparse target predicts no features: give "
                 "losses.feature=0, and losses.kl, or sparse.ce_weight"
             )
+        if not self.losses.kl + self.losses.total_variation + self.sparse.ce_weight:
+            raise ValueError("losses.kl, losses.total_variation and sparse.ce_weight are all 0: give one of them")
         if self.validation is not None:
             raise ValueError("validation measures drafters; leave it out and measure with pipelines.evaluate sparse")
         if self.parallel.type == "deepspeed":

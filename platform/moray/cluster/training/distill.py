@@ -39,7 +39,7 @@ from moray.errors import DataError
 
 
 def distill(config: TrainingConfig) -> Path:
-    """Train a drafter, or go on with one; returns the folder that holds it. Needs a Ray session.
+    """Train what the configuration names, or go on with it; returns the folder that holds it. Needs a Ray session.
 
     Ray keeps the run below `config.output`, so that the same command after a kill finds its last
     checkpoint. Workers that die are replaced up to `max_failures` times, and so is what controls them.
@@ -51,7 +51,7 @@ def distill(config: TrainingConfig) -> Path:
     """
     is_complete(config)  # raises what speaks against it
     check_trackers(config.trackers)
-    asked = num_workers(config)
+    num_asked_workers = num_workers(config)
     check_validation(config)
     begin_or_resume(config)
     _lay_out(config)
@@ -59,7 +59,7 @@ def distill(config: TrainingConfig) -> Path:
     output = Path(config.output).absolute()
     progress_actor: Any = ProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     with follow(progress_actor, config.label):
-        checkpoint = _train(config, progress_actor, asked)
+        checkpoint = _train(config, progress_actor, num_asked_workers)
     _close_cache(config)
     validate_last(config, checkpoint, output)
     _send_validation(config, output, progress_actor)
@@ -81,11 +81,11 @@ def train_until(config: TrainingConfig, stop_step: int, progress_actor: Any) -> 
     newest = newest_checkpoint(output)
     if newest is not None and checkpoint_step(newest) >= stop_step:
         return newest
-    asked = num_workers(config)
+    num_asked_workers = num_workers(config)
     free_workers()  # of one before that died here
     begin_or_resume(config)
     _count_tokens(config)
-    return _train(config, progress_actor, asked, stop_step)
+    return _train(config, progress_actor, num_asked_workers, stop_step)
 
 
 def hand_out(checkpoint: ray.train.Checkpoint, output: Path) -> None:
@@ -97,11 +97,11 @@ def hand_out(checkpoint: ray.train.Checkpoint, output: Path) -> None:
 
 
 def _train(
-    config: TrainingConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None = None
+    config: TrainingConfig, progress_actor: Any, num_asked_workers: int | tuple[int, int], stop_step: int | None = None
 ) -> ray.train.Checkpoint:
     """Run workers until they are done; the run's newest checkpoint."""
     output = Path(config.output).absolute()
-    result = _fit(config, progress_actor, asked, stop_step)
+    result = _fit(config, progress_actor, num_asked_workers, stop_step)
     failure: Any = ray.get(progress_actor.failure.remote())
     if failure is not None:
         if newest_checkpoint(output) is None:
@@ -114,13 +114,13 @@ def _train(
 
 
 def _fit(
-    config: TrainingConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None
+    config: TrainingConfig, progress_actor: Any, num_asked_workers: int | tuple[int, int], stop_step: int | None
 ) -> ray.train.Result:
     """Run Ray Train to its end. Ray replaces workers; if its controller dies, begin again where the run was."""
     for failures_left in range(config.workers.max_failures, -1, -1):
         try:
             with own_errors():
-                return _trainer(config, progress_actor, asked, stop_step).fit()
+                return _trainer(config, progress_actor, num_asked_workers, stop_step).fit()
         except ray.exceptions.RayActorError:
             if not failures_left:
                 raise
@@ -129,7 +129,7 @@ def _fit(
 
 
 def _trainer(
-    config: TrainingConfig, progress_actor: Any, asked: int | tuple[int, int], stop_step: int | None
+    config: TrainingConfig, progress_actor: Any, num_asked_workers: int | tuple[int, int], stop_step: int | None
 ) -> TorchTrainer:
     output = Path(config.output).absolute()
     _mend_snapshot(output)
@@ -138,7 +138,7 @@ def _trainer(
         work,
         train_loop_config={"settings": settings},
         scaling_config=ray.train.ScalingConfig(
-            num_workers=asked,
+            num_workers=num_asked_workers,
             use_gpu=config.workers.use_gpu,
             resources_per_worker=config.workers.resources,
         ),

@@ -10,7 +10,7 @@ from moray.drafters.learner import Learner
 from moray.targets.head import TargetHead
 
 
-def outline_drafter(config: TrainingConfig) -> Learner:
+def outline_learner(config: TrainingConfig) -> Learner:
     """The drafter without its weights, on torch's meta device: a matter of milliseconds, whatever its size.
 
     Raises:

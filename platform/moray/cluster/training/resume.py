@@ -16,7 +16,7 @@ from moray.text import ChatTokenizer, fingerprint_parts
 
 
 def is_complete(config: TrainingConfig) -> bool:
-    """Whether the drafter of this configuration is there already; refuses what cannot begin or go on.
+    """Whether the result of this configuration is there already; refuses what cannot begin or go on.
 
     Raises:
         MismatchError: the cache was made from another target, or the folder holds another run.

@@ -119,7 +119,7 @@ def _train(settings: WorkerSettings) -> None:
     worker = _Worker(context.get_world_rank(), context.get_world_size())
     manifest = open_source(config)
     device = get_device()
-    drafter = build_drafter(config, manifest, device.type).to(device)
+    drafter = build_learner(config, manifest, device.type).to(device)
     plans = plan_data_shards(config, manifest, drafter.needs, settings.num_data_shards)
     newest = newest_checkpoint(output)
     parallel, first = _resume(config, drafter, worker, newest)
@@ -200,7 +200,7 @@ def _save(parallel: Parallel, progress: Progress, manifest: Manifest, worker: _W
         )
 
 
-def build_drafter(config: TrainingConfig, manifest: Manifest, device_type: str = "cpu") -> Learner:
+def build_learner(config: TrainingConfig, manifest: Manifest, device_type: str = "cpu") -> Learner:
     """A freshly initialised drafter: the same on every worker, for the same seed.
 
     Raises:

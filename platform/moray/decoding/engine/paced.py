@@ -225,8 +225,8 @@ def _check_layers(num_target_layers: int, layer_counts: tuple[int, ...]) -> None
 
 
 def _tail_of(row: int, pace: Pace, num_new: int) -> tuple[TailPiece, ...]:
-    """What the client does not have yet of the layers that its drafts run: all of the tokens whose memory is new, and
-    a limited number of earlier ones."""
+    """The next keys and values that the client lacks of the layers that its drafts run, oldest first: at most
+    `MAX_RECALLED` tokens of a layer, or as many as have new memory."""
     pieces: list[TailPiece] = []
     for layer in range(1, pace.num_target_layers + 1):
         begin = pace.num_told_in_layers[layer - 1]

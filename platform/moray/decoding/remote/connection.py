@@ -40,7 +40,7 @@ class Connection:
         Args:
             frame: as `messages.pack` builds it.
             number: of the request.
-            jobs: the drafts that it asks for, by session.
+            jobs: the draft jobs in it, by session.
 
         Raises:
             UnreachableError: the process is gone.
@@ -75,7 +75,7 @@ class Connection:
         for drafted in reply.trees:
             job = request.jobs.pop(drafted.session, None)
             if job is None:
-                raise DataError(f"a draft for session '{drafted.session[:40]}' came, for which none was asked")
+                raise DataError(f"a draft for session '{drafted.session[:40]}' came, for which none was requested")
             matched.append((job, drafted))
         if request.jobs:
             raise DataError(f"request {reply.number} was answered without {len(request.jobs)} of its drafts")

@@ -48,7 +48,7 @@ class HostStats:
     """State of drafting ahead when a chain was requested: "right", "wrong" or "unfinished"."""
 
 
-class _DraftJob(NamedTuple):
+class _HostedJob(NamedTuple):
     """A draft that an entry requests."""
 
     session: Session
@@ -119,7 +119,7 @@ class DraftHost:
                 self._close(session)
             self._sweep()
             trees: list[DraftedTree] = []
-            jobs: dict[int, _DraftJob] = {}
+            jobs: dict[int, _HostedJob] = {}
             at = 0
             for place, entry in enumerate(request.entries):
                 end = at + len(entry.tokens)
@@ -225,7 +225,7 @@ class DraftHost:
         session.used = time.monotonic()
         return session
 
-    def _job_of(self, session: Session, entry: Entry, request: DraftRequest) -> _DraftJob | None:
+    def _job_of(self, session: Session, entry: Entry, request: DraftRequest) -> _HostedJob | None:
         """The draft that an entry requests, if any, with what was drafted ahead for it."""
         if entry.root is None:
             return None
@@ -239,7 +239,7 @@ class DraftHost:
             if guess is not None and guess.is_right(entry.tokens, entry.root, drawn):
                 guessed = guess.chain[: shape.depth + 1]
             self.stats.ahead["unfinished" if guess is None else "wrong" if guessed is None else "right"] += 1
-        return _DraftJob(session, entry.root, shape, drawn, guessed, entry.wants_scores)
+        return _HostedJob(session, entry.root, shape, drawn, guessed, entry.wants_scores)
 
     def _tell(self, session: Session, entry: Entry, memory: dict[str, Tensor], *, is_late: bool) -> None:
         """Let a session take in the verified tokens of an entry."""
@@ -252,7 +252,7 @@ class DraftHost:
             told = Told(torch.tensor(entry.tokens, device=device), known, entry.num_kept)
             session.learn(drafter, told, is_late=is_late)
 
-    def _drafts(self, jobs: Mapping[int, _DraftJob]) -> dict[int, dict[str, Any]]:
+    def _drafts(self, jobs: Mapping[int, _HostedJob]) -> dict[int, dict[str, Any]]:
         """Make the requested drafts, as fields of `DraftedTree`."""
         found: dict[int, dict[str, Any]] = {}
         groups: dict[tuple[str, GrowableShape, int | None], list[int]] = {}
@@ -272,7 +272,7 @@ class DraftHost:
         return found
 
     def _draft(
-        self, drafter: Drafter, shape: GrowableShape, num_target_layers: int | None, jobs: list[_DraftJob]
+        self, drafter: Drafter, shape: GrowableShape, num_target_layers: int | None, jobs: list[_HostedJob]
     ) -> list[TokenTree]:
         device, size = drafter.head.weight.device, drafter.spec.vocab_size
         samplers = [Sampler(params, size, device, sequence) for params, sequence, _ in (job.drawn for job in jobs)]
@@ -285,13 +285,13 @@ class DraftHost:
         with self._cost.spent(len(jobs)):
             return drafter.propose_many([job.session.state for job in jobs], roots, shape, picks)
 
-    def _plan_ahead(self, answered: list[tuple[_DraftJob, tuple[int, ...]]]) -> None:
+    def _plan_ahead(self, answered: list[tuple[_HostedJob, tuple[int, ...]]]) -> None:
         """Plan to draft ahead below the chains among these replies; chains of one length go together.
 
         Drops obsolete plans here: while requests never cease, `go_on` gets no turn to do so.
         """
         self._aheads = deque(ahead for ahead in self._aheads if ahead.sessions)
-        groups: dict[tuple[str, int, int, bool], list[tuple[_DraftJob, tuple[int, ...]]]] = {}
+        groups: dict[tuple[str, int, int, bool], list[tuple[_HostedJob, tuple[int, ...]]]] = {}
         for job, tokens in answered:
             is_guessed, depth = job.guessed is not None, job.shape.depth
             if isinstance(job.shape, ChainShape) and (is_guessed or len(tokens) == depth + 1):

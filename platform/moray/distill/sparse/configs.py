@@ -1,6 +1,8 @@
 """What a sparse target is trained to be. Torch-free."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from moray.drafters.config_base import DrafterConfigBase
 from moray.targets.spec import RoutingSpec
@@ -33,6 +35,14 @@ class SparseConfig(DrafterConfigBase):
     """Whether to train routers; false trains the low-rank changes alone, as a baseline."""
     dropped_layers: tuple[int, ...] = ()
     """Layers that no token runs through, a baseline without routers; none by default."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.dropped_layers and self.has_routers:
+            raise ValueError("dropped_layers is a baseline without routers: give has_routers=false too")
+        if not self.has_routers and not self.lora_rank:
+            raise ValueError("has_routers is false and lora_rank is 0: there is nothing to train")
+        return self
 
     def implementation(self) -> tuple[str, str]:
         return "moray.distill.sparse.learner", "SparseLearner"

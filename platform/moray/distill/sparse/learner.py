@@ -63,11 +63,17 @@ class SparseLearner(Learner):
                 f"sparse.share is {config.share:g}, but {free} of {spec.num_layers} layers have no router: give "
                 "a larger share, or a smaller sparse.first_layer or sparse.last_layers"
             )
+        absent = [layer for layer in config.dropped_layers if not 0 <= layer < spec.num_layers]
+        if absent:
+            raise ConfigError(
+                f"sparse.dropped_layers has {absent[0]}; the target's layers are 0 to {spec.num_layers - 1}"
+            )
         self.routers = build_routers(spec, config.routing) if config.has_routers else nn.ModuleDict()
         self.changes = nn.ModuleList()
-        for layer in head.layers:
+        for index, layer in enumerate(head.layers):
             attention: Any = layer.self_attn
-            linears = (attention.q_proj, attention.k_proj, attention.v_proj) if config.lora_rank else ()
+            is_trained = bool(config.lora_rank) and index not in config.dropped_layers
+            linears = (attention.q_proj, attention.k_proj, attention.v_proj) if is_trained else ()
             self.changes.append(
                 nn.ModuleList(
                     LowRank(one.in_features, one.out_features, config.lora_rank, config.lora_dropout) for one in linears

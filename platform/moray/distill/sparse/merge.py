@@ -3,6 +3,7 @@
 Low-rank changes are added to the weights. Layers that a baseline drops are left out, and the others renumbered.
 """
 
+import tempfile
 from pathlib import Path
 
 import torch
@@ -42,7 +43,11 @@ def write_sparse_target(folder: Path, target: TargetConfig, config: SparseConfig
                 kind for index, kind in enumerate(model.config.layer_types) if index not in config.dropped_layers
             ]
     tokenizer = ChatTokenizer.load(target.model, target.template).tokenizer
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
-    if config.has_routers:
-        save_routers(folder, learner.routers, config.routing)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        tokenizer.save_pretrained(made)
+        model.save_pretrained(made)
+        if config.has_routers:
+            save_routers(Path(made), learner.routers, config.routing)
+        for path in sorted(Path(made).iterdir(), key=lambda path: path.name == "config.json"):
+            path.replace(folder / path.name)  # config.json last: it says that the target is whole

@@ -39,6 +39,8 @@ class EdgeAnswer:
         self.lost_at: float | None = None
         """Since when there has been no server; None if the last message came as it should."""
         self.next_seq = 1
+        self.last_stale_seq = -1
+        """Answers to drafts up to this one may have waited for a connection: they say nothing about its speed."""
         self.under_way: deque[Verify] = deque()
         self.planned: Planned | None = None
         """The last draft that was made after an answer, not ahead of it."""
@@ -50,7 +52,7 @@ class EdgeAnswer:
 
     def reopen(self) -> None:
         """The session is gone: nothing is under way any more."""
-        self.welcome, self.received, self.next_seq = None, 0, 1
+        self.welcome, self.received, self.next_seq, self.last_stale_seq = None, 0, 1, -1
         self.under_way.clear()
         self.has_root = False
         self.alone = None

@@ -20,7 +20,7 @@ little, and leave the time of a byte close to 0."""
 
 
 class _Arrival(NamedTuple):
-    way: float
+    delay: float
     """Seconds from sending to arrival, and the difference of the clocks."""
     since_last: float
     """Seconds since the arrival of the message before."""
@@ -48,7 +48,7 @@ class Bandwidth:
     def record(self, sent: float, arrived: float, num_bytes: int) -> None:
         """Record a message: when it was sent, on the server's clock, and when it arrived, on this device's."""
         arrival = _Arrival(arrived - sent, arrived - self._last_arrival, num_bytes)
-        self._shortest = min(self._shortest, arrival.way)
+        self._shortest = min(self._shortest, arrival.delay)
         self._last_arrival = arrived
         (self._large if num_bytes >= _LARGE else self._latest).append(arrival)
         if len(self._latest) + len(self._large) >= _NUM_LARGE:
@@ -62,7 +62,7 @@ class Bandwidth:
 
     def _fit(self) -> float:
         arrivals = [*self._latest, *self._large]
-        transfers = [min(a.way - self._shortest, a.since_last) for a in arrivals]
+        transfers = [min(a.delay - self._shortest, a.since_last) for a in arrivals]
         count = len(arrivals)
         mean_bytes = sum(a.num_bytes for a in arrivals) / count
         mean_seconds = sum(transfers) / count

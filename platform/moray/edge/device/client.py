@@ -7,7 +7,7 @@ message is taken once, and a session that was lost is opened again with all veri
 """
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
@@ -68,10 +68,12 @@ class EdgeClient:
         self._idle_link: Link | None = None
         """The connection of the answer before, for the next one."""
         self.stats = EdgeStats()
+        self.ends_draft: Callable[[Sequence[int]], bool] | None = None
+        """Whether what follows these tokens of an answer must not be sent; None to send every draft whole."""
         shape = fit_shape(config.tree, drafter.name, drafter.drafter.max_depth, drafter.drafter.spec.vocab_size)
-        self._way = Bandwidth()
+        self._bandwidth = Bandwidth()
         layer_bytes = BYTES[config.codec] * drafter.drafter.spec.kv_width
-        self._planner = CyclePlanner(shape, drafter.layer_counts, layer_bytes, self._way)
+        self._planner = CyclePlanner(shape, drafter.layer_counts, layer_bytes, self._bandwidth)
 
     def answer(self, request: Request) -> Generator[EdgeEvent]:
         """Answer a request; yield what happens. Closing the iterator cancels the answer.
@@ -220,7 +222,7 @@ class EdgeClient:
             )
         if answer.welcome is None:
             answer.welcome = welcome
-            self._way.restart()
+            self._bandwidth.restart()
             return
         session, token = answer.welcome.session, answer.welcome.resume_token
         link.send(Resume(session=session, token=token, received=answer.received))
@@ -230,6 +232,7 @@ class EdgeClient:
             answer.reopen()
             self.stats.num_reopened += 1
             raise UnreachableError(f"the session is gone: {error}") from None
+        answer.last_stale_seq = resumed.last_seq  # what answers these may have waited for this connection
         for verify in answer.under_way:
             if verify.seq > resumed.last_seq:
                 link.send(verify)
@@ -277,6 +280,12 @@ class EdgeClient:
         self, answer: EdgeAnswer, link: Channel, tokens: list[int], parents: tuple[int, ...], at: int | None = None
     ) -> None:
         at = len(answer.tokens) - 1 if at is None else at
+        if self.ends_draft is not None and tokens:
+            num_tokens = len(tokens)
+            tokens, parents = cut_draft(
+                answer.tokens[len(answer.request.prompt) : -1], tokens, parents, self.ends_draft
+            )
+            answer.planned = answer.planned if len(tokens) == num_tokens else None
         verify = Verify(
             seq=answer.next_seq,
             at=at,
@@ -299,8 +308,8 @@ class EdgeClient:
         if message.index != answer.received + 1:
             raise DataError(f"message {message.index} of the server came after {answer.received}")
         answer.received, answer.lost_at = message.index, None
-        if message.sent:
-            self._way.record(message.sent, link.arrived, link.num_bytes)
+        if message.sent and message.seq > answer.last_stale_seq:
+            self._bandwidth.record(message.sent, link.arrived, link.num_bytes)
         if message.seq and message.is_last:
             if not answer.under_way or answer.under_way[0].seq != message.seq:
                 raise DataError(f"the server answers draft {message.seq}, which is not the next one under way")
@@ -360,3 +369,26 @@ class EdgeClient:
         else:
             answer.drafted = drafted[len(new) :]
         yield VerifiedTokens(index, message.tokens, message.num_accepted)
+
+
+def cut_draft(
+    before: Sequence[int], tokens: list[int], parents: tuple[int, ...], ends: Callable[[Sequence[int]], bool]
+) -> tuple[list[int], tuple[int, ...]]:
+    """A draft without the nodes below one at which it `ends`.
+
+    Args:
+        before: tokens of the answer before the root.
+        tokens: of the nodes, the root first.
+        parents: of each node, -1 for the root; none for a chain.
+        ends: whether nothing may follow these tokens of an answer.
+    """
+    paths: list[list[int]] = []
+    numbers: dict[int, int] = {}
+    for node, token in enumerate(tokens):
+        parent = node - 1 if not parents else parents[node]
+        is_kept = parent < 0 or (parent in numbers and not ends(paths[parent]))
+        paths.append([*(paths[parent] if parent >= 0 else before), token])
+        if is_kept:
+            numbers[node] = len(numbers)
+    kept = [tokens[node] for node in numbers]
+    return kept, tuple(numbers.get(parents[node], -1) for node in numbers) if parents else ()

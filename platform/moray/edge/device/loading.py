@@ -63,7 +63,10 @@ class Device:
         Raises:
             DataError: a mark is wrong (see `edge.device.private`).
         """
-        prompt = tuple(self.tokenizer.encode_prompt(self.redactor.redact(messages)))
+        chat = self.redactor.redact(messages)
+        if self._config.private_answers == "drafter":
+            chat = _with_request(chat, self._config.private_request)
+        prompt = tuple(self.tokenizer.encode_prompt(chat))
         request = Request(prompt=prompt, params=self._config.sampling, max_new_tokens=self._config.max_new_tokens)
         if self._config.private_answers == "target":
             return self.client.answer(request)
@@ -71,12 +74,20 @@ class Device:
         return LocalSpans(
             self.client,
             self._drafter,
-            tokenizer.encode_text,
+            lambda text: tokenizer.encode_text(text, adds_special=False),
             tokenizer.decode,
             self.redactor,
             max(1, self._config.max_offline_tokens),
             tokenizer.eos_ids,
         ).answer(request)
+
+
+def _with_request(chat: Sequence[Message], request: str) -> list[Message]:
+    """The chat with a request in its system message. It is added after redaction, which would take its marks for
+    private text."""
+    if chat and chat[0]["role"] == "system":
+        return [{"role": "system", "content": f"{chat[0]['content']}\n{request}"}, *chat[1:]]
+    return [{"role": "system", "content": request}, *chat]
 
 
 def _read_key(path: str | None) -> str | None:

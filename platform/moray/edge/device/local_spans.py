@@ -8,6 +8,7 @@ The target sees a placeholder in place of the text, and so does everything that 
 from its memory of what is verified, so how good the text is depends on the drafter.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
@@ -53,7 +54,8 @@ class LocalSpans:
 
     def answer(self, request: Request) -> Iterator[EdgeEvent]:
         """Answer a request (see `EdgeClient.answer`)."""
-        stats = EdgeStats()
+        stats, began = EdgeStats(), time.monotonic()
+        self._client.ends_draft = self._is_open
         answered = [*request.generated]
         while True:
             rest = request.model_copy(update={"generated": tuple(answered)})
@@ -64,6 +66,7 @@ class LocalSpans:
                         answered += event.tokens
                     elif isinstance(event, Finished):
                         stats.add(self._client.stats)
+                        stats.seconds = time.monotonic() - began
                         self._client.stats = stats
                     yield event
                     if isinstance(event, Finished):
@@ -78,16 +81,22 @@ class LocalSpans:
             yield LocalText(mark, text, tokens)
             answered = [*answered[:mark], *tokens]
             if len(answered) >= request.max_new_tokens:
+                stats.seconds = time.monotonic() - began
                 self._client.stats = stats
                 yield Finished("length")
                 return
 
+    def _is_open(self, answered: Sequence[int]) -> bool:
+        """Whether the text ends between two marks."""
+        text = self._decode(list(answered))
+        return text.rfind(OPEN) > text.rfind(CLOSE)  # -1 without one
+
     def _open_mark(self, answered: list[int]) -> int | None:
         """Index of the token after a mark that is not closed; None if there is none. Tokens behind it are the
         target's."""
-        text = self._decode(answered)
-        if text.rfind(OPEN) <= text.rfind(CLOSE):  # -1 for both without any
+        if not self._is_open(answered):
             return None
+        text = self._decode(answered)
         end = len(answered)
         while end and self._decode(answered[: end - 1]).rfind(OPEN) == text.rfind(OPEN):
             end -= 1
@@ -101,7 +110,7 @@ class LocalSpans:
         written: list[int] = []
         while ahead is not None and not self._is_over(written, answered):
             is_going = self._drafter.grow(ahead)
-            written = ahead.first_chain[1:]
+            written = ahead.first_chain[1:] or written  # empty once the drafter finds nothing more
             if not is_going:
                 break
         ends = [place for place, token in enumerate(written) if token in self._eos_ids]

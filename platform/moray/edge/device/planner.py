@@ -61,19 +61,19 @@ class CyclePlanner:
         shape: AnyShape,
         layer_counts: Sequence[int] = (0,),
         layer_bytes: float = 0.0,
-        way: Bandwidth | None = None,
+        bandwidth: Bandwidth | None = None,
     ) -> None:
         """
         Args:
             shape: what may be drafted; one that is not adaptive is always drafted.
             layer_counts: values of N that the drafter can draft with.
             layer_bytes: bytes of a token's keys and values in one of the target's last layers, as they cross.
-            way: measures how long bytes take.
+            bandwidth: measures how long bytes take.
         """
         self._shape = shape
         self._layer_counts = tuple(layer_counts)
         self._layer_bytes = layer_bytes
-        self._way = way or Bandwidth()
+        self._bandwidth = bandwidth or Bandwidth()
         self._acceptance = Acceptance(shape.depth, self._layer_counts)
         self._reply = _Line()
         self._level_seconds: dict[int, float] = {}
@@ -92,7 +92,7 @@ class CyclePlanner:
                 here. A draft cannot use such a layer yet.
         """
         absent = {count: sum(missing[:count]) for count in self._layer_counts}
-        best, depth, _ = self._best({count: absent[count] for count in self._layer_counts})
+        best, depth, _ = self._best(absent)
         usable = best
         if absent[best]:
             ready = {count: 0 for count, tokens in absent.items() if not tokens}
@@ -101,15 +101,15 @@ class CyclePlanner:
         return CyclePlan(shape, usable, best)
 
     def _best(self, absent: dict[int, int]) -> tuple[int, int, float]:
-        """N, depth and expected tokens per second of the best plan with one of these N; `absent` are the tokens that a
-        layer lacks, over all layers of N."""
+        """N, depth and expected tokens per second of the best plan with one of these N. `absent` has, for each N, the
+        tokens whose keys and values are missing, added up over its layers."""
         depths = range(1, self._shape.depth + 1) if isinstance(self._shape, AdaptiveShape) else (self._shape.depth,)
         found: tuple[int, int, float] = (min(absent), depths[0], 0.0)
         for count, tokens in absent.items():
             rates = self._acceptance.rates(count, in_doubt=True)
             expected, survival = 1.0, 1.0
-            fetch = self._way.seconds(tokens * self._layer_bytes) / _SPREAD_CYCLES
-            tail = self._way.seconds(count * self._layer_bytes)
+            fetch = self._bandwidth.seconds(tokens * self._layer_bytes) / _SPREAD_CYCLES
+            tail = self._bandwidth.seconds(count * self._layer_bytes)
             for depth in range(1, self._shape.depth + 1):
                 survival *= rates[depth - 1]
                 expected += survival
@@ -144,5 +144,5 @@ class CyclePlanner:
             num_target_layers: N that it was drafted with.
             tail_tokens: tokens whose keys and values came with the answer, over all of the target's last layers.
         """
-        self._reply.add(levels, max(0.0, seconds - self._way.seconds(tail_tokens * self._layer_bytes)))
+        self._reply.add(levels, max(0.0, seconds - self._bandwidth.seconds(tail_tokens * self._layer_bytes)))
         self._acceptance.record(num_target_layers, levels, num_accepted)

@@ -39,6 +39,11 @@ class Redactor:
         """Whether anything has been marked."""
         return bool(self._placeholders or self._written)
 
+    @property
+    def has_written(self) -> bool:
+        """Whether the drafter wrote texts alone."""
+        return bool(self._written)
+
     def add(self, text: str) -> str:
         """A new placeholder for a text that the drafter wrote alone."""
         placeholder = self._new_placeholder()
@@ -52,16 +57,20 @@ class Redactor:
             DataError: a mark is not closed, or what it encloses is too short.
         """
         self._texts = [message["content"] for message in messages]
-        for text in self._texts:
-            self._find(text)
-        return [{**message, "content": self._replaced(message["content"])} for message in messages]
+        for message in messages:
+            if message["role"] != "assistant":  # answers stand here as the server has them
+                self._find(message["content"])
+        return [
+            {**message, "content": self._replaced(message["content"], has_marks=message["role"] != "assistant")}
+            for message in messages
+        ]
 
     def restore(self, text: str) -> str:
         """A text with the marked texts in place of their placeholders."""
+        for placeholder, written in self._written.items():  # first: they may hold placeholders of the prompt
+            text = text.replace(placeholder, written)
         for private, placeholder in self._placeholders.items():
             text = text.replace(placeholder, private)
-        for placeholder, written in self._written.items():
-            text = text.replace(placeholder, written)
         return text
 
     def stream(self) -> "StreamRestorer":
@@ -79,8 +88,6 @@ class Redactor:
             if mark in rest:
                 raise DataError(f"a message holds '{mark}' without its other half: write {OPEN}...{CLOSE}")
         for private in _MARKED.findall(text):
-            if private in self._written:  # an answer of before, as the server has it
-                continue
             if len(private.strip()) < _MIN_CHARACTERS:
                 raise DataError(
                     f"a private text has {len(private.strip())} characters; at least {_MIN_CHARACTERS} are needed, for "
@@ -96,8 +103,9 @@ class Redactor:
             number += 1
         return name
 
-    def _replaced(self, text: str) -> str:
-        text = _MARKED.sub(lambda found: self._placeholders.get(found[1], found[1]), text)
+    def _replaced(self, text: str, *, has_marks: bool) -> str:
+        if has_marks:
+            text = _MARKED.sub(lambda found: self._placeholders[found[1]], text)
         for private in sorted(self._placeholders, key=len, reverse=True):  # a text may hold another one
             text = text.replace(private, self._placeholders[private])
         return text

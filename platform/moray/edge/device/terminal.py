@@ -54,7 +54,7 @@ class AnswerView:
             self._drafted = self._drafted[: event.index - len(self._verified)]
         elif isinstance(event, LocalText):
             self._verified, self._drafted = [*self._verified[: event.index], *event.tokens], []
-            new = self._restorer.finish() + event.text
+            new = self._restorer.finish() + self._redactor.restore(event.text)
         elif isinstance(event, Finished):
             new = self._restorer.push("".join(piece.text for piece in self._detokenizer.finish()))
             new += self._restorer.finish()

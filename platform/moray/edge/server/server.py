@@ -144,8 +144,8 @@ class EdgeServer:
 
     def fail(self, session: ServerSession, error: RefusedError) -> None:
         """End a session whose target is lost or has refused it, and tell its device if it is there."""
-        self.backend.note_refused(error.code)
         if session.send is not None:
+            self.backend.note_refused(error.code)
             session.send(error.frame)
         self.drop(session)
 

@@ -27,7 +27,7 @@ _MAX_COUNTED = 64
 
 @dataclass
 class PassCounts:
-    """What the passes over new tokens of an answer have read: passes over prompts do not count."""
+    """What passes over few tokens have read; whoever wants those of an answer resets it after the prompt."""
 
     num_passes: int = 0
     num_layers: int = 0
