@@ -44,6 +44,10 @@ def test_a_text_that_the_drafter_wrote_keeps_its_placeholder_in_later_turns():
         "It is <private>[P3]</private>.",
         "Who is x?",
     ]
+    unfinished = [*later, {"role": "assistant", "content": "He is <private>"}]
+    assert redactor.redact(unfinished)[-1]["content"] == "He is <private>", "an answer that was cut in a mark"
+    assert redactor.add("with [P2]") == "[P4]"
+    assert redactor.restore("[P4]") == "with Ann Lee", "a text that holds a placeholder of the prompt"
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,11 @@ class MoA(BatchedDrafter[MoAState]):
                 + ", ".join(str(n) for n in range(1, spec.kv_width) if spec.kv_width % (2 * n) == 0)
                 + " are accepted"
             )
+        if config.num_target_layers >= spec.num_layers:
+            raise ConfigError(
+                f"drafter.target_layers is {config.num_target_layers}; the target has {spec.num_layers} layers, so 0 "
+                f"to {spec.num_layers - 1} are accepted"
+            )
         if head.num_layers < config.num_target_layers:
             raise ConfigError(f"drafter.target_layers is {config.num_target_layers} but the head has {head.num_layers}")
         if config.layer_stride > spec.num_layers:
