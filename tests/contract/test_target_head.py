@@ -42,7 +42,10 @@ def test_the_head_s_layers_are_the_target_s_last(tiny, target_name):
 
 
 def test_more_target_layers_than_there_are_is_refused(tiny):
-    with pytest.raises(ConfigError, match=r"target_layers is 4; .* 0 to 3"):
-        TargetHead.of(tiny("llama").target, 4)
+    with pytest.raises(ConfigError, match=r"target_layers is 5; .* 0 to 4"):
+        TargetHead.of(tiny("llama").target, 5)
+    every = TargetHead.of(tiny("llama").target, 4)  # what makes a target sparse reads all of them; a drafter may not
+    with pytest.raises(ConfigError, match=r"target_layers is 4; the target has 4 layers, so 0 to 3"):
+        VARIANTS["moa-2"].model_copy(update={"target_layers": 4}).build(every)
     with pytest.raises(ConfigError, match="target_layers is 2 but the head has 1"):
         VARIANTS["moa-2"].build(TargetHead.of(tiny("llama").target, 1))
