@@ -1,6 +1,6 @@
 """Settings of a device's client. Torch-free."""
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -65,7 +65,7 @@ class EdgeRunConfig(EdgeConfig):
     """Number of torch threads; null leaves it to torch."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> "EdgeRunConfig":
         if self.private_answers == "drafter" and self.in_flight > 1:
             raise ValueError(
                 f"in_flight is {self.in_flight} with private_answers=drafter, which could send what follows a mark: "

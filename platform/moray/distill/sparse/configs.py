@@ -1,7 +1,5 @@
 """What a sparse target is trained to be. Torch-free."""
 
-from typing import Self
-
 from pydantic import Field, model_validator
 
 from moray.drafters.config_base import DrafterConfigBase
@@ -37,7 +35,7 @@ class SparseConfig(DrafterConfigBase):
     """Layers that no token runs through, a baseline without routers; none by default."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> "SparseConfig":
         if self.dropped_layers and self.has_routers:
             raise ValueError("dropped_layers is a baseline without routers: give has_routers=false too")
         if not self.has_routers and not self.lora_rank:
