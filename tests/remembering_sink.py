@@ -1,6 +1,6 @@
 """A sink of metrics for tests."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from serve.metrics.series import Series
 from serve.metrics.sink import Sink
@@ -10,7 +10,7 @@ class RememberingSink(Sink):
     """Remembers everything that is published, by name and tags."""
 
     def __init__(self) -> None:
-        self.sums: Counter[tuple[str, ...]] = Counter()
+        self.sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self.now: dict[str, float] = {}
         self.seen: defaultdict[str, list[float]] = defaultdict(list)
 
@@ -18,7 +18,7 @@ class RememberingSink(Sink):
         assert series.kind == "counter"
         assert value > 0
         assert len(tags) == len(series.tags)
-        self.sums[series.name, *tags] += value  # type: ignore[assignment]
+        self.sums[series.name, *tags] += value
 
     def set(self, series: Series, value: float, *tags: str) -> None:
         assert series.kind == "gauge"

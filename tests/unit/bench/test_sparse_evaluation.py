@@ -14,7 +14,7 @@ from moray.bench.sparse.configs import SparseEvaluationConfig
 from moray.bench.sparse.evaluation import evaluate_sparse
 from moray.bench.sparse.quality import measure_quality, read_texts
 from moray.config import validate
-from moray.errors import ConfigError
+from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.targets.sparse.target import PassCounts
 from moray.targets.spec import TargetConfig
@@ -67,6 +67,11 @@ def test_perplexity_is_that_of_the_responses_alone(folder):
     tokenizer = ChatTokenizer.load(str(folder / "dense"))
     texts = read_texts(str(folder / "chats.jsonl"), tokenizer, 1, 1024)
     (text,) = texts
+    later = read_texts(str(folder / "chats.jsonl"), tokenizer, None, 1024, 1)
+    assert len(later) == 2
+    assert later[0].tokens.tolist() != text.tokens.tolist(), "the first chat was left out"
+    with pytest.raises(DataError, match="after 3 chats"):
+        read_texts(str(folder / "chats.jsonl"), tokenizer, None, 1024, 3)
     quality, best = measure_quality(target, texts, None)
     begin = int(text.predicts.nonzero()[0]) + 1
     losses = token_losses(target, text.tokens[:begin].tolist(), text.tokens[begin:].tolist())

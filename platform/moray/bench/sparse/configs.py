@@ -28,8 +28,10 @@ class SparseEvaluationConfig(Config):
     """Ways to decode besides each target alone; every prompt is answered by all of them, in turn."""
     chats: str
     """Held-out chats, for perplexity and agreement: a file of JSON rows or Parquet."""
+    skip_chats: int = Field(default=0, ge=0)
+    """Chats to leave out at the beginning of the file, because a target was trained on them."""
     max_chats: int | None = Field(default=64, ge=1)
-    """Number of chats to read; null for all."""
+    """Number of chats to read after those; null for all."""
     max_length: int = Field(default=1024, ge=16)
     """Maximum tokens of a chat; longer ones are cut."""
     questions: str

@@ -59,7 +59,7 @@ def evaluate_sparse(config: SparseEvaluationConfig, console: Console) -> dict[st
 def _quality(
     config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer: ChatTokenizer
 ) -> dict[str, Quality]:
-    texts = read_texts(config.chats, tokenizer, config.max_chats, config.max_length)
+    texts = read_texts(config.chats, tokenizer, config.max_chats, config.max_length, config.skip_chats)
     found: dict[str, Quality] = {}
     dense_best = None
     with Progress("perplexity", len(targets)) as progress:

@@ -39,19 +39,25 @@ class Quality:
     """Response tokens."""
 
 
-def read_texts(path: str, tokenizer: ChatTokenizer, limit: int | None, max_length: int) -> list[Text]:
-    """The first chats of a file.
+def read_texts(
+    path: str, tokenizer: ChatTokenizer, limit: int | None, max_length: int, num_skipped: int = 0
+) -> list[Text]:
+    """The first chats of a file, after `num_skipped` others.
 
     Raises:
         ConfigError: the file does not exist.
         DataError: no chat has a response.
     """
     texts: list[Text] = []
+    num_left = num_skipped
     for chunk in plan_chunks(ChatsConfig(path=path)):
         for chat in read_chunk(chunk):
             if limit is not None and len(texts) == limit:
                 return texts
             if isinstance(chat, BadRow):
+                continue
+            if num_left:
+                num_left -= 1
                 continue
             encoded = tokenizer.encode_chat(chat.messages, max_length)
             mask = torch.from_numpy(encoded.response_mask)
@@ -60,7 +66,7 @@ def read_texts(path: str, tokenizer: ChatTokenizer, limit: int | None, max_lengt
             if predicts.any():
                 texts.append(Text(torch.from_numpy(encoded.tokens).long(), predicts))
     if not texts:
-        raise DataError(f"chats '{path}' holds no chat with a response; give others")
+        raise DataError(f"chats '{path}' holds no chat with a response after {num_skipped} chats; give others")
     return texts
 
 

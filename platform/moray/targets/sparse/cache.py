@@ -27,7 +27,7 @@ class RoutedCache(Protocol):
     """A cache that lets each layer of a pass see and keep only tokens that run through it."""
 
     def begin(self) -> None:
-        """Begin a pass; what the last one wrote and nobody committed is gone."""
+        """Begin a pass: drop what the last one wrote without a commit."""
         ...
 
     def enter(

@@ -27,7 +27,7 @@ _MAX_COUNTED = 64
 
 @dataclass
 class PassCounts:
-    """What passes over few tokens have read; whoever wants those of an answer resets it after the prompt."""
+    """What passes over few tokens have read. To count an answer alone, replace it once the prompt has been read."""
 
     num_passes: int = 0
     num_layers: int = 0
