@@ -43,14 +43,14 @@ def test_committed_paths_leave_what_plain_text_would(tiny, paths, first_row):
         output = rows.verify(first_row, lengths, [tree()] * count, DEPTHS_READ)
         rows.keep(first_row, lengths, paths)
         known = [length + 1 + len(path) for length, path in zip(lengths, paths, strict=True)]
-        kv = rows.cache.flat([first_row + row for row in range(count)], [0] * count, max(known), LAYERS)
+        kv = rows.cache.flat([first_row + row for row in range(count)], [0] * count, known, LAYERS).split(known, dim=1)
         after = tiny.target.logits(rows.verify(first_row, known, [tree()] * count).last)
     for row, path in enumerate(paths):
         nodes = [0, *path]
         text = [*prompts[row], *(TOKENS[node] for node in nodes)]
         whole = taps_of(tiny.target, torch.tensor([text]), TapNeeds(LAYERS, DEPTHS_READ))
         assert whole.kv is not None
-        close(kv[row : row + 1, : len(text)], whole.kv)
+        close(kv[row], whole.kv)
         for depth in DEPTHS_READ:
             close(output.hidden[depth][row, nodes], whole.hidden[depth][0, lengths[row] :])
         longer = torch.tensor([[*text, TOKENS[0], TOKENS[2], TOKENS[5]]])
@@ -68,16 +68,16 @@ def test_a_prompt_is_read_in_pieces_as_at_once(tiny):
         for begin, end in ((0, 17), (17, 18), (18, 40)):
             output = rows.read(1, [prompt[begin:end]], [begin], (-1,))
             close(output.hidden[-1], whole.hidden[-1][:, begin:end])
-        close(rows.cache.flat([1], [0], 40, LAYERS), whole.kv)
-        close(rows.cache.flat([1], [5], 9, (1, 3)), whole.kv[:, 5:14, [1, 3]])
+        close(rows.cache.flat([1], [0], [40], LAYERS), whole.kv)
+        close(rows.cache.flat([1], [5], [9], (1, 3)), whole.kv[:, 5:14, [1, 3]])
 
 
-def test_what_lies_past_a_row_s_end_is_padding(tiny):
-    """Of two rows with different lengths, the shorter one's taps may end behind the row."""
+def test_taps_of_rows_lie_one_after_the_other(tiny):
     rows = TargetRunner(tiny.target, 128)
     rows.cache.arrange(64, 0, 0)
+    prompts = [tiny.prompt(0, 60), tiny.prompt(1, 20)]
     with torch.inference_mode():
-        rows.read(0, [tiny.prompt(0, 60), tiny.prompt(1, 20)], [0, 0])
-        kv = rows.cache.flat([0, 1], [59, 3], 16, LAYERS)
-    assert kv.shape[1] == 16
-    close(kv[0, 0], taps_of(tiny.target, torch.tensor([tiny.prompt(0, 60)]), TapNeeds(LAYERS)).kv[0, 59])
+        rows.read(0, prompts, [0, 0])
+        kv = rows.cache.flat([0, 1], [57, 3], [3, 16], LAYERS)
+    whole = [taps_of(tiny.target, torch.tensor([prompt]), TapNeeds(LAYERS)).kv for prompt in prompts]
+    close(kv, torch.cat([whole[0][:, 57:], whole[1][:, 3:19]], dim=1))

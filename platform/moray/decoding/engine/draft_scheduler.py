@@ -74,6 +74,8 @@ class DraftScheduler:
         """Whether the controller wanted drafts, but not for just those sequences that had a drafter."""
         self._is_behind = False
         """Whether the source first had to be sent many tokens of the sequences that it drafts for now."""
+        self._num_collected = self._num_rows = 1
+        """Drafts of the pass under way, and sequences in it."""
 
     def expect(self, number: int, num_running: int) -> None:
         """Let the source prepare for a new sequence if drafts are likely to be wanted; `num_running` includes it."""
@@ -88,7 +90,9 @@ class DraftScheduler:
             return
         plan, chosen = self._choose(running, idle, num_rows)
         if plan is not None and chosen:
+            begin = time.perf_counter()
             self._request(running, plan, chosen, num_rows)
+            self._record_overhead(begin)
 
     def _choose(
         self, running: list[EngineSequence], idle: list[int], num_rows: int
@@ -98,8 +102,8 @@ class DraftScheduler:
         self._is_wanted, self._are_too_few = plan is not None, False
         if plan is None:
             return None, []
-        if self.controller.is_trying:  # prefer sequences that already have a drafter
-            idle = sorted(idle, key=lambda row: not self.source.can_draft(running[row].number))
+        if self.controller.is_trying:  # prefer sequences that already have a drafter, then those it knows best
+            idle = sorted(idle, key=lambda row: self._effort(running[row]))
             idle = idle[: max(0, NUM_TRIED - self._num_under_way(running))]
         for row in idle:
             self.source.open(running[row].number)
@@ -108,6 +112,11 @@ class DraftScheduler:
             plan = self.controller.plan(num_rows, len(ready))
             self._are_too_few = plan is None
         return plan, ready
+
+    def _effort(self, sequence: EngineSequence) -> tuple[bool, int]:
+        """Orders sequences by what a draft takes: whether a drafter must be found for it, and tokens to be sent."""
+        number = sequence.number
+        return not self.source.can_draft(number), sequence.length - self.source.num_known(number)
 
     def _request(self, running: list[EngineSequence], plan: DraftPlan, rows: list[int], num_rows: int) -> None:
         """Send the source the tokens that it does not know, and request a draft for each row."""
@@ -140,6 +149,7 @@ class DraftScheduler:
         begin = time.perf_counter()
         found = self.source.collect([*numbers.values()])
         seconds = time.perf_counter() - begin if self._is_timed and not self._is_behind else None
+        self._num_collected, self._num_rows = len(found), num_rows
         deepest = max(plans.values(), key=lambda plan: plan.shape.depth)
         self.controller.record_draft(deepest, len(plans), num_rows, seconds)
         self._stats.num_missed += len(plans) - len(found)
@@ -153,7 +163,13 @@ class DraftScheduler:
         if self._prunes:
             drafts |= self._pruned(drafts, deepest, num_rows)
         self._record_empty(drafts, len(plans))
+        self._record_overhead(begin)
         return drafts
+
+    def _record_overhead(self, begin: float) -> None:
+        """Record the time since `begin` as time that plain decoding would not have taken."""
+        if self._is_timed:
+            self.controller.record_overhead(time.perf_counter() - begin)
 
     def _record_no_draft(self, num_running: int) -> None:
         """Record a cycle without drafts, if the controller had its say in that."""
@@ -194,6 +210,8 @@ class DraftScheduler:
             draft.num_target_layers,
             num_nodes=tree.num_nodes - 1 if is_pruned else 0,
             promised=draft.promised or 0.0,
+            num_drafted=self._num_collected,
+            num_rows=self._num_rows,
         )
 
     def _num_under_way(self, sequences: Iterable[EngineSequence]) -> int:
@@ -213,7 +231,7 @@ class DraftScheduler:
                 self._observe(running, unknown)
 
     def _observe(self, running: list[EngineSequence], counts: dict[int, int]) -> None:
-        """Send the next `counts[row]` tokens of each row in one batch, padded to the same length."""
+        """Send the next `counts[row]` tokens of each row, all rows at once."""
         source = self.source
         sequences = {row: running[row] for row in counts}
         begins = {row: source.num_known(sequence.number) for row, sequence in sequences.items()}
@@ -223,6 +241,22 @@ class DraftScheduler:
             tokens = on_device(self._target.device, sequence.tokens[begin : begin + count])
             source.extend(sequence.number, tokens, memory[row], min(sequence.num_kept, count))
             sequence.num_kept = 0
+
+
+def record_cycle(
+    draft_schedulers: Collection[DraftScheduler],
+    sequences: list[EngineSequence],
+    trees: list[TokenTree],
+    verify_seconds: float,
+    rest_seconds: float,
+) -> None:
+    """Tell the controllers what a pass and the rest of its cycle took."""
+    drafted = [s.draft_scheduler for s, tree in zip(sequences, trees, strict=True) if tree.num_nodes > 1]
+    most = max(tree.num_nodes for tree in trees) - 1
+    for scheduler in draft_schedulers:
+        share = drafted.count(scheduler) / max(1, len(drafted))
+        scheduler.controller.record_pass(len(sequences), most, verify_seconds, share)
+        scheduler.controller.record_rest(len(sequences), rest_seconds)
 
 
 def request_drafts(

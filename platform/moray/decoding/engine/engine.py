@@ -19,7 +19,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.decoding.engine.config import EngineConfig
-from moray.decoding.engine.draft_scheduler import DraftScheduler, awaits_first_draft, collect_all, request_drafts
+from moray.decoding.engine.draft_scheduler import (
+    DraftScheduler,
+    awaits_first_draft,
+    collect_all,
+    record_cycle,
+    request_drafts,
+)
 from moray.decoding.engine.draft_source import DraftSource
 from moray.decoding.engine.outputs import emit, tree_of
 from moray.decoding.engine.paced import ClientMemory, Offer, PacedSequences, can_join
@@ -341,11 +347,8 @@ class Engine:
             for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
                 self._updates.append(emit(sequence, result, tree, logits[row], self.stats, paced.get(row)))
         if self.has_exact_phases:
-            most = max(tree.num_nodes for tree in trees) - 1
             rest = time.perf_counter() - began - propose.seconds - verify.seconds
-            for scheduler in self.draft_schedulers.values():
-                scheduler.controller.record_pass(len(running), most, verify.seconds)
-                scheduler.controller.record_rest(len(running), rest)
+            record_cycle(self.draft_schedulers.values(), running, trees, verify.seconds, rest)
         for sequence in self._scheduler.starting:
             sequence.num_passed_over += 1
         self._request_drafts([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))

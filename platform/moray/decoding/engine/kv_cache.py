@@ -101,23 +101,31 @@ class BatchedKVCache(Cache):
         self._data[:, :, row, :, to] = self._data[:, :, row, :, begin + node]
 
     def flat(
-        self, rows: Sequence[int], begins: Sequence[int], num_new: int, layers: Sequence[int]
-    ) -> Float[Tensor, "some new layers width"]:
+        self, rows: Sequence[int], begins: Sequence[int], counts: Sequence[int], layers: Sequence[int]
+    ) -> Float[Tensor, "1 new layers width"]:
         """Keys and values as a tap (see `KVCache.flat`): per token and layer, heads as [k_h ; v_h].
 
-        Covers `num_new` slots of each row, from its slot in `begins` on. Past a row's end its last slot is repeated.
+        Covers `counts` slots of each row, from its slot in `begins` on; one row after the other.
         """
-        device = self._memory.device
-        if len(rows) == 1 and begins[0] + num_new <= self.width:
-            own = self._data[:, :, rows[0], :, begins[0] : begins[0] + num_new]
+        if len(rows) == 1:
+            own = self._data[:, :, rows[0], :, begins[0] : begins[0] + counts[0]]
             if list(layers) != list(range(own.shape[0])):
                 own = own[list(layers)]
             return own.permute(3, 0, 2, 1, 4).flatten(2)[None]  # [new, layers, kv_heads, 2, head_dim]
-        index = torch.tensor(layers, device=device)[:, None, None]
-        slots = torch.tensor(begins, device=device)[:, None] + torch.arange(num_new, device=device)
-        slots.clamp_(max=self.width - 1)
-        window = self._data[index, :, torch.tensor(rows, device=device)[:, None], :, slots]
-        return window.permute(1, 2, 0, 4, 3, 5).flatten(3)  # from [layers, some, new, 2, kv_heads, head_dim]
+        index = torch.tensor(layers, device=self._memory.device)[:, None]
+        row, slot = self._places(rows, begins, counts)
+        window = self._data[index, :, row, :, slot]
+        return window.transpose(0, 1).transpose(2, 3).flatten(2)[None]  # from [layers, new, 2, kv_heads, head_dim]
+
+    def _places(
+        self, rows: Sequence[int], begins: Sequence[int], counts: Sequence[int]
+    ) -> tuple[Int[Tensor, " new"], Int[Tensor, " new"]]:
+        """Rows and slots of `counts` slots of each row, from its slot in `begins` on."""
+        each = list(zip(rows, begins, counts, strict=True))
+        row = [row for row, _, count in each for _ in range(count)]
+        slot = [begin + step for _, begin, count in each for step in range(count)]
+        both = torch.tensor([row, slot], device=self._memory.device)
+        return both[0], both[1]
 
     def aim(self, begins: Sequence[int], num_new: int, num_seen: int, first_row: int = 0) -> None:
         """Set where the next pass writes and how many slots it attends to.

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from moray.batch import TapNeeds, Taps
 from moray.decoding.engine.kv_cache import BatchedKVCache
@@ -35,7 +35,7 @@ class Observer:
     def memory_of(
         self, sequences: Mapping[int, EngineSequence], begins: Mapping[int, int], counts: Mapping[int, int]
     ) -> dict[int, Memory]:
-        """The memory of the next tokens of some sequences, all in one batch, padded to the same length.
+        """The memory of the next tokens of some sequences, all observed at once.
 
         Args:
             sequences: by row of the cache.
@@ -45,26 +45,24 @@ class Observer:
         Returns:
             memory [1, count, width] by row.
         """
+        new = [counts[row] for row in sequences]
         kv = None
-        if self.needs.kv_layers:  # the padding after a shorter sequence is never read
-            firsts = [begins[row] for row in sequences]
-            kv = self._cache.flat([*sequences], firsts, max(counts.values()), self.needs.kv_layers)
+        if self.needs.kv_layers:
+            kv = self._cache.flat([*sequences], [begins[row] for row in sequences], new, self.needs.kv_layers)
         hidden = {depth: _hidden(sequences, counts, depth) for depth in self.needs.hidden_depths}
-        memory = self._observe(Taps(kv, hidden))
+        memory = self._observe(Taps(kv, hidden))  # a token's memory depends on no other, so sequences need no padding
         if len(sequences) == 1:
             return dict.fromkeys(sequences, memory)
-        return {
-            row: {name: tensor[index : index + 1, : counts[row]] for name, tensor in memory.items()}
-            for index, row in enumerate(sequences)
-        }
+        parts = {name: tensor.split(new, dim=1) for name, tensor in memory.items()}
+        return {row: {name: parts[name][index] for name in parts} for index, row in enumerate(sequences)}
 
     def keys_values_of(self, row: int, begin: int, count: int, layer: int) -> Float[Tensor, "tokens width"]:
         """Keys and values of consecutive cached tokens in one of the target's last layers; 1 is the last one."""
-        return self._cache.flat([row], [begin], count, [self._cache.num_layers - layer])[0, :, 0]
+        return self._cache.flat([row], [begin], [count], [self._cache.num_layers - layer])[0, :, 0]
 
 
 def _hidden(
     sequences: Mapping[int, EngineSequence], counts: Mapping[int, int], depth: int
-) -> Float[Tensor, "rows most hidden"]:
+) -> Float[Tensor, "1 new hidden"]:
     kept = [sequence.take_hidden(depth, counts[row]) for row, sequence in sequences.items()]
-    return kept[0][None] if len(kept) == 1 else pad_sequence(kept, batch_first=True)
+    return (kept[0] if len(kept) == 1 else torch.cat(kept))[None]

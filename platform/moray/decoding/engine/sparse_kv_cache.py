@@ -47,15 +47,13 @@ class SparseBatchedKVCache(BatchedKVCache):
             self._valid[:, row, begin : begin + len(path)] = self._valid[:, row].index_select(1, nodes)
 
     def flat(
-        self, rows: Sequence[int], begins: Sequence[int], num_new: int, layers: Sequence[int]
-    ) -> Float[Tensor, "some new layers width"]:
+        self, rows: Sequence[int], begins: Sequence[int], counts: Sequence[int], layers: Sequence[int]
+    ) -> Float[Tensor, "1 new layers width"]:
         """See `BatchedKVCache.flat`; zeros where a token skipped a layer."""
-        kv = super().flat(rows, begins, num_new, layers)
-        device = self._valid.device
-        slots = torch.tensor(begins, device=device)[:, None] + torch.arange(num_new, device=device)
-        slots.clamp_(max=self.width - 1)
-        valid = self._valid[torch.tensor(layers, device=device)[:, None, None], torch.tensor(rows)[:, None], slots]
-        return kv * valid.permute(1, 2, 0)[..., None]
+        kv = super().flat(rows, begins, counts, layers)
+        row, slot = self._places(rows, begins, counts)
+        valid = self._valid[torch.tensor(layers, device=self._valid.device)[:, None], row, slot]
+        return kv * valid.T[None, :, :, None]
 
     def aim(self, begins: Sequence[int], num_new: int, num_seen: int, first_row: int = 0) -> None:
         """See `BatchedKVCache.aim`. The new tokens have skipped every layer until they run through it."""

@@ -2,7 +2,7 @@
 
     P(refused at level k | N) = refusals(N) * ratio(k)
 
-refusals(N): share of the levels reached by drafts of N that were refused, over about 200 cycles, because it compares
+refusals(N): share of the levels reached by drafts of N that were refused, over about 200 drafts, because it compares
 values of N. ratio(k): actual refusals at level k divided by expected ones, over about 30 cycles and all drafts, so
 that all values of N follow the text together. When values of N are compared, each gets the benefit of the doubt, so
 that one not tried for a long time is tried again: discounted UCB (arXiv 0805.3415), here on refusals.
@@ -53,14 +53,18 @@ class Acceptance:
         refusals = self._refusals(num_target_layers) * (1.0 - (self._doubt(num_target_layers) if in_doubt else 0.0))
         return [max(0.0, 1.0 - refusals * ratio) for ratio in self._level_ratios()]
 
-    def record(self, num_target_layers: int, num_levels: int, num_accepted: int) -> None:
-        """Record the result of a cycle: levels verified, and how many of them were accepted."""
+    def record(self, num_target_layers: int, num_levels: int, num_accepted: int, cycles: float = 1.0) -> None:
+        """Record the result of a draft: levels verified, and how many of them were accepted.
+
+        Earlier results age by this many `cycles`: by a fraction of one if the pass verified several drafts.
+        """
         expected, own = self._refusals(num_target_layers), self._layer_counts[num_target_layers]
         for each in self._layer_counts.values():
             each.forget()
+        forget = FORGET**cycles
         for level in range(len(self._expected)):
-            self._expected[level] *= FORGET
-            self._refused[level] *= FORGET
+            self._expected[level] *= forget
+            self._refused[level] *= forget
             if level < num_levels and level <= num_accepted:
                 self._expected[level] += expected
                 self._refused[level] += level == num_accepted

@@ -7,8 +7,9 @@ f is the share of drafts that are not empty: prompt lookup often finds nothing, 
 
 One controller serves one drafter of one engine, whether the engine runs one sequence or many. It knows what passes and
 drafts cost on this machine (`CycleCosts`), how often drafts have been accepted recently (`Acceptance`), how many were
-empty (`DraftYield`), and when drafting that does not pay is tried again (`Probing`). It looks at past cycles and at the
-scores of deterministic proposals, never at sampled tokens, so the choice cannot change the output's distribution.
+empty (`DraftYield`), when drafting that does not pay is tried again (`Probing`), and how much drafting has lost or
+gained altogether (`LossBudget`). It looks at past cycles and at the scores of deterministic proposals, never at sampled
+tokens, so the choice cannot change the output's distribution.
 """
 
 import math
@@ -19,6 +20,7 @@ from moray.decoding.planning.acceptance import Acceptance
 from moray.decoding.planning.costs import CostTable
 from moray.decoding.planning.cycle_costs import CycleCosts
 from moray.decoding.planning.draft_yield import DraftYield
+from moray.decoding.planning.loss_budget import LossBudget
 from moray.decoding.planning.probing import Probing
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
@@ -59,6 +61,9 @@ class SpeculationController:
         self._acceptance = Acceptance(shape.depth, self._layer_counts)
         self._yield = DraftYield()
         self._probing = Probing()
+        self._budget = LossBudget()
+        self._overhead = 0.0
+        """Seconds that this cycle has spent on the drafter so far."""
         self._reach = shape.depth
         """Maximum depth to draft: small after a pause, doubled each time that a draft of this depth was made."""
 
@@ -86,6 +91,8 @@ class SpeculationController:
             return self._fixed
         if self.needs_costs:
             return self._plans[self._layer_counts[0], self._shape.depth]
+        if self._budget.is_spent:
+            return None
         best = self._best_plan(num_rows, num_drafted)
         if best is None and self._probing.takes_probe():
             return self._plans[self._layer_counts[0], 1]
@@ -94,7 +101,9 @@ class SpeculationController:
     def pays(self, num_rows: int) -> bool:
         """Whether drafts for all sequences of a pass are worth their time as far as is known; unlike `plan`, this makes
         no decision, so it uses up no trial."""
-        return not self._plans or self.needs_costs or self._best_plan(num_rows, num_rows) is not None
+        if not self._plans or self.needs_costs:
+            return True
+        return not self._budget.is_spent and self._best_plan(num_rows, num_rows) is not None
 
     def _best_plan(self, num_rows: int, num_drafted: int) -> DraftPlan | None:
         """The plan of most tokens per second; None if none is better than plain decoding by `_MIN_GAIN`."""
@@ -166,8 +175,16 @@ class SpeculationController:
 
     # --- Times of cycles ---
 
-    def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
-        """Record the time of a pass over trees of at most `num_nodes` nodes below their roots."""
+    def record_pass(self, num_rows: int, num_nodes: int, seconds: float, share: float = 1.0) -> None:
+        """Record the time of a pass over trees of at most `num_nodes` nodes below their roots.
+
+        `share` of the drafts in it are this drafter's.
+        """
+        self._budget.record_cycle()
+        if self._costs.table is not None:
+            longer = self._costs.plain_passes(num_rows, num_nodes) - 1.0
+            self._budget.spend(share * longer + self._overhead / max(seconds, 1e-9) * (1.0 + longer))
+        self._overhead = 0.0
         if self._costs.record_pass(num_rows, num_nodes, seconds):
             self._probing.probe_soon()
 
@@ -179,6 +196,10 @@ class SpeculationController:
         """Record the time it took to send new tokens of some sequences to the drafter and to request drafts."""
         if not self._is_partial_trial(num_requested, num_rows):
             self._costs.record_request(num_requested, seconds)
+
+    def record_overhead(self, seconds: float) -> None:
+        """Record time that a cycle spent on sending tokens to the drafter, requesting drafts and waiting for them."""
+        self._overhead += seconds
 
     def record_draft(self, plan: DraftPlan, num_drafted: int, num_rows: int, seconds: float | None) -> None:
         """Record how long the drafts for some sequences took, or how long they were waited for; None if that is not
@@ -207,6 +228,8 @@ class SpeculationController:
         num_target_layers: int | None = None,
         num_nodes: int = 0,
         promised: float = 0.0,
+        num_drafted: int = 1,
+        num_rows: int = 1,
     ) -> None:
         """Record the result of one sequence's draft.
 
@@ -216,12 +239,16 @@ class SpeculationController:
             num_target_layers: N of the draft; None for the first.
             num_nodes: nodes that were verified, if scores decided how many; otherwise 0.
             promised: sum of their probabilities.
+            num_drafted: sequences with a draft in the same pass: all results of a pass together age earlier ones by
+                one cycle.
+            num_rows: sequences in the pass.
         """
         n = self._layer_counts[0] if num_target_layers is None else num_target_layers
         self._probing.record_result()
         self._yield.record_draft(is_empty=False)
         self._yield.record_nodes(num_levels, num_nodes, num_accepted, promised)
-        self._acceptance.record(n, num_levels, num_accepted)
+        self._acceptance.record(n, num_levels, num_accepted, 1.0 / num_drafted)
+        self._budget.save(num_accepted / num_rows)
 
     def record_empty(self) -> None:
         """Record that one sequence's draft was empty or did not arrive."""

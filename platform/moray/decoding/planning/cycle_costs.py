@@ -52,6 +52,10 @@ class CycleCosts:
             seconds += self._request_seconds(num_drafted)
         return seconds
 
+    def plain_passes(self, num_rows: int, num_nodes: int) -> float:
+        """How many plain passes take as long as one over trees of `num_nodes` nodes below their roots."""
+        return self._verify_seconds(num_rows, num_nodes) / self._verify_seconds(num_rows, 0)
+
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> bool:
         """Record the time of a pass over trees of at most `num_nodes` nodes below their roots; returns whether it was
         far shorter than measured."""
