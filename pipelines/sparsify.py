@@ -5,10 +5,19 @@
 The chats' activations of the dense target are cached first (pipelines.cache_activations, with hidden depth -1). The
 output is an ordinary model folder with routers beside it, which every other command takes as `target.model`. After a
 kill, the same command resumes from the last checkpoint.
+
+A predictor lets the later layers verify only the nodes of a draft that are likely to be accepted (`select`, SpaDec). It
+is trained last, with a drafter that was trained for the sparse target, and is written into the target's folder:
+
+    python -m pipelines.sparsify predictor configs/sparse/predictor-smollm2.yaml
 """
 
+import sys
+
+from moray.bench.recording import reported
+from moray.bench.sparse.configs import PredictorConfig
 from moray.cluster.training.configs import SparsifyConfig
-from moray.config import run_entry_point
+from moray.commands import Command, run_commands
 
 
 def main(config: SparsifyConfig) -> None:
@@ -32,7 +41,29 @@ def main(config: SparsifyConfig) -> None:
     print(f"sparse target: {config.output}")
 
 
+def main_predictor(config: PredictorConfig) -> None:
+    """Train the predictor of accepted nodes of a sparse target, from drafts of its own answers."""
+    from rich.console import Console
+
+    from moray.bench.sparse.predictor import train_predictor
+
+    def train() -> dict[str, object]:
+        figures = train_predictor(config)
+        Console().print(
+            f"predictor at layer {figures['layer']}: AUC {figures['auc']:.3f} on {figures['num_held_out']:,} held-out "
+            f"nodes, of which {figures['share_accepted']:.0%} were accepted",
+            highlight=False,
+        )
+        return figures
+
+    reported(config.report, train)
+
+
 CONFIG = SparsifyConfig
+COMMANDS = {
+    "": Command(SparsifyConfig, main),
+    "predictor": Command(PredictorConfig, main_predictor),
+}
 
 if __name__ == "__main__":
-    run_entry_point(CONFIG, __doc__ or "", main)
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:])

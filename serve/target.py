@@ -19,7 +19,9 @@ from moray.edge.messages import CodecName, Open, Verify
 from moray.edge.server.replies import Reply
 from moray.edge.server.server import Served
 from moray.targets.model import Target
+from moray.targets.sparse.target import SparseTarget
 from moray.text import ChatTokenizer
+from serve.api.documents import Sparse
 from serve.api.failures import describe
 from serve.config import ServeConfig
 from serve.engine_thread import Admission, EngineThread
@@ -49,6 +51,8 @@ class TargetDescription:
     """Leases of drafter replicas that are held or requested."""
     edge: Served | None = None
     """What devices must have in common with this target; None without an endpoint for devices."""
+    sparse: Sparse | None = None
+    """Of a sparse target."""
 
 
 class TargetReplica:
@@ -148,6 +152,7 @@ class TargetReplica:
             num_running=engine.num_running,
             num_leases=0 if self._places is None else self._places.num_leases,
             edge=self._served,
+            sparse=_sparse(self._target),
         )
 
     async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | RequestOutput]:
@@ -168,3 +173,13 @@ class TargetReplica:
         """Called by Serve, which replaces the replica if this raises: the engine has failed."""
         if self._thread is not None and self._thread.failure is not None:
             raise RuntimeError("the engine has failed") from self._thread.failure
+
+
+def _sparse(target: Target) -> Sparse | None:
+    if not isinstance(target, SparseTarget):
+        return None
+    assert target.spec.routing is not None
+    measured = target.measured
+    if measured is None:
+        return Sparse(share=target.spec.routing.share, agreement=None)
+    return Sparse(share=measured.share, agreement=measured.agreement)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moray.bench.configs import EvaluateConfig
-from moray.bench.sparse.configs import SparseEvaluationConfig
+from moray.bench.sparse.configs import PredictorConfig, SparseEvaluationConfig
 from moray.cluster.training.configs import DistillConfig, SparsifyConfig
 from moray.config import load_config, read_yaml
 from moray.data.ultrachat import Chat, plan_chunks, read_chunk
@@ -56,11 +56,23 @@ def test_a_preset_reads_the_activations_that_its_target_s_preset_writes(path):
     assert preset["activations"] == read_yaml(CONFIGS / "activations" / f"{cache}.yaml")["output"]
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "sparse").glob("*.yaml")), ids=lambda path: path.stem)
+PREDICTORS = sorted((CONFIGS / "sparse").glob("predictor-*.yaml"))
+SPARSIFIED = sorted(set((CONFIGS / "sparse").glob("*.yaml")) - set(PREDICTORS))
+
+
+@pytest.mark.parametrize("path", SPARSIFIED, ids=lambda path: path.stem)
 def test_a_sparse_preset_loads_and_reads_its_target_s_activations(path):
     config = load_config(SparsifyConfig, [str(path), "target.model=x"])
     assert config.activations == read_yaml(CONFIGS / "activations" / f"{path.stem}.yaml")["output"]
     assert Path(config.output).name == "sparse"
+
+
+@pytest.mark.parametrize("path", PREDICTORS, ids=lambda path: path.stem)
+def test_a_predictor_s_preset_names_the_target_that_a_preset_writes(path):
+    config = load_config(PredictorConfig, [str(path)])
+    preset = read_yaml(path.with_name(path.name.removeprefix("predictor-")))
+    assert config.target.model == preset["output"]
+    assert config.drafter == f"{preset['output']}-eagle"
 
 
 EVALUATIONS = sorted((CONFIGS / "evaluations").glob("*.yaml"))
@@ -70,7 +82,7 @@ SPARSE = [path for path in EVALUATIONS if path.stem.startswith("sparse-")]
 @pytest.mark.parametrize("path", SPARSE, ids=lambda path: path.stem)
 def test_a_sparse_evaluation_names_folders_that_presets_write(path):
     config = load_config(SparseEvaluationConfig, [str(path)])
-    written = {read_yaml(preset)["output"] for preset in (CONFIGS / "sparse").glob("*.yaml")}
+    written = {read_yaml(preset)["output"] for preset in SPARSIFIED}
     assert {one.model for name, one in config.targets.items() if name != "dense"} <= written
 
 

@@ -42,6 +42,17 @@ class Health(TypedDict):
 
 
 @_exact
+class Sparse(TypedDict):
+    """How a sparse target differs from the dense one that it comes from."""
+
+    share: float
+    """Mean share of the layers that a token runs through."""
+    agreement: float | None
+    """Share of the positions of held-out chats at which the likeliest token is the dense target's; null if that was not
+    measured (`pipelines.evaluate sparse`)."""
+
+
+@_exact
 class Model(TypedDict):
     """A model that is served."""
 
@@ -54,6 +65,8 @@ class Model(TypedDict):
     drafters: list[str]
     edge_drafters: NotRequired[list[str]]
     """Drafters that devices may run; set only if there is an endpoint for devices."""
+    sparse: NotRequired[Sparse]
+    """Set only if each token runs through some of the layers."""
     synthetic_costs: NotRequired[str]
     """Set only if replicas sleep for a scaling experiment, so that speeds mean nothing."""
 

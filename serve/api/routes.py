@@ -140,6 +140,8 @@ async def _model(gateway: "Gateway") -> Model:
     )
     if gateway.config.edge is not None:
         model["edge_drafters"] = list(gateway.config.edge.drafters)
+    if description.sparse is not None:
+        model["sparse"] = description.sparse
     synthetic = gateway.config.engine.synthetic
     if synthetic.is_on:
         model["synthetic_costs"] = synthetic.notice

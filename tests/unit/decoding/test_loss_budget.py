@@ -1,11 +1,11 @@
 """What drafting may lose, and when it may go on."""
 
 import pytest
+
 from moray.decoding.planning.controller import SpeculationController
 from moray.decoding.planning.costs import CostTable
 from moray.decoding.planning.loss_budget import LossBudget
 from moray.trees.shapes import AdaptiveShape
-
 from tests.unit.decoding.test_controller_of_many import costs_of
 
 

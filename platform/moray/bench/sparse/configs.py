@@ -3,9 +3,37 @@
 from pydantic import Field, model_validator
 
 from moray.config import Config
+from moray.decoding.engine.config import NodeSelection
 from moray.drafters.configs import UsableConfig
 from moray.targets.spec import TargetConfig
-from moray.trees.shapes import AdaptiveShape, Shape
+from moray.trees.shapes import AdaptiveShape, DynamicShape, Shape
+
+
+class PredictorConfig(Config):
+    """Training of a sparse target's predictor of accepted nodes."""
+
+    target: TargetConfig
+    """The sparse target; the predictor is written into its folder."""
+    drafter: str | UsableConfig
+    """Folder of a drafter that was trained for this target, or a drafter by type. Its drafts are learnt from."""
+    tree: Shape = DynamicShape(type="dynamic", depth=4, breadth=4, nodes=16)
+    """Shape of the drafts."""
+    layer: int = Field(default=6, ge=1)
+    """K: the predictor reads what enters this layer, and drops nodes from there on. Published: 6 of 32."""
+    chats: str
+    """Chats whose first questions are answered: a file of JSON rows or Parquet."""
+    max_chats: int | None = Field(default=400, ge=2)
+    """Number of chats to read; null for all."""
+    max_new_tokens: int = Field(default=64, ge=2)
+    """Maximum tokens of an answer."""
+    num_nodes: int = Field(default=20_000, ge=100)
+    """Number of nodes to collect."""
+    held_out: float = Field(default=0.2, gt=0, lt=1)
+    """Share of the prompts that test the predictor."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads; null leaves it to torch."""
+    report: str | None = None
+    """JSON file to write, the same as --json FILE; null for none."""
 
 
 class SparseRowConfig(Config):
@@ -17,6 +45,8 @@ class SparseRowConfig(Config):
     """Folder of a drafter that was trained for that target, or a drafter by type. Targets alone are measured anyway."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Shape of the draft trees."""
+    select: NodeSelection = "all"
+    """Nodes that the target's later layers verify (see `engine.select`)."""
 
 
 class SparseEvaluationConfig(Config):

@@ -19,6 +19,8 @@ from moray.drafters.loading import load_drafters
 from moray.errors import MismatchError
 from moray.progress import Progress
 from moray.targets.model import Target
+from moray.targets.sparse.measured import Measured
+from moray.targets.spec import resolve_folder
 from moray.text import ChatTokenizer
 
 
@@ -44,6 +46,7 @@ def evaluate_sparse(config: SparseEvaluationConfig, console: Console) -> dict[st
             targets[name] = Target.load(one, f"targets.{name}.model")
             progress.advance()
     quality = _quality(config, targets, first)
+    _keep(config, targets, quality)
     _print_quality(quality, console)
     ways = _ways(config, targets, first)
     _decode(config, ways, first)
@@ -70,14 +73,31 @@ def _quality(
     return found
 
 
+def _keep(config: SparseEvaluationConfig, targets: dict[str, Target], quality: dict[str, Quality]) -> None:
+    """Write what was measured beside each sparse target, so that a server can tell."""
+    dense = next(iter(quality.values()))
+    for name, target in targets.items():
+        if target.spec.routing is not None:
+            own = quality[name]
+            measured = Measured(
+                share=own.share,
+                agreement=own.agreement,
+                perplexity=own.perplexity,
+                dense_perplexity=dense.perplexity,
+                num_tokens=own.num_tokens,
+            )
+            measured.save(resolve_folder(config.targets[name].model))
+
+
 def _ways(config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer: ChatTokenizer) -> list[Way]:
     plain = {name: Way(name, name, target, SpeculativeDecoder(target, None)) for name, target in targets.items()}
     ways = list(plain.values())
     for row in config.rows:
         target = targets[row.target]
         ((name, drafter),) = load_drafters((row.drafter,), target, tokenizer).items()
-        decoder = SpeculativeDecoder(target, drafter, row.tree)
-        ways.append(Way(f"{row.target} + {name} {row.tree.name}", row.target, target, decoder, plain[row.target]))
+        decoder = SpeculativeDecoder(target, drafter, row.tree, select=row.select)
+        label = f"{row.target} + {name} {row.tree.name}" + (f" {row.select}" if row.select != "all" else "")
+        ways.append(Way(label, row.target, target, decoder, plain[row.target]))
     return ways
 
 

@@ -1,13 +1,16 @@
 """How many sequences an engine takes, and how it drafts. Torch-free."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from moray.config import Config
 from moray.decoding.synthetic import SyntheticCosts
 from moray.trees.shapes import AdaptiveShape, Shape
+
+NodeSelection = Literal["all", "trie", "path", "budget", "drafter"]
+"""See `decoding.engine.node_selection`."""
 
 
 class EngineConfig(Config):
@@ -31,6 +34,10 @@ class EngineConfig(Config):
     takes about as long as the target."""
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Shape of the draft trees; adaptive follows batch size and acceptance, down to no draft at all."""
+    select: NodeSelection = "all"
+    """Nodes of a draft that a sparse target's later layers verify: all, or those chosen at layer K (SpaDec). `path` is
+    the published choice of its predictor; `trie` and `budget` keep more; `drafter` goes by the drafter's scores. Passes
+    over several sequences verify all nodes."""
     synthetic: SyntheticCosts = SyntheticCosts()
     """For scaling experiments only: sleep as long as an accelerator would take. Off by default."""
 

@@ -27,6 +27,7 @@ from moray.decoding.engine.draft_scheduler import (
     request_drafts,
 )
 from moray.decoding.engine.draft_source import DraftSource
+from moray.decoding.engine.node_selection import NodeSelector, check_selectable, judged_part, selector_of
 from moray.decoding.engine.outputs import emit, tree_of
 from moray.decoding.engine.paced import ClientMemory, Offer, PacedSequences, can_join
 from moray.decoding.engine.runner import TargetRunner
@@ -65,6 +66,7 @@ class Engine:
         decode: Decode | None = None,
         runner: TargetRunner | None = None,
         accept: AcceptRows | None = None,
+        selector: NodeSelector | None = None,
         is_timed: bool = False,
     ) -> None:
         """
@@ -79,6 +81,7 @@ class Engine:
             decode: the tokenizer's, for stop strings.
             runner: shared with other engines that take turns with this one; None for one of its own.
             accept: acceptance rule that overrides the one in the sampling parameters.
+            selector: of the nodes that a sparse target verifies; None for the one in `config`.
             is_timed: wait for the device after each phase, so that phases can be timed separately; costs some overlap.
 
         Raises:
@@ -90,6 +93,7 @@ class Engine:
         self.stats = EngineStats(wait)
         self._is_timed = is_timed
         self._accept_rows = accept or accept_rows
+        self._selector = selector or selector_of(target, config.select)
         sources, paced = drafts or {}, paced or {}
         observed = [source.observed for source in sources.values()] + [drafter.observed for drafter in paced.values()]
         self._hidden_depths = sorted({depth for needs in observed for depth in needs.hidden_depths})
@@ -116,7 +120,6 @@ class Engine:
         self._scheduler = Scheduler(self._rows.cache, config, max_nodes)
         self._num_submitted = 0
         self._updates: list[RequestOutput] = []
-        self._is_second = True
         self._is_put_off = False
 
     def measure_costs(self, drafters: Mapping[str, Drafter]) -> None:
@@ -178,6 +181,7 @@ class Engine:
             DataError: says what in the request cannot be served.
         """
         check_request(request, self.target.spec.vocab_size, self.max_model_len)
+        check_selectable(request.params, self._selector)
         number = self._num_submitted
         self._num_submitted += 1
         ending = ending or ending_of(request, self._eos_ids, self._decode)
@@ -327,24 +331,26 @@ class Engine:
 
         Apart from drafting, it waits for the device once if acceptance is by choice (see `decoding.sampling.accept`).
         """
-        rows, stats = self._next_group(), self.stats
+        rows, stats = self._scheduler.next_group(), self.stats
         running = self._scheduler.running[rows.start : rows.stop]
         began = time.perf_counter()
         with stats.timed("propose") as propose:
             trees = self._propose(rows, running)
         with stats.timed("verify") as verify, self.config.synthetic.verify.spent(len(running)):
             begins = [sequence.length for sequence in running]
-            output = self._rows.verify(rows.start, begins, trees, self._hidden_depths)
-            logits = self.target.logits(output.last)
+            output = self._rows.verify(rows.start, begins, trees, self._hidden_depths, self._selector)
+            judged = judged_part(trees, output)
+            logits = self.target.logits(judged.last)
             stats.num_passes += 1
         with stats.timed("accept"):
-            results = self._accept(running, trees, logits, begins)
+            results = self._accept(running, judged.trees, logits, begins)
         with stats.timed("commit"):
-            self._rows.keep(rows.start, begins, [result.path for result in results])
-            self._note(running, trees, results, output)
+            drafted = judged.in_drafts(results)
+            self._rows.keep(rows.start, begins, [result.path for result in drafted])
+            self._note(running, trees, drafted, output)
             lengths = [begin + 1 + len(result.path) for begin, result in zip(begins, results, strict=True)]
             paced = self._paced.after_cycle(rows.start, running, lengths, verify.seconds)
-            for row, (sequence, tree, result) in enumerate(zip(running, trees, results, strict=True)):
+            for row, (sequence, tree, result) in enumerate(zip(running, judged.trees, results, strict=True)):
                 self._updates.append(emit(sequence, result, tree, logits[row], self.stats, paced.get(row)))
         if self.has_exact_phases:
             rest = time.perf_counter() - began - propose.seconds - verify.seconds
@@ -352,15 +358,6 @@ class Engine:
         for sequence in self._scheduler.starting:
             sequence.num_passed_over += 1
         self._request_drafts([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))
-
-    def _next_group(self) -> range:
-        """Rows of the next micro-batch: all rows, or the first half and the second half in turn."""
-        count = len(self._scheduler.running)
-        if self.config.num_micro_batches == 1 or count == 1:
-            return range(count)
-        half = (count + 1) // 2
-        self._is_second = not self._is_second
-        return range(half, count) if self._is_second else range(half)
 
     def _request_drafts(self, rows: Collection[int], num_rows: int) -> None:
         """Start the drafts of some rows, for a pass over `num_rows`."""

@@ -4,14 +4,17 @@ This module deals with tokens, positions and slots; sequences and drafters are t
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moray.decoding.engine.kv_cache import GRAIN, BatchedKVCache
+from moray.decoding.engine.node_selection import NodeSelector
 from moray.decoding.engine.sparse_kv_cache import SparseBatchedKVCache
 from moray.targets.model import Target, TargetOutput
+from moray.targets.sparse.target import Selection, SparseTarget
 from moray.trees.stack import stack_trees
 from moray.trees.tree import TokenTree
 
@@ -62,18 +65,29 @@ class TargetRunner:
         return self._pass(first_row, begins, ids, positions, mask, num_seen, hidden_depths)
 
     def verify(
-        self, first_row: int, lengths: Sequence[int], trees: Sequence[TokenTree], hidden_depths: Sequence[int] = ()
+        self,
+        first_row: int,
+        lengths: Sequence[int],
+        trees: Sequence[TokenTree],
+        hidden_depths: Sequence[int] = (),
+        selector: NodeSelector | None = None,
     ) -> TargetOutput:
         """Run one pass over the trees of consecutive rows, padding smaller trees. A row's nodes follow its committed
         slots, of which there are `lengths`.
 
             slots of row 0   a  b  c  d | root x  y  .          its nodes see a to d, and their ancestors
             slots of row 1   e  f | root z  w  v  .  .          padding sees only itself, and no node sees it
+
+        `selector` drops nodes of a single tree on the way.
         """
         if len(trees) == 1:
             (tree,), (length,) = trees, lengths
             positions = tree.depths + length
-            return self._pass_of_one(first_row, length, tree.tokens[None], positions, tree.ancestors, hidden_depths)
+            chosen = None
+            if selector is not None and tree.num_nodes > 1:
+                chosen = Selection(selector.layer, partial(selector.choose, tree))
+            tokens, seen = tree.tokens[None], tree.ancestors
+            return self._pass_of_one(first_row, length, tokens, positions, seen, hidden_depths, chosen)
         stack = stack_trees(trees)
         most = stack.num_nodes
         begins = self.to_device([[length] for length in lengths])
@@ -89,6 +103,7 @@ class TargetRunner:
         positions: Int[Tensor, " new"],
         block: Bool[Tensor, "new new"] | None,
         hidden_depths: Sequence[int],
+        selection: Selection | None = None,
     ) -> TargetOutput:
         """A pass over new tokens of one row. They see all `begin` committed slots and, among themselves, what `block`
         allows; without `block`, each token sees those before it."""
@@ -98,6 +113,9 @@ class TargetRunner:
             mask = torch.zeros(1, 1, new, begin + new, dtype=self._dtype, device=tokens.device)
             mask[..., begin:].masked_fill_(~block, -torch.inf)
         self.cache.aim([begin], new, begin + new, row)
+        if selection is not None:
+            assert isinstance(self._target, SparseTarget)
+            return self._target.forward(tokens, positions[None], mask, self.cache, hidden_depths, selection)
         return self._target.forward(tokens, positions[None], mask, self.cache, hidden_depths)
 
     def _pass(

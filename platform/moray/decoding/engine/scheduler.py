@@ -32,6 +32,7 @@ class Scheduler:
         self._cache = cache
         self._config = config
         self._max_nodes = max_nodes
+        self._is_second = True
 
     @property
     def num_held(self) -> int:
@@ -63,6 +64,15 @@ class Scheduler:
             self._cache.arrange(width, self.num_held, self._num_used_slots)
         self.reading += chosen
         return chosen
+
+    def next_group(self) -> range:
+        """Rows of the next micro-batch: all rows, or the first half and the second half in turn."""
+        count = len(self.running)
+        if self._config.num_micro_batches == 1 or count == 1:
+            return range(count)
+        half = (count + 1) // 2
+        self._is_second = not self._is_second
+        return range(half, count) if self._is_second else range(half)
 
     def _fitting(self) -> tuple[int, int]:
         """Row width that the sequences which can be admitted need, and how many they are."""

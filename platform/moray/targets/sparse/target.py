@@ -5,7 +5,7 @@ a draft tree, has routes of its own, which depend on nothing but the tokens befo
 text that plain decoding of the same target gives; that text is not the dense model's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from moray.errors import ConfigError
 from moray.targets.model import Target, TargetOutput
 from moray.targets.rotary import Rotation
 from moray.targets.sparse.cache import RoutedCache, SparseCache, WholeSequences
+from moray.targets.sparse.measured import Measured
+from moray.targets.sparse.predictor import Predictor
 from moray.targets.sparse.routing import Router
 from moray.targets.spec import TargetSpec
 
@@ -63,11 +65,26 @@ class PassCounts:
         return self.num_rows_run / self.num_rows if self.num_rows else 1.0
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which tokens of a pass go on at a layer."""
+
+    layer: int
+    choose: Callable[[Float[Tensor, "new hidden"]], list[int]]
+    """The tokens to keep, given what enters the layer: in order, and none without those that it sees."""
+
+
 class SparseTarget(Target):
     """A target with routers."""
 
     def __init__(
-        self, model: nn.Module, spec: TargetSpec, eos_ids: tuple[int, ...], routers: Mapping[int, Router]
+        self,
+        model: nn.Module,
+        spec: TargetSpec,
+        eos_ids: tuple[int, ...],
+        routers: Mapping[int, Router],
+        predictor: Predictor | None = None,
+        measured: Measured | None = None,
     ) -> None:
         """
         Args:
@@ -75,6 +92,8 @@ class SparseTarget(Target):
             spec: with its routing.
             eos_ids: tokens that end an answer.
             routers: by layer.
+            predictor: of accepted nodes, if one was trained.
+            measured: how far it is from the dense target, if that is known.
         """
         super().__init__(model, spec, eos_ids)
         if spec.sliding_window is not None:
@@ -83,6 +102,8 @@ class SparseTarget(Target):
         self._initial = spec.routing.initial_tokens
         self.routers = {layer: router.to(self.device) for layer, router in routers.items()}
         """By layer."""
+        self.predictor = None if predictor is None else predictor.to(self.device)
+        self.measured = measured
         self.counts = PassCounts()
         """Of passes over at most `_MAX_COUNTED` tokens of one sequence."""
 
@@ -100,8 +121,13 @@ class SparseTarget(Target):
         mask: Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
         cache: Cache,
         hidden_depths: Sequence[int] = (),
+        selection: Selection | None = None,
     ) -> TargetOutput:
-        """See `Target.forward`. A cache that is no `RoutedCache` must be empty, and sees whole sequences."""
+        """See `Target.forward`. A cache that is no `RoutedCache` must be empty, and sees whole sequences.
+
+        `selection` drops tokens of a single sequence at one layer: they skip all layers from there on, and what is
+        returned for them means nothing.
+        """
         model, num_layers = self.model.model, self.spec.num_layers
         hidden = model.embed_tokens(tokens)
         rotary = self._rotary.at(hidden, positions)
@@ -113,12 +139,19 @@ class SparseTarget(Target):
         routes: list[Bool[Tensor, "batch new"]] = []
         numbers: list[int] = []
         kept: dict[int, Tensor] = {}
+        selected: list[int] | None = None
         for index in range(num_layers):
             if index - num_layers - 1 in hidden_depths:
                 kept[index - num_layers - 1] = hidden
+            if selection is not None and index == selection.layer:
+                selected = selection.choose(hidden[0])
+                everywhere = torch.zeros_like(everywhere)
+                everywhere[0, selected] = True
+                always = always & everywhere
             router = self.routers.get(index)
-            runs = everywhere if router is None else always | (router.margin(hidden) > 0)
-            num_run = runs.numel() if router is None else int(runs.sum())  # waits for the device
+            runs = everywhere if router is None else everywhere & (always | (router.margin(hidden) > 0))
+            is_whole = router is None and selected is None
+            num_run = runs.numel() if is_whole else int(runs.sum())  # waits for the device
             routes.append(runs)
             numbers.append(num_run)
             if num_run:
@@ -128,7 +161,7 @@ class SparseTarget(Target):
         last = model.norm(hidden)
         if -1 in hidden_depths:
             kept[-1] = last
-        return TargetOutput(last, kept, torch.stack(routes))
+        return TargetOutput(last, kept, torch.stack(routes), selected)
 
     def _run(
         self,
