@@ -35,9 +35,9 @@ class EngineConfig(Config):
     tree: Shape = AdaptiveShape(type="adaptive", depth=8)
     """Shape of the draft trees; adaptive follows batch size and acceptance, down to no draft at all."""
     select: NodeSelection = "all"
-    """Nodes of a draft that a sparse target's later layers verify: all, or those chosen at layer K (SpaDec). `path` is
-    the published choice of its predictor; `trie` and `budget` keep more; `drafter` goes by the drafter's scores. Passes
-    over several sequences verify all nodes."""
+    """Nodes of a draft that a sparse target's later layers verify: all, or some of them (SpaDec). `path` is the
+    published choice of its predictor; `trie` and `budget` keep more; `drafter` goes by the drafter's scores. Passes over
+    several sequences verify all nodes."""
     synthetic: SyntheticCosts = SyntheticCosts()
     """For scaling experiments only: sleep as long as an accelerator would take. Off by default."""
 
