@@ -26,6 +26,9 @@ class SparseBatchedKVCache(BatchedKVCache):
         """[layers, rows, slots]: whether a layer has keys and values in a slot."""
         self._computed: Int[Tensor, " some"] | None = None
         """Which of the new tokens the next `update` stores; None for all."""
+        self._masks: tuple[Float[Tensor, "1 1 1 slots"], ...] = ()
+        """For a pass over one row, by layer: 0 for its slots with keys and values, -inf for the others. New slots are
+        filled in as tokens run through the layer."""
 
     def arrange(self, width: int, kept_rows: int, kept_slots: int) -> None:
         before = self._valid[:, :kept_rows, :kept_slots].clone()
@@ -61,6 +64,8 @@ class SparseBatchedKVCache(BatchedKVCache):
         valid = self._valid[:, self._range]
         if self._begin is not None:
             valid[:, :, self._begin : self._begin + num_new] = False
+            masks = self._memory.new_zeros(self.num_layers, 1, 1, 1, num_seen)
+            self._masks = masks.masked_fill_(~valid[:, 0, None, None, None, :num_seen], -torch.inf).unbind()
         else:
             assert self._index is not None
             valid.scatter_(2, self._index[1].expand(self.num_layers, -1, -1), value=False)
@@ -77,12 +82,17 @@ class SparseBatchedKVCache(BatchedKVCache):
     ) -> Tensor | None:
         """See `targets.sparse.cache.RoutedCache.enter`."""
         valid = self._valid[layer, self._range]
-        if self._begin is not None:
-            valid[:, self._begin : self._begin + runs.shape[1]] = runs
-        else:
-            assert self._index is not None, "aim before a pass"
-            valid.scatter_(1, self._index[1], runs)
         self._computed = rows
+        if self._begin is not None:
+            new = slice(self._begin, self._begin + runs.shape[1])
+            valid[:, new] = runs
+            own = self._masks[layer]
+            own[..., new].masked_fill_(runs, 0.0)
+            if mask is None:
+                return own
+            return (mask if rows is None else mask.index_select(2, rows)) + own  # no query is blind: all of them run
+        assert self._index is not None, "aim before a pass"
+        valid.scatter_(1, self._index[1], runs)
         seen = valid[:, : self._seen]
         if mask is None:  # one new token, which sees all slots
             mask = self._memory.new_zeros(1, 1, 1, self._seen)

@@ -132,6 +132,7 @@ class SparseTarget(Target):
         hidden = model.embed_tokens(tokens)
         rotary = self._rotary.at(hidden, positions)
         always = positions < self._initial
+        has_initial = bool(always.any())
         everywhere = torch.ones_like(always)
         routed: Any = cache if isinstance(cache, RoutedCache) else WholeSequences(cache)
         routed.begin()
@@ -149,7 +150,12 @@ class SparseTarget(Target):
                 everywhere[0, selected] = True
                 always = always & everywhere
             router = self.routers.get(index)
-            runs = everywhere if router is None else everywhere & (always | (router.margin(hidden) > 0))
+            if router is None:
+                runs = everywhere
+            else:
+                runs = router.margin(hidden) > 0
+                runs = always | runs if has_initial else runs
+                runs = everywhere & runs if selected is not None else runs
             is_whole = router is None and selected is None
             num_run = runs.numel() if is_whole else int(runs.sum())  # waits for the device
             routes.append(runs)
