@@ -118,10 +118,12 @@ def make_sparse(folder: Path, seed: int = 0, num_bits: int | None = None, last_l
         save_routers(folder, routers, routing)
         target = Target.load(TargetConfig(model=str(folder), device="cpu"), packs=False)
         assert isinstance(target, SparseTarget)
-        found: list[torch.Tensor] = []
-        target.routers[int(layer)].register_forward_hook(lambda _, __, logits, found=found: found.append(logits[0]))
+        read: list[torch.Tensor] = []
+        loaded = target.routers[int(layer)]
+        margin = loaded.margin
+        loaded.margin = lambda x, read=read, margin=margin: (read.append(x[0]), margin(x))[1]
         target.forward(text, positions, None, target.new_cache(256))
-        router.outer.bias.data[1] -= (found[0][:, 1] - found[0][:, 0]).median()
+        router.outer.bias.data[1] -= margin(read[0]).median()
     save_routers(folder, routers, routing)
     return folder
 
