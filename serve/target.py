@@ -19,6 +19,7 @@ from moray.edge.messages import CodecName, Open, Verify
 from moray.edge.server.replies import Reply
 from moray.edge.server.server import Served
 from moray.targets.model import Target
+from moray.targets.sparse.measured import Measured
 from moray.targets.sparse.target import SparseTarget
 from moray.text import ChatTokenizer
 from serve.api.documents import Sparse
@@ -85,6 +86,7 @@ class TargetReplica:
         }
         self._places = LeaseClient(drafters) if drafters is not None else None
         self._engine = self._new_engine()
+        self._sparse = _sparse(self._target)
         self._served = self._common_with_devices()
         self._publisher = Publisher(sink or Nowhere(), lambda: read_engine(self._engine))
         self._thread: EngineThread | None = None
@@ -152,7 +154,7 @@ class TargetReplica:
             num_running=engine.num_running,
             num_leases=0 if self._places is None else self._places.num_leases,
             edge=self._served,
-            sparse=_sparse(self._target),
+            sparse=self._sparse,
         )
 
     async def generate(self, request: Request, is_resumed: bool = False) -> AsyncGenerator[Admission | RequestOutput]:
@@ -179,7 +181,7 @@ def _sparse(target: Target) -> Sparse | None:
     if not isinstance(target, SparseTarget):
         return None
     assert target.spec.routing is not None
-    measured = target.measured
+    measured = Measured.read(target.folder, target.spec.fingerprint)
     if measured is None:
         return Sparse(share=target.spec.routing.share, agreement=None)
     return Sparse(share=measured.share, agreement=measured.agreement)

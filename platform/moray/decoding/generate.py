@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection
 
-from moray.decoding.engine.config import EngineConfig, NodeSelection
+from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.engine.node_selection import NodeSelector
@@ -52,7 +52,6 @@ class SpeculativeDecoder:
         runner: TargetRunner | None = None,
         rule: Accept | None = None,
         *,
-        select: NodeSelection = "all",
         selector: NodeSelector | None = None,
         is_timed: bool = False,
     ) -> None:
@@ -66,8 +65,7 @@ class SpeculativeDecoder:
             capacity: maximum number of tokens of prompt and answer together; None for the target's context.
             runner: shared with other decoders that take turns with this one; None for one of its own.
             rule: acceptance rule that overrides the one in the sampling parameters.
-            select: nodes of a draft that a sparse target's later layers verify (see `EngineConfig.select`).
-            selector: overrides `select`.
+            selector: of the nodes of a draft that a sparse target's later layers verify; None for all of them.
             is_timed: wait for the device after each phase, so that phases can be timed separately; costs some overlap.
 
         Raises:
@@ -94,7 +92,6 @@ class SpeculativeDecoder:
             max_model_len=self.capacity,
             max_num_batched_tokens=_PREFILL_TOKENS,
             tree=shape,
-            select=select,
         )
         accept = None if rule is None else by_rule(rule)
         self._engine = Engine(

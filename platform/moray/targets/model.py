@@ -36,7 +36,7 @@ class TargetOutput:
     routes: Bool[Tensor, "layers batch new"] | None = None
     """Of a sparse target: which tokens have run through which layer."""
     selected: list[int] | None = None
-    """The tokens that were not dropped on the way, if any could be."""
+    """Which of the new tokens went on at the layer where some were dropped; None if none could be."""
 
 
 class Target:
@@ -72,15 +72,11 @@ class Target:
         if spec.routing is None:
             target = cls(model, spec, eos_ids)
         else:
-            from moray.targets.sparse.measured import Measured
-            from moray.targets.sparse.predictor import load_predictor
             from moray.targets.sparse.routing import load_routers
             from moray.targets.sparse.target import SparseTarget
 
             folder = resolve_folder(config.model)
-            predictor = load_predictor(folder, spec.hidden_size, spec.num_layers)
-            routers = load_routers(folder, spec, field)
-            target = SparseTarget(model, spec, eos_ids, routers, predictor, Measured.read(folder))
+            target = SparseTarget(model, spec, eos_ids, load_routers(folder, spec, field), folder)
         if packs and device.type == "cpu":
             target.kernels = choose_kernels(linear_weights(model))
             if target.kernels.are_packed:

@@ -12,6 +12,9 @@ from torch import Tensor
 from moray.trees.tree import TokenTree
 
 
+Numbers = Sequence[int] | Sequence[float]
+
+
 class Pruned(NamedTuple):
     """A tree of the likeliest nodes, and the sum of their probabilities."""
 
@@ -81,24 +84,45 @@ def prune(trees: Sequence[TokenTree], choose: Callable[[list[list[float]]], int]
     known = [[scores[node] for node in own] for (scores, _, _), own in zip(rows, ranked, strict=True)]
     most = choose(known) if any(known) else 0
     return [
-        Pruned(_keep(tree, sorted([0, *own[:most]]), *rest), math.fsum(map(math.exp, log_probs[:most])))
+        Pruned(subtree(tree, sorted([0, *own[:most]]), *rest), math.fsum(map(math.exp, log_probs[:most])))
         for tree, own, (_, *rest), log_probs in zip(trees, ranked, rows, known, strict=True)
     ]
 
 
-def _keep(tree: TokenTree, kept: list[int], parents: list[float], depths: list[float]) -> TokenTree:
-    """Reduce a tree to some of its nodes, given in ascending order, with every parent included."""
+def subtree(tree: TokenTree, kept: list[int], parents: Numbers, depths: Numbers) -> TokenTree:
+    """Reduce a tree to some of its nodes.
+
+    Args:
+        tree: of any kind.
+        kept: in ascending order, with the root and every parent.
+        parents: the tree's, on the host.
+        depths: the same.
+
+    Raises:
+        ValueError: the root or a parent is missing.
+    """
     if len(kept) == tree.num_nodes:
         return tree
+    if kept[0] != 0:
+        raise ValueError(f"the kept nodes {kept} of a draft lack its root")
     place = {node: index for index, node in enumerate(kept)}
     device = tree.tokens.device
     index = torch.tensor(kept, device=device)
     deepest = int(max(depths[node] for node in kept))
     return TokenTree(
         tokens=tree.tokens[index],
-        parents=torch.tensor([-1, *(place[int(parents[node])] for node in kept[1:])], device=device),
+        parents=torch.tensor([-1, *(_place(place, kept, int(parents[node])) for node in kept[1:])], device=device),
         depths=tree.depths[index],
         ancestors=tree.ancestors[index][:, index],
         max_depth=deepest,
+        draft_probs=None if tree.draft_probs is None else tree.draft_probs[index],
+        is_chain=tree.is_chain,
+        scores=None if tree.scores is None else tree.scores[index],
         num_empty_levels=tree.num_levels - deepest,
     )
+
+
+def _place(place: dict[int, int], kept: list[int], parent: int) -> int:
+    if parent not in place:
+        raise ValueError(f"the kept nodes {kept} of a draft lack the parent {parent}")
+    return place[parent]

@@ -16,6 +16,7 @@ from moray.bench.sparse.quality import measure_quality, read_texts
 from moray.config import validate
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
+from moray.targets.sparse.measured import MEASURED, Measured
 from moray.targets.sparse.target import PassCounts
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
@@ -60,6 +61,23 @@ def test_quality_and_speed_of_a_sparse_target(folder, capsys):
         assert (row["layers_read"] < 1) == row["name"].startswith("sparse")
     assert result["rows"][0]["speedup"] == 1.0
     assert "2 of 2" in capsys.readouterr().out
+    target = Target.load(TargetConfig(model=str(folder / "sparse"), device="cpu"))
+    measured = Measured.read(folder / "sparse", target.spec.fingerprint)
+    assert measured is not None
+    assert (measured.share, measured.agreement) == (sparse["share"], sparse["agreement"])
+    assert measured.dense_perplexity == dense["perplexity"]
+    assert Measured.read(folder / "sparse", "another") is None, "it was written again since"
+    assert not (folder / "dense" / MEASURED).exists()
+    (folder / "sparse" / MEASURED).write_text("{")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Measured.read(folder / "sparse", target.spec.fingerprint)
+    (folder / "sparse" / MEASURED).unlink()
+
+
+def test_a_selection_without_a_predictor_is_refused_before_anything_is_measured(folder):
+    rows = [{"target": "sparse", "drafter": {"type": "ngram"}, "select": "path"}]
+    with pytest.raises(ConfigError, match=r"rows\[0\].select needs a predictor"):
+        evaluate_sparse(validate(SparseEvaluationConfig, settings(folder, rows=rows)), Console())
 
 
 def test_perplexity_is_that_of_the_responses_alone(folder):

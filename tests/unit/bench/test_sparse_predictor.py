@@ -8,9 +8,10 @@ from tiny_drafters import VARIANTS, build, overfit
 from tiny_targets import MAX_POSITIONS, load_sparse_target, save_chat_target
 
 from moray.bench.sparse.configs import PredictorConfig
-from moray.bench.sparse.node_pairs import NodePairs, Pairs, collect_pairs, on_path
+from moray.bench.sparse.node_pairs import DraftPairs, Pairs, collect_pairs, on_path
 from moray.bench.sparse.predictor import auc, fit, train_predictor
 from moray.config import validate
+from moray.decoding.engine.node_selection import selector_of
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.plain import PlainDecoder
 from moray.errors import ConfigError, DataError
@@ -39,11 +40,12 @@ def test_pairs_are_nodes_of_drafts_and_whether_they_came_true(tmp_path):
     assert set(few.prompts) == {0}, "enough nodes: no more prompts"
     train, test = pairs.split(0.3)
     assert len(train.is_accepted) + len(test.is_accepted) == pairs.num_nodes
-    predictor = fit(train, 2)
+    predictor = fit(train, 2, tiny.target.spec.fingerprint)
     assert predictor.layer == 2
-    tiny.target.predictor = predictor
+    predictor.save(tiny.target.folder)
     for select in ("path", "budget"):
-        selected = SpeculativeDecoder(tiny.target, drafter, SHAPES["dynamic"], select=select)
+        selector = selector_of(tiny.target, select, SHAPES["dynamic"])
+        selected = SpeculativeDecoder(tiny.target, drafter, SHAPES["dynamic"], selector=selector)
         assert [selected.generate(prompt, GREEDY, 24, ()).tokens for prompt in prompts] == texts
 
 
@@ -61,7 +63,7 @@ def test_what_can_be_told_apart_is_and_hidden_states_may_have_any_scale():
     labels = (hidden[:, 3] - hidden[:, 3].mean()) / hidden[:, 3].std() + 0.3 * torch.randn(
         800, generator=generator
     ) > 0.5
-    predictor = fit(Pairs(hidden[:600], labels[:600]), 3)
+    predictor = fit(Pairs(hidden[:600], labels[:600]), 3, "")
     probabilities = torch.tensor(predictor.probabilities(hidden[600:]))
     assert auc(probabilities, labels[600:]) > 0.95
     assert float(probabilities.mean()) == pytest.approx(float(labels[600:].float().mean()), abs=0.08)
@@ -74,7 +76,7 @@ def test_auc_is_the_share_of_pairs_in_the_right_order():
 
 
 def test_drafts_that_teach_nothing_are_refused():
-    pairs = NodePairs([torch.zeros(2, 3), torch.zeros(2, 3)], [[True, True], [True, False]], [0, 1])
+    pairs = DraftPairs([torch.zeros(2, 3), torch.zeros(2, 3)], [[True, True], [True, False]], [0, 1])
     with pytest.raises(DataError, match="2 training nodes are all accepted, or all refused"):
         pairs.split(0.5)
 

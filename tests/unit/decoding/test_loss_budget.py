@@ -63,5 +63,6 @@ def test_time_that_the_costs_do_not_show_ends_drafting(overhead, goes_on):
         else:
             own.pause(1)
         own.record_pass(1, int(plan is not None), 1.5 if plan is not None else 1.0)
+        own.record_cycle(1, int(plan is not None), 1.0 if plan is not None else 0.0)
     assert all(drafted) == goes_on
     assert sum(drafted) > 5

@@ -22,8 +22,10 @@ class PredictorConfig(Config):
     """K: the predictor reads what enters this layer, and drops nodes from there on. Published: 6 of 32."""
     chats: str
     """Chats whose first questions are answered: a file of JSON rows or Parquet."""
+    skip_chats: int = Field(default=0, ge=0)
+    """Chats to leave out at the beginning of the file, because the target or the drafter was trained on them."""
     max_chats: int | None = Field(default=400, ge=2)
-    """Number of chats to read; null for all."""
+    """Number of chats to read after those; null for all."""
     max_new_tokens: int = Field(default=64, ge=2)
     """Maximum tokens of an answer."""
     num_nodes: int = Field(default=20_000, ge=100)

@@ -14,13 +14,14 @@ from moray.bench.sparse.configs import SparseEvaluationConfig
 from moray.bench.sparse.quality import Quality, measure_quality, read_texts
 from moray.bench.sparse.speed import Way
 from moray.bench.specbench import read_questions
+from moray.decoding.engine.node_selection import selector_of
 from moray.decoding.generate import SpeculativeDecoder
 from moray.drafters.loading import load_drafters
-from moray.errors import MismatchError
+from moray.errors import ConfigError, MismatchError
 from moray.progress import Progress
 from moray.targets.model import Target
-from moray.targets.sparse.measured import Measured
-from moray.targets.spec import resolve_folder
+from moray.targets.sparse.measured import MEASURED, Measured
+from moray.targets.sparse.target import SparseTarget
 from moray.text import ChatTokenizer
 
 
@@ -45,13 +46,13 @@ def evaluate_sparse(config: SparseEvaluationConfig, console: Console) -> dict[st
         for name, one in config.targets.items():
             targets[name] = Target.load(one, f"targets.{name}.model")
             progress.advance()
-    quality = _quality(config, targets, first)
-    _keep(config, targets, quality)
-    _print_quality(quality, console)
     ways = _ways(config, targets, first)
+    quality = _quality(config, targets, first)
+    _print_quality(quality, console)
     _decode(config, ways, first)
     rows = [way.figures(ways[0]) for way in ways]
     _print_rows(rows, console)
+    _save_measured(targets, quality)
     return {
         "quality": {name: asdict(figures) for name, figures in quality.items()},
         "rows": rows,
@@ -73,29 +74,39 @@ def _quality(
     return found
 
 
-def _keep(config: SparseEvaluationConfig, targets: dict[str, Target], quality: dict[str, Quality]) -> None:
-    """Write what was measured beside each sparse target, so that a server can tell."""
+def _save_measured(targets: dict[str, Target], quality: dict[str, Quality]) -> None:
+    """Write what was measured beside each sparse target, so that a server can tell.
+
+    Raises:
+        ConfigError: a target's folder cannot be written.
+    """
     dense = next(iter(quality.values()))
     for name, target in targets.items():
-        if target.spec.routing is not None:
+        if isinstance(target, SparseTarget):
             own = quality[name]
             measured = Measured(
+                fingerprint=target.spec.fingerprint,
                 share=own.share,
                 agreement=own.agreement,
                 perplexity=own.perplexity,
                 dense_perplexity=dense.perplexity,
                 num_tokens=own.num_tokens,
             )
-            measured.save(resolve_folder(config.targets[name].model))
+            try:
+                measured.save(target.folder)
+            except OSError as error:
+                reason = f"cannot be written: {error.strerror}; its figures are printed above"
+                raise ConfigError(f"targets.{name}: '{target.folder / MEASURED}' {reason}") from None
 
 
 def _ways(config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer: ChatTokenizer) -> list[Way]:
     plain = {name: Way(name, name, target, SpeculativeDecoder(target, None)) for name, target in targets.items()}
     ways = list(plain.values())
-    for row in config.rows:
+    for index, row in enumerate(config.rows):
         target = targets[row.target]
         ((name, drafter),) = load_drafters((row.drafter,), target, tokenizer).items()
-        decoder = SpeculativeDecoder(target, drafter, row.tree, select=row.select)
+        selector = selector_of(target, row.select, row.tree, f"rows[{index}].select")
+        decoder = SpeculativeDecoder(target, drafter, row.tree, selector=selector)
         label = f"{row.target} + {name} {row.tree.name}" + (f" {row.select}" if row.select != "all" else "")
         ways.append(Way(label, row.target, target, decoder, plain[row.target]))
     return ways

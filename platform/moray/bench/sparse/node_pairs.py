@@ -5,6 +5,7 @@ pair    (hidden state that enters layer K at the node, whether the node is on th
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,7 +25,7 @@ from moray.trees.tree import TokenTree
 
 
 @dataclass
-class NodePairs:
+class DraftPairs:
     """Nodes of the drafts of many prompts, roots left out."""
 
     hidden: list[Float[Tensor, "nodes hidden"]] = field(default_factory=list)
@@ -53,7 +54,7 @@ class NodePairs:
                     f"{len(labels)} {'held-out' if wants_late else 'training'} nodes are all accepted, or all refused: "
                     "give more prompts (max_chats), or a better drafter"
                 )
-            parts.append(Pairs(torch.cat([self.hidden[index] for index in chosen]).float(), torch.tensor(labels)))
+            parts.append(Pairs(torch.cat([self.hidden[index] for index in chosen]), torch.tensor(labels)))
         return parts[0], parts[1]
 
 
@@ -78,16 +79,18 @@ class _Recorder(NodeSelector):
         return list(range(tree.num_nodes))
 
 
-def first_messages(path: str, tokenizer: ChatTokenizer, limit: int | None) -> Iterator[list[int]]:
-    """The first question of each chat in a file, as a prompt."""
+def first_questions(path: str, tokenizer: ChatTokenizer, num_skipped: int, limit: int | None) -> Iterator[list[int]]:
+    """What comes before the first answer of each chat in a file, as a prompt; `num_skipped` chats are left out."""
     count = 0
-    for chunk in plan_chunks(ChatsConfig(path=path)):
+    for chunk in plan_chunks(ChatsConfig(path=path, skip_chats=num_skipped)):
         for chat in read_chunk(chunk):
             if limit is not None and count == limit:
                 return
             if not isinstance(chat, BadRow):
                 count += 1
-                yield tokenizer.encode_prompt(chat.messages[:1])
+                yield tokenizer.encode_prompt(
+                    [*takewhile(lambda message: message["role"] != "assistant", chat.messages)]
+                )
 
 
 def collect_pairs(
@@ -99,9 +102,9 @@ def collect_pairs(
     max_new_tokens: int,
     num_nodes: int,
     eos_ids: Sequence[int],
-) -> NodePairs:
+) -> DraftPairs:
     """Answer prompts greedily until there are `num_nodes` nodes, or no more prompts."""
-    recorder, pairs = _Recorder(layer), NodePairs()
+    recorder, pairs = _Recorder(layer), DraftPairs()
     decoder = SpeculativeDecoder(target, drafter, shape, selector=recorder)
     room = decoder.capacity - max_new_tokens
     with Progress("draft", num_nodes, unit="nodes") as progress:
@@ -116,7 +119,7 @@ def collect_pairs(
                     return
                 (tree, hidden), recorder.last = recorder.last, None
                 labels = on_path(tree, tokens)
-                pairs.hidden.append(hidden[1:])
+                pairs.hidden.append(hidden[1:].float().cpu())
                 pairs.is_accepted.append(labels[1:])
                 pairs.prompts.append(index)
                 progress.advance(len(labels) - 1)

@@ -1,6 +1,5 @@
 """Trains a predictor of accepted nodes (see `targets.sparse.predictor`) on drafts of real answers."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,13 +8,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from moray.bench.sparse.configs import PredictorConfig
-from moray.bench.sparse.node_pairs import Pairs, collect_pairs, first_messages
+from moray.bench.sparse.node_pairs import Pairs, collect_pairs, first_questions
 from moray.drafters.loading import load_drafters
 from moray.errors import ConfigError
 from moray.progress import Progress
 from moray.targets.model import Target
 from moray.targets.sparse.predictor import Predictor
-from moray.targets.spec import resolve_folder
+from moray.targets.sparse.target import SparseTarget
 from moray.text import ChatTokenizer
 
 _WEIGHT_DECAY = 1e-3
@@ -37,12 +36,12 @@ def train_predictor(config: PredictorConfig) -> dict[str, Any]:
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
     with Progress(f"load target {config.target.model}"):
         target = Target.load(config.target)
-    if target.spec.routing is None:
+    if not isinstance(target, SparseTarget):
         raise ConfigError(f"target.model '{config.target.model}' is dense: give a target made by pipelines.sparsify")
     if config.layer >= target.spec.num_layers:
         raise ConfigError(f"layer is {config.layer}; the target has {target.spec.num_layers}: give a smaller one")
     ((_, drafter),) = load_drafters((config.drafter,), target, tokenizer).items()
-    prompts = list(first_messages(config.chats, tokenizer, config.max_chats))
+    prompts = list(first_questions(config.chats, tokenizer, config.skip_chats, config.max_chats))
     pairs = collect_pairs(
         target,
         drafter,
@@ -54,9 +53,9 @@ def train_predictor(config: PredictorConfig) -> dict[str, Any]:
         [*target.eos_ids, *tokenizer.eos_ids],
     )
     train, test = pairs.split(config.held_out)
-    predictor = fit(train, config.layer)
+    predictor = fit(train, config.layer, target.spec.fingerprint)
     scores = torch.tensor(predictor.probabilities(test.hidden))
-    predictor.save(Path(resolve_folder(config.target.model)))
+    predictor.save(target.folder)
     return {
         "layer": config.layer,
         "num_nodes": pairs.num_nodes,
@@ -67,7 +66,7 @@ def train_predictor(config: PredictorConfig) -> dict[str, Any]:
     }
 
 
-def fit(pairs: Pairs, layer: int) -> Predictor:
+def fit(pairs: Pairs, layer: int, fingerprint: str) -> Predictor:
     """Logistic regression with weight decay, on hidden states scaled to unit variance."""
     mean, scale = pairs.hidden.mean(dim=0), pairs.hidden.std(dim=0).clamp(min=1e-6)
     x, y = (pairs.hidden - mean) / scale, pairs.is_accepted.float()
@@ -83,7 +82,7 @@ def fit(pairs: Pairs, layer: int) -> Predictor:
 
     optimiser.step(loss)  # pyright: ignore[reportArgumentType]
     own = (weight / scale).detach()
-    return Predictor(layer, own, (bias - mean @ own).detach())
+    return Predictor(layer, own, (bias - mean @ own).detach(), fingerprint)
 
 
 def auc(scores: Float[Tensor, " nodes"], is_accepted: Bool[Tensor, " nodes"]) -> float:

@@ -50,8 +50,10 @@ class DraftScheduler:
         stats: EngineStats,
         *,
         is_timed: bool = True,
+        needs_scores: bool = False,
     ) -> None:
         """`is_timed` says whether draft times are known: without waiting for a GPU, only the launch is timed.
+        `needs_scores` says whether drafts must come with the drafter's scores.
 
         Raises:
             ConfigError: the source cannot draft such trees.
@@ -68,14 +70,15 @@ class DraftScheduler:
         self._stats = stats
         self._prunes = isinstance(self.shape, AdaptiveShape) and self.shape.breadth > 1
         """Whether trees are cut down to the nodes that are worth verifying."""
+        self._needs_scores = needs_scores or self._prunes
         self._is_wanted = True
         """Whether the controller wanted drafts when it was last asked."""
         self._are_too_few = False
         """Whether the controller wanted drafts, but not for just those sequences that had a drafter."""
         self._is_behind = False
         """Whether the source first had to be sent many tokens of the sequences that it drafts for now."""
-        self._num_collected = self._num_rows = 1
-        """Drafts of the pass under way, and sequences in it."""
+        self._num_requested = self._num_rows = 1
+        """Drafts requested for the pass under way, and sequences in it."""
 
     def expect(self, number: int, num_running: int) -> None:
         """Let the source prepare for a new sequence if drafts are likely to be wanted; `num_running` includes it."""
@@ -130,7 +133,10 @@ class DraftScheduler:
         n = plan.num_target_layers if len(self.source.layer_counts) > 1 else None
         sequences = [running[row] for row in rows]
         self.source.submit(
-            [DraftJob(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, n, self._prunes) for s in sequences]
+            [
+                DraftJob(s.number, s.tokens[-1], s.length, plan.shape, s.sampler, n, self._needs_scores)
+                for s in sequences
+            ]
         )
         if self._is_timed and len(many) <= len(rows) // 8:  # sending whole prompts is not typical
             self.controller.record_request(len(rows), num_rows, time.perf_counter() - begin)
@@ -149,7 +155,7 @@ class DraftScheduler:
         begin = time.perf_counter()
         found = self.source.collect([*numbers.values()])
         seconds = time.perf_counter() - begin if self._is_timed and not self._is_behind else None
-        self._num_collected, self._num_rows = len(found), num_rows
+        self._num_requested, self._num_rows = len(plans), num_rows
         deepest = max(plans.values(), key=lambda plan: plan.shape.depth)
         self.controller.record_draft(deepest, len(plans), num_rows, seconds)
         self._stats.num_missed += len(plans) - len(found)
@@ -164,6 +170,8 @@ class DraftScheduler:
             drafts |= self._pruned(drafts, deepest, num_rows)
         self._record_empty(drafts, len(plans))
         self._record_overhead(begin)
+        if not self._is_timed:
+            self.controller.record_untimed_draft(deepest, len(plans))
         return drafts
 
     def _record_overhead(self, begin: float) -> None:
@@ -184,7 +192,7 @@ class DraftScheduler:
         if self.controller.is_trying:  # otherwise the time spent waiting counts against late drafts
             num_empty += num_requested - len(drafts)
         for _ in range(num_empty):
-            self.controller.record_empty()
+            self.controller.record_empty(num_requested)
 
     def _pruned(self, drafts: Mapping[int, Draft], plan: DraftPlan, num_rows: int) -> dict[int, Draft]:
         """Prune the drafts that have nodes to the nodes worth verifying."""
@@ -210,7 +218,7 @@ class DraftScheduler:
             draft.num_target_layers,
             num_nodes=tree.num_nodes - 1 if is_pruned else 0,
             promised=draft.promised or 0.0,
-            num_drafted=self._num_collected,
+            num_drafted=self._num_requested,
             num_rows=self._num_rows,
         )
 
@@ -247,16 +255,18 @@ def record_cycle(
     draft_schedulers: Collection[DraftScheduler],
     sequences: list[EngineSequence],
     trees: list[TokenTree],
-    verify_seconds: float,
-    rest_seconds: float,
+    phases: tuple[float, float] | None,
 ) -> None:
-    """Tell the controllers what a pass and the rest of its cycle took."""
-    drafted = [s.draft_scheduler for s, tree in zip(sequences, trees, strict=True) if tree.num_nodes > 1]
-    most = max(tree.num_nodes for tree in trees) - 1
+    """Tell the controllers of a cycle; `phases` are the seconds of its pass and of the rest, None if not known."""
+    sizes = [(s.draft_scheduler, tree.num_nodes - 1) for s, tree in zip(sequences, trees, strict=True)]
+    most, num_drafted = max(size for _, size in sizes), sum(size > 0 for _, size in sizes)
     for scheduler in draft_schedulers:
-        share = drafted.count(scheduler) / max(1, len(drafted))
-        scheduler.controller.record_pass(len(sequences), most, verify_seconds, share)
-        scheduler.controller.record_rest(len(sequences), rest_seconds)
+        own = [size for owner, size in sizes if owner is scheduler and size]
+        scheduler.controller.record_cycle(len(sequences), max(own, default=0), len(own) / max(1, num_drafted))
+        if phases is not None:
+            verify_seconds, rest_seconds = phases
+            scheduler.controller.record_pass(len(sequences), most, verify_seconds)
+            scheduler.controller.record_rest(len(sequences), rest_seconds)
 
 
 def request_drafts(

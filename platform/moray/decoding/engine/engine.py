@@ -27,7 +27,7 @@ from moray.decoding.engine.draft_scheduler import (
     request_drafts,
 )
 from moray.decoding.engine.draft_source import DraftSource
-from moray.decoding.engine.node_selection import NodeSelector, check_selectable, judged_part, selector_of
+from moray.decoding.engine.node_selection import NodeSelector, check_selectable, kept_part, selector_of
 from moray.decoding.engine.outputs import emit, tree_of
 from moray.decoding.engine.paced import ClientMemory, Offer, PacedSequences, can_join
 from moray.decoding.engine.runner import TargetRunner
@@ -93,7 +93,7 @@ class Engine:
         self.stats = EngineStats(wait)
         self._is_timed = is_timed
         self._accept_rows = accept or accept_rows
-        self._selector = selector or selector_of(target, config.select)
+        self._selector = selector or selector_of(target, config.select, config.tree)
         sources, paced = drafts or {}, paced or {}
         observed = [source.observed for source in sources.values()] + [drafter.observed for drafter in paced.values()]
         self._hidden_depths = sorted({depth for needs in observed for depth in needs.hidden_depths})
@@ -108,6 +108,7 @@ class Engine:
                 self._rows.cache,
                 self.stats,
                 is_timed=source.is_remote or self.has_exact_phases,
+                needs_scores=self._selector is not None and self._selector.needs_scores,
             )
             for name, source in sources.items()
         }
@@ -146,6 +147,8 @@ class Engine:
         if request.drafter is not None:
             name = request.drafter or next(iter(self.draft_schedulers), "")
             sequence.draft_scheduler = self.draft_schedulers.get(name)
+        if self._selector is not None and sequence.draft_scheduler is not None:
+            check_selectable(request.params)
         self._queue(sequence)
         return sequence.number
 
@@ -160,6 +163,8 @@ class Engine:
         Raises:
             DataError: says what in the request cannot be served.
         """
+        if self._selector is not None:
+            check_selectable(request.params)
         pace = self._paced.pace_of(request, client)
         sequence = self._new_sequence(request, None)
         sequence.pace = pace
@@ -181,7 +186,6 @@ class Engine:
             DataError: says what in the request cannot be served.
         """
         check_request(request, self.target.spec.vocab_size, self.max_model_len)
-        check_selectable(request.params, self._selector)
         number = self._num_submitted
         self._num_submitted += 1
         ending = ending or ending_of(request, self._eos_ids, self._decode)
@@ -339,22 +343,23 @@ class Engine:
         with stats.timed("verify") as verify, self.config.synthetic.verify.spent(len(running)):
             begins = [sequence.length for sequence in running]
             output = self._rows.verify(rows.start, begins, trees, self._hidden_depths, self._selector)
-            judged = judged_part(trees, output)
-            logits = self.target.logits(judged.last)
+            kept = kept_part(trees, output)
+            logits = self.target.logits(kept.last)
             stats.num_passes += 1
         with stats.timed("accept"):
-            results = self._accept(running, judged.trees, logits, begins)
+            results = self._accept(running, kept.trees, logits, begins)
         with stats.timed("commit"):
-            drafted = judged.in_drafts(results)
+            drafted = kept.in_drafts(results)
             self._rows.keep(rows.start, begins, [result.path for result in drafted])
             self._note(running, trees, drafted, output)
             lengths = [begin + 1 + len(result.path) for begin, result in zip(begins, results, strict=True)]
             paced = self._paced.after_cycle(rows.start, running, lengths, verify.seconds)
-            for row, (sequence, tree, result) in enumerate(zip(running, judged.trees, results, strict=True)):
+            for row, (sequence, tree, result) in enumerate(zip(running, kept.trees, results, strict=True)):
                 self._updates.append(emit(sequence, result, tree, logits[row], self.stats, paced.get(row)))
+        phases = None
         if self.has_exact_phases:
-            rest = time.perf_counter() - began - propose.seconds - verify.seconds
-            record_cycle(self.draft_schedulers.values(), running, trees, verify.seconds, rest)
+            phases = verify.seconds, time.perf_counter() - began - propose.seconds - verify.seconds
+        record_cycle(self.draft_schedulers.values(), running, trees, phases)
         for sequence in self._scheduler.starting:
             sequence.num_passed_over += 1
         self._request_drafts([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))

@@ -24,7 +24,7 @@ def emit(
     Args:
         sequence: whose answer it is.
         result: what was accepted.
-        tree: what was verified; None for the first token after the prompt.
+        tree: what was verified to the end; None for the first token after the prompt.
         logits: the target's, for each node of the tree.
         stats: of the engine.
         paced: what the sequence's client gets besides the tokens, if it drafts itself.
@@ -35,8 +35,9 @@ def emit(
     sequence.adjustment.emit(emitted)
     if tree is not None:
         num_accepted = min(len(result.path), len(emitted))  # those that are in the answer
-        stats.record(tree.num_nodes - 1, num_accepted, len(emitted))
-        if tree.num_nodes > 1 and sequence.draft_scheduler is not None and draft is not None:
+        drafted = tree if draft is None else draft.tree
+        stats.record(drafted.num_nodes - 1, num_accepted, len(emitted))
+        if drafted.num_nodes > 1 and sequence.draft_scheduler is not None and draft is not None:
             sequence.draft_scheduler.record(draft, len(result.path))
     logprobs = None
     if sequence.request.logprobs is not None:

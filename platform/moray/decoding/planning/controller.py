@@ -175,16 +175,22 @@ class SpeculationController:
 
     # --- Times of cycles ---
 
-    def record_pass(self, num_rows: int, num_nodes: int, seconds: float, share: float = 1.0) -> None:
-        """Record the time of a pass over trees of at most `num_nodes` nodes below their roots.
+    def record_cycle(self, num_rows: int, num_nodes: int, share: float) -> None:
+        """Record that a cycle is over.
 
-        `share` of the drafts in it are this drafter's.
+        Args:
+            num_rows: sequences in its pass.
+            num_nodes: nodes below the root of this drafter's largest tree in it; 0 without one.
+            share: this drafter's share of the drafts in it.
         """
         self._budget.record_cycle()
         if self._costs.table is not None:
             longer = self._costs.plain_passes(num_rows, num_nodes) - 1.0
-            self._budget.spend(share * longer + self._overhead / max(seconds, 1e-9) * (1.0 + longer))
+            self._budget.spend(share * longer + self._overhead / self._costs.pass_seconds(num_rows, 0))
         self._overhead = 0.0
+
+    def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> None:
+        """Record the time of a pass over trees of at most `num_nodes` nodes below their roots."""
         if self._costs.record_pass(num_rows, num_nodes, seconds):
             self._probing.probe_soon()
 
@@ -200,6 +206,10 @@ class SpeculationController:
     def record_overhead(self, seconds: float) -> None:
         """Record time that a cycle spent on sending tokens to the drafter, requesting drafts and waiting for them."""
         self._overhead += seconds
+
+    def record_untimed_draft(self, plan: DraftPlan, num_drafted: int) -> None:
+        """Record drafts whose time is not known: they count as overhead with the time measured at start-up."""
+        self._overhead += self._costs.draft_seconds(num_drafted, plan.shape.depth, plan.num_target_layers)
 
     def record_draft(self, plan: DraftPlan, num_drafted: int, num_rows: int, seconds: float | None) -> None:
         """Record how long the drafts for some sequences took, or how long they were waited for; None if that is not
@@ -239,21 +249,21 @@ class SpeculationController:
             num_target_layers: N of the draft; None for the first.
             num_nodes: nodes that were verified, if scores decided how many; otherwise 0.
             promised: sum of their probabilities.
-            num_drafted: sequences with a draft in the same pass: all results of a pass together age earlier ones by
-                one cycle.
+            num_drafted: drafts that were requested for the same pass: together they age earlier ones by one cycle.
             num_rows: sequences in the pass.
         """
         n = self._layer_counts[0] if num_target_layers is None else num_target_layers
+        cycles = 1.0 / num_drafted
         self._probing.record_result()
-        self._yield.record_draft(is_empty=False)
-        self._yield.record_nodes(num_levels, num_nodes, num_accepted, promised)
-        self._acceptance.record(n, num_levels, num_accepted, 1.0 / num_drafted)
+        self._yield.record_draft(is_empty=False, cycles=cycles)
+        self._yield.record_nodes(num_levels, num_nodes, num_accepted, promised, cycles)
+        self._acceptance.record(n, num_levels, num_accepted, cycles)
         self._budget.save(num_accepted / num_rows)
 
-    def record_empty(self) -> None:
-        """Record that one sequence's draft was empty or did not arrive."""
+    def record_empty(self, num_drafted: int = 1) -> None:
+        """Record that one sequence's draft, of so many for the same pass, was empty or did not arrive."""
         self._probing.record_result()
-        self._yield.record_draft(is_empty=True)
+        self._yield.record_draft(is_empty=True, cycles=1.0 / num_drafted)
 
     # --- Pauses ---
 

@@ -52,9 +52,17 @@ class CycleCosts:
             seconds += self._request_seconds(num_drafted)
         return seconds
 
+    def pass_seconds(self, num_rows: int, num_nodes: int) -> float:
+        """Time of a pass over trees of `num_nodes` nodes below their roots."""
+        return max(self._verify_seconds(num_rows, num_nodes) * self._verify.factor, 1e-9)
+
     def plain_passes(self, num_rows: int, num_nodes: int) -> float:
-        """How many plain passes take as long as one over trees of `num_nodes` nodes below their roots."""
-        return self._verify_seconds(num_rows, num_nodes) / self._verify_seconds(num_rows, 0)
+        """How many plain passes take as long as one over trees of `num_nodes` nodes below their roots; at least 1."""
+        return max(1.0, self.pass_seconds(num_rows, num_nodes) / self.pass_seconds(num_rows, 0))
+
+    def draft_seconds(self, num_drafted: int, num_levels: int, n: int) -> float:
+        """Time of drafts as measured at start-up; 0 if that was not done."""
+        return 0.0 if self.table is None else self.table.draft_seconds(num_drafted, num_levels, n)
 
     def record_pass(self, num_rows: int, num_nodes: int, seconds: float) -> bool:
         """Record the time of a pass over trees of at most `num_nodes` nodes below their roots; returns whether it was

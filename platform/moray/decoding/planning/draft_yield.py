@@ -29,17 +29,21 @@ class DraftYield:
         """Nodes per level that pruning keeps; one at first, as in a chain."""
         return (self._nodes + PRIOR_WEIGHT) / (self._levels + PRIOR_WEIGHT)
 
-    def record_draft(self, *, is_empty: bool) -> None:
-        """Record one draft."""
-        self._num_answered = self._num_answered * FORGET + 1.0
-        self._num_filled = self._num_filled * FORGET + (not is_empty)
+    def record_draft(self, *, is_empty: bool, cycles: float = 1.0) -> None:
+        """Record one draft; earlier ones age by `cycles`, a fraction of one if a pass verifies several drafts."""
+        forget = FORGET**cycles
+        self._num_answered = self._num_answered * forget + 1.0
+        self._num_filled = self._num_filled * forget + (not is_empty)
 
-    def record_nodes(self, num_levels: int, num_nodes: int, num_accepted: int, promised: float) -> None:
+    def record_nodes(
+        self, num_levels: int, num_nodes: int, num_accepted: int, promised: float, cycles: float = 1.0
+    ) -> None:
         """Record one verified draft; `num_nodes` is 0 if scores did not decide how many nodes were verified."""
-        self._promised = self._promised * FORGET + promised
-        self._kept = self._kept * FORGET + (num_accepted if num_nodes else 0)
-        self._levels = self._levels * FORGET + (num_levels if num_nodes else 0)
-        self._nodes = self._nodes * FORGET + num_nodes
+        forget = FORGET**cycles
+        self._promised = self._promised * forget + promised
+        self._kept = self._kept * forget + (num_accepted if num_nodes else 0)
+        self._levels = self._levels * forget + (num_levels if num_nodes else 0)
+        self._nodes = self._nodes * forget + num_nodes
 
     def decay(self) -> None:
         """Let all shares return towards what is believed at first."""

@@ -14,6 +14,8 @@ MEASURED = "measured.json"
 class Measured(Config):
     """A sparse target beside the dense one that it comes from, on held-out chats (`pipelines.evaluate sparse`)."""
 
+    fingerprint: str
+    """Of the target."""
     share: float = Field(ge=0, le=1)
     """Mean share of the layers that a token runs through."""
     agreement: float = Field(ge=0, le=1)
@@ -26,8 +28,8 @@ class Measured(Config):
     """Response tokens."""
 
     @classmethod
-    def read(cls, folder: Path) -> "Measured | None":
-        """The figures of a target; None if it was not measured.
+    def read(cls, folder: Path, fingerprint: str) -> "Measured | None":
+        """The figures of a target; None if it was not measured since it was written.
 
         Raises:
             ConfigError: the file is damaged.
@@ -36,9 +38,10 @@ class Measured(Config):
         if not path.is_file():
             return None
         try:
-            return cls.model_validate_json(path.read_bytes())
+            found = cls.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"'{path}' cannot be used: {one_line(str(error))}; delete it") from None
+        return found if found.fingerprint == fingerprint else None
 
     def save(self, folder: Path) -> None:
         """Write it beside a sparse target."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moray.errors import ConfigError
 from moray.explain import one_line
+from moray.targets.spec import TargetSpec
 
 PREDICTOR = "predictor.safetensors"
 
@@ -29,6 +30,8 @@ class Predictor:
     """K: it reads what enters this layer."""
     weight: Float[Tensor, " hidden"]
     bias: Float[Tensor, ""]
+    fingerprint: str
+    """Of the target that it was trained for."""
 
     def probabilities(self, hidden: Float[Tensor, "nodes hidden"]) -> list[float]:
         """How likely each node is to be on the accepted path. Waits for the device."""
@@ -36,34 +39,34 @@ class Predictor:
 
     def to(self, device: torch.device) -> "Predictor":
         """The same on another device."""
-        return Predictor(self.layer, self.weight.to(device), self.bias.to(device))
+        return Predictor(self.layer, self.weight.to(device), self.bias.to(device), self.fingerprint)
 
     def save(self, folder: Path) -> None:
         """Write it beside a sparse target's routers."""
         tensors = {"weight": self.weight.contiguous(), "bias": self.bias.reshape(1)}
-        save_file(tensors, folder / PREDICTOR, metadata={"layer": str(self.layer)})
+        save_file(tensors, folder / PREDICTOR, metadata={"layer": str(self.layer), "target": self.fingerprint})
 
 
-def load_predictor(folder: Path, hidden_size: int, num_layers: int) -> Predictor | None:
-    """Read a target's predictor; None if it has none.
+def load_predictor(folder: Path, spec: TargetSpec, field: str) -> Predictor:
+    """Read a target's predictor; `field` names the setting that needs it.
 
     Raises:
-        ConfigError: it is damaged, or belongs to another model.
+        ConfigError: it is missing or damaged, or was trained for another target.
     """
     path = folder / PREDICTOR
+    again = "train it with `python -m pipelines.sparsify predictor`, or give " + f"{field}=all"
     if not path.is_file():
-        return None
+        raise ConfigError(f"{field} needs a predictor, and there is no {PREDICTOR} in the target's folder: {again}")
     try:
         with safe_open(path, "pt") as file:
-            layer = int((file.metadata() or {}).get("layer", "-1"))
+            metadata = file.metadata() or {}
+            layer, fingerprint = int(metadata.get("layer", "-1")), metadata.get("target", "")
             weight, bias = file.get_tensor("weight").float(), file.get_tensor("bias").float()
     except (OSError, SafetensorError, ValueError) as error:
-        raise ConfigError(f"'{path}' cannot be read: {one_line(str(error))}; train it again") from None
-    if weight.shape != (hidden_size,) or bias.shape != (1,) or not 0 < layer < num_layers:
-        raise ConfigError(
-            f"'{path}' holds {tuple(weight.shape)} weights for layer {layer}; this target has {num_layers} layers and "
-            f"hidden size {hidden_size}: train the predictor again"
-        )
+        raise ConfigError(f"{field}: '{path}' cannot be read: {one_line(str(error))}; {again}") from None
+    fits = weight.shape == (spec.hidden_size,) and bias.shape == (1,) and 0 < layer < spec.num_layers
+    if not fits or fingerprint != spec.fingerprint:
+        raise ConfigError(f"{field}: '{path}' was trained for another target: {again}")
     if not bool(torch.isfinite(weight).all()) or not bool(torch.isfinite(bias).all()):
-        raise ConfigError(f"'{path}' holds numbers that are not finite: train it again")
-    return Predictor(layer, weight, bias[0])
+        raise ConfigError(f"{field}: '{path}' holds numbers that are not finite: {again}")
+    return Predictor(layer, weight, bias[0], fingerprint)

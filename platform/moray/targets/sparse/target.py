@@ -7,6 +7,7 @@ text that plain decoding of the same target gives; that text is not the dense mo
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from moray.errors import ConfigError
 from moray.targets.model import Target, TargetOutput
 from moray.targets.rotary import Rotation
 from moray.targets.sparse.cache import RoutedCache, SparseCache, WholeSequences
-from moray.targets.sparse.measured import Measured
-from moray.targets.sparse.predictor import Predictor
 from moray.targets.sparse.routing import Router
 from moray.targets.spec import TargetSpec
 
@@ -83,8 +82,7 @@ class SparseTarget(Target):
         spec: TargetSpec,
         eos_ids: tuple[int, ...],
         routers: Mapping[int, Router],
-        predictor: Predictor | None = None,
-        measured: Measured | None = None,
+        folder: Path,
     ) -> None:
         """
         Args:
@@ -92,8 +90,7 @@ class SparseTarget(Target):
             spec: with its routing.
             eos_ids: tokens that end an answer.
             routers: by layer.
-            predictor: of accepted nodes, if one was trained.
-            measured: how far it is from the dense target, if that is known.
+            folder: where it lies; other files about the target may lie there too.
         """
         super().__init__(model, spec, eos_ids)
         if spec.sliding_window is not None:
@@ -102,8 +99,7 @@ class SparseTarget(Target):
         self._initial = spec.routing.initial_tokens
         self.routers = {layer: router.to(self.device) for layer, router in routers.items()}
         """By layer."""
-        self.predictor = None if predictor is None else predictor.to(self.device)
-        self.measured = measured
+        self.folder = folder
         self.counts = PassCounts()
         """Of passes over at most `_MAX_COUNTED` tokens of one sequence."""
 
