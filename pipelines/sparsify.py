@@ -21,7 +21,7 @@ from moray.commands import Command, run_commands
 
 
 def main(config: SparsifyConfig) -> None:
-    """Train or resume training, then write the sparse target."""
+    """Train routers that let each token skip layers, or resume that, then write the sparse target."""
     from pathlib import Path
 
     from moray.cluster.session import ray_session

@@ -76,7 +76,7 @@ def test_a_predictor_s_preset_names_the_target_that_a_preset_writes(path):
 
 
 EVALUATIONS = sorted((CONFIGS / "evaluations").glob("*.yaml"))
-SPARSE = [path for path in EVALUATIONS if path.stem.startswith("sparse-")]
+SPARSE = [path for path in EVALUATIONS if path.stem.startswith(("sparse-", "spadec-"))]
 
 
 @pytest.mark.parametrize("path", SPARSE, ids=lambda path: path.stem)

@@ -46,7 +46,7 @@ class Sparse(TypedDict):
     """How a sparse target differs from the dense one that it comes from."""
 
     share: float
-    """Mean share of the layers that a token runs through."""
+    """Mean share of the layers that a token runs through: as measured, or else as it was trained for."""
     agreement: float | None
     """Share of the positions of held-out chats at which the likeliest token is the dense target's; null if that was not
     measured (`pipelines.evaluate sparse`)."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moray.trees.tree import TokenTree
 
-
 Numbers = Sequence[int] | Sequence[float]
 
 

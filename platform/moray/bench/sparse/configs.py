@@ -23,7 +23,7 @@ class PredictorConfig(Config):
     chats: str
     """Chats whose first questions are answered: a file of JSON rows or Parquet."""
     skip_chats: int = Field(default=0, ge=0)
-    """Chats to leave out at the beginning of the file, because the target or the drafter was trained on them."""
+    """Chats to leave out at the beginning of the file. Leave out those that target and drafter were trained on."""
     max_chats: int | None = Field(default=400, ge=2)
     """Number of chats to read after those; null for all."""
     max_new_tokens: int = Field(default=64, ge=2)

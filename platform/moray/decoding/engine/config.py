@@ -36,8 +36,8 @@ class EngineConfig(Config):
     """Shape of the draft trees; adaptive follows batch size and acceptance, down to no draft at all."""
     select: NodeSelection = "all"
     """Nodes of a draft that a sparse target's later layers verify: all, or some of them (SpaDec). `path` is the
-    published choice of its predictor; `trie` and `budget` keep more; `drafter` goes by the drafter's scores. Passes
-    over several sequences verify all nodes."""
+    published choice of its predictor; `trie` keeps more, `budget` as many as pay; `drafter` is `path` by the drafter's
+    scores. Passes over several sequences verify all nodes."""
     synthetic: SyntheticCosts = SyntheticCosts()
     """For scaling experiments only: sleep as long as an accelerator would take. Off by default."""
 

@@ -277,10 +277,11 @@ def request_drafts(
         scheduler.request(sequences, [row for row in rows if sequences[row].draft_scheduler is scheduler], num_rows)
 
 
-def collect_all(
-    draft_schedulers: Iterable[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int]
+def propose(
+    draft_schedulers: Collection[DraftScheduler], sequences: list[EngineSequence], rows: Collection[int]
 ) -> dict[int, Draft]:
-    """Collect the requested drafts from all sources, by row."""
+    """Collect the requested drafts from all sources, by row; rows without a request get one first."""
+    request_drafts(draft_schedulers, sequences, rows, len(rows))
     found: dict[int, Draft] = {}
     for scheduler in draft_schedulers:
         own = [row for row in rows if sequences[row].draft_scheduler is scheduler]

@@ -22,7 +22,7 @@ from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_scheduler import (
     DraftScheduler,
     awaits_first_draft,
-    collect_all,
+    propose,
     record_cycle,
     request_drafts,
 )
@@ -147,8 +147,8 @@ class Engine:
         if request.drafter is not None:
             name = request.drafter or next(iter(self.draft_schedulers), "")
             sequence.draft_scheduler = self.draft_schedulers.get(name)
-        if self._selector is not None and sequence.draft_scheduler is not None:
-            check_selectable(request.params)
+        if sequence.draft_scheduler is not None:
+            check_selectable(request.params, self._selector)
         self._queue(sequence)
         return sequence.number
 
@@ -163,8 +163,7 @@ class Engine:
         Raises:
             DataError: says what in the request cannot be served.
         """
-        if self._selector is not None:
-            check_selectable(request.params)
+        check_selectable(request.params, self._selector)
         pace = self._paced.pace_of(request, client)
         sequence = self._new_sequence(request, None)
         sequence.pace = pace
@@ -338,7 +337,7 @@ class Engine:
         rows, stats = self._scheduler.next_group(), self.stats
         running = self._scheduler.running[rows.start : rows.stop]
         began = time.perf_counter()
-        with stats.timed("propose") as propose:
+        with stats.timed("propose") as proposed:
             trees = self._propose(rows, running)
         with stats.timed("verify") as verify, self.config.synthetic.verify.spent(len(running)):
             begins = [sequence.length for sequence in running]
@@ -356,9 +355,8 @@ class Engine:
             paced = self._paced.after_cycle(rows.start, running, lengths, verify.seconds)
             for row, (sequence, tree, result) in enumerate(zip(running, kept.trees, results, strict=True)):
                 self._updates.append(emit(sequence, result, tree, logits[row], self.stats, paced.get(row)))
-        phases = None
-        if self.has_exact_phases:
-            phases = verify.seconds, time.perf_counter() - began - propose.seconds - verify.seconds
+        rest = time.perf_counter() - began - proposed.seconds - verify.seconds
+        phases = (verify.seconds, rest) if self.has_exact_phases else None
         record_cycle(self.draft_schedulers.values(), running, trees, phases)
         for sequence in self._scheduler.starting:
             sequence.num_passed_over += 1
@@ -372,9 +370,7 @@ class Engine:
     def _propose(self, rows: range, running: list[EngineSequence]) -> list[TokenTree]:
         """One tree for each sequence in `rows`; the root alone if there is no draft."""
         decoding = self._scheduler.decoding
-        schedulers = self.draft_schedulers.values()
-        request_drafts(schedulers, decoding, rows, len(rows))  # again, for rows that had no draft before
-        found = collect_all(schedulers, decoding, rows)
+        found = propose(self.draft_schedulers.values(), decoding, rows)
         for row, sequence in zip(rows, running, strict=True):
             sequence.draft = found.get(row)
         if len(found) == len(rows):

@@ -124,13 +124,13 @@ def _cost_from(target: SparseTarget, layer: int) -> PassCost:
     return PassCost(always=spec.num_layers - after + head, routed=after, share=min(1.0, max(0.0, share)))
 
 
-def check_selectable(params: SamplingParams) -> None:
+def check_selectable(params: SamplingParams, selector: NodeSelector | None) -> None:
     """Refuse a rule of acceptance under which dropping nodes would change the text.
 
     Raises:
         DataError: names the rule.
     """
-    if not is_by_choice(params):
+    if selector is not None and not is_by_choice(params):
         raise DataError(
             f"acceptance_method is '{params.acceptance_method}', but this target drops nodes of drafts on the way "
             "(engine.select): 'gumbel_coupled' is accepted, and temperature 0"

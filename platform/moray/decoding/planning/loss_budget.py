@@ -1,13 +1,16 @@
-"""Limits what drafting may lose: about one percent of the time that plain decoding would take.
+"""Limits what one drafter may lose: about one percent of the time that plain decoding would take.
 
 Estimates of costs and acceptance are noisy, so drafts that promise a small gain may lose, and trials of a drafter that
-does not pay always do. The budget counts what really happened:
+does not pay always do. The budget counts the tokens that drafts really saved against what drafting really took:
 
-    balance = tokens saved by drafts - time that drafts and their verification took beyond plain decoding
+    balance = plain passes that accepted tokens saved
+              - time spent on drafts and on sending tokens to the drafter
+              - how much longer passes over trees take than plain ones, as measured at start-up
 
 in units of a plain pass. Past cycles weigh less and less, so a loss is forgiven by 0.1 % a cycle. A balance below the
 limit ends drafting until half of that loss is forgiven. Gains count only up to the same limit: a long good time does
-not pay for a long bad one.
+not pay for a long bad one. Two things are not limited: reading long prompts into the drafter's memory, which pays off
+over a whole answer (see `_MOST_AT_ONCE`), and costs that were measured wrongly at start-up.
 """
 
 _FORGET = 0.999
