@@ -13,6 +13,7 @@ from tiny_drafters import TRAINED, VARIANTS, build, overfit
 from tiny_targets import TARGETS, TinyTarget, load_target
 
 from moray.decoding.engine import engine as engine_module
+from moray.decoding.planning.controller import SpeculationController
 from moray.drafters.base import Drafter
 
 LEARNT_TOKENS = 40
@@ -101,6 +102,7 @@ def moody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "measure_costs", lambda *_: MoodyCosts())
     # Real seconds would correct them, and the depths would no longer be the same in every run.
     monkeypatch.setattr(engine_module.Engine, "has_exact_phases", False)
+    monkeypatch.setattr(SpeculationController, "record_cycle", lambda *_: None)  # no budget: it would soon be spent
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ def keep_first_slots(self, rows, begins, paths) -> None:
 _verify, _keep = TargetRunner.verify, TargetRunner.keep
 
 
-def verify_behind_a_refused_slot(self, first_row, lengths, trees, hidden_depths=()):
+def verify_behind_a_refused_slot(self, first_row, lengths, trees, *others):
     """Forgets to drop the first refused node: the next tree's root goes behind it."""
-    return _verify(self, first_row, [length + 1 for length in lengths], trees, hidden_depths)
+    return _verify(self, first_row, [length + 1 for length in lengths], trees, *others)
 
 
 def drop_the_last_slot(self, first_row, lengths, paths):
@@ -72,9 +72,9 @@ def test_a_faulty_greedy_path_fails_the_check(tiny, fault, monkeypatch):
 def test_a_mask_that_shows_refused_branches_fails_the_check(tiny, monkeypatch):
     """A mask in which every node sees all that stand before it."""
 
-    def verify(self, first_row, lengths, trees, hidden_depths=()):
+    def verify(self, first_row, lengths, trees, *others):
         causal = [replace(tree, ancestors=torch.ones_like(tree.ancestors).tril()) for tree in trees]
-        return _verify(self, first_row, lengths, causal, hidden_depths)
+        return _verify(self, first_row, lengths, causal, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(TargetRunner, "verify", verify)

@@ -399,7 +399,9 @@ def test_one_half_that_does_without_drafts_does_not_give_up_for_the_other(monkey
     monkeypatch.setattr(
         asked.controller,
         "plan",
-        lambda num_rows, count: None if asked.engine._scheduler._is_second else (turns.append(count), plan(num_rows, count))[1],
+        lambda num_rows, count: (
+            None if asked.engine._scheduler._is_second else (turns.append(count), plan(num_rows, count))[1]
+        ),
     )
     for _ in range(8):
         asked.engine.step()
