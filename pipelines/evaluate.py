@@ -55,10 +55,18 @@ def main_sparse(config: SparseEvaluationConfig) -> None:
     """Measure sparse targets beside their dense one: quality on held-out chats, and speed with and without drafts."""
     from rich.console import Console
 
+    from moray.bench.lossless import check_lossless
     from moray.bench.sparse.evaluation import evaluate_sparse
+    from moray.bench.sparse.page import render_sparse
 
     console = Console()
-    reported(config.report, lambda: evaluate_sparse(config, console))
+    result = reported(config.report, lambda: evaluate_sparse(config, console))
+    if config.report:
+        page = Path(config.report).with_suffix(".html")
+        page.write_text(render_sparse(result), encoding="utf-8")
+        console.print(f"report: {config.report} and {page}")
+    exact = {name for name, target in config.targets.items() if target.dtype == "float32"}
+    check_lossless((row["name"], not row["num_unexplained"]) for row in result["rows"] if row["target"] in exact)
 
 
 CONFIG = EvaluateConfig

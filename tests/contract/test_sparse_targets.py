@@ -15,6 +15,7 @@ from moray.activations.capture.record import KVRecorder
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
+from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
@@ -93,6 +94,27 @@ def test_what_plain_decoding_keeps_is_what_ran(tiny):
         torch.testing.assert_close(flat[:, :, 0], key[0].transpose(0, 1), atol=1e-4, rtol=0)
         torch.testing.assert_close(flat[:, :, 1], value[0].transpose(0, 1), atol=1e-4, rtol=0)
         assert (flat[~output.routes[layer, 0]] == 0).all()
+
+
+def test_the_engine_s_taps_of_several_rows_are_zero_where_a_token_skipped(tiny):
+    """Wrong ones would only draft worse, which no test of the text shows."""
+    prompts = [tiny.prompt(0, 40), tiny.prompt(1, 25)]
+    rows = TargetRunner(tiny.target, 128)
+    rows.cache.arrange(64, 0, 0)
+    with torch.inference_mode():
+        rows.read(0, prompts, [0, 0])
+        kv = rows.cache.flat([0, 1], [3, 0], [37, 25], range(LAYERS))[0]
+    for tokens, own in zip((prompts[0][3:], prompts[1]), kv.split([37, 25]), strict=True):
+        whole = prompts[0] if len(tokens) == 37 else prompts[1]
+        output, recorder = whole_pass(tiny.target, whole, range(LAYERS))
+        skip = len(whole) - len(tokens)
+        for layer in range(LAYERS):
+            key, value = (side[0].transpose(0, 1)[skip:] for side in recorder.take(layer))
+            runs = output.routes[layer, 0, skip:, None, None]
+            found = own[:, layer].view(len(tokens), 2, 2, 16)
+            torch.testing.assert_close(found[:, :, 0], key * runs, atol=1e-4, rtol=0)
+            torch.testing.assert_close(found[:, :, 1], value * runs, atol=1e-4, rtol=0)
+    assert (kv == 0).all(dim=-1).any()
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("-0")] + ["moa-1"])

@@ -11,9 +11,13 @@ from tiny_targets import make_sparse, save_chat_target
 
 from moray.bench.perplexity import token_losses
 from moray.bench.sparse.configs import SparseEvaluationConfig
+from moray.bench.sparse.divergence import Divergence, first_divergence
 from moray.bench.sparse.evaluation import evaluate_sparse
+from moray.bench.sparse.page import render_sparse
 from moray.bench.sparse.quality import measure_quality, read_texts
 from moray.config import validate
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.params import SamplingParams
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.targets.sparse.measured import MEASURED, Measured
@@ -55,12 +59,16 @@ def test_quality_and_speed_of_a_sparse_target(folder, capsys):
     names = [row["name"] for row in result["rows"]]
     assert names == ["dense", "sparse", "dense + ngram adaptive-8", "sparse + ngram adaptive-8"]
     for row in result["rows"]:
-        assert row["num_different"] == 0
+        assert row["num_different"] == row["num_unexplained"] == 0
         assert row["num_answers"] == 2
         assert row["tokens_per_second"] > 0
         assert (row["layers_read"] < 1) == row["name"].startswith("sparse")
     assert result["rows"][0]["speedup"] == 1.0
     assert "2 of 2" in capsys.readouterr().out
+    page = render_sparse(result)
+    assert page.count("<svg") == 3
+    for row in result["rows"]:
+        assert f"{row['name']}</th>" in page
     target = Target.load(TargetConfig(model=str(folder / "sparse"), device="cpu"))
     measured = Measured.read(folder / "sparse", target.spec.fingerprint)
     assert measured is not None
@@ -114,3 +122,38 @@ def test_counts_are_shares_of_layers_and_of_tokens():
 def test_an_unknown_target_is_refused(folder):
     with pytest.raises(ConfigError, match=r"rows\[0\].target is 'x'; targets has dense, sparse"):
         validate(SparseEvaluationConfig, settings(folder, rows=[{"target": "x", "drafter": {"type": "ngram"}}]))
+
+
+def test_a_first_difference_is_explained_by_a_tie_or_not_at_all(folder):
+    target = Target.load(TargetConfig(model=str(folder / "sparse"), device="cpu"))
+    prompt = list(range(5, 25))
+    plain = SpeculativeDecoder(target, None).generate(prompt, SamplingParams(), 8, ()).tokens
+    other = [*plain[:3], (plain[3] + 1) % 10, *plain[4:]]
+    found = first_divergence(target, prompt, other, plain)
+    assert found.token == 3
+    assert first_divergence(target, prompt, plain[:5], plain).token == 5, "one ends earlier"
+    logits = target.logits(whole(target, [*prompt, *plain[:3]])).topk(2).values.tolist()
+    assert found.logit_margin == pytest.approx(logits[0] - logits[1], abs=1e-4)
+    assert found.router_margin > 0
+    assert not Divergence(3, 0.1, 0.01).is_tie
+    assert Divergence(3, 1e-5, 0.01).is_tie
+    assert Divergence(3, 0.1, 1e-5).is_tie
+
+
+def whole(target, tokens):
+    positions = torch.arange(len(tokens))[None]
+    return target.forward(torch.tensor([tokens]), positions, None, target.new_cache(len(tokens))).last[0, -1]
+
+
+def test_a_router_at_a_tie_is_found(folder):
+    target = Target.load(TargetConfig(model=str(folder / "sparse"), device="cpu"))
+    router = next(iter(target.routers.values()))
+    prompt = list(range(5, 25))
+    plain = SpeculativeDecoder(target, None).generate(prompt, SamplingParams(), 4, ()).tokens
+    layer = next(iter(target.routers))
+    depth = layer - target.spec.num_layers - 1
+    tokens = torch.tensor([[*prompt, *plain[:2]]])
+    positions = torch.arange(tokens.shape[1])[None]
+    entering = target.forward(tokens, positions, None, target.new_cache(64), [depth]).hidden[depth][0]
+    router.outer.bias.data[1] -= router.margin(entering)[7] - 1e-5
+    assert first_divergence(target, prompt, [*plain[:2], 0 if plain[2] else 1], plain).is_tie

@@ -82,3 +82,17 @@ def test_cycles_without_a_draft_are_no_refusals():
     for _ in range(500):
         acceptance.record(0, 0, 0)
     assert acceptance.rates(0) == pytest.approx(Acceptance(4, [0, 1]).rates(0))
+
+
+def test_the_drafts_of_a_pass_together_age_earlier_ones_by_one_cycle():
+    """Sixteen sequences say sixteen times as much in a cycle, and look back as many cycles."""
+    one, many = Acceptance(1, [0]), Acceptance(1, [0])
+    for acceptance, count in ((one, 1), (many, 16)):
+        for _ in range(200):
+            for _ in range(count):
+                acceptance.record(0, 1, 1, 1 / count)
+        for _ in range(23):  # half of what was known is forgotten
+            for _ in range(count):
+                acceptance.record(0, 1, 0, 1 / count)
+    assert abs(one.rates(0)[0] - 0.5) < 0.05
+    assert abs(many.rates(0)[0] - 0.5) < 0.02

@@ -66,3 +66,23 @@ def test_time_that_the_costs_do_not_show_ends_drafting(overhead, goes_on):
         own.record_cycle(1, int(plan is not None), 1.0 if plan is not None else 0.0)
     assert all(drafted) == goes_on
     assert sum(drafted) > 5
+
+
+def test_a_pass_over_trees_is_never_booked_as_shorter_than_a_plain_one():
+    """Costs that were measured beside other work, of which only those of trees were lowered since."""
+    own = SpeculationController(AdaptiveShape(type="adaptive", depth=1))
+    own.set_costs(CostTable({1: costs_of([(1, 1.0), (2, 1.1)], [(1, 0.1)])}))
+    for _ in range(20):
+        own.record_pass(1, 1, 0.1)
+    assert own._costs.plain_passes(1, 1) == 1.0
+
+
+def test_each_drafter_pays_for_its_own_trees_alone():
+    """Its share of the drafts, and the size of its own largest tree, whatever the others verify."""
+    own = SpeculationController(AdaptiveShape(type="adaptive", depth=1))
+    own.set_costs(CostTable({4: costs_of([(1, 1.0), (2, 1.5), (9, 5.0)], [(1, 0.1)])}))
+    spent = []
+    own._budget.spend = spent.append
+    own.record_cycle(4, 1, 0.5)
+    own.record_cycle(4, 0, 0.0)
+    assert spent == pytest.approx([0.25, 0.0])

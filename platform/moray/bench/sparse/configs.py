@@ -77,7 +77,7 @@ class SparseEvaluationConfig(Config):
     threads: int | None = Field(default=None, ge=1)
     """Number of torch threads; null leaves it to torch."""
     report: str | None = None
-    """JSON file to write, the same as --json FILE; null for none."""
+    """JSON file to write, with an HTML page beside it; the same as --json FILE; null for none."""
 
     @model_validator(mode="after")
     def _check(self) -> "SparseEvaluationConfig":

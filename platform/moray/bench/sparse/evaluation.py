@@ -147,6 +147,7 @@ def _print_rows(rows: list[dict[str, Any]], console: Console) -> None:
         table.add_column(heading, justify="left" if heading == "way" else "right")
     for row in rows:
         equal = row["num_answers"] - row["num_different"]
+        ties = row["num_different"] - row["num_unexplained"]
         table.add_row(
             row["name"],
             number(row["tokens_per_second"]),
@@ -154,7 +155,7 @@ def _print_rows(rows: list[dict[str, Any]], console: Console) -> None:
             f"{row['tau']:.2f}",
             f"{row['layers_read']:.2f}",
             f"{row['rows_run']:.2f}",
-            f"{equal} of {row['num_answers']}",
+            f"{equal} of {row['num_answers']}" + (f", {ties} at a tie" if ties else ""),
         )
     console.print(table)
     console.print("speed-ups are over the first target alone, which is the dense one", highlight=False)

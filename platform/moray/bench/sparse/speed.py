@@ -4,9 +4,10 @@ Every row is compared with plain decoding of its own target: `lossless` says not
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moray.bench.sparse.divergence import Divergence, first_divergence
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.targets.model import Target
@@ -29,8 +30,8 @@ class Way:
     num_tokens: int = 0
     num_cycles: int = 0
     num_emitted: int = 0
-    different: set[int] = field(default_factory=set)
-    """Prompts whose answers differ from plain decoding of the same target."""
+    different: dict[int, Divergence | None] = field(default_factory=dict)
+    """Prompts whose answers differ from plain decoding of the same target, and where; None for a dense target."""
     counts: PassCounts = field(default_factory=PassCounts)
     params: SamplingParams = field(default_factory=SamplingParams)
     """Greedy."""
@@ -54,7 +55,10 @@ class Way:
         if isinstance(target, SparseTarget):
             self.counts.add(target.counts)
         if self.plain is not None and made.tokens != self.plain.texts[index]:
-            self.different.add(index)
+            explained = None
+            if isinstance(target, SparseTarget):
+                explained = first_divergence(target, prompt, made.tokens, self.plain.texts[index])
+            self.different[index] = explained
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,6 +80,8 @@ class Way:
             "tau": self.tau,
             "num_answers": len(self.texts),
             "num_different": len(self.different),
+            "num_unexplained": sum(one is None or not one.is_tie for one in self.different.values()),
+            "differences": [None if one is None else asdict(one) for one in self.different.values()],
             "layers_read": self.counts.layers_read if isinstance(self.target, SparseTarget) else 1.0,
             "rows_run": self.counts.rows_run if isinstance(self.target, SparseTarget) else 1.0,
         }
