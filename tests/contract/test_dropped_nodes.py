@@ -10,7 +10,7 @@ from tiny_targets import MAX_POSITIONS, TinyTarget, load_sparse_target, load_tar
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
-from moray.decoding.engine.node_selection import NodeSelector, selector_of
+from moray.decoding.engine.node_selection import LikelyNodes, NodeSelector, selector_of
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
@@ -21,6 +21,7 @@ from moray.targets.sparse.predictor import PREDICTOR, Predictor, load_predictor
 from moray.targets.sparse.target import SparseTarget
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import AdaptiveShape
+from moray.trees.tree import chain_of
 
 NEW, CAPACITY, LAYERS, AT = 24, 400, 6, 2
 
@@ -192,6 +193,11 @@ def test_what_cannot_be_selected_is_refused(tiny, tmp_path):
     config = EngineConfig(tree=chain, select="path")
     with pytest.raises(ConfigError, match=r"engine.select is 'path', which is for sparse targets"):
         Engine(dense.target, config, ())
+
+
+def test_a_tree_without_scores_is_kept_whole_where_scores_decide(tiny):
+    selector = LikelyNodes(save_predictor(tiny.target), is_path=True, by_drafter=True)
+    assert selector.choose(chain_of(torch.tensor([1, 2, 3])), torch.zeros(3, 64)) == [0, 1, 2]
 
 
 def test_a_predictor_is_read_back_and_a_wrong_one_is_refused(tmp_path):

@@ -52,7 +52,8 @@ class NodeSelector(ABC):
 
 
 class LikelyNodes(NodeSelector):
-    """`trie` and `path` (see `trees.node_choice`), by the predictor's probabilities or by the drafter's."""
+    """`trie` and `path` (see `trees.node_choice`), by the predictor's probabilities or by the drafter's. By the
+    drafter's, a tree without scores, such as a client's, is kept whole."""
 
     def __init__(self, predictor: Predictor, *, is_path: bool, by_drafter: bool = False) -> None:
         super().__init__(predictor.layer, needs_scores=by_drafter)
@@ -61,7 +62,8 @@ class LikelyNodes(NodeSelector):
     def choose(self, tree: TokenTree, hidden: Float[Tensor, "nodes hidden"]) -> list[int]:
         """See `NodeSelector.choose`. Waits for the device."""
         if self.needs_scores:
-            assert tree.scores is not None
+            if tree.scores is None:
+                return list(range(tree.num_nodes))
             probabilities = tree.scores.exp().tolist()
         else:
             probabilities = self._predictor.probabilities(hidden)
