@@ -73,6 +73,8 @@ def test_a_predictor_s_preset_names_the_target_that_a_preset_writes(path):
     preset = read_yaml(path.with_name(path.name.removeprefix("predictor-")))
     assert config.target.model == preset["output"]
     assert config.drafter == f"{preset['output']}-eagle"
+    cached = CONFIGS / "activations" / path.name.removeprefix("predictor-")
+    assert config.chats == read_yaml(cached)["chats"]["path"]
 
 
 EVALUATIONS = sorted((CONFIGS / "evaluations").glob("*.yaml"))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from shape_checks import unchecked
 from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build, overfit
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_sparse_target, load_target
@@ -23,13 +22,9 @@ from moray.targets.spec import TargetConfig
 from moray.trees.shapes import AdaptiveShape
 from moray.trees.tree import chain_of
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
 NEW, CAPACITY, LAYERS, AT = 24, 400, 6, 2
-
-
-@pytest.fixture(autouse=True)
-def _unchecked():
-    with unchecked():
-        yield
 
 
 @pytest.fixture(scope="module")
