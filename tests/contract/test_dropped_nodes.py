@@ -1,5 +1,7 @@
 """SpaDec: dropping nodes of a draft at a layer of the sparse target changes what is read, never the text."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from side_by_side import COUPLED, GREEDY, SHAPES
@@ -202,6 +204,9 @@ def test_a_predictor_is_read_back_and_a_wrong_one_is_refused(tmp_path):
     found = load_predictor(tmp_path, target.spec, "engine.select")
     assert found.layer == AT
     assert torch.equal(found.weight, predictor.weight)
+    assert found.auc is None
+    replace(predictor, auc=0.75).save(target.folder)
+    assert load_predictor(tmp_path, target.spec, "engine.select").auc == 0.75
     for wrong in ({"hidden_size": 32}, {"num_layers": AT}, {"fingerprint": "another"}):
         with pytest.raises(ConfigError, match="was trained for another target: train it with"):
             load_predictor(tmp_path, target.spec.model_copy(update=wrong), "engine.select")

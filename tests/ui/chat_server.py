@@ -20,6 +20,7 @@ from tiny_drafters import noisy_copy
 from tiny_targets import TinyTarget, save_chat_target
 from transformers import AutoModelForCausalLM
 
+from moray.config import validate
 from moray.decoding.request import Request, RequestOutput
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
@@ -147,7 +148,8 @@ def running_server(folder: Path, edge: dict[str, Any] | None = None) -> Iterator
     noisy = noisy_copy(TinyTarget("tiny", target, model), noise=0.1)
     for file in target.glob("*token*"):
         shutil.copy(file, noisy)
-    config = ServeConfig.model_validate(
+    config = validate(
+        ServeConfig,
         {
             "target": {"model": str(target), "device": "cpu"},
             "drafters": {
@@ -158,7 +160,7 @@ def running_server(folder: Path, edge: dict[str, Any] | None = None) -> Iterator
             "engine": {"max_num_seqs": 2, "kv_cache_tokens": 2048, "tree": {"type": "chain", "depth": 4}},
             "max_waiting": 0,
             "edge": edge,
-        }
+        },
     )
     targets = StandIn(TargetReplica(config))
     gateway = Gateway(config, targets)

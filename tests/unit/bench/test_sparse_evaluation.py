@@ -15,6 +15,7 @@ from moray.bench.sparse.divergence import Divergence, first_divergence
 from moray.bench.sparse.evaluation import evaluate_sparse
 from moray.bench.sparse.page import render_sparse
 from moray.bench.sparse.quality import measure_quality, read_texts
+from moray.bench.sparse.work import Weights
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
@@ -55,6 +56,7 @@ def test_quality_and_speed_of_a_sparse_target(folder, capsys):
     assert sparse["perplexity"] > dense["perplexity"] > 1
     assert 0 < sparse["agreement"] < 1
     assert 0.4 < sparse["share"] < 0.95
+    assert (dense["kv_share"], sparse["kv_share"]) == (1.0, sparse["share"]), "skipped tokens store nothing"
     assert dense["num_tokens"] == sparse["num_tokens"] > 10
     names = [row["name"] for row in result["rows"]]
     assert names == ["dense", "sparse", "dense + ngram adaptive-8", "sparse + ngram adaptive-8"]
@@ -63,6 +65,12 @@ def test_quality_and_speed_of_a_sparse_target(folder, capsys):
         assert row["num_answers"] == 2
         assert row["tokens_per_second"] > 0
         assert (row["layers_read"] < 1) == row["name"].startswith("sparse")
+        assert (row["weights_read"] == 1.0) == row["name"].startswith("dense")
+    dense_alone, sparse_alone, dense_drafts, sparse_drafts = result["rows"]
+    assert dense_alone["same_as_dense"] == dense_drafts["same_as_dense"] == 2
+    assert sparse_alone["same_as_dense"] == sparse_drafts["same_as_dense"]
+    assert (dense_alone["operations"], dense_drafts["operations"]) == (1.0, None)
+    assert 0 < sparse_alone["operations"] <= sparse_drafts["operations"]
     assert result["rows"][0]["speedup"] == 1.0
     assert "2 of 2" in capsys.readouterr().out
     page = render_sparse(result)
@@ -116,7 +124,28 @@ def test_counts_are_shares_of_layers_and_of_tokens():
     counts.add(more)
     assert counts.layers_read == 3 / 6
     assert counts.rows_run == 7 / 18
-    assert PassCounts().layers_read == PassCounts().rows_run == 1.0
+    counts.record([3, 3, 1], 3, 1)
+    assert counts.kept_nodes == (5 + 1 + 1) / 3
+    assert PassCounts().layers_read == PassCounts().rows_run == PassCounts().kept_nodes == 1.0
+
+
+def test_weights_and_operations_are_over_the_dense_target_s():
+    weights = Weights(layer=10, head=5, routers=3, num_layers=3)
+    counts = PassCounts()
+    counts.record([4, 0, 2], 4, 2)
+    assert weights.dense == 35
+    assert weights.read(counts) == pytest.approx((2 * 10 + 3 + 5) / 35)
+    assert weights.operations(counts, 2) == pytest.approx((6 * 10 + 4 * 3 + 2 * 5) / 2 / 35)
+
+
+def test_weights_are_counted_on_the_targets(folder):
+    dense, sparse = (Target.load(TargetConfig(model=str(folder / name), device="cpu")) for name in ("dense", "sparse"))
+    one, other = Weights.of(dense), Weights.of(sparse)
+    assert (one.routers, other.routers > 0) == (0, True)
+    assert (one.layer, one.head, one.num_layers) == (other.layer, other.head, other.num_layers)
+    whole = sum(weight.numel() for weight in dense.model.parameters())
+    others = one.num_layers * one.layer + dense.spec.hidden_size  # and the final norm
+    assert whole - others in (one.head, 2 * one.head), "the rest is the head, and embeddings if they are not shared"
 
 
 def test_an_unknown_target_is_refused(folder):

@@ -48,14 +48,18 @@ class ChannelStatistics:
     """Mean and deviation of the channels of one column, over any number of batches; float64."""
 
     def __init__(self) -> None:
+        self._width: int | None = None
         self._num_tokens = 0
         self._sum: Tensor | None = None
         self._squares: Tensor | None = None
         self._shift: Tensor | None = None
 
     def add(self, values: Float[Tensor, "tokens width"]) -> None:
-        """Count one batch in."""
-        values = values.double()
+        """Count one batch in, but for tokens whose values are all 0: they skip this layer of a sparse target."""
+        self._width = values.shape[1]
+        values = values[values.any(dim=1)].double()
+        if not values.shape[0]:
+            return
         if self._shift is None or self._sum is None or self._squares is None:
             # Deviations from a rough mean: squares of channels far from zero would drown what they differ by.
             self._shift = values.mean(dim=0)
@@ -70,9 +74,11 @@ class ChannelStatistics:
         """Mean and standard deviation, on the CPU.
 
         A channel that hardly moved gets a hundredth of the mean deviation: if it moves later, it must not take the
-        whole range of its token.
+        whole range of its token. If all tokens skip the layer, any channels do.
         """
-        assert self._shift is not None, "add a batch first"
+        assert self._width is not None, "add a batch first"
+        if self._shift is None:
+            return ColumnChannels(torch.zeros(self._width), torch.ones(self._width))
         assert self._sum is not None
         assert self._squares is not None
         mean = self._sum / self._num_tokens

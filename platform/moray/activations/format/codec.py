@@ -61,6 +61,9 @@ class QuantisedCodec:
     then the largest of a token becomes the largest element. In units of its channel's scale, an integer is wrong by
     half a step at most, that is the token's largest value / (2 * `most`), and an fp8 value by 1/16 of itself at most,
     or half of fp8's smallest number near zero. Beyond 1.7e38 such units values are cut.
+
+    A token whose values are all 0 has the scale 0 and comes back as it was, whatever the channels: that is what a token
+    which skips a layer of a sparse target leaves there.
     """
 
     name: str
@@ -76,12 +79,13 @@ class QuantisedCodec:
     ) -> UInt8[Tensor, "tokens bytes"]:
         """Values to a scale and elements per token."""
         centred = values.float()
+        is_skipped = ~values.any(dim=1, keepdim=True)
         if channels is not None:
             centred = ((centred - channels.offset) / channels.scale).clamp_(-_LARGEST, _LARGEST)
         # A scale that is a normal number even for zeros and subnormal values, so that nothing is divided by zero.
         scale = (centred.abs().amax(dim=1, keepdim=True) / self.most).clamp_(min=_TINY)
-        elements = (centred / scale).clamp_(-self.most, self.most)
-        return torch.cat([scale.view(torch.uint8), self._pack(elements)], dim=1)
+        elements = (centred / scale).clamp_(-self.most, self.most).masked_fill_(is_skipped, 0.0)
+        return torch.cat([scale.masked_fill(is_skipped, 0.0).view(torch.uint8), self._pack(elements)], dim=1)
 
     def decode(
         self,
@@ -94,7 +98,7 @@ class QuantisedCodec:
         scale = data[:, :SCALE_BYTES].contiguous().view(torch.float32)
         values = self._unpack(data[:, SCALE_BYTES:], width).mul_(scale)
         if channels is not None:
-            values = values.mul_(channels.scale).add_(channels.offset)
+            values = values.mul_(channels.scale).addcmul_(channels.offset, (scale > 0).float())
         return values.to(dtype)
 
     def can_hold(self, values: Float[Tensor, "tokens width"]) -> Bool[Tensor, " tokens"]:

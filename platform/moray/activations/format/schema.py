@@ -20,6 +20,7 @@ schema metadata (key `moray`) names:
     value[channel] = element[channel] * scale of the token * scale[channel] + offset[channel]
 
 with the channels' scales and offsets from channels.parquet (columns: column, offset, scale; one row per tap column).
+Where the scale of the token is 0, all values are 0: the token skips this layer of a sparse target.
 
 Columns may be added later: shards are then written anew one by one, with what they hold as it is. Until all have the
 new columns, plan and manifest name the old ones alone, so that readers take columns by name and ignore others; from

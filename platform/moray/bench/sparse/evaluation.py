@@ -21,6 +21,7 @@ from moray.errors import ConfigError, MismatchError
 from moray.progress import Progress
 from moray.targets.model import Target
 from moray.targets.sparse.measured import MEASURED, Measured
+from moray.targets.sparse.predictor import load_predictor
 from moray.targets.sparse.target import SparseTarget
 from moray.text import ChatTokenizer
 
@@ -107,8 +108,12 @@ def _ways(config: SparseEvaluationConfig, targets: dict[str, Target], tokenizer:
         ((name, drafter),) = load_drafters((row.drafter,), target, tokenizer).items()
         selector = selector_of(target, row.select, row.tree, f"rows[{index}].select")
         decoder = SpeculativeDecoder(target, drafter, row.tree, selector=selector)
+        auc = None
+        if selector is not None and row.select != "drafter":
+            assert isinstance(target, SparseTarget)
+            auc = load_predictor(target.folder, target.spec, f"rows[{index}].select").auc
         label = f"{row.target} + {name} {row.tree.name}" + (f" {row.select}" if row.select != "all" else "")
-        ways.append(Way(label, row.target, target, decoder, plain[row.target]))
+        ways.append(Way(label, row.target, target, decoder, plain[row.target], auc))
     return ways
 
 
@@ -134,28 +139,37 @@ def _plain_first(ways: list[Way]) -> list[Way]:
 
 def _print_quality(quality: dict[str, Quality], console: Console) -> None:
     table = Table(title="quality beside the dense target", box=box.SIMPLE_HEAD)
-    for heading in ("target", "perplexity", "agreement", "share of layers"):
+    for heading in ("target", "perplexity", "agreement", "share of layers", "of keys and values"):
         table.add_column(heading, justify="left" if heading == "target" else "right")
     for name, one in quality.items():
-        table.add_row(name, number(one.perplexity), f"{one.agreement:.3f}", f"{one.share:.3f}")
+        table.add_row(name, number(one.perplexity), f"{one.agreement:.3f}", f"{one.share:.3f}", f"{one.kv_share:.3f}")
     console.print(table)
 
 
 def _print_rows(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="speed; lossless is against the row's own target", box=box.SIMPLE_HEAD)
-    for heading in ("way", "tokens/s", "speed-up", "tau", "layers read", "tokens run", "lossless"):
-        table.add_column(heading, justify="left" if heading == "way" else "right")
+    speed = Table(title="speed; lossless is against the row's own target", box=box.SIMPLE_HEAD)
+    for heading in ("way", "tokens/s", "speed-up", "tau", "lossless"):
+        speed.add_column(heading, justify="left" if heading == "way" else "right")
+    work = Table(title="work of the target in a pass", box=box.SIMPLE_HEAD)
+    for heading in ("way", "layers", "weights", "tokens run", "kept", "operations", "as dense"):
+        work.add_column(heading, justify="left" if heading == "way" else "right")
     for row in rows:
         equal = row["num_answers"] - row["num_different"]
         ties = row["num_different"] - row["num_unexplained"]
-        table.add_row(
+        speed.add_row(
             row["name"],
             number(row["tokens_per_second"]),
             times(row["speedup"]),
             f"{row['tau']:.2f}",
-            f"{row['layers_read']:.2f}",
-            f"{row['rows_run']:.2f}",
             f"{equal} of {row['num_answers']}" + (f", {ties} at a tie" if ties else ""),
         )
-    console.print(table)
-    console.print("speed-ups are over the first target alone, which is the dense one", highlight=False)
+        keys = ("layers_read", "weights_read", "rows_run", "kept_nodes", "operations")
+        figures = ("" if row[key] is None else f"{row[key]:.2f}" for key in keys)
+        work.add_row(row["name"], *figures, f"{row['same_as_dense']} of {row['num_answers']}")
+    console.print(speed)
+    console.print(work)
+    console.print(
+        "speed-ups are over the first target alone, the dense one; so are weights read and operations, which are for "
+        "each token; kept: nodes verified to the end; as dense: answers that are the dense target's",
+        highlight=False,
+    )

@@ -1,5 +1,6 @@
 """Trains a predictor of accepted nodes (see `targets.sparse.predictor`) on drafts of real answers."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def train_predictor(config: PredictorConfig) -> dict[str, Any]:
     train, test = pairs.split(config.held_out)
     predictor = fit(train, config.layer, target.spec.fingerprint)
     scores = torch.tensor(predictor.probabilities(test.hidden))
+    predictor = replace(predictor, auc=auc(scores, test.is_accepted))
     predictor.save(target.folder)
     return {
         "layer": config.layer,
@@ -62,7 +64,7 @@ def train_predictor(config: PredictorConfig) -> dict[str, Any]:
         "num_held_out": len(test.is_accepted),
         "share_accepted": float(test.is_accepted.float().mean()),
         "mean_probability": float(scores.mean()),
-        "auc": auc(scores, test.is_accepted),
+        "auc": predictor.auc,
     }
 
 

@@ -3,6 +3,7 @@
 perplexity    exp of the mean negative log-likelihood of the responses' tokens
 agreement     share of the response positions at which the likeliest token is the dense target's
 share         mean share of the layers that a token runs through
+kv share      keys and values that the cache has stored, over those of all tokens in all layers
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from moray.bench.perplexity import perplexity
 from moray.data.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
 from moray.errors import DataError
 from moray.targets.model import Target
+from moray.targets.sparse.cache import SparseCache
 from moray.text import ChatTokenizer
 
 
@@ -35,6 +37,7 @@ class Quality:
     perplexity: float
     agreement: float
     share: float
+    kv_share: float
     num_tokens: int
     """Response tokens."""
 
@@ -87,18 +90,23 @@ def measure_quality(
     """
     losses: list[float] = []
     best: list[Tensor] = []
-    num_equal, num_run, num_possible = 0, 0, 0
+    num_equal, num_run, num_stored, num_possible = 0, 0, 0, 0
     for index, text in enumerate(texts):
         tokens = text.tokens.to(target.device)[None]
         positions = torch.arange(tokens.shape[1], device=target.device)[None]
-        output = target.forward(tokens, positions, None, target.new_cache(tokens.shape[1]))
+        cache = target.new_cache(tokens.shape[1])
+        output = target.forward(tokens, positions, None, cache)
+        cache.commit(tokens.shape[1])
         logits = target.logits(output.last[0, text.predicts]).float()
         wanted = text.tokens[1:][text.predicts[:-1]].to(target.device)
         losses += torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
         best.append(logits.argmax(dim=-1).cpu())
         num_equal += int((best[-1] == (best[-1] if dense_best is None else dense_best[index])).sum())
-        num_run += tokens.shape[1] * target.spec.num_layers if output.routes is None else int(output.routes.sum())
-        num_possible += tokens.shape[1] * target.spec.num_layers
+        everything = tokens.shape[1] * target.spec.num_layers
+        num_run += everything if output.routes is None else int(output.routes.sum())
+        num_stored += cache.num_stored if isinstance(cache, SparseCache) else everything
+        num_possible += everything
     found = perplexity(losses)
     assert found is not None
-    return Quality(found, num_equal / len(losses), num_run / num_possible, len(losses)), best
+    shares = num_run / num_possible, num_stored / num_possible
+    return Quality(found, num_equal / len(losses), *shares, len(losses)), best

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moray.bench.sparse.divergence import Divergence, first_divergence
+from moray.bench.sparse.work import Weights
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.targets.model import Target
@@ -24,6 +25,8 @@ class Way:
     decoder: SpeculativeDecoder
     plain: "Way | None" = None
     """Plain decoding of the same target; None for that itself."""
+    predictor_auc: float | None = None
+    """Of the predictor that selects nodes, on held-out prompts."""
     texts: dict[int, list[int]] = field(default_factory=dict)
     """Answers by prompt."""
     seconds: float = 0.0
@@ -72,6 +75,10 @@ class Way:
 
     def figures(self, dense: "Way") -> dict[str, Any]:
         """The row of the table."""
+        is_sparse, weights = isinstance(self.target, SparseTarget), Weights.of(self.target)
+        operations = None if self.plain is not None else 1.0
+        if is_sparse:
+            operations = weights.operations(self.counts, max(1, self.num_tokens))
         return {
             "name": self.name,
             "target": self.target_name,
@@ -82,6 +89,11 @@ class Way:
             "num_different": len(self.different),
             "num_unexplained": sum(one is None or not one.is_tie for one in self.different.values()),
             "differences": [None if one is None else asdict(one) for one in self.different.values()],
-            "layers_read": self.counts.layers_read if isinstance(self.target, SparseTarget) else 1.0,
-            "rows_run": self.counts.rows_run if isinstance(self.target, SparseTarget) else 1.0,
+            "layers_read": self.counts.layers_read if is_sparse else 1.0,
+            "rows_run": self.counts.rows_run if is_sparse else 1.0,
+            "kept_nodes": self.counts.kept_nodes if is_sparse else None,
+            "weights_read": weights.read(self.counts) if is_sparse else 1.0,
+            "operations": operations,
+            "same_as_dense": sum(text == dense.texts[index] for index, text in self.texts.items()),
+            "predictor_auc": self.predictor_auc,
         }

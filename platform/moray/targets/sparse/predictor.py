@@ -6,7 +6,7 @@ Layers from K on can then leave out the nodes that are not worth their routes. T
 `predictor.safetensors`. It is no part of the target: it changes what is read, never the text.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,8 @@ class Predictor:
     bias: Float[Tensor, ""]
     fingerprint: str
     """Of the target that it was trained for."""
+    auc: float | None = None
+    """Probability that it ranks an accepted node above a refused one, on held-out prompts; None if not measured."""
 
     def probabilities(self, hidden: Float[Tensor, "nodes hidden"]) -> list[float]:
         """How likely each node is to be on the accepted path. Waits for the device."""
@@ -39,12 +41,15 @@ class Predictor:
 
     def to(self, device: torch.device) -> "Predictor":
         """The same on another device."""
-        return Predictor(self.layer, self.weight.to(device), self.bias.to(device), self.fingerprint)
+        return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def save(self, folder: Path) -> None:
         """Write it beside a sparse target's routers."""
         tensors = {"weight": self.weight.contiguous(), "bias": self.bias.reshape(1)}
-        save_file(tensors, folder / PREDICTOR, metadata={"layer": str(self.layer), "target": self.fingerprint})
+        metadata = {"layer": str(self.layer), "target": self.fingerprint}
+        if self.auc is not None:
+            metadata["auc"] = str(self.auc)
+        save_file(tensors, folder / PREDICTOR, metadata=metadata)
 
 
 def load_predictor(folder: Path, spec: TargetSpec, field: str) -> Predictor:
@@ -61,6 +66,7 @@ def load_predictor(folder: Path, spec: TargetSpec, field: str) -> Predictor:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             layer, fingerprint = int(metadata.get("layer", "-1")), metadata.get("target", "")
+            auc = float(metadata["auc"]) if "auc" in metadata else None
             weight, bias = file.get_tensor("weight").float(), file.get_tensor("bias").float()
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"{field}: '{path}' cannot be read: {one_line(str(error))}; {again}") from None
@@ -69,4 +75,4 @@ def load_predictor(folder: Path, spec: TargetSpec, field: str) -> Predictor:
         raise ConfigError(f"{field}: '{path}' was trained for another target: {again}")
     if not bool(torch.isfinite(weight).all()) or not bool(torch.isfinite(bias).all()):
         raise ConfigError(f"{field}: '{path}' holds numbers that are not finite: {again}")
-    return Predictor(layer, weight, bias[0], fingerprint)
+    return Predictor(layer, weight, bias[0], fingerprint, auc)

@@ -39,9 +39,21 @@ class PassCounts:
     """Tokens of those passes, times layers."""
     num_rows_run: int = 0
     """How many of them ran."""
+    num_tokens: int = 0
+    """Tokens of those passes."""
+    num_kept: int = 0
+    """How many of them no selection has dropped."""
 
-    def record(self, numbers: Sequence[int], num_new: int) -> None:
-        """Record a pass over so many new tokens: how many of them each layer has computed."""
+    def record(self, numbers: Sequence[int], num_new: int, num_kept: int | None = None) -> None:
+        """Record a pass.
+
+        Args:
+            numbers: of tokens that each layer has computed.
+            num_new: number of new tokens.
+            num_kept: how many of them a selection has kept; None for all.
+        """
+        self.num_tokens += num_new
+        self.num_kept += num_new if num_kept is None else num_kept
         self.num_passes += 1
         self.num_layers += len(numbers)
         self.num_layers_read += sum(number > 0 for number in numbers)
@@ -57,6 +69,11 @@ class PassCounts:
     def layers_read(self) -> float:
         """Share of the layers that a pass reads; 1 without a pass."""
         return self.num_layers_read / self.num_layers if self.num_layers else 1.0
+
+    @property
+    def kept_nodes(self) -> float:
+        """Mean number of tokens in a pass that are verified: the root, and the nodes that are not dropped."""
+        return self.num_kept / self.num_passes if self.num_passes else 1.0
 
     @property
     def rows_run(self) -> float:
@@ -159,7 +176,7 @@ class SparseTarget(Target):
             if num_run:
                 hidden = self._run(index, hidden, runs, num_run, whole)
         if tokens.shape[0] == 1 and tokens.shape[1] <= _MAX_COUNTED:
-            self.counts.record(numbers, tokens.shape[1])
+            self.counts.record(numbers, tokens.shape[1], None if selected is None else len(selected))
         last = model.norm(hidden)
         if -1 in hidden_depths:
             kept[-1] = last

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tiny_targets import load_sparse_target
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from moray.activations.capture.attempts import MAX_ATTEMPTS, Attempts
@@ -229,6 +230,29 @@ def test_quantised_columns_decode_close_to_the_states(
     # Whatever the batches, the same ones give the same channels: a resumed job may find them again.
     again = calibrate(target, config, _batches(store)).channels
     assert channels_fingerprint(again) == channels_fingerprint(channels)
+
+
+@pytest.mark.parametrize("codec_name", ["bfloat16", "int8", "int4"])
+def test_tokens_that_skip_a_layer_of_a_sparse_target_have_zeros_there(
+    tmp_path: Path, store: CacheStore, codec_name: str
+) -> None:
+    target = load_sparse_target(tmp_path / "sparse", None, 0, vocab_size=VOCABULARY).target
+    config = CacheConfig.model_validate({"kv_codec": codec_name, "batch_tokens": 64})
+    write_channels(store, calibrate(target, config, _batches(store)).channels)
+    table = _write(tmp_path / "sparse", store, config, target)
+    columns = tap_columns(target.spec, config)
+    decoder = TapDecoder(columns, channels=read_channels(store, columns))
+    routes = []
+    for tokens in table.column("tokens").to_pylist():
+        ids = torch.tensor(tokens)[None]
+        output = target.forward(ids, torch.arange(len(tokens))[None], None, target.new_cache(len(tokens)))
+        assert output.routes is not None
+        routes.append(output.routes[:, 0])
+    runs = torch.cat(routes, dim=1)
+    assert 0.2 < float(runs.float().mean()) < 0.95
+    for layer in range(target.spec.num_layers):
+        decoded = decoder.decode(table, f"kv.{layer:02}")
+        assert decoded.any(dim=1).tolist() == runs[layer].tolist()
 
 
 def test_calibration_batches_are_spread_over_all_shards() -> None:

@@ -142,6 +142,21 @@ def test_extreme_tokens_come_back(name: str) -> None:
     assert bool(torch.isfinite(round_trip(name, values, channels)).all())
 
 
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_token_that_skips_the_layer_comes_back_as_zeros_whatever_the_channels(name: str) -> None:
+    values = keys() + 5.0
+    values[3] = values[7] = 0.0
+    ran = values.any(dim=1)
+    channels = channels_of(values)
+    decoded = round_trip(name, values, channels)
+    assert decoded.any(dim=1).tolist() == ran.tolist()
+    alone = channels_of(values[ran])
+    assert torch.allclose(channels.offset, alone.offset), "the others' mean and deviation do not count it"
+    assert torch.allclose(channels.scale, alone.scale)
+    nothing = torch.zeros(4, 64)
+    assert torch.equal(round_trip(name, nothing, channels_of(nothing)), nothing)
+
+
 def test_quantised_codecs_decode_to_bfloat16_unless_told_otherwise() -> None:
     data = codec("int8").encode(keys())
     assert codec("int8").decode(data, 64).dtype == torch.bfloat16
