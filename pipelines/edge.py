@@ -1,16 +1,18 @@
 """Answer prompts on this device: the drafter runs here, a server with the target verifies (docs/guide/edge.md).
 
-    python -m pipelines.edge configs/edge/demo.yaml prompt="What is a glacier?"
+    python -m pipelines.edge configs/edge/demo.yaml --prompt "What is a glacier?"
 
-Without `prompt` it is a chat on the terminal. The text is the target's own, whatever happens to the connection, except
+Without a prompt it is a chat on the terminal. The text is the target's own, whatever happens to the connection, except
 what `private_answers: drafter` leaves to the drafter. Text that is not verified yet is dim on a terminal, and is not
 written to a file or pipe.
 """
 
+import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from moray.config import run_entry_point
+from moray.commands import Command
+from moray.config import run_command
 from moray.edge.config import EdgeRunConfig
 
 if TYPE_CHECKING:
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
 
 def main(config: EdgeRunConfig) -> None:
     """Load the drafter, then answer the prompt, or chat."""
-    import sys
-
     from moray.edge.device.loading import Device
     from moray.edge.device.terminal import Terminal
 
@@ -42,12 +42,11 @@ def main(config: EdgeRunConfig) -> None:
 
 def _answer(device: "Device", terminal: "Terminal", messages: "list[Message]") -> str:
     """Show the answer; return it as the server has it, for the next turn."""
-    import sys
-
     from moray.edge.device.terminal import AnswerView
 
     events = device.answer(messages)
     view = AnswerView(device.tokenizer.decode, device.redactor)
+    terminal.begin()
     for event in events:
         terminal.show([event], view)
     print()
@@ -71,7 +70,7 @@ def _read_prompt() -> str | None:
             return text
 
 
-CONFIG = EdgeRunConfig
+COMMAND = Command(EdgeRunConfig, main, flags=("prompt",))
 
 if __name__ == "__main__":
-    run_entry_point(CONFIG, __doc__ or "", main)
+    run_command(lambda: COMMAND.main(COMMAND.load(sys.argv[1:], description=__doc__ or "")))

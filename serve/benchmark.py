@@ -57,7 +57,7 @@ def main_side_by_side(config: SideBySideConfig) -> None:
 
 
 def main_edge(config: EdgeBenchmarkConfig) -> None:
-    """Measure devices that draft themselves over emulated networks; by default with the demo.
+    """Measure devices that run the drafter over emulated networks; by default with the demo.
 
     With `--json FILE`, a page with plots is written beside FILE.
     """

@@ -84,7 +84,7 @@ class ServeConfig(Config):
     """Maximum number of sequences that wait in one target replica; more are refused with 429."""
     api: ApiConfig = ApiConfig()
     edge: EdgeEndpointConfig | None = None
-    """Let devices draft themselves, over WebSockets; null for no such endpoint."""
+    """Let devices run the drafter, over WebSockets; null for no such endpoint."""
 
     @model_validator(mode="after")
     def _check(self) -> "ServeConfig":

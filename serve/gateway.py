@@ -70,7 +70,7 @@ class Gateway:
             if edge is None
             else EdgeGateway(edge, targets, self.tokenizer.decode, self._sink, log_prompts=config.api.log_prompts)
         )
-        """For devices that draft themselves."""
+        """For devices that run the drafter."""
         self._description: TargetDescription | None = None
         self._full_until = float("-inf")
 

@@ -2,7 +2,7 @@
 
 Every question is asked in every way, in turn, over each network: rows of one table come from the same minutes. The
 streaming API needs no round trip per token, so it is the honest baseline: with the drafter beside the target it is
-faster wherever the server drafts faster. The edge buys the server's time, and going on without a connection.
+faster wherever the server drafts faster. The edge buys going on without a connection, and private text on the device.
 """
 
 import json

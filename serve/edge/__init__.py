@@ -1,1 +1,1 @@
-"""The endpoint for devices that draft themselves."""
+"""The endpoint for devices that run the drafter."""

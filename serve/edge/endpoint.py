@@ -1,4 +1,4 @@
-"""The endpoint for devices that draft themselves: WebSockets here, the engine in a target replica.
+"""The endpoint for devices that run the drafter: WebSockets here, the engine in a target replica.
 
 A session lives in the gateway replica that opened it and holds one streamed call to one target replica. If either is
 lost, the device opens its session again, with all tokens that it has verified.

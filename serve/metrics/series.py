@@ -102,7 +102,7 @@ REQUESTS = _counter(
 )
 ANSWERS = _counter("http_responses", "HTTP responses by path and status code", "path", "status")
 RETRIES = _counter("retries", "Sequences resumed on another target replica")
-EDGE_SESSIONS = _gauge("edge_sessions", "Sessions of devices that draft themselves whose answers have not ended")
+EDGE_SESSIONS = _gauge("edge_sessions", "Sessions of devices that run the drafter whose answers have not ended")
 EDGE_DRAFTS = _counter("edge_drafts", "Drafts of devices")
 EDGE_TOKENS = _counter("edge_tokens", "Tokens of answers to devices; source: draft or target", "source")
 EDGE_BYTES = _counter("edge_bytes", "Bytes of messages from devices (received) and to them (sent)", "way")

@@ -1,9 +1,5 @@
 """Checks a sweep before anything starts, by validating every corner of its space without training."""
 
-import os
-
-import ray
-
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.growth import command_to_add
@@ -11,7 +7,6 @@ from moray.activations.planning.shards import listed
 from moray.activations.reading.collate import missing_columns
 from moray.bench.specbench import read_questions
 from moray.cluster.training.configs import DistillConfig
-from moray.cluster.training.data_shards import num_workers
 from moray.cluster.training.outline import outline_learner, run_length
 from moray.cluster.training.resume import check_same_target
 from moray.decoding.planning.fitting import is_too_deep
@@ -21,11 +16,8 @@ from moray.targets.spec import read_spec
 from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung, rungs_of, steps_at, tokens_per_step
 from sweeps.trainings.trial import decoding_gpus
+from sweeps.tuning.concurrency import most_at_once
 from sweeps.tuning.spaces import corners_of, label
-from sweeps.tuning.tuner import WAITING_CPUS
-
-_READING_CPUS = 0.5
-"""CPUs of the tasks that read data for trials; without this reserve beside the workers, all would wait forever."""
 
 
 def check_sweep(sweep: SweepConfig) -> list[Rung]:
@@ -92,25 +84,6 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
 
 
 def concurrency(sweep: SweepConfig, config: DistillConfig) -> int:
-    """The number of trials that run at the same time: as many as fit; on a single machine, limited by its cores.
-
-    Raises:
-        ConfigError: there is no room for the workers of one trial, or for a measurement.
-    """
-    num_workers(config)
-    workers = config.workers
-    present = ray.cluster_resources()
-    gpus = decoding_gpus(sweep, config)
-    for name, field, asked in (("CPU", "cpus", sweep.decoding.cpus), ("GPU", "gpus", gpus)):
-        if asked > present.get(name, 0.0):
-            raise ConfigError(
-                f"decoding.{field} is {asked:g}; there are {present.get(name, 0.0):g} {name}s, and a measurement "
-                "would wait forever: give less"
-            )
-    rooms = [(present.get("CPU", 1.0) - _READING_CPUS) / (workers.most * workers.cpus_per_worker + WAITING_CPUS)]
-    if workers.use_gpu:
-        rooms.append(present.get("GPU", 0.0) / (workers.most * workers.gpus_per_worker))
-    elif not (config.ray.address or sweep.ray.address or os.environ.get("RAY_ADDRESS")):
-        rooms.append((os.cpu_count() or 1) / (workers.most * workers.threads_per_worker))
-    most = max(1, int(min(rooms)))
+    """The number of trials that run at the same time (see `tuning.concurrency`)."""
+    most = most_at_once(config, sweep.ray, "decoding", sweep.decoding.cpus, decoding_gpus(sweep, config))
     return min(most, sweep.max_concurrent or most)

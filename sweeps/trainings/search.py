@@ -11,11 +11,8 @@ from sweeps.trainings.trial import run_trial
 from sweeps.tuning.configs import OptunaSearch, RandomSearch
 from sweeps.tuning.distinct import DistinctSearcher, Proposal
 from sweeps.tuning.folders import trial_folders
-from sweeps.tuning.spaces import Choices, Space, Verdict, draw, folder_name, from_text, grid, lies_in
+from sweeps.tuning.spaces import MAX_DRAWS, Choices, Verdict, draw, draw_distinct, folder_name, from_text, grid, lies_in
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
-
-_MAX_DRAWS = 50
-"""Draws per trial before giving up on finding a new combination."""
 
 
 def search(sweep: SweepConfig, rungs: Sequence[Rung], progress_actor: Any, concurrent: int) -> None:
@@ -25,22 +22,11 @@ def search(sweep: SweepConfig, rungs: Sequence[Rung], progress_actor: Any, concu
         tune_proposed(plan, sweep.space, sweep.search.num_trials, _distinct(sweep, sweep.search))
         return
     if isinstance(sweep.search, RandomSearch):
-        points = _at_random(sweep.space, sweep.search.num_trials, random.Random(sweep.search.seed))
+        points = draw_distinct(sweep.space, sweep.search.num_trials, random.Random(sweep.search.seed))
     else:
         points = list(grid(sweep.space))
         random.Random(0).shuffle(points)  # otherwise the scheduler would see the values of one key in sequence
     tune_listed(plan, points)
-
-
-def _at_random(space: Space, count: int, rng: random.Random) -> list[Choices]:
-    """Draw up to `count` distinct combinations, because two trials with the same choices would share a folder."""
-    found: dict[str, Choices] = {}
-    for _ in range(count * _MAX_DRAWS):
-        choices = draw(space, rng)
-        found.setdefault(folder_name(choices), choices)
-        if len(found) == count:
-            break
-    return list(found.values())
 
 
 def _distinct(sweep: SweepConfig, search: OptunaSearch) -> DistinctSearcher:
@@ -58,7 +44,7 @@ def _distinct(sweep: SweepConfig, search: OptunaSearch) -> DistinctSearcher:
         return "new"
 
     def spare() -> Proposal | None:
-        for _ in range(_MAX_DRAWS):
+        for _ in range(MAX_DRAWS):
             drawn = as_drawn(draw(sweep.space, rng), sweep.space)
             if judge(drawn) == "new":
                 return drawn

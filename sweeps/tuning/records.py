@@ -52,7 +52,22 @@ class MeasuredFigures(Figures):
     """Per prompt, as `Answer.row` lists them."""
 
 
-class RungFigures(Figures, total=False):
+class SparseFigures(TypedDict, total=False):
+    """A sparse target beside the dense one; only in sweeps over sparse targets."""
+
+    perplexity: float
+    dense_perplexity: float
+    agreement: float
+    """Share of the positions at which the likeliest token is the dense target's."""
+    share: float
+    """Mean share of the layers that a token runs through."""
+    kv_share: float
+    """Keys and values that are stored, over those of all tokens in all layers."""
+    pass_share: float
+    """Mean share of the layers that a pass over eight tokens in a row reads."""
+
+
+class RungFigures(Figures, SparseFigures, total=False):
     """Figures on a rung, and what trial and training have spent to reach it."""
 
     rung_tokens: int

@@ -23,6 +23,8 @@ from moray.config import Config
 
 _MAX_LABEL = 80
 _MAX_CORNERS = 512
+MAX_DRAWS = 50
+"""Draws per trial before giving up on finding a new combination."""
 
 Choices = Mapping[str, Any]
 """One value for every key of a space; this defines a trial."""
@@ -122,6 +124,17 @@ def corners_of(space: Space) -> list[Choices]:
 def draw(space: Space, rng: random.Random) -> Choices:
     """Draw a combination at random; a loguniform range is uniform in its logarithm."""
     return {key: _draw(dimension, rng) for key, dimension in space.items()}
+
+
+def draw_distinct(space: Space, count: int, rng: random.Random) -> list[Choices]:
+    """Draw up to `count` distinct combinations, because two trials with the same choices would share a folder."""
+    found: dict[str, Choices] = {}
+    for _ in range(count * MAX_DRAWS):
+        choices = draw(space, rng)
+        found.setdefault(folder_name(choices), choices)
+        if len(found) == count:
+            break
+    return list(found.values())
 
 
 def _draw(dimension: list[Any] | Range, rng: random.Random) -> Any:

@@ -1,4 +1,4 @@
-"""Devices that draft themselves, over real WebSockets: the gateway, the engine's thread and the client."""
+"""Devices that run the drafter, over real WebSockets: the gateway, the engine's thread and the client."""
 
 import asyncio
 import datetime

@@ -57,6 +57,8 @@ def test_quality_and_speed_of_a_sparse_target(folder, capsys):
     assert 0 < sparse["agreement"] < 1
     assert 0.4 < sparse["share"] < 0.95
     assert (dense["kv_share"], sparse["kv_share"]) == (1.0, sparse["share"]), "skipped tokens store nothing"
+    assert dense["pass_share"] == 1.0
+    assert sparse["share"] < sparse["pass_share"] < 1.0, "eight tokens need more layers than one"
     assert dense["num_tokens"] == sparse["num_tokens"] > 10
     names = [row["name"] for row in result["rows"]]
     assert names == ["dense", "sparse", "dense + ngram adaptive-8", "sparse + ngram adaptive-8"]

@@ -10,11 +10,13 @@ from moray.trees.shapes import AdaptiveShape, FixedShape
 CHAIN = AdaptiveShape(type="adaptive", depth=8)
 
 
-def depth_after(reply_seconds: float, accepted: float, draft_seconds: float = 0.005, cycles: int = 60) -> int:
+def depth_after(
+    reply_seconds: float, accepted: float, draft_seconds: float = 0.005, cycles: int = 60, *, is_at_once: bool = False
+) -> int:
     planner = CyclePlanner(CHAIN)
     for _ in range(cycles):
         levels = planner.plan().shape.depth
-        planner.record_draft(levels, draft_seconds * levels)
+        planner.record_draft(levels, draft_seconds * (1 if is_at_once else levels))
         planner.record_reply(levels, round(accepted * levels), reply_seconds + 0.001 * levels)
     return planner.plan().shape.depth
 
@@ -25,6 +27,10 @@ def test_the_depth_follows_round_trip_and_acceptance():
     assert depths[0] < depths[-1]
     assert depth_after(0.05, 0.0) == 1
     assert depth_after(0.05, 1.0) == 8
+
+
+def test_a_drafter_that_makes_all_levels_at_once_drafts_deeper():
+    assert depth_after(0.03, 0.6, 0.02) < depth_after(0.03, 0.6, 0.02, is_at_once=True)
 
 
 def test_a_fixed_shape_is_always_drafted():

@@ -99,6 +99,29 @@ def test_a_terminal_ends_with_the_verified_text(seed):
     assert screen.shown().rstrip() == wrapped(view.text).rstrip()
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_every_answer_of_a_chat_begins_at_the_left_edge(seed):
+    screen, whole = Screen(), ""
+    terminal = Terminal(screen, io.StringIO(), lambda: COLUMNS)
+    for number in range(3):
+        view = AnswerView(decode, Redactor())
+        terminal.begin()
+        for event in events_of(seed + 20 * number):
+            terminal.show([event], view)
+            assert wrapped(whole + view.text + view.unverified).rstrip() == screen.shown().rstrip()
+        screen.write("\n")
+        whole += view.text + "\n"
+
+
+def test_a_terminal_says_why_there_is_no_server_until_the_answer_begins():
+    screen, log = Screen(), io.StringIO()
+    terminal, view = Terminal(screen, log, lambda: COLUMNS), AnswerView(decode, Redactor())
+    terminal.show([LinkChanged(LinkState.OFFLINE, "refused"), LinkChanged(LinkState.CONNECTING)], view)
+    assert log.getvalue() == "offline: refused\n"
+    terminal.show([VerifiedTokens(0, (0,)), LinkChanged(LinkState.OFFLINE, "no route")], view)
+    assert log.getvalue() == "offline: refused\n"
+
+
 def test_a_pipe_gets_verified_text_alone_and_the_reason_of_a_lost_connection_once():
     out, log = io.StringIO(), io.StringIO()
     terminal, view = Terminal(out, log), AnswerView(decode, Redactor())

@@ -4,6 +4,7 @@ perplexity    exp of the mean negative log-likelihood of the responses' tokens
 agreement     share of the response positions at which the likeliest token is the dense target's
 share         mean share of the layers that a token runs through
 kv share      keys and values that the cache has stored, over those of all tokens in all layers
+pass share    mean share of the layers that eight tokens in a row need, as a draft of eight accepted tokens does
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from moray.errors import DataError
 from moray.targets.model import Target
 from moray.targets.sparse.cache import SparseCache
 from moray.text import ChatTokenizer
+
+_PASS_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Quality:
     agreement: float
     share: float
     kv_share: float
+    pass_share: float
     num_tokens: int
     """Response tokens."""
 
@@ -91,6 +95,7 @@ def measure_quality(
     losses: list[float] = []
     best: list[Tensor] = []
     num_equal, num_run, num_stored, num_possible = 0, 0, 0, 0
+    num_read, num_readable = 0, 0
     for index, text in enumerate(texts):
         tokens = text.tokens.to(target.device)[None]
         positions = torch.arange(tokens.shape[1], device=target.device)[None]
@@ -106,7 +111,15 @@ def measure_quality(
         num_run += everything if output.routes is None else int(output.routes.sum())
         num_stored += cache.num_stored if isinstance(cache, SparseCache) else everything
         num_possible += everything
+        num_passes = -(-tokens.shape[1] // _PASS_TOKENS)
+        num_readable += num_passes * target.spec.num_layers
+        num_read += num_passes * target.spec.num_layers if output.routes is None else _num_read(output.routes[:, 0])
     found = perplexity(losses)
     assert found is not None
-    shares = num_run / num_possible, num_stored / num_possible
+    shares = num_run / num_possible, num_stored / num_possible, num_read / num_readable
     return Quality(found, num_equal / len(losses), *shares, len(losses)), best
+
+
+def _num_read(routes: Bool[Tensor, "layers seq"]) -> int:
+    """Layers that passes over eight tokens in a row read, over all passes."""
+    return sum(int(part.any(dim=1).sum()) for part in routes.split(_PASS_TOKENS, dim=1))

@@ -27,7 +27,7 @@ def emit(
         tree: what was verified to the end; None for the first token after the prompt.
         logits: the target's, for each node of the tree.
         stats: of the engine.
-        paced: what the sequence's client gets besides the tokens, if it drafts itself.
+        paced: what the sequence's client gets besides the tokens, if it runs the drafter.
     """
     draft, sequence.draft = sequence.draft, None  # do not keep its distributions, which are large
     emitted = sequence.ending.cut([*result.tokens, result.next_token])

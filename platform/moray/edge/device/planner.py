@@ -1,8 +1,10 @@
 """How deep to draft on a device, and with which N: what gives most expected tokens per second over the connection.
 
     tokens of a cycle     E = 1 + a_1 + a_1 a_2 + ...                    a_k: acceptance at level k with this N
-    seconds of a cycle    draft of k levels with N + reply(k) + E * tail(N)
+    seconds of a cycle    draft(k, N) + reply(k) + E * tail(N)
 
+draft(k, N) is the time of drafting k levels: as measured, and in between as a line, for some drafters take as long for
+one level as for all.
 reply(k) is the time from sending a draft of k levels to its answer: round trip, wait at the server, the target's pass,
 and the transfer of memory. It is fitted to the latest cycles as a line in k, so nothing has to be known of the network.
 tail(N) is the transfer time of the keys and values of one token in the target's last N layers (see
@@ -42,6 +44,29 @@ class _Line:
         return mean_y + slope * (levels - mean_x)
 
 
+class _DraftSeconds:
+    """Seconds of drafting so many levels, over the latest drafts."""
+
+    def __init__(self) -> None:
+        self._by_levels: dict[int, float] = {}
+
+    def add(self, levels: int, seconds: float) -> None:
+        known = self._by_levels.setdefault(levels, seconds)
+        self._by_levels[levels] = _FORGET * known + (1 - _FORGET) * seconds
+
+    def at(self, levels: int) -> float:
+        """Between two depths that were measured, on the line between them; beyond them, in proportion; 0 as long as
+        nothing is known."""
+        known = self._by_levels
+        below = max((depth for depth in known if depth <= levels), default=None)
+        above = min((depth for depth in known if depth >= levels), default=None)
+        if below is not None and above is not None:
+            part = (levels - below) / (above - below) if above > below else 0.0
+            return known[below] + part * max(0.0, known[above] - known[below])
+        nearest = below or above
+        return known[nearest] * levels / nearest if nearest else 0.0
+
+
 @dataclass(frozen=True)
 class CyclePlan:
     """What to draft next."""
@@ -76,8 +101,8 @@ class CyclePlanner:
         self._bandwidth = bandwidth or Bandwidth()
         self._acceptance = Acceptance(shape.depth, self._layer_counts)
         self._reply = _Line()
-        self._level_seconds: dict[int, float] = {}
-        """Of drafting one level, over the latest drafts, by N."""
+        self._draft_seconds: dict[int, _DraftSeconds] = {}
+        """By N."""
 
     @property
     def max_nodes(self) -> int:
@@ -115,22 +140,20 @@ class CyclePlanner:
                 expected += survival
                 if depth not in depths:
                     continue
-                seconds = self._seconds_of_level(count) * depth + self._reply.at(depth) + expected * tail + fetch
+                seconds = self._seconds_of_draft(count, depth) + self._reply.at(depth) + expected * tail + fetch
                 rate = expected / seconds if seconds else expected
                 if rate > found[2]:
                     found = count, depth, rate
         return found
 
-    def _seconds_of_level(self, count: int) -> float:
-        """Of drafting one level; for an N that was not used yet, that of the next smaller one that was."""
-        known = [n for n in self._level_seconds if n <= count]
-        return self._level_seconds[max(known)] if known else 0.0
+    def _seconds_of_draft(self, count: int, levels: int) -> float:
+        """For an N that was not used yet, that of the next smaller one that was."""
+        known = [n for n in self._draft_seconds if n <= count]
+        return self._draft_seconds[max(known)].at(levels) if known else 0.0
 
     def record_draft(self, levels: int, seconds: float, num_target_layers: int = 0) -> None:
         """Record the time that a draft took."""
-        each = seconds / max(1, levels)
-        known = self._level_seconds.setdefault(num_target_layers, each)
-        self._level_seconds[num_target_layers] = _FORGET * known + (1 - _FORGET) * each
+        self._draft_seconds.setdefault(num_target_layers, _DraftSeconds()).add(max(1, levels), seconds)
 
     def record_reply(
         self, levels: int, num_accepted: int, seconds: float, num_target_layers: int = 0, tail_tokens: int = 0

@@ -90,6 +90,12 @@ class Terminal:
         self._columns = columns or (lambda: shutil.get_terminal_size().columns)
         self._logged = ""
         self._is_terminal = stream.isatty()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an answer, at the left edge."""
+        self._has_begun = False
+        """Whether something of this answer is shown."""
         self._line = ""
         """Verified text in the last line."""
         self._has_unverified = False
@@ -114,9 +120,11 @@ class Terminal:
         self._stream.flush()
 
     def _log_change(self, event: LinkChanged) -> None:
-        """Say once why there is no server; not on a terminal, where it would stand in the middle of the answer."""
+        """Say once why there is no server; on a terminal only before the answer begins, for it would stand in its
+        middle."""
         line = event.reason if event.state is LinkState.OFFLINE else ""
-        if line and line != self._logged and not self._is_terminal:
+        is_amidst = self._is_terminal and self._has_begun
+        if line and line != self._logged and not is_amidst:
             self._log.write(f"offline: {line}\n")
         if event.state is not LinkState.CONNECTING:
             self._logged = line
@@ -144,6 +152,7 @@ class Terminal:
     def _write(self, text: str) -> None:
         """Write text; a line break that has been made already, by going past a full row, is left out."""
         if text:
+            self._has_begun = True
             self._stream.write(text[1:] if self._is_past_row and text.startswith("\n") else text)
             self._is_past_row = False
 
