@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(config: EdgeRunConfig) -> None:
-    """Load the drafter, then answer the prompt, or chat."""
+    """Answer prompts on this device: the drafter runs here, a server with the target verifies."""
     from moray.edge.device.loading import Device
     from moray.edge.device.terminal import Terminal
 

@@ -1,4 +1,4 @@
-"""Compare sparse targets with Ray Tune: what which share of the layers, and which routers, cost in quality.
+"""Compare sparse targets with Ray Tune: how much quality each share of the layers and each kind of router costs.
 
     python -m sweeps.tune_sparse configs/sweeps/sparse-demo.yaml
 
@@ -32,7 +32,7 @@ def main(config: SparseSweepConfig) -> None:
 
         done = is_complete(config)
         if done:
-            console.print("this sweep is finished: its answer as it was", highlight=False)
+            console.print("this sweep is finished; these are its stored results", highlight=False)
         summary = read_json(Path(config.output) / SUMMARY_FILE) if done else run_sparse_sweep(config, console)
     print_sparse_summary(summary, console)
 

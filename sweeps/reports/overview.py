@@ -73,7 +73,8 @@ def _config(path: Path) -> dict[str, Any]:
         if isinstance(config, dict) and {"distill" if key == _OLD_KEY else key for key in config} >= _KEYS:
             return config
     raise DataError(
-        f"'{path}' holds no sweep: give the output of a `python -m sweeps.tune` or `python -m sweeps.tune_decoding`"
+        f"'{path}' holds no sweep: give the output of a `python -m sweeps.tune` or `python -m sweeps.tune_decoding`; "
+        "a sweep over sparse targets has its report in its own folder"
     )
 
 

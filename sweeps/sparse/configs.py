@@ -75,7 +75,7 @@ class SparseSweepConfig(Config):
         ranges = [key for key, dimension in self.space.items() if not isinstance(dimension, list)]
         if ranges and self.search.type == "grid":
             raise ValueError(
-                f"search.type is grid, but '{ranges[0]}' is a range without end: list its values, or use "
+                f"search.type is grid, but '{ranges[0]}' is a range, whose values it cannot list: list some, or use "
                 "search.type=random"
             )
         return self

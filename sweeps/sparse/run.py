@@ -1,6 +1,5 @@
 """Runs a sweep over sparse targets: check, train and measure every trial, report. Requires a Ray session."""
 
-import hashlib
 import random
 from pathlib import Path
 from typing import Any
@@ -11,29 +10,36 @@ from rich.console import Console
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
 from moray.activations.reading.collate import needed_columns
+from moray.bench.sparse.quality import read_texts
 from moray.cluster.training.distill import free_workers
 from moray.cluster.training.outline import outline_learner
 from moray.cluster.training.resume import run_fingerprints
 from moray.distill.tracking.trackers import check_trackers
 from moray.errors import ConfigError, DataError
 from moray.provenance import machine, sha256_of_files, versions, write_text_atomically
+from moray.text import ChatTokenizer
 from sweeps.reports.results import first_message, read_trials
 from sweeps.sparse.configs import SparseSweepConfig
 from sweeps.sparse.report import write_sparse_sweep
-from sweeps.sparse.results import SparseSummary, front_of, row_of
+from sweeps.sparse.results import SparseSummary, rows_of
 from sweeps.sparse.trial import SIZE_KEY, run_sparse_trial
-from sweeps.tuning.concurrency import most_at_once
+from sweeps.tuning.concurrency import concurrent_trials
 from sweeps.tuning.configs import RandomSearch
 from sweeps.tuning.folders import trial_folders
 from sweeps.tuning.progress import SweepProgressActor, follow_sweep
-from sweeps.tuning.resume import alone, begin_or_resume_sweep, is_done, running_clock, seconds_run
+from sweeps.tuning.resume import (
+    alone,
+    begin_or_resume_sweep,
+    check_same_trainings,
+    is_done,
+    running_clock,
+    seconds_run,
+)
 from sweeps.tuning.spaces import Choices, corners_of, draw_distinct, grid, lies_in
 from sweeps.tuning.tuner import Plan, tune_listed
 
 _SPARSIFY_FILE = "sparsify.yaml"
 """File with the resolved configuration that all trials share."""
-_NOT_SHARED = {"ray", "workers", "output", "trackers"}
-"""Keys of the trainings that may differ when a sweep is resumed."""
 
 
 def run_sparse_sweep(sweep: SparseSweepConfig, console: Console) -> SparseSummary:
@@ -44,11 +50,11 @@ def run_sparse_sweep(sweep: SparseSweepConfig, console: Console) -> SparseSummar
         DataError: no trial was trained to the end.
     """
     output = Path(sweep.output).absolute()
+    _check_trainings(sweep)
     check_sparse_sweep(sweep)
     base = sweep.trial({})
     quality = sweep.quality
-    most = most_at_once(base, sweep.ray, "quality", quality.cpus, quality.gpus)
-    concurrent = min(most, sweep.max_concurrent or most)
+    concurrent = concurrent_trials(base, sweep, "quality", quality.cpus, quality.gpus)
     progress_actor: Any = SweepProgressActor.options(num_cpus=0).remote()  # type: ignore[attr-defined]
     points = _points(sweep)
     with alone(output):
@@ -83,6 +89,7 @@ def is_complete(sweep: SparseSweepConfig) -> bool:
         MismatchError: the folder holds another sweep.
         ConfigError: the folder holds an unfinished sweep, and `resume` is not set.
     """
+    _check_trainings(sweep)
     return is_done(Path(sweep.output), _recorded(sweep), lambda: _fingerprints(sweep), sweep.resume)
 
 
@@ -91,14 +98,14 @@ def check_sparse_sweep(sweep: SparseSweepConfig) -> None:
 
     Raises:
         ConfigError: a key or value is not accepted, the chats do not exist, or the source is not a cache.
-        DataError: the cache is incomplete or lacks a column.
+        DataError: the cache is incomplete or lacks a column, or no chat has a response.
         MismatchError: the cache belongs to another target.
     """
     base = sweep.trial({})
     if base.source.type != "disk":
         raise ConfigError(f"source.type is {base.source.type}; all trials of a sweep read one cache: cache it first")
-    if not Path(sweep.quality.chats).is_file():
-        raise ConfigError(f"quality.chats is '{sweep.quality.chats}', which does not exist: name a file of chats")
+    quality, tokenizer = sweep.quality, ChatTokenizer.load(base.target.model, base.target.template)
+    read_texts(quality.chats, tokenizer, quality.max_chats, quality.max_length, quality.skip_chats)
     check_trackers(base.trackers)
     run_fingerprints(base)  # refuses a cache of another target
     manifest = read_manifest(CacheStore(base.activations))
@@ -114,12 +121,11 @@ def _points(sweep: SparseSweepConfig) -> list[Choices]:
 
 def _write(sweep: SparseSweepConfig, output: Path) -> SparseSummary:
     trials = read_trials(sweep.output)
-    rows = [row_of(trial) for trial in trials]
+    rows = rows_of(trials)
     if not any(row["figures"] for row in rows):
         raise DataError(f"not one trial of '{output}' was trained to the end{first_message(trials)}")
     summary: SparseSummary = {
         "trials": rows,
-        "front": front_of(rows),
         "training_tokens": sum(trial.training_tokens for trial in trials),
         "wall_seconds": seconds_run(output),
         "machine": machine(),
@@ -138,6 +144,10 @@ def _recorded(sweep: SparseSweepConfig) -> SparseSweepConfig:
     return sweep.model_copy(update={"resume": False, "output": output, "quality": quality})
 
 
+def _check_trainings(sweep: SparseSweepConfig) -> None:
+    check_same_trainings(Path(sweep.output).absolute(), sweep.trial({}), (_SPARSIFY_FILE,), "sparse targets")
+
+
 def _shipped(sweep: SparseSweepConfig, output: Path) -> SparseSweepConfig:
     """The configuration for the trials, with absolute paths and a resolved copy of `sparsify`: trials may have another
     working directory, and the files may be edited while the sweep runs."""
@@ -148,10 +158,8 @@ def _shipped(sweep: SparseSweepConfig, output: Path) -> SparseSweepConfig:
 
 def _fingerprints(sweep: SparseSweepConfig) -> dict[str, str]:
     base = sweep.trial({})
-    shared = yaml.safe_dump(base.model_dump(mode="json", exclude=_NOT_SHARED))
     return {
         **run_fingerprints(base),
         "data_shards": str(base.workers.most * base.train.gradient_accumulation_steps),
-        "sparsify": hashlib.sha256(shared.encode()).hexdigest()[:32],
         "chats": sha256_of_files([Path(sweep.quality.chats)]),
     }

@@ -5,7 +5,7 @@ The figures are stored in the trial's folder, and reported again after any kind 
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import tune
@@ -81,7 +81,7 @@ def _train_and_measure(
         ray.kill(progress_actor)
         sweep_board.forget.remote(name)
     trained = read_metrics(folder.path)[-1]
-    return {
+    row: dict[str, Any] = {
         "rung": 0,
         "training_tokens": int(trained["tokens"]),
         "training_seconds": float(trained["seconds"]),
@@ -91,37 +91,40 @@ def _train_and_measure(
         "answers": [],
         **figures,
     }
+    return cast(TrialRow, row)
 
 
 def write_and_measure(config: str, quality: str) -> SparseFigures:
     """Write the sparse target of a trained run (JSON), and compare it with the dense target (JSON of a
-    `SparseQualityConfig`). Runs in a Ray task."""
+    `SparseQualityConfig`). Runs in a Ray task.
+
+    Raises:
+        DataError: the weights are damaged, or the file of chats is.
+    """
     import torch
 
     from moray.bench.sparse.quality import measure_quality, read_texts
     from moray.cluster.training.sparsify import write_target
     from moray.targets.model import Target
-    from moray.targets.spec import TargetConfig
     from moray.text import ChatTokenizer
     from sweeps.sparse.configs import SparseQualityConfig
 
     run, settings = SparsifyConfig.model_validate_json(config), SparseQualityConfig.model_validate_json(quality)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    device = {"device": "cuda" if settings.gpus else "cpu"}  # overrides the target's: other GPUs are for the workers
+    run = run.model_copy(update={"target": run.target.model_copy(update=device)})
     write_target(run)
-    device = {"device": "cuda" if settings.gpus else "cpu"}
-    dense = Target.load(run.target.model_copy(update=device))
-    folder = TargetConfig(model=str(Path(run.output)), dtype=run.target.dtype, template=run.target.template)
-    sparse = Target.load(folder.model_copy(update=device))
+    dense = Target.load(run.target)
+    sparse = Target.load(run.target.model_copy(update={"model": str(Path(run.output))}))
     tokenizer = ChatTokenizer.load(run.target.model, run.target.template)
     texts = read_texts(settings.chats, tokenizer, settings.max_chats, settings.max_length, settings.skip_chats)
     before, best = measure_quality(dense, texts, None)
-    found, _ = measure_quality(sparse, texts, best)
+    found, _ = measure_quality(sparse, texts, best, dense.spec.num_layers)
     return {
         "perplexity": found.perplexity,
         "dense_perplexity": before.perplexity,
         "agreement": found.agreement,
         "share": found.share,
-        "kv_share": found.kv_share,
         "pass_share": found.pass_share,
     }

@@ -16,7 +16,7 @@ from moray.targets.spec import read_spec
 from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung, rungs_of, steps_at, tokens_per_step
 from sweeps.trainings.trial import decoding_gpus
-from sweeps.tuning.concurrency import most_at_once
+from sweeps.tuning.concurrency import concurrent_trials
 from sweeps.tuning.spaces import corners_of, label
 
 
@@ -85,5 +85,4 @@ def check_sweep(sweep: SweepConfig) -> list[Rung]:
 
 def concurrency(sweep: SweepConfig, config: DistillConfig) -> int:
     """The number of trials that run at the same time (see `tuning.concurrency`)."""
-    most = most_at_once(config, sweep.ray, "decoding", sweep.decoding.cpus, decoding_gpus(sweep, config))
-    return min(most, sweep.max_concurrent or most)
+    return concurrent_trials(config, sweep, "decoding", sweep.decoding.cpus, decoding_gpus(sweep, config))

@@ -8,11 +8,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.resume import run_fingerprints
-from moray.config import read_yaml
-from moray.distill.runs import first_difference, recorded_config
-from moray.errors import DataError, MismatchError
+from moray.errors import DataError
 from moray.progress import Progress
 from moray.provenance import (
     RUN_FILE,
@@ -41,6 +38,7 @@ from sweeps.tuning.resume import (
     SUMMARY_FILE,
     alone,
     begin_or_resume_sweep,
+    check_same_trainings,
     check_sweep_folder,
     is_done,
     running_clock,
@@ -51,8 +49,6 @@ from sweeps.tuning.spaces import Choices, lies_in, size
 _FINAL_FILE = "final.json"
 _DISTILL_FILE, _OLD_DISTILL_FILE = "distill.yaml", "distil.yaml"
 """File with the resolved configuration that all trials share, and its name before version 0.2."""
-_NOT_SHARED = ("ray", "workers", "output", "trackers")
-"""Keys of the trainings that may differ when a sweep is resumed."""
 _SEED = "train.seed"
 
 
@@ -212,15 +208,7 @@ def _check_folder(sweep: SweepConfig, output: Path) -> None:
     if not (output / RUN_FILE).is_file():
         return
     check_sweep_folder(output, _recorded(sweep), _fingerprints(sweep))
-    path = next((output / name for name in (_DISTILL_FILE, _OLD_DISTILL_FILE) if (output / name).is_file()), None)
-    if path is None:
-        return
-    before, now = recorded_config(DistillConfig, read_yaml(path)), sweep.trial({}).model_dump(mode="json")
-    if (found := first_difference(before, now, _NOT_SHARED)) is not None:
-        key, was, wanted = found
-        raise MismatchError(
-            f"'{output}' holds a sweep over trainings with {key} = {was}, now it is {wanted}; give another output"
-        )
+    check_same_trainings(output, sweep.trial({}), (_DISTILL_FILE, _OLD_DISTILL_FILE), "trainings")
 
 
 def _shipped(sweep: SweepConfig, output: Path) -> SweepConfig:

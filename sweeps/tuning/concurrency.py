@@ -1,6 +1,7 @@
 """How many trials have room at the same time, where each trains in workers of its own."""
 
 import os
+from typing import Protocol
 
 import ray
 
@@ -14,12 +15,19 @@ _READING_CPUS = 0.5
 """CPUs of the tasks that read data for trials; without this reserve beside the workers, all would wait forever."""
 
 
-def most_at_once(config: TrainingConfig, own_ray: RayConfig, section: str, cpus: float, gpus: float) -> int:
-    """The number of trials that fit; on a single machine, limited by its cores.
+class ConcurrentSweep(Protocol):
+    """What a sweep says about its trials."""
+
+    max_concurrent: int | None
+    ray: RayConfig
+
+
+def concurrent_trials(config: TrainingConfig, sweep: ConcurrentSweep, section: str, cpus: float, gpus: float) -> int:
+    """The number of trials that run at the same time: as many as fit; on a single machine, limited by its cores.
 
     Args:
         config: the training of a trial.
-        own_ray: the sweep's own Ray settings.
+        sweep: limits the number, and may have a cluster of its own.
         section: section of the configuration with the CPUs and GPUs of a measurement.
         cpus: logical CPUs of a measurement.
         gpus: GPUs of a measurement.
@@ -39,6 +47,7 @@ def most_at_once(config: TrainingConfig, own_ray: RayConfig, section: str, cpus:
     rooms = [(present.get("CPU", 1.0) - _READING_CPUS) / (workers.most * workers.cpus_per_worker + WAITING_CPUS)]
     if workers.use_gpu:
         rooms.append(present.get("GPU", 0.0) / (workers.most * workers.gpus_per_worker))
-    elif not (config.ray.address or own_ray.address or os.environ.get("RAY_ADDRESS")):
+    elif not (config.ray.address or sweep.ray.address or os.environ.get("RAY_ADDRESS")):
         rooms.append((os.cpu_count() or 1) / (workers.most * workers.threads_per_worker))
-    return max(1, int(min(rooms)))
+    most = max(1, int(min(rooms)))
+    return min(most, sweep.max_concurrent or most)

@@ -52,7 +52,7 @@ class MeasuredFigures(Figures):
     """Per prompt, as `Answer.row` lists them."""
 
 
-class SparseFigures(TypedDict, total=False):
+class SparseFigures(TypedDict):
     """A sparse target beside the dense one; only in sweeps over sparse targets."""
 
     perplexity: float
@@ -61,17 +61,15 @@ class SparseFigures(TypedDict, total=False):
     """Share of the positions at which the likeliest token is the dense target's."""
     share: float
     """Mean share of the layers that a token runs through."""
-    kv_share: float
-    """Keys and values that are stored, over those of all tokens in all layers."""
     pass_share: float
     """Mean share of the layers that a pass over eight tokens in a row reads."""
 
 
-class RungFigures(Figures, SparseFigures, total=False):
+class RungFigures(Figures, total=False):
     """Figures on a rung, and what trial and training have spent to reach it."""
 
     rung_tokens: int
-    """Training tokens that the rung asks for; like the next six, only in sweeps of trainings."""
+    """Training tokens that the rung asks for; like `step` and `simulated_tau`, only in sweeps of drafters."""
     step: int
     training_tokens: int
     training_seconds: float

@@ -3,14 +3,14 @@
 import fcntl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moray.config import Config
-from moray.distill.runs import check_run, recorded_config
-from moray.errors import ConfigError
+from moray.config import Config, read_yaml
+from moray.distill.runs import check_run, first_difference, recorded_config
+from moray.errors import ConfigError, MismatchError
 from moray.provenance import RUN_FILE, read_json, write_json_atomically, write_run_yaml
 from moray.runs_folder import as_runs
 from sweeps.tuning.folders import trial_folders
@@ -19,6 +19,8 @@ SUMMARY_FILE, _CLOCK_FILE, _LOCK_FILE = "summary.json", "clock.json", ".lock"
 
 _HOW = ("ray", "output", "resume", "max_concurrent", "max_failures")
 """Keys that affect how a sweep runs but not its results."""
+_NOT_SHARED = ("ray", "workers", "output", "trackers")
+"""Keys of the trainings that may differ when a sweep is resumed."""
 _SUPERSEDED = "fingerprint.distil"
 """Before version 0.2 a hash of what `sweeps.trainings.run` now compares key by key."""
 _MAY_DIFFER = (*_HOW, _SUPERSEDED, "space", "search", "confirm")
@@ -70,6 +72,29 @@ def check_sweep_folder(output: Path, sweep: Config, fingerprints: Mapping[str, s
         MismatchError: names the first differing key and both values.
     """
     check_run(output, sweep, fingerprints, irrelevant=_MAY_DIFFER)
+
+
+def check_same_trainings(output: Path, trial: Config, names: Sequence[str], of: str) -> None:
+    """Refuse a folder whose trials were trained in another way, because the files that describe it were edited.
+
+    Args:
+        output: folder of the sweep; one without a record of the trainings is fine.
+        trial: configuration that all trials share.
+        names: names that the record may have, newest first.
+        of: what is trained, for errors.
+
+    Raises:
+        MismatchError: names the first differing key and both values.
+    """
+    path = next((output / name for name in names if (output / name).is_file()), None)
+    if path is None:
+        return
+    before, now = recorded_config(type(trial), read_yaml(path)), trial.model_dump(mode="json")
+    if (found := first_difference(before, now, _NOT_SHARED)) is not None:
+        key, was, wanted = found
+        raise MismatchError(
+            f"'{output}' holds a sweep over {of} with {key} = {was}, now it is {wanted}; give another output"
+        )
 
 
 def begin_or_resume_sweep(output: Path, sweep: Config, fingerprints: Mapping[str, str]) -> None:

@@ -10,14 +10,13 @@ import yaml
 from rich.console import Console
 
 from moray.config import validate
-from moray.errors import ConfigError, MismatchError
-from moray.provenance import read_json
+from moray.errors import ConfigError, DataError, MismatchError
+from moray.provenance import read_json, write_json_atomically
 from moray.targets.model import Target
 from moray.targets.sparse.target import SparseTarget
 from moray.targets.spec import TargetConfig
 from sweeps.sparse.configs import SparseSweepConfig
-from sweeps.sparse.results import print_sparse_summary
-from sweeps.tuning.folders import trial_folders
+from sweeps.tuning.folders import RUNGS_FILE, TRIAL_FILE
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -38,7 +37,7 @@ def write_sparsify(folder: Path, target: Path, cache: Path) -> Path:
 def test_every_trial_is_a_target_and_a_finished_sweep_is_not_trained_again(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path: Path
 ) -> None:
-    from sweeps.sparse.run import is_complete, run_sparse_sweep
+    from sweeps.sparse.run import check_sparse_sweep, is_complete, run_sparse_sweep
 
     sparsify = write_sparsify(tmp_path, tiny_target, tiny_cache)
     values = {
@@ -59,25 +58,31 @@ def test_every_trial_is_a_target_and_a_finished_sweep_is_not_trained_again(
     for row in (few, many):
         figures = row["figures"]
         assert figures is not None
-        assert figures["kv_share"] == figures["share"]
         assert figures["share"] <= figures["pass_share"] <= 1
         assert 0 < figures["agreement"] <= 1
         assert figures["perplexity"] > 1
         target = Target.load(TargetConfig(model=row["folder"], device="cpu"))
         assert isinstance(target, SparseTarget)
-    assert summary["front"][-1] in (few["name"], many["name"])
+    front = [few, many] if many["figures"]["perplexity"] < few["figures"]["perplexity"] else [few]
+    assert [row for row in summary["trials"] if row["is_on_front"]] == front
     assert len(pd.read_parquet(tmp_path / "sweep" / "sweep.parquet")) == 2
     page = (tmp_path / "sweep" / "report.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 1
     assert all(f"{row['name']}</th>" in page for row in (few, many))
-    print_sparse_summary(summary, console)
     assert is_complete(sweep)
     with pytest.raises(ConfigError, match="add --resume"):
         is_complete(validate(SparseSweepConfig, values | {"space": {"sparse.share": [0.6, 0.7, 0.95]}}))
-    begun = {folder.path.name: folder.record["begun"] for folder in trial_folders(sweep.output)}
+    kept, lost = Path(few["folder"]), Path(many["folder"])
+    before = (kept / RUNGS_FILE).read_bytes(), (kept / "model.safetensors").stat().st_mtime_ns
+    (lost / RUNGS_FILE).unlink()  # as if it had been killed before it was measured
+    record = read_json(lost / TRIAL_FILE)
+    write_json_atomically(lost / TRIAL_FILE, {**record, "state": "running"})
     again = run_sparse_sweep(sweep, console)
-    assert [row["figures"] for row in again["trials"]] == [row["figures"] for row in summary["trials"]]
-    assert {folder.path.name: folder.record["begun"] for folder in trial_folders(sweep.output)} == begun
-    write_sparsify(tmp_path, tiny_target, tiny_cache).write_text(sparsify.read_text().replace("0.01", "0.02"))
-    with pytest.raises(MismatchError, match="sparsify"):
+    assert ((kept / RUNGS_FILE).read_bytes(), (kept / "model.safetensors").stat().st_mtime_ns) == before
+    assert all(row["state"] == "finished" and row["figures"] for row in again["trials"])
+    sparsify.write_text(sparsify.read_text().replace("lr: 0.01", "lr: 0.02"))
+    with pytest.raises(MismatchError, match=r"over sparse targets with optim\.lr = 0.01, now it is 0.02"):
         is_complete(sweep)
+    missing = validate(SparseSweepConfig, values | {"quality": {"chats": str(chats_file), "skip_chats": 1000}})
+    with pytest.raises(DataError, match="after 1000 chats"):
+        check_sparse_sweep(missing.model_copy(update={"sparsify": sweep.sparsify}))

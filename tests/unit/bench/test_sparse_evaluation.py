@@ -131,13 +131,21 @@ def test_counts_are_shares_of_layers_and_of_tokens():
     assert PassCounts().layers_read == PassCounts().rows_run == PassCounts().kept_nodes == 1.0
 
 
-def test_weights_and_operations_are_over_the_dense_target_s():
+def test_a_pass_reads_layers_routers_and_head_and_multiplies_tokens_with_them():
     weights = Weights(layer=10, head=5, routers=3, num_layers=3)
     counts = PassCounts()
     counts.record([4, 0, 2], 4, 2)
-    assert weights.dense == 35
-    assert weights.read(counts) == pytest.approx((2 * 10 + 3 + 5) / 35)
-    assert weights.operations(counts, 2) == pytest.approx((6 * 10 + 4 * 3 + 2 * 5) / 2 / 35)
+    assert weights.total == 35
+    assert weights.read(counts) == pytest.approx(2 * 10 + 3 + 5)
+    assert weights.products(counts) == 6 * 10 + 4 * 3 + 2 * 5
+
+
+def test_a_target_without_some_layers_is_measured_in_layers_of_the_dense_one(folder):
+    target = Target.load(TargetConfig(model=str(folder / "dense"), device="cpu"))
+    tokenizer = ChatTokenizer.load(str(folder / "dense"))
+    texts = read_texts(str(folder / "chats.jsonl"), tokenizer, 1, 1024)
+    quality, _ = measure_quality(target, texts, None, 2 * target.spec.num_layers)
+    assert (quality.share, quality.kv_share, quality.pass_share) == (0.5, 0.5, 0.5)
 
 
 def test_weights_are_counted_on_the_targets(folder):

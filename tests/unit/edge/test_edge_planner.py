@@ -11,12 +11,20 @@ CHAIN = AdaptiveShape(type="adaptive", depth=8)
 
 
 def depth_after(
-    reply_seconds: float, accepted: float, draft_seconds: float = 0.005, cycles: int = 60, *, is_at_once: bool = False
+    reply_seconds: float,
+    accepted: float,
+    draft_seconds: float = 0.005,
+    cycles: int = 60,
+    *,
+    is_at_once: bool = False,
+    slow: tuple[int, ...] = (),
 ) -> int:
+    """The depth that is planned in the end; drafts whose numbers are in `slow` take ten times as long."""
     planner = CyclePlanner(CHAIN)
-    for _ in range(cycles):
+    for number in range(cycles):
         levels = planner.plan().shape.depth
-        planner.record_draft(levels, draft_seconds * (1 if is_at_once else levels))
+        factor = 10 if number in slow else 1
+        planner.record_draft(levels, draft_seconds * factor * (1 if is_at_once else levels))
         planner.record_reply(levels, round(accepted * levels), reply_seconds + 0.001 * levels)
     return planner.plan().shape.depth
 
@@ -31,6 +39,13 @@ def test_the_depth_follows_round_trip_and_acceptance():
 
 def test_a_drafter_that_makes_all_levels_at_once_drafts_deeper():
     assert depth_after(0.03, 0.6, 0.02) < depth_after(0.03, 0.6, 0.02, is_at_once=True)
+
+
+def test_slow_drafts_are_forgotten():
+    usual = depth_after(0.05, 0.75, cycles=300)
+    assert usual > 1
+    assert depth_after(0.05, 0.75, cycles=300, slow=(0,)) == usual
+    assert depth_after(0.05, 0.75, cycles=300, slow=(0, 1, 5)) >= usual - 1
 
 
 def test_a_fixed_shape_is_always_drafted():

@@ -5,8 +5,7 @@ import random
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from sweeps.trainings.search import _at_random
-from sweeps.tuning.spaces import Space, draw, folder_name, lies_in
+from sweeps.tuning.spaces import Space, draw, draw_distinct, folder_name, lies_in
 
 SPACE = TypeAdapter(Space).validate_python(
     {
@@ -38,10 +37,10 @@ def test_what_is_outside_of_the_space_does_not_lie_in_it():
 
 def test_a_random_search_tries_nothing_twice_and_ends_where_there_is_no_more():
     space = {"a": [0, 1, 2], "b": [0, 1]}
-    points = _at_random(space, 20, random.Random(0))
+    points = draw_distinct(space, 20, random.Random(0))
     assert len({folder_name(choices) for choices in points}) == len(points) == 6
-    assert _at_random(space, 4, random.Random(1)) == _at_random(space, 4, random.Random(1))
-    assert len(_at_random(space, 4, random.Random(1))) == 4
+    assert draw_distinct(space, 4, random.Random(1)) == draw_distinct(space, 4, random.Random(1))
+    assert len(draw_distinct(space, 4, random.Random(1))) == 4
 
 
 def test_a_value_that_is_listed_twice_is_refused():

@@ -8,9 +8,10 @@ from rich.console import Console
 
 from moray.config import load_config
 from moray.errors import ConfigError
+from sweeps.reports.results import Trial
 from sweeps.sparse.configs import SparseSweepConfig
 from sweeps.sparse.report import render_html
-from sweeps.sparse.results import SparseRow, SparseSummary, front_of, print_sparse_summary
+from sweeps.sparse.results import SparseSummary, print_sparse_summary, rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SPARSE_PRESET = "configs/sweeps/sparse-demo.yaml"
@@ -21,23 +22,21 @@ def in_repository(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
 
 
-def row(name: str, share: float | None, perplexity: float = 0.0) -> SparseRow:
-    figures: Any = None
-    if share is not None:
-        figures = dict.fromkeys(("kv_share", "pass_share"), share)
-        figures |= {"share": share, "perplexity": perplexity, "dense_perplexity": 5.0, "agreement": 0.5}
-    message = None if share is not None else "no more room"
-    return {"name": name, "choices": {}, "state": "failed", "message": message, "folder": "", "figures": figures}
+def trial(folder: str, share: float | None, perplexity: float = 0.0, name: str = "") -> Trial:
+    figures: Any = {"share": share, "pass_share": share, "perplexity": perplexity, "dense_perplexity": 5.0}
+    rows: Any = [] if share is None else [figures | {"rung": 0, "objective": 0.5, "agreement": 0.5, "answers": []}]
+    state, message = ("finished", None) if rows else ("failed", "no more room")
+    return Trial(name or folder, {}, state, message, rows, Path(folder))  # type: ignore[arg-type]
 
 
-ROWS = [row("half", 0.5, 9.0), row("worse", 0.6, 10.0), row("most", 0.9, 6.0), row("dead", None)]
+TRIALS = [trial("dead", None), trial("most", 0.9, 6.0), trial("half", 0.5, 9.0), trial("worse", 0.6, 10.0)]
 
 
 def test_trials_of_the_preset_differ_in_what_the_space_names():
     sweep = load_config(SparseSweepConfig, [SPARSE_PRESET])
-    trial = sweep.trial({"sparse.share": 0.4, "sparse.router_bits": 4}, "runs/t")
-    assert (trial.sparse.share, trial.sparse.router_bits, trial.output) == (0.4, 4, "runs/t")
-    assert trial.workers.num_workers == 1, "from the words of sparsify"
+    one = sweep.trial({"sparse.share": 0.4, "sparse.router_bits": 4}, "runs/t")
+    assert (one.sparse.share, one.sparse.router_bits, one.output) == (0.4, 4, "runs/t")
+    assert one.workers.num_workers == 1, "from the words of sparsify"
     with pytest.raises(ConfigError, match=r"with sparse\.shar=0\.4: .*did you mean 'sparse.share'"):
         sweep.trial({"sparse.shar": 0.4})
 
@@ -56,14 +55,21 @@ def test_a_range_needs_draws():
 
 
 def test_the_front_has_no_trial_that_another_beats():
-    assert front_of(ROWS) == ["half", "most"]
-    assert front_of([*ROWS, row("best", 0.4, 5.5)]) == ["best"]
+    rows = rows_of(TRIALS)
+    assert [(row["name"], row["is_on_front"]) for row in rows] == [
+        ("half", True),
+        ("worse", False),
+        ("most", True),
+        ("dead", False),
+    ]
+    twice = rows_of([trial("a", 0.5001, 9.0, "share 0.5"), trial("b", 0.5002, 10.0, "share 0.5")])
+    assert [row["is_on_front"] for row in twice] == [True, False], "trials of one name are told apart"
 
 
 def test_page_and_table_show_every_trial(capsys):
+    rows = rows_of(TRIALS)
     summary: SparseSummary = {
-        "trials": ROWS,
-        "front": front_of(ROWS),
+        "trials": rows,
         "training_tokens": 1,
         "wall_seconds": 1.0,
         "machine": {},
@@ -73,8 +79,8 @@ def test_page_and_table_show_every_trial(capsys):
     page = render_html(summary)
     print_sparse_summary(summary, Console())
     shown = capsys.readouterr().out
-    for one in ROWS:
-        assert f"{one['name']}</th>" in page
-        assert one["name"] in shown
+    for row in rows:
+        assert f"{row['name']}</th>" in page
+        assert row["name"] in shown
     assert "dead: failed: no more room" in shown
     assert "failed: no more room</td>" in page

@@ -165,5 +165,5 @@ def test_a_folder_that_is_no_sweep_is_one_line_and_an_exit_code(tmp_path):
     assert (outcome.returncode, outcome.stdout) == (1, "")
     assert outcome.stderr == (
         f"error: '{tmp_path}' holds no sweep: give the output of a `python -m sweeps.tune` or "
-        "`python -m sweeps.tune_decoding`\n"
+        "`python -m sweeps.tune_decoding`; a sweep over sparse targets has its report in its own folder\n"
     )

@@ -67,9 +67,10 @@ def _quality(
     texts = read_texts(config.chats, tokenizer, config.max_chats, config.max_length, config.skip_chats)
     found: dict[str, Quality] = {}
     dense_best = None
+    num_dense_layers = next(iter(targets.values())).spec.num_layers
     with Progress("perplexity", len(targets)) as progress:
         for name, target in targets.items():
-            found[name], best = measure_quality(target, texts, dense_best)
+            found[name], best = measure_quality(target, texts, dense_best, num_dense_layers)
             dense_best = best if dense_best is None else dense_best
             progress.advance()
     return found
@@ -158,8 +159,8 @@ def _print_rows(rows: list[dict[str, Any]], console: Console) -> None:
     speed = Table(title="speed; lossless is against the row's own target", box=box.SIMPLE_HEAD)
     for heading in ("way", "tokens/s", "speed-up", "tau", "lossless"):
         speed.add_column(heading, justify="left" if heading == "way" else "right")
-    work = Table(title="work of the target in a pass", box=box.SIMPLE_HEAD)
-    for heading in ("way", "layers", "weights", "tokens run", "kept", "operations", "as dense"):
+    work = Table(title="work of the target", box=box.SIMPLE_HEAD)
+    for heading in ("way", "layers read", "weights read", "tokens run", "kept nodes", "operations", "as dense"):
         work.add_column(heading, justify="left" if heading == "way" else "right")
     for row in rows:
         equal = row["num_answers"] - row["num_different"]
@@ -177,7 +178,8 @@ def _print_rows(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(speed)
     console.print(work)
     console.print(
-        "speed-ups are over the first target alone, the dense one; so are weights read and operations, which are for "
-        "each token; kept: nodes verified to the end; as dense: answers that are the dense target's",
+        "Speed-ups are over the first target alone, the dense one. Layers and weights read and tokens run are means of "
+        "a pass, over all layers and weights of the dense target. Operations are those for each token, over those of "
+        "the dense target alone. Kept nodes are verified to the end. As dense: answers equal to the dense target's.",
         highlight=False,
     )

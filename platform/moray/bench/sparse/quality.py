@@ -79,7 +79,10 @@ def read_texts(
 
 @torch.inference_mode()
 def measure_quality(
-    target: Target, texts: Sequence[Text], dense_best: Sequence[Int[Tensor, " positions"]] | None
+    target: Target,
+    texts: Sequence[Text],
+    dense_best: Sequence[Int[Tensor, " positions"]] | None,
+    num_dense_layers: int | None = None,
 ) -> tuple[Quality, list[Int[Tensor, " positions"]]]:
     """Measure one target.
 
@@ -88,10 +91,14 @@ def measure_quality(
         texts: the chats.
         dense_best: likeliest tokens of the dense target at the response positions of each text; None for the dense
             target itself.
+        num_dense_layers: of the dense target, which shares are over; None for as many as the target has. A target
+            whose layers were dropped has fewer.
 
     Returns:
         its figures, and its own likeliest tokens.
     """
+    num_layers = target.spec.num_layers
+    num_dense = num_layers if num_dense_layers is None else num_dense_layers
     losses: list[float] = []
     best: list[Tensor] = []
     num_equal, num_run, num_stored, num_possible = 0, 0, 0, 0
@@ -107,13 +114,12 @@ def measure_quality(
         losses += torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
         best.append(logits.argmax(dim=-1).cpu())
         num_equal += int((best[-1] == (best[-1] if dense_best is None else dense_best[index])).sum())
-        everything = tokens.shape[1] * target.spec.num_layers
-        num_run += everything if output.routes is None else int(output.routes.sum())
-        num_stored += cache.num_stored if isinstance(cache, SparseCache) else everything
-        num_possible += everything
-        num_passes = -(-tokens.shape[1] // _PASS_TOKENS)
-        num_readable += num_passes * target.spec.num_layers
-        num_read += num_passes * target.spec.num_layers if output.routes is None else _num_read(output.routes[:, 0])
+        num_tokens, num_passes = tokens.shape[1], -(-tokens.shape[1] // _PASS_TOKENS)
+        num_run += num_tokens * num_layers if output.routes is None else int(output.routes.sum())
+        num_stored += cache.num_stored if isinstance(cache, SparseCache) else num_tokens * num_layers
+        num_read += num_passes * num_layers if output.routes is None else _num_read(output.routes[:, 0])
+        num_possible += num_tokens * num_dense
+        num_readable += num_passes * num_dense
     found = perplexity(losses)
     assert found is not None
     shares = num_run / num_possible, num_stored / num_possible, num_read / num_readable

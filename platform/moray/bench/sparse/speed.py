@@ -75,10 +75,12 @@ class Way:
 
     def figures(self, dense: "Way") -> dict[str, Any]:
         """The row of the table."""
-        is_sparse, weights = isinstance(self.target, SparseTarget), Weights.of(self.target)
-        operations = None if self.plain is not None else 1.0
+        is_sparse = isinstance(self.target, SparseTarget)
+        own, whole = Weights.of(self.target), Weights.of(dense.target)
+        depth = own.num_layers / whole.num_layers  # below 1 if layers were dropped
+        operations = None if self.plain is not None else own.total / whole.total
         if is_sparse:
-            operations = weights.operations(self.counts, max(1, self.num_tokens))
+            operations = own.products(self.counts) / max(1, self.num_tokens) / whole.total
         return {
             "name": self.name,
             "target": self.target_name,
@@ -89,10 +91,10 @@ class Way:
             "num_different": len(self.different),
             "num_unexplained": sum(one is None or not one.is_tie for one in self.different.values()),
             "differences": [None if one is None else asdict(one) for one in self.different.values()],
-            "layers_read": self.counts.layers_read if is_sparse else 1.0,
-            "rows_run": self.counts.rows_run if is_sparse else 1.0,
+            "layers_read": depth * (self.counts.layers_read if is_sparse else 1.0),
+            "rows_run": depth * (self.counts.rows_run if is_sparse else 1.0),
             "kept_nodes": self.counts.kept_nodes if is_sparse else None,
-            "weights_read": weights.read(self.counts) if is_sparse else 1.0,
+            "weights_read": (own.read(self.counts) if is_sparse else own.total) / whole.total,
             "operations": operations,
             "same_as_dense": sum(text == dense.texts[index] for index, text in self.texts.items()),
             "predictor_auc": self.predictor_auc,

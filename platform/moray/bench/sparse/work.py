@@ -1,7 +1,7 @@
-"""What passes of a sparse target cost beside the dense one's: weights read, and operations.
+"""What the passes of a target cost: weights read, and products of a weight and a token.
 
-A weight counts as two operations for each token that is multiplied with it. Attention over earlier tokens is left out:
-it grows with the context, and is small beside the weights for the contexts that are measured.
+Attention over earlier tokens is left out: it grows with the context, and is small beside the weights for the contexts
+that are measured.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from moray.targets.sparse.target import PassCounts, SparseTarget
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of weights of a target's parts. Both targets of a comparison have the same layers and head."""
+    """Numbers of weights of a target's parts."""
 
     layer: int
     """Of one layer."""
@@ -36,18 +36,17 @@ class Weights:
         )
 
     @property
-    def dense(self) -> int:
-        """Of a pass of the same target without routers."""
+    def total(self) -> int:
+        """Of a pass that runs all layers, without routers."""
         return self.num_layers * self.layer + self.head
 
     def read(self, counts: PassCounts) -> float:
-        """Mean weights that a pass reads, over those of the dense target."""
-        return (counts.layers_read * self.num_layers * self.layer + self.routers + self.head) / self.dense
+        """Mean number of weights that a pass reads."""
+        return counts.layers_read * self.num_layers * self.layer + self.routers + self.head
 
-    def operations(self, counts: PassCounts, num_emitted: int) -> float:
-        """Operations for each emitted token, over those of the dense target without drafts."""
-        done = counts.num_rows_run * self.layer + counts.num_tokens * self.routers + counts.num_kept * self.head
-        return done / num_emitted / self.dense
+    def products(self, counts: PassCounts) -> float:
+        """Products of a weight and a token, over all passes."""
+        return counts.num_rows_run * self.layer + counts.num_tokens * self.routers + counts.num_kept * self.head
 
 
 def _count(module: Any) -> int:

@@ -3,8 +3,7 @@
     tokens of a cycle     E = 1 + a_1 + a_1 a_2 + ...                    a_k: acceptance at level k with this N
     seconds of a cycle    draft(k, N) + reply(k) + E * tail(N)
 
-draft(k, N) is the time of drafting k levels: as measured, and in between as a line, for some drafters take as long for
-one level as for all.
+draft(k, N) is the time of drafting k levels, fitted as a line in k: some drafters make all levels at once.
 reply(k) is the time from sending a draft of k levels to its answer: round trip, wait at the server, the target's pass,
 and the transfer of memory. It is fitted to the latest cycles as a line in k, so nothing has to be known of the network.
 tail(N) is the transfer time of the keys and values of one token in the target's last N layers (see
@@ -18,8 +17,10 @@ from moray.decoding.planning.acceptance import Acceptance
 from moray.edge.device.bandwidth import Bandwidth
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
-_FORGET = 0.9
-"""Factor on the weight of a cycle's times for every cycle after it."""
+_FORGET_REPLY, _FORGET_DRAFT = 0.9, 0.99
+"""Factors on the weight of a cycle's times for every cycle after it: the network changes sooner than the drafter."""
+_DOUBT = 1e-3
+"""Added to the variance of the levels: while all drafts are equally deep, nothing is known of the slope."""
 _SPREAD_CYCLES = 16
 """Cycles over which the cost of missing keys and values is spread."""
 
@@ -27,44 +28,29 @@ _SPREAD_CYCLES = 16
 class _Line:
     """seconds = base + slope * levels, fitted to the latest cycles; neither is negative."""
 
-    def __init__(self) -> None:
+    def __init__(self, forget: float, *, is_proportional: bool) -> None:
+        """
+        Args:
+            forget: factor on the weight of a cycle for every cycle after it.
+            is_proportional: whether seconds are taken to be in proportion to the levels while all drafts are equally
+                deep; else they are taken not to depend on them.
+        """
+        self._forget, self._is_proportional = forget, is_proportional
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, levels: int, seconds: float) -> None:
         for name, value in (("weight", 1), ("x", levels), ("y", seconds), ("xx", levels**2), ("xy", levels * seconds)):
-            setattr(self, f"_{name}", _FORGET * getattr(self, f"_{name}") + value)
+            setattr(self, f"_{name}", self._forget * getattr(self, f"_{name}") + value)
 
     def at(self, levels: int) -> float:
         if not self._weight:
             return 0.0
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_x**2
-        slope = (self._xy / self._weight - mean_x * mean_y) / spread if spread > 1e-3 else 0.0
-        slope = min(max(0.0, slope), mean_y / mean_x if mean_x else 0.0)
-        return mean_y + slope * (levels - mean_x)
-
-
-class _DraftSeconds:
-    """Seconds of drafting so many levels, over the latest drafts."""
-
-    def __init__(self) -> None:
-        self._by_levels: dict[int, float] = {}
-
-    def add(self, levels: int, seconds: float) -> None:
-        known = self._by_levels.setdefault(levels, seconds)
-        self._by_levels[levels] = _FORGET * known + (1 - _FORGET) * seconds
-
-    def at(self, levels: int) -> float:
-        """Between two depths that were measured, on the line between them; beyond them, in proportion; 0 as long as
-        nothing is known."""
-        known = self._by_levels
-        below = max((depth for depth in known if depth <= levels), default=None)
-        above = min((depth for depth in known if depth >= levels), default=None)
-        if below is not None and above is not None:
-            part = (levels - below) / (above - below) if above > below else 0.0
-            return known[below] + part * max(0.0, known[above] - known[below])
-        nearest = below or above
-        return known[nearest] * levels / nearest if nearest else 0.0
+        steepest = mean_y / mean_x if mean_x else 0.0
+        variance = max(0.0, self._xx / self._weight - mean_x**2)
+        covariance = self._xy / self._weight - mean_x * mean_y
+        slope = (covariance + _DOUBT * steepest * self._is_proportional) / (variance + _DOUBT)
+        return mean_y + min(max(0.0, slope), steepest) * (levels - mean_x)
 
 
 @dataclass(frozen=True)
@@ -100,9 +86,9 @@ class CyclePlanner:
         self._layer_bytes = layer_bytes
         self._bandwidth = bandwidth or Bandwidth()
         self._acceptance = Acceptance(shape.depth, self._layer_counts)
-        self._reply = _Line()
-        self._draft_seconds: dict[int, _DraftSeconds] = {}
-        """By N."""
+        self._reply = _Line(_FORGET_REPLY, is_proportional=False)
+        self._drafts: dict[int, _Line] = {}
+        """Times of drafting, by N."""
 
     @property
     def max_nodes(self) -> int:
@@ -148,12 +134,15 @@ class CyclePlanner:
 
     def _seconds_of_draft(self, count: int, levels: int) -> float:
         """For an N that was not used yet, that of the next smaller one that was."""
-        known = [n for n in self._draft_seconds if n <= count]
-        return self._draft_seconds[max(known)].at(levels) if known else 0.0
+        known = [n for n in self._drafts if n <= count]
+        return self._drafts[max(known)].at(levels) if known else 0.0
 
     def record_draft(self, levels: int, seconds: float, num_target_layers: int = 0) -> None:
-        """Record the time that a draft took."""
-        self._draft_seconds.setdefault(num_target_layers, _DraftSeconds()).add(max(1, levels), seconds)
+        """Record the time that a draft took, unless it is the first one with this N, which is slower."""
+        if num_target_layers not in self._drafts:
+            self._drafts[num_target_layers] = _Line(_FORGET_DRAFT, is_proportional=True)
+        else:
+            self._drafts[num_target_layers].add(levels, seconds)
 
     def record_reply(
         self, levels: int, num_accepted: int, seconds: float, num_target_layers: int = 0, tail_tokens: int = 0
@@ -167,5 +156,7 @@ class CyclePlanner:
             num_target_layers: N that it was drafted with.
             tail_tokens: tokens whose keys and values came with the answer, over all of the target's last layers.
         """
-        self._reply.add(levels, max(0.0, seconds - self._bandwidth.seconds(tail_tokens * self._layer_bytes)))
+        is_usual = tail_tokens <= max(self._layer_counts) * (levels + 1)  # else it made up for what was missing
+        if is_usual:
+            self._reply.add(levels, max(0.0, seconds - self._bandwidth.seconds(tail_tokens * self._layer_bytes)))
         self._acceptance.record(num_target_layers, levels, num_accepted)
