@@ -34,6 +34,7 @@ MODULES = (
     "pipelines.distill",
     "pipelines.sparsify",
     "pipelines.evaluate",
+    "pipelines.replay",
     "pipelines.export",
     "pipelines.benchmark",
     "pipelines.demo",

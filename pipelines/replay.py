@@ -1,0 +1,41 @@
+"""Measure how many tokens drafters would be accepted for, without the target: over a log of what it has written.
+
+    python -m pipelines.replay record configs/targets/smollm2.yaml configs/replay/record-smollm2.yaml
+    python -m pipelines.replay configs/replay/smollm2.yaml
+
+A log holds the target's continuations, what drafters read of them, and the target's head and tokenizer. Replaying runs
+the same loop as decoding does, so the acceptance of every cycle is that of live decoding. It says nothing of speed.
+"""
+
+import sys
+
+from moray.bench.recording import reported
+from moray.bench.replay.configs import RecordConfig, ReplayConfig
+from moray.commands import Command, run_commands
+
+
+def main(config: ReplayConfig) -> None:
+    """Replay drafters and trees over a log, without its target."""
+    from rich.console import Console
+
+    from moray.bench.replay.evaluation import replay
+
+    reported(config.report, lambda: replay(config, Console()))
+
+
+def main_record(config: RecordConfig) -> None:
+    """Write a log of a target's continuations, or go on with one."""
+    from moray.bench.replay.record import record
+
+    made = record(config)
+    print(f"{made['output']}: {made['continuations']} continuations, {made['tokens']:,} tokens")
+
+
+CONFIG = ReplayConfig
+COMMANDS = {
+    "": Command(ReplayConfig, main),
+    "record": Command(RecordConfig, main_record),
+}
+
+if __name__ == "__main__":
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Decoding again what a target has written once, without the target."""

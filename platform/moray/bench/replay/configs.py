@@ -1,0 +1,53 @@
+"""What is recorded, and what is replayed. Torch-free."""
+
+from pydantic import Field
+
+from moray.activations.format.schema import CodecName
+from moray.config import Config
+from moray.decoding.params import SamplingParams
+from moray.drafters.configs import UsableConfig
+from moray.targets.spec import TargetConfig
+from moray.trees.shapes import ChainShape, Shape
+
+
+class RecordConfig(Config):
+    """A log of what a target writes, with all that drafters read of it."""
+
+    target: TargetConfig
+    questions: str
+    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """Number of different questions, one of each category in turn; null for all."""
+    max_new_tokens: int = Field(default=200, ge=2)
+    """Maximum tokens of a continuation."""
+    sampling: SamplingParams = SamplingParams()
+    """How tokens are drawn; greedy by default. Drafters that are replayed draw with the same noise."""
+    head_layers: int = Field(default=0, ge=0)
+    """The target's last layers to keep with the log, for drafters that run them: at least their N."""
+    kv_layers: tuple[int, ...] | None = None
+    """Layers whose keys and values are kept; null for all, as MoA reads them. GLIDE reads the last one."""
+    hidden_depths: tuple[int, ...] = (-1,)
+    """Depths of hidden states that are kept, for EAGLE and Medusa (-1) and for MoA with N (-1-N)."""
+    codec: CodecName = "float32"
+    """How they are stored: float32 or bfloat16, or float16. With float32 the replay is exact."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads; null leaves it to torch."""
+    output: str
+    """Folder of the log."""
+
+
+class ReplayConfig(Config):
+    """Drafters and trees that are replayed over a log."""
+
+    log: str
+    """Folder that `pipelines.replay record` has written."""
+    drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
+    """Folders of drafters that were trained for the log's target, or drafters by type."""
+    trees: tuple[Shape, ...] = Field(default=(ChainShape(type="chain", depth=5),), min_length=1)
+    """Shapes of the draft trees; adaptive ones follow measured costs and cannot be replayed."""
+    num_continuations: int | None = Field(default=None, ge=1)
+    """Number of continuations to replay; null for all."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads; null leaves it to torch."""
+    report: str | None = None
+    """JSON file to write, the same as --json FILE; null for none."""

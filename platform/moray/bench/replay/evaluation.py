@@ -1,0 +1,183 @@
+"""Replays drafters over a log: their acceptance, cycle by cycle, as if the target had verified them."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from moray.activations.format.decode import TapDecoder
+from moray.activations.format.schema import Column, hidden_column, kv_column, read_description
+from moray.bench.replay.configs import ReplayConfig
+from moray.bench.replay.log import HEAD_FILE, TAPS_FILE, TARGET_FILE, Continuation, LogHeader, read_log
+from moray.bench.replay.recorded import RecordedRunner, RecordedTarget, RecordedText
+from moray.bench.reports.wording import number
+from moray.config import validate
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.sampling.accept import is_by_choice
+from moray.decoding.stats import Generation, acceptance_by_position, tau
+from moray.drafters.base import Drafter
+from moray.drafters.loading import build_drafters
+from moray.errors import ConfigError, DataError, MismatchError
+from moray.progress import Progress
+from moray.provenance import read_json
+from moray.targets.head import TargetHead
+from moray.targets.spec import TargetSpec
+from moray.text import ChatTokenizer
+from moray.trees.shapes import AdaptiveShape, AnyShape
+
+
+def replay(config: ReplayConfig, console: Console) -> dict[str, Any]:
+    """Replay all drafters with all trees, and print their tau.
+
+    Raises:
+        ConfigError: the log lacks what a drafter reads, or a tree cannot be replayed.
+        MismatchError: a drafter belongs to another target, tokenizer or template.
+        DataError: the log is damaged.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    for index, shape in enumerate(config.trees):
+        if isinstance(shape, AdaptiveShape):
+            raise ConfigError(
+                f"trees[{index}] is adaptive, which follows measured costs and cannot be replayed: give chain, fixed, "
+                "sparse or dynamic"
+            )
+    header, entries = read_log(config.log)
+    if not is_by_choice(header.params):
+        raise ConfigError(
+            f"the log's acceptance_method is '{header.params.acceptance_method}', whose drafts cannot be replayed: "
+            "record with gumbel_coupled, or greedily"
+        )
+    log = _Log(config.log, header)
+    drafters = build_drafters(config.drafters, log.head, log.tokenizer)
+    for name, drafter in drafters.items():
+        log.check(name, drafter)
+    chosen = entries[: config.num_continuations]
+    rows: list[dict[str, Any]] = []
+    with Progress("replay", len(drafters) * len(config.trees) * len(chosen)) as progress:
+        for name, drafter in drafters.items():
+            for shape in config.trees:
+                rows.append(_row(name, shape, log, drafter, chosen, progress))
+    _print(rows, console)
+    return {"rows": rows, "settings": config.model_dump(mode="json")}
+
+
+def _row(
+    name: str, shape: AnyShape, log: "_Log", drafter: Drafter, entries: list[Continuation], progress: Progress
+) -> dict[str, Any]:
+    begin = time.perf_counter()
+    made: list[Generation] = []
+    for generation in replayed(log, drafter, shape, entries):
+        made.append(generation)
+        progress.advance()
+    return {
+        "drafter": name,
+        "tree": shape.name,
+        "tau": tau(made),
+        "acceptance": acceptance_by_position(made),
+        "cycles": [{"uid": e.uid, "accepted": g.accepted} for e, g in zip(entries, made, strict=True)],
+        "num_tokens": sum(len(g.tokens) for g in made),
+        "seconds": time.perf_counter() - begin,
+    }
+
+
+def replayed(log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Continuation]) -> Iterator[Generation]:
+    """The generation of every continuation.
+
+    Raises:
+        DataError: replaying gives another text than the log has, which is a defect of the log or of this code.
+    """
+    capacity = max(len(entry.prompt) + len(entry.tokens) for entry in entries) + 1
+    runner = RecordedRunner(log.target, capacity + shape.num_nodes + 65)
+    decoder = SpeculativeDecoder(log.target, drafter, shape, capacity, runner)  # type: ignore[arg-type]
+    for index, entry in enumerate(entries):
+        runner.open(log.text(index, entry, drafter))
+        made = decoder.generate(list(entry.prompt), log.header.params, len(entry.tokens), (), sequence=entry.sequence)
+        if tuple(made.tokens) != entry.tokens:
+            raise DataError(f"continuation '{entry.uid}' came out as another text than in the log: record it again")
+        yield made
+
+
+class _Log:
+    """An open log."""
+
+    def __init__(self, folder: str, header: LogHeader) -> None:
+        self.folder, self.header = Path(folder), header
+        self.tokenizer = ChatTokenizer.load(folder)
+        if self.tokenizer.fingerprint != header.text_fingerprint:
+            raise MismatchError(
+                f"the tokenizer in '{folder}' has the fingerprint {self.tokenizer.fingerprint}, its log "
+                f"{header.text_fingerprint}: record it again"
+            )
+        stored: dict[str, Any] = read_json(self.folder / TARGET_FILE)
+        self._stored, self.spec = stored, validate(TargetSpec, stored["spec"])
+        self._tensors = load_file(self.folder / HEAD_FILE)
+        dtype = getattr(torch, stored["dtype"])
+        self.target = RecordedTarget(self.spec, torch.device("cpu"), dtype)
+        self._file = pq.ParquetFile(self.folder / TAPS_FILE)
+        self._columns: dict[str, Column] = read_description(self._file.schema_arrow).columns
+        self._decoder = TapDecoder(self._columns, dtype=dtype)
+
+    def head(self, num_layers: int) -> TargetHead:
+        """The target's head.
+
+        Raises:
+            ConfigError: the log keeps too few of its last layers.
+        """
+        kept = self._stored["head_layers"]
+        if num_layers > kept:
+            raise ConfigError(
+                f"log '{self.folder}' keeps {kept} of the target's last layers, and a drafter runs {num_layers}: record it "
+                f"with head_layers={num_layers}"
+            )
+        return TargetHead.restore(self._stored["config"], self.spec, num_layers, self._tensors)
+
+    def check(self, name: str, drafter: Drafter) -> None:
+        """Refuse a drafter that reads what the log lacks.
+
+        Raises:
+            ConfigError: names the column.
+        """
+        missing = [column for column in _columns_of(drafter) if column not in self._columns]
+        if missing:
+            raise ConfigError(
+                f"drafter '{name}' reads {', '.join(missing)}, which log '{self.folder}' does not have: record it with "
+                "these kv_layers and hidden_depths"
+            )
+
+    def text(self, index: int, entry: Continuation, drafter: Drafter) -> RecordedText:
+        """A continuation with the taps that a drafter reads."""
+        wanted = _columns_of(drafter)
+        table = self._file.read_row_group(index, columns=["uid", *wanted])
+        if table.column("uid")[0].as_py() != entry.uid:
+            raise DataError(f"row {index} of '{self.folder / TAPS_FILE}' is not that of '{entry.uid}': record it again")
+        needs = drafter.observed
+        return RecordedText(
+            (*entry.prompt, *entry.tokens),
+            {layer: self._decoder.decode(table, kv_column(layer)) for layer in needs.kv_layers},
+            {depth: self._decoder.decode(table, hidden_column(depth)) for depth in needs.hidden_depths},
+        )
+
+
+def _columns_of(drafter: Drafter) -> list[str]:
+    needs = drafter.observed
+    return [*map(kv_column, needs.kv_layers), *map(hidden_column, needs.hidden_depths)]
+
+
+def _print(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="replayed without the target", box=box.SIMPLE_HEAD)
+    for heading in ("drafter", "tree", "tau", "accepted at depth 1, 2, 3", "tokens", "seconds"):
+        table.add_column(heading, justify="left" if heading in ("drafter", "tree") else "right")
+    for row in rows:
+        first = ", ".join(f"{share:.2f}" for share in row["acceptance"][:3])
+        table.add_row(
+            row["drafter"], row["tree"], number(row["tau"], 3), first, f"{row['num_tokens']:,}", f"{row['seconds']:.1f}"
+        )
+    console.print(table)

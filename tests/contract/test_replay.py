@@ -1,0 +1,90 @@
+"""A replay over a log accepts, cycle by cycle, what live decoding does; the target is gone by then."""
+
+import json
+import shutil
+
+import pytest
+from rich.console import Console
+from side_by_side import COUPLED, GREEDY
+from tiny_drafters import VARIANTS, build, overfit
+from tiny_targets import TinyTarget, save_chat_target
+
+from moray.bench.replay.configs import RecordConfig, ReplayConfig
+from moray.bench.replay.evaluation import replay
+from moray.bench.replay.log import read_log
+from moray.bench.replay.record import record
+from moray.config import validate
+from moray.decoding.generate import SpeculativeDecoder
+from moray.drafters.checkpoint import save_drafter
+from moray.drafters.loading import load_drafters
+from moray.targets.model import Target
+from moray.targets.spec import TargetConfig
+from moray.text import ChatTokenizer
+from moray.trees.shapes import ChainShape, DynamicShape
+
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+TREES = (ChainShape(type="chain", depth=3), DynamicShape(type="dynamic", depth=3, breadth=2, nodes=6))
+PROMPTS = ("one two three", "why?", "a longer question about a reef")
+
+
+@pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+def test_a_replay_is_live_decoding_cycle_by_cycle(tmp_path, params):
+    folder = save_chat_target(tmp_path / "target")
+    target = Target.load(TargetConfig(model=str(folder), device="cpu"))
+    tokenizer = ChatTokenizer.load(str(folder))
+    tiny = TinyTarget("chat", folder, target)
+    names = []
+    for variant in VARIANTS:
+        drafter = build(tiny, VARIANTS[variant])
+        if not variant.startswith(("ngram", "pretrained")):
+            prompt = tokenizer.encode_prompt([{"role": "user", "content": PROMPTS[0]}])
+            overfit(tiny, drafter, [*prompt, *tiny.hugging_face(prompt, 24)], len(prompt))
+            save_drafter(tmp_path / variant, drafter, tokenizer.fingerprint)
+            names.append(str(tmp_path / variant))
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    settings = {
+        "target": {"model": str(folder), "device": "cpu"},
+        "questions": str(tmp_path / "questions.jsonl"),
+        "max_new_tokens": 24,
+        "sampling": params.model_dump(),
+        "head_layers": 2,
+        "hidden_depths": [-1, -2, -3],
+        "output": str(tmp_path / "log"),
+    }
+    record(validate(RecordConfig, settings))
+    entries = read_log(str(tmp_path / "log"))[1]
+    live = {}
+    for entry in (*names, {"type": "ngram"}):
+        for name, drafter in load_drafters(
+            (entry,) if isinstance(entry, str) else (validate_entry(entry),), target, tokenizer
+        ).items():
+            for shape in TREES:
+                decoder = SpeculativeDecoder(target, drafter, shape)
+                live[name, shape.name] = [
+                    decoder.generate(
+                        list(one.prompt), params, 24, [*target.eos_ids, *tokenizer.eos_ids], sequence=one.sequence
+                    ).accepted
+                    for one in entries
+                ]
+    shutil.rmtree(folder)
+    config = {
+        "log": str(tmp_path / "log"),
+        "drafters": [*names, {"type": "ngram"}],
+        "trees": [t.model_dump() for t in TREES],
+    }
+    result = replay(validate(ReplayConfig, config), Console())
+    for row in result["rows"]:
+        assert [cycle["accepted"] for cycle in row["cycles"]] == live[row["drafter"], row["tree"]], (
+            row["drafter"],
+            row["tree"],
+        )
+    assert any(row["tau"] > 1.2 for row in result["rows"])
+
+
+def validate_entry(entry):
+    from pydantic import TypeAdapter
+
+    from moray.drafters.configs import UsableConfig
+
+    return TypeAdapter(UsableConfig).validate_python(entry)
