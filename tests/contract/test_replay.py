@@ -10,12 +10,13 @@ from tiny_drafters import VARIANTS, build, overfit
 from tiny_targets import TinyTarget, save_chat_target
 
 from moray.bench.replay.configs import RecordConfig, ReplayConfig
-from moray.bench.replay.evaluation import replay
+from moray.bench.replay.evaluation import replay, within_text
 from moray.bench.replay.log import read_log
 from moray.bench.replay.record import record
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
 from moray.drafters.checkpoint import save_drafter
+from moray.drafters.configs import NgramConfig
 from moray.drafters.loading import load_drafters
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
@@ -25,7 +26,7 @@ from moray.trees.shapes import ChainShape, DynamicShape
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 TREES = (ChainShape(type="chain", depth=3), DynamicShape(type="dynamic", depth=3, breadth=2, nodes=6))
-PROMPTS = ("one two three", "why?", "a longer question about a reef")
+PROMPTS = ("one two three", "why?")
 
 
 @pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
@@ -39,7 +40,7 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(tmp_path, params):
         drafter = build(tiny, VARIANTS[variant])
         if not variant.startswith(("ngram", "pretrained")):
             prompt = tokenizer.encode_prompt([{"role": "user", "content": PROMPTS[0]}])
-            overfit(tiny, drafter, [*prompt, *tiny.hugging_face(prompt, 24)], len(prompt))
+            overfit(tiny, drafter, [*prompt, *tiny.hugging_face(prompt, 24)], len(prompt), steps=20)
             save_drafter(tmp_path / variant, drafter, tokenizer.fingerprint)
             names.append(str(tmp_path / variant))
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
@@ -55,18 +56,13 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(tmp_path, params):
     record(validate(RecordConfig, settings))
     entries = read_log(str(tmp_path / "log"))[1]
     live = {}
-    for entry in (*names, {"type": "ngram"}):
-        for name, drafter in load_drafters(
-            (entry,) if isinstance(entry, str) else (validate_entry(entry),), target, tokenizer
-        ).items():
-            for shape in TREES:
-                decoder = SpeculativeDecoder(target, drafter, shape)
-                live[name, shape.name] = [
-                    decoder.generate(
-                        list(one.prompt), params, 24, [*target.eos_ids, *tokenizer.eos_ids], sequence=one.sequence
-                    ).accepted
-                    for one in entries
-                ]
+    usable = [*names, NgramConfig(type="ngram")]
+    eos_ids = [*target.eos_ids, *tokenizer.eos_ids]
+    for name, drafter in load_drafters(tuple(usable), target, tokenizer).items():
+        for shape in TREES:
+            decoder = SpeculativeDecoder(target, drafter, shape)
+            answers = [decoder.generate(list(e.prompt), params, 24, eos_ids, sequence=e.sequence) for e in entries]
+            live[name, shape.name] = [within_text(answer) for answer in answers]
     shutil.rmtree(folder)
     config = {
         "log": str(tmp_path / "log"),
@@ -80,11 +76,3 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(tmp_path, params):
             row["tree"],
         )
     assert any(row["tau"] > 1.2 for row in result["rows"])
-
-
-def validate_entry(entry):
-    from pydantic import TypeAdapter
-
-    from moray.drafters.configs import UsableConfig
-
-    return TypeAdapter(UsableConfig).validate_python(entry)

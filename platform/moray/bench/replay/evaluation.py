@@ -99,10 +99,17 @@ def replayed(log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Conti
     decoder = SpeculativeDecoder(log.target, drafter, shape, capacity, runner)  # type: ignore[arg-type]
     for index, entry in enumerate(entries):
         runner.open(log.text(index, entry, drafter))
-        made = decoder.generate(list(entry.prompt), log.header.params, len(entry.tokens), (), sequence=entry.sequence)
+        prompt, most = list(entry.prompt), len(entry.tokens)
+        made = decoder.generate(prompt, log.header.params, most, log.header.eos_ids, sequence=entry.sequence)
         if tuple(made.tokens) != entry.tokens:
             raise DataError(f"continuation '{entry.uid}' came out as another text than in the log: record it again")
+        made.accepted = within_text(made)
         yield made
+
+
+def within_text(made: Generation) -> list[int]:
+    """Draft tokens accepted in each cycle, without those past the end of the text, of which a log knows nothing."""
+    return [min(accepted, emitted) for accepted, emitted in zip(made.accepted, made.emitted, strict=True)]
 
 
 class _Log:
@@ -134,8 +141,8 @@ class _Log:
         kept = self._stored["head_layers"]
         if num_layers > kept:
             raise ConfigError(
-                f"log '{self.folder}' keeps {kept} of the target's last layers, and a drafter runs {num_layers}: record it "
-                f"with head_layers={num_layers}"
+                f"log '{self.folder}' keeps {kept} of the target's last layers, and a drafter runs {num_layers}: "
+                f"record it with head_layers={num_layers}"
             )
         return TargetHead.restore(self._stored["config"], self.spec, num_layers, self._tensors)
 

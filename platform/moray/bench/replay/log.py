@@ -32,6 +32,8 @@ class LogHeader(Config):
     """Of its tokenizer and chat template."""
     params: SamplingParams
     """How the tokens were drawn."""
+    eos_ids: tuple[int, ...]
+    """Tokens that end a continuation."""
 
 
 class Continuation(Config):

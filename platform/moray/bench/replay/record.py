@@ -53,7 +53,12 @@ def record(config: RecordConfig) -> dict[str, Any]:
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
     with Progress(f"load target {config.target.model}"):
         target = Target.load(config.target)
-    header = LogHeader(target=target.spec.fingerprint, text_fingerprint=tokenizer.fingerprint, params=config.sampling)
+    header = LogHeader(
+        target=target.spec.fingerprint,
+        text_fingerprint=tokenizer.fingerprint,
+        params=config.sampling,
+        eos_ids=tuple(sorted({*target.eos_ids, *tokenizer.eos_ids})),
+    )
     _write_continuations(config, folder, header, target, tokenizer)
     _, entries = read_log(config.output)
     _write_taps(config, folder, target, entries)
@@ -77,14 +82,13 @@ def _write_continuations(
     if not asked:
         raise nothing_fits(config.questions, room)
     decoder = SpeculativeDecoder(target, None)
-    eos_ids = [*target.eos_ids, *tokenizer.eos_ids]
     with path.open("a", encoding="utf-8") as file, Progress("record", len(asked), unit="continuations") as progress:
         if not lines:
             file.write(as_line(header))
         progress.advance(max(0, len(lines) - 1))
         for number in range(max(0, len(lines) - 1), len(asked)):
             uid, prompt = asked[number]
-            made = decoder.generate(prompt, config.sampling, config.max_new_tokens, eos_ids, sequence=number)
+            made = decoder.generate(prompt, config.sampling, config.max_new_tokens, header.eos_ids, sequence=number)
             entry = Continuation(
                 uid=uid,
                 sequence=number,
