@@ -18,6 +18,7 @@ from moray.decoding.generate import SpeculativeDecoder
 from moray.drafters.checkpoint import save_drafter
 from moray.drafters.configs import NgramConfig
 from moray.drafters.loading import load_drafters
+from moray.errors import MismatchError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
@@ -55,6 +56,13 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(tmp_path, params):
     }
     record(validate(RecordConfig, settings))
     entries = read_log(str(tmp_path / "log"))[1]
+    text = (tmp_path / "log" / "log.jsonl").read_bytes()
+    (tmp_path / "log" / "log.jsonl").write_bytes(text[:-20])  # a kill cut the last line short
+    record(validate(RecordConfig, settings))
+    assert (tmp_path / "log" / "log.jsonl").read_bytes() == text
+    (tmp_path / "others.jsonl").write_text(json.dumps({"prompt": "another question"}) + "\n")
+    with pytest.raises(MismatchError, match="give another output"):
+        record(validate(RecordConfig, settings | {"questions": str(tmp_path / "others.jsonl")}))
     live = {}
     usable = [*names, NgramConfig(type="ngram")]
     eos_ids = [*target.eos_ids, *tokenizer.eos_ids]

@@ -20,6 +20,7 @@ from moray.bench.replay.recorded import RecordedRunner, RecordedTarget, Recorded
 from moray.bench.reports.wording import number
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.planning.fitting import is_too_deep
 from moray.decoding.sampling.accept import is_by_choice
 from moray.decoding.stats import Generation, acceptance_by_position, tau
 from moray.drafters.base import Drafter
@@ -59,6 +60,12 @@ def replay(config: ReplayConfig, console: Console) -> dict[str, Any]:
     drafters = build_drafters(config.drafters, log.head, log.tokenizer)
     for name, drafter in drafters.items():
         log.check(name, drafter)
+        for index, shape in enumerate(config.trees):
+            if is_too_deep(shape, drafter.max_depth):
+                raise ConfigError(
+                    f"trees[{index}] is {shape.depth} levels deep; drafter '{name}' drafts at most "
+                    f"{drafter.max_depth}: give shallower trees, or replay this drafter by itself"
+                )
     chosen = entries[: config.num_continuations]
     rows: list[dict[str, Any]] = []
     with Progress("replay", len(drafters) * len(config.trees) * len(chosen)) as progress:

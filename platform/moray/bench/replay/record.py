@@ -81,6 +81,10 @@ def _write_continuations(
     asked = [(uid, prompt) for uid, prompt in asked if len(prompt) <= room]
     if not asked:
         raise nothing_fits(config.questions, room)
+    for line, (uid, prompt) in zip(lines[1:], asked, strict=False):
+        written = Continuation.model_validate_json(line)
+        if (written.uid, written.prompt) != (uid, tuple(prompt)):
+            raise MismatchError(f"'{path}' holds '{written.uid}' where questions has '{uid}': give another output")
     decoder = SpeculativeDecoder(target, None)
     with path.open("a", encoding="utf-8") as file, Progress("record", len(asked), unit="continuations") as progress:
         if not lines:
