@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from moray.cluster.configs import RayConfig
 from moray.cluster.training.configs import SparsifyConfig
 from moray.config import Config, load_config
 from moray.errors import ConfigError
-from sweeps.tuning.configs import GridSearch, RandomSearch
+from sweeps.tuning.configs import GridSearch, RandomSearch, check_space
 from sweeps.tuning.spaces import Choices, Space, overrides
 
 _OWN_KEYS = {
@@ -61,23 +61,9 @@ class SparseSweepConfig(Config):
     """Resume the sweep in output, the same as --resume."""
     ray: RayConfig = RayConfig()
 
-    @field_validator("space")
-    @classmethod
-    def _leaves_ours_alone(cls, value: Space) -> Space:
-        for key in value:
-            for own, reason in _OWN_KEYS.items():
-                if key == own or key.startswith(f"{own}."):
-                    raise ValueError(f"'{key}' cannot be swept: {reason}")
-        return value
-
     @model_validator(mode="after")
     def _check(self) -> "SparseSweepConfig":
-        ranges = [key for key, dimension in self.space.items() if not isinstance(dimension, list)]
-        if ranges and self.search.type == "grid":
-            raise ValueError(
-                f"search.type is grid, but '{ranges[0]}' is a range, whose values it cannot list: list some, or use "
-                "search.type=random"
-            )
+        check_space(self.space, self.search, _OWN_KEYS)
         return self
 
     def trial(self, choices: Choices, output: str = "") -> SparsifyConfig:

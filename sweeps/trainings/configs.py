@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from moray.bench.configs import EvaluateConfig
 from moray.cluster.configs import RayConfig
@@ -13,7 +13,7 @@ from moray.config import Config, load_config
 from moray.errors import ConfigError
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import Shape
-from sweeps.tuning.configs import GridSearch, LadderConfig, Objective, Search
+from sweeps.tuning.configs import GridSearch, LadderConfig, Objective, Search, check_space
 from sweeps.tuning.spaces import Choices, Space, overrides
 
 _OWN_KEYS = {
@@ -109,23 +109,9 @@ class SweepConfig(Config):
 
     renamed: ClassVar[Mapping[str, str]] = {"distil": "distill"}
 
-    @field_validator("space")
-    @classmethod
-    def _leaves_ours_alone(cls, value: Space) -> Space:
-        for key in value:
-            for own, reason in _OWN_KEYS.items():
-                if key == own or key.startswith(f"{own}."):
-                    raise ValueError(f"'{key}' cannot be swept: {reason}")
-        return value
-
     @model_validator(mode="after")
     def _check(self) -> "SweepConfig":
-        ranges = [key for key, dimension in self.space.items() if not isinstance(dimension, list)]
-        if ranges and self.search.type == "grid":
-            raise ValueError(
-                f"search.type is grid, but '{ranges[0]}' is a range without end: list its values, or use "
-                "search.type=random or optuna"
-            )
+        check_space(self.space, self.search, _OWN_KEYS)
         return self
 
     def trial(self, choices: Choices, output: str = "") -> DistillConfig:

@@ -1,10 +1,12 @@
 """Configuration that all sweeps share: search, ladder and objective. Torch-free."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from moray.config import Config
+from sweeps.tuning.spaces import Space
 
 Objective = Literal["speedup", "tau", "tokens_per_second"]
 
@@ -38,6 +40,27 @@ class OptunaSearch(Config):
 
 
 Search = Annotated[GridSearch | RandomSearch | OptunaSearch, Field(discriminator="type")]
+
+
+def check_space(space: Space, search: Search, own_keys: Mapping[str, str]) -> None:
+    """Check the space of a sweep over trainings.
+
+    Args:
+        space: values to try.
+        search: how they are chosen.
+        own_keys: keys that cannot be swept, with the reason.
+
+    Raises:
+        ValueError: a key belongs to the sweep, or a grid is asked for a range.
+    """
+    for key, dimension in space.items():
+        for own, reason in own_keys.items():
+            if key == own or key.startswith(f"{own}."):
+                raise ValueError(f"'{key}' cannot be swept: {reason}")
+        if search.type == "grid" and not isinstance(dimension, list):
+            raise ValueError(
+                f"search.type is grid, but '{key}' is a range without end: list its values, or use another search.type"
+            )
 
 
 class LadderConfig(Config):

@@ -18,7 +18,7 @@ from moray.decoding.generate import SpeculativeDecoder
 from moray.drafters.checkpoint import save_drafter
 from moray.drafters.configs import NgramConfig
 from moray.drafters.loading import load_drafters
-from moray.errors import MismatchError
+from moray.errors import ConfigError, MismatchError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
@@ -72,6 +72,10 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(tmp_path, params):
             answers = [decoder.generate(list(e.prompt), params, 24, eos_ids, sequence=e.sequence) for e in entries]
             live[name, shape.name] = [within_text(answer) for answer in answers]
     shutil.rmtree(folder)
+    (tmp_path / "log" / "taps.parquet").rename(tmp_path / "taps.parquet")
+    with pytest.raises(ConfigError, match=r"has no taps\.parquet: it is not complete"):
+        replay(validate(ReplayConfig, {"log": str(tmp_path / "log"), "drafters": [{"type": "ngram"}]}), Console())
+    (tmp_path / "taps.parquet").rename(tmp_path / "log" / "taps.parquet")
     config = {
         "log": str(tmp_path / "log"),
         "drafters": [*names, {"type": "ngram"}],

@@ -74,8 +74,7 @@ class ChannelStatistics:
         """Mean and standard deviation, on the CPU.
 
         A channel that hardly moved gets a hundredth of the mean deviation: if it moves later, it must not take the
-        whole range of its token. If every token skips the layer, the
-        offsets are 0 and the scales 1.
+        whole range of its token. If every token skips the layer, the offsets are 0 and the scales 1.
         """
         assert self._width is not None, "add a batch first"
         if self._shift is None:

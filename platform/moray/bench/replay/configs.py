@@ -1,8 +1,9 @@
 """What is recorded, and what is replayed. Torch-free."""
 
+from typing import Literal
+
 from pydantic import Field
 
-from moray.activations.format.schema import CodecName
 from moray.config import Config
 from moray.decoding.params import SamplingParams
 from moray.drafters.configs import UsableConfig
@@ -28,8 +29,8 @@ class RecordConfig(Config):
     """Layers whose keys and values are kept; null for all, as MoA reads them. GLIDE reads the last one."""
     hidden_depths: tuple[int, ...] = (-1,)
     """Depths of hidden states that are kept, for EAGLE and Medusa (-1) and for MoA with N (-1-N)."""
-    codec: CodecName = "float32"
-    """How they are stored: float32 or bfloat16, or float16. With float32 the replay is exact."""
+    codec: Literal["float32", "bfloat16", "float16"] = "float32"
+    """How they are stored: float32, bfloat16 or float16. With float32 the replay is exact."""
     threads: int | None = Field(default=None, ge=1)
     """Number of torch threads; null leaves it to torch."""
     output: str

@@ -124,6 +124,11 @@ class _Log:
 
     def __init__(self, folder: str, header: LogHeader) -> None:
         self.folder, self.header = Path(folder), header
+        for name in (TAPS_FILE, HEAD_FILE, TARGET_FILE):
+            if not (self.folder / name).is_file():
+                raise ConfigError(
+                    f"log '{folder}' has no {name}: it is not complete; run the command that records it again"
+                )
         self.tokenizer = ChatTokenizer.load(folder)
         if self.tokenizer.fingerprint != header.text_fingerprint:
             raise MismatchError(
