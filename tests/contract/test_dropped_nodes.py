@@ -1,6 +1,8 @@
 """SpaDec: dropping nodes of a draft at a layer of the sparse target changes what is read, never the text."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
+from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
 from moray.targets.sparse.predictor import PREDICTOR, Predictor, load_predictor
@@ -34,6 +37,17 @@ def tiny(tmp_path_factory) -> TinyTarget:
     found = load_sparse_target(tmp_path_factory.mktemp("sparse"), 4, 2, num_hidden_layers=LAYERS)
     save_predictor(found.target)
     return found
+
+
+@pytest.fixture(scope="module")
+def taught(tiny) -> Callable[[str], Drafter]:
+    """taught(variant): a drafter overfitted on the target's greedy answer to prompt 0."""
+
+    @cache
+    def make(variant: str) -> Drafter:
+        return overfit(tiny, build(tiny, VARIANTS[variant]), plain(tiny, tiny.prompt(), GREEDY), 4)
+
+    return make
 
 
 def save_predictor(target) -> Predictor:
@@ -67,8 +81,8 @@ class _Some(NodeSelector):
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("-0")] + ["moa-1"])
 @pytest.mark.parametrize("shape", ["chain", "fixed", "dynamic"])
-def test_dropping_any_nodes_changes_no_token(tiny, variant, shape):
-    drafter = overfit(tiny, build(tiny, VARIANTS[variant]), plain(tiny, tiny.prompt(), GREEDY), 4)
+def test_dropping_any_nodes_changes_no_token(tiny, taught, variant, shape):
+    drafter = taught(variant)
     selector = _Some()
     decoder = SpeculativeDecoder(tiny.target, drafter, SHAPES[shape], CAPACITY, selector=selector)
     num_accepted = 0
@@ -89,9 +103,9 @@ class _Nothing(NodeSelector):
         return [0]
 
 
-def test_a_draft_that_is_dropped_whole_counts_as_refused(tiny):
+def test_a_draft_that_is_dropped_whole_counts_as_refused(tiny, taught):
     """Otherwise nothing would ever be learnt about it, and drafting would go on."""
-    drafter = overfit(tiny, build(tiny, VARIANTS["eagle-0"]), plain(tiny, tiny.prompt(), GREEDY), 4)
+    drafter = taught("eagle-0")
     shape = SHAPES["chain"]
     config = EngineConfig(max_num_seqs=1, kv_cache_tokens=512, max_model_len=CAPACITY, tree=shape)
     source = LocalDrafts(drafter, CAPACITY, shape.num_expanded)
@@ -119,8 +133,8 @@ def answers(engine: Engine, requests: list[Request]) -> list[tuple[list[int], li
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_penalties_and_logprobs_are_those_of_plain_decoding(tiny, max_num_seqs):
-    drafter = overfit(tiny, build(tiny, VARIANTS["eagle-0"]), plain(tiny, tiny.prompt(), GREEDY), 4)
+def test_penalties_and_logprobs_are_those_of_plain_decoding(tiny, taught, max_num_seqs):
+    drafter = taught("eagle-0")
     shape = SHAPES["dynamic"]
     config = EngineConfig(max_num_seqs=max_num_seqs, kv_cache_tokens=3 * 512, max_model_len=CAPACITY, tree=shape)
     requests = [
@@ -146,11 +160,11 @@ def test_penalties_and_logprobs_are_those_of_plain_decoding(tiny, max_num_seqs):
 
 @pytest.mark.parametrize("select", ["trie", "path", "budget", "drafter"])
 @pytest.mark.parametrize("shape", ["dynamic", "adaptive"])
-def test_every_selection_gives_the_target_s_text_and_computes_less(tiny, select, shape, monkeypatch):
+def test_every_selection_gives_the_target_s_text_and_computes_less(tiny, taught, select, shape, monkeypatch):
     if select == "drafter":
         monkeypatch.setattr(Predictor, "probabilities", None)
     tree = SHAPES["dynamic"] if shape == "dynamic" else AdaptiveShape(type="adaptive", depth=3, breadth=3, nodes=9)
-    drafter = overfit(tiny, build(tiny, VARIANTS["eagle-0"]), plain(tiny, tiny.prompt(), GREEDY), 4)
+    drafter = taught("eagle-0")
     run = {}
     for name in ("all", select):
         tiny.target.counts.num_rows_run = tiny.target.counts.num_rows = 0

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from side_by_side import COUPLED, GREEDY
-from tiny_drafters import VARIANTS, build, overfit
+from tiny_drafters import TRAINED, VARIANTS, build, overfit
 from tiny_targets import TinyTarget, save_chat_target
 
 from moray.bench.replay.configs import RecordConfig, ReplayConfig
@@ -30,20 +31,27 @@ TREES = (ChainShape(type="chain", depth=3), DynamicShape(type="dynamic", depth=3
 PROMPTS = ("one two three", "why?")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A target's folder, and those of drafters that have learnt an answer of it by heart."""
+    parent = tmp_path_factory.mktemp("trained")
+    folder = save_chat_target(parent / "target")
+    tokenizer = ChatTokenizer.load(str(folder))
+    tiny = TinyTarget("chat", folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
+    prompt = tokenizer.encode_prompt([{"role": "user", "content": PROMPTS[0]}])
+    for variant in TRAINED:
+        drafter = build(tiny, VARIANTS[variant])
+        overfit(tiny, drafter, [*prompt, *tiny.hugging_face(prompt, 24)], len(prompt), steps=20)
+        save_drafter(parent / variant, drafter, tokenizer.fingerprint)
+    return folder, [str(parent / variant) for variant in TRAINED]
+
+
 @pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
-def test_a_replay_is_live_decoding_cycle_by_cycle(tmp_path, params):
-    folder = save_chat_target(tmp_path / "target")
+def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params):
+    made, names = trained
+    folder = shutil.copytree(made, tmp_path / "target")
     target = Target.load(TargetConfig(model=str(folder), device="cpu"))
     tokenizer = ChatTokenizer.load(str(folder))
-    tiny = TinyTarget("chat", folder, target)
-    names = []
-    for variant in VARIANTS:
-        drafter = build(tiny, VARIANTS[variant])
-        if not variant.startswith(("ngram", "pretrained")):
-            prompt = tokenizer.encode_prompt([{"role": "user", "content": PROMPTS[0]}])
-            overfit(tiny, drafter, [*prompt, *tiny.hugging_face(prompt, 24)], len(prompt), steps=20)
-            save_drafter(tmp_path / variant, drafter, tokenizer.fingerprint)
-            names.append(str(tmp_path / variant))
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     settings = {
         "target": {"model": str(folder), "device": "cpu"},

@@ -4,6 +4,9 @@ The text is not the dense model's. Three computations of it are compared: plain 
 tokens; the engine, which hides them; and one pass over the whole text without any cache.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 import torch
 from shape_checks import unchecked
@@ -19,6 +22,7 @@ from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
+from moray.drafters.base import Drafter
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.sparse.cache import SparseCache
@@ -36,6 +40,17 @@ def _unchecked():
 @pytest.fixture(scope="module", params=[None, 4], ids=["whole", "4 bits"])
 def tiny(tmp_path_factory, request) -> TinyTarget:
     return load_sparse_target(tmp_path_factory.mktemp("sparse"), request.param, 2, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def taught(tiny) -> Callable[[str], Drafter]:
+    """taught(variant): a drafter overfitted on the target's greedy answer to prompt 0."""
+
+    @cache
+    def make(variant: str) -> Drafter:
+        return overfit(tiny, build(tiny, VARIANTS[variant]), plain(tiny, tiny.prompt(), GREEDY), 4)
+
+    return make
 
 
 def whole_pass(target: SparseTarget, tokens: list[int], layers=()):
@@ -119,10 +134,8 @@ def test_the_engine_s_taps_of_several_rows_are_zero_where_a_token_skipped(tiny):
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("-0")] + ["moa-1"])
 @pytest.mark.parametrize("shape", ["chain", "fixed", "dynamic"])
-def test_drafts_change_nothing(tiny, variant, shape):
-    drafter = build(tiny, VARIANTS[variant])
-    drafter = overfit(tiny, drafter, plain(tiny, tiny.prompt(), GREEDY), 4)
-    decoder = SpeculativeDecoder(tiny.target, drafter, SHAPES[shape], CAPACITY)
+def test_drafts_change_nothing(tiny, taught, variant, shape):
+    decoder = SpeculativeDecoder(tiny.target, taught(variant), SHAPES[shape], CAPACITY)
     num_accepted = 0
     for seed, params in ((0, GREEDY), (1, COUPLED)):
         prompt = tiny.prompt(seed, 9 if not seed else 270)

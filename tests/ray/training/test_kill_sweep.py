@@ -14,7 +14,7 @@ from moray.errors import MismatchError
 from moray.provenance import read_json
 from sweeps.trainings.configs import SweepConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def _end(run: Any, how: str, ready: Callable[[], bool]) -> None:
     run.wait_until_gone(60, but=("DashboardAgent", "RuntimeEnvAgent"))
 
 
-@pytest.mark.parametrize("how", ["kill", pytest.param("Ctrl-C", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("how", ["kill", "Ctrl-C"])
 def test_a_sweep_outlives_its_driver_and_its_trials_processes(
     how: str, config: Path, start_pipeline: Callable[..., Any], kill: Callable[[int], None], tmp_path: Path
 ) -> None:
