@@ -10,6 +10,7 @@ from side_by_side import COUPLED, GREEDY
 from tiny_drafters import TRAINED, VARIANTS, build, overfit
 from tiny_targets import TinyTarget, save_chat_target
 
+from moray.bench.replay.chains import ChainMatches
 from moray.bench.replay.configs import RecordConfig, ReplayConfig
 from moray.bench.replay.evaluation import replay, within_text
 from moray.bench.replay.log import read_log
@@ -88,6 +89,7 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params):
         "log": str(tmp_path / "log"),
         "drafters": [*names, {"type": "ngram"}],
         "trees": [t.model_dump() for t in TREES],
+        "max_depth": 3,
     }
     result = replay(validate(ReplayConfig, config), Console())
     for row in result["rows"]:
@@ -95,4 +97,11 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params):
             row["drafter"],
             row["tree"],
         )
+    for row in result["chains"]:
+        found = [ChainMatches(**each) for each in row["continuations"]]
+        chain = [[accepted for _, accepted, _ in each.cycles(3)] for each in found]
+        assert chain == live[row["drafter"], "chain-3"], row["drafter"]
+        emitted = [sum(count for *_, count in each.cycles(depth)) for depth in (1, 2, 3) for each in found]
+        assert emitted == [len(entry.tokens) - 1 for entry in entries] * 3
+    assert len(result["chains"]) == len(config["drafters"])
     assert any(row["tau"] > 1.2 for row in result["rows"])

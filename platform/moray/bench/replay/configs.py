@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moray.config import Config
 from moray.decoding.params import SamplingParams
@@ -44,11 +44,19 @@ class ReplayConfig(Config):
     """Folder that `pipelines.replay record` has written."""
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
     """Folders of drafters that were trained for the log's target, or drafters by type."""
-    trees: tuple[Shape, ...] = Field(default=(ChainShape(type="chain", depth=5),), min_length=1)
+    trees: tuple[Shape, ...] = (ChainShape(type="chain", depth=5),)
     """Shapes of the draft trees; adaptive ones follow measured costs and cannot be replayed."""
+    max_depth: int | None = Field(default=None, ge=1, le=32)
+    """Also replay chains of every depth up to this one, all in one pass; null for none. `pipelines.plan` reads them."""
     num_continuations: int | None = Field(default=None, ge=1)
     """Number of continuations to replay; null for all."""
     threads: int | None = Field(default=None, ge=1)
     """Number of torch threads; null leaves it to torch."""
     report: str | None = None
     """JSON file to write, the same as --json FILE; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ReplayConfig":
+        if not self.trees and self.max_depth is None:
+            raise ValueError("trees is empty and max_depth null; give trees, or a max_depth of chains")
+        return self

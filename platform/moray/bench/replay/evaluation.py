@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.schema import Column, hidden_column, kv_column, read_description
+from moray.bench.replay.chains import ChainMatches, MatchCounter, as_row
 from moray.bench.replay.configs import ReplayConfig
 from moray.bench.replay.log import HEAD_FILE, TAPS_FILE, TARGET_FILE, Continuation, LogHeader, read_log
 from moray.bench.replay.recorded import RecordedRunner, RecordedTarget, RecordedText
@@ -21,7 +22,7 @@ from moray.bench.reports.wording import number
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.planning.fitting import is_too_deep
-from moray.decoding.sampling.accept import is_by_choice
+from moray.decoding.sampling.accept import Accept, is_by_choice
 from moray.decoding.stats import Generation, acceptance_by_position, tau
 from moray.drafters.base import Drafter
 from moray.drafters.loading import build_drafters
@@ -31,7 +32,7 @@ from moray.provenance import read_json
 from moray.targets.head import TargetHead
 from moray.targets.spec import TargetSpec
 from moray.text import ChatTokenizer
-from moray.trees.shapes import AdaptiveShape, AnyShape
+from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape
 
 
 def replay(config: ReplayConfig, console: Console) -> dict[str, Any]:
@@ -68,12 +69,33 @@ def replay(config: ReplayConfig, console: Console) -> dict[str, Any]:
                 )
     chosen = entries[: config.num_continuations]
     rows: list[dict[str, Any]] = []
-    with Progress("replay", len(drafters) * len(config.trees) * len(chosen)) as progress:
+    chains: list[dict[str, Any]] = []
+    passes = len(config.trees) + (config.max_depth is not None)
+    with Progress("replay", len(drafters) * passes * len(chosen)) as progress:
         for name, drafter in drafters.items():
             for shape in config.trees:
                 rows.append(_row(name, shape, log, drafter, chosen, progress))
+            if config.max_depth is not None:
+                depth = min(config.max_depth, drafter.max_depth or config.max_depth)
+                chains.append(_chains(name, depth, log, drafter, chosen, progress))
     _print(rows, console)
-    return {"rows": rows, "settings": config.model_dump(mode="json")}
+    _print_chains(chains, console)
+    settings = config.model_dump(mode="json")
+    about = {"target": header.target, "params": header.params.model_dump(mode="json")}
+    return {"rows": rows, "chains": chains, "log": about, "settings": settings}
+
+
+def _chains(
+    name: str, depth: int, log: "_Log", drafter: Drafter, entries: list[Continuation], progress: Progress
+) -> dict[str, Any]:
+    """Chains of every depth up to `depth`."""
+    begin = time.perf_counter()
+    counter, found = MatchCounter(), list[ChainMatches]()
+    shape = ChainShape(type="chain", depth=depth)
+    for entry, _ in zip(entries, _replays(log, drafter, shape, entries, counter), strict=True):
+        found.append(counter.take(entry.uid))
+        progress.advance()
+    return as_row(name, depth, found, time.perf_counter() - begin)
 
 
 def _row(
@@ -101,16 +123,24 @@ def replayed(log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Conti
     Raises:
         DataError: replaying gives another text than the log has, which is a defect of the log or of this code.
     """
+    for made in _replays(log, drafter, shape, entries):
+        made.accepted = within_text(made)
+        yield made
+
+
+def _replays(
+    log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Continuation], rule: Accept | None = None
+) -> Iterator[Generation]:
+    """As `replayed`, with a rule of acceptance in place of the log's."""
     capacity = max(len(entry.prompt) + len(entry.tokens) for entry in entries) + 1
     runner = RecordedRunner(log.target, capacity + shape.num_nodes + 65)
-    decoder = SpeculativeDecoder(log.target, drafter, shape, capacity, runner)  # type: ignore[arg-type]
+    decoder = SpeculativeDecoder(log.target, drafter, shape, capacity, runner, rule)  # type: ignore[arg-type]
     for index, entry in enumerate(entries):
         runner.open(log.text(index, entry, drafter))
         prompt, most = list(entry.prompt), len(entry.tokens)
         made = decoder.generate(prompt, log.header.params, most, log.header.eos_ids, sequence=entry.sequence)
         if tuple(made.tokens) != entry.tokens:
             raise DataError(f"continuation '{entry.uid}' came out as another text than in the log: record it again")
-        made.accepted = within_text(made)
         yield made
 
 
@@ -199,4 +229,19 @@ def _print(rows: list[dict[str, Any]], console: Console) -> None:
         table.add_row(
             row["drafter"], row["tree"], number(row["tau"], 3), first, f"{row['num_tokens']:,}", f"{row['seconds']:.1f}"
         )
+    if rows:
+        console.print(table)
+
+
+def _print_chains(chains: list[dict[str, Any]], console: Console) -> None:
+    if not chains:
+        return
+    deepest = max(row["depth"] for row in chains)
+    table = Table(title="tau of chains by their depth", box=box.SIMPLE_HEAD)
+    table.add_column("drafter")
+    for depth in range(1, deepest + 1):
+        table.add_column(str(depth), justify="right")
+    for row in chains:
+        taus = [row["tau"].get(str(depth)) for depth in range(1, deepest + 1)]
+        table.add_row(row["drafter"], *("" if each is None else number(each) for each in taus))
     console.print(table)
