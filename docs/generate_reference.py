@@ -35,6 +35,7 @@ MODULES = (
     "pipelines.sparsify",
     "pipelines.evaluate",
     "pipelines.replay",
+    "pipelines.plan",
     "pipelines.export",
     "pipelines.benchmark",
     "pipelines.demo",

@@ -1,0 +1,67 @@
+"""Predict tokens per second of drafters, chain depths and batches, without running them: from acceptance and costs.
+
+    python -m pipelines.plan costs configs/targets/smollm2.yaml configs/plans/costs-smollm2.yaml
+    python -m pipelines.plan configs/plans/smollm2.yaml
+    python -m pipelines.plan check configs/targets/smollm2.yaml configs/plans/smollm2.yaml
+
+Acceptance comes from `pipelines.replay` with max_depth, or is given as rates. Costs come from `plan costs`, or from a
+YAML file that describes another machine. `plan check` measures the same rows and says how far the predictions are off.
+"""
+
+import sys
+
+from moray.bench.plan.configs import CostsConfig, PlanCheckConfig, PlanConfig
+from moray.commands import Command, run_commands
+
+
+def main(config: PlanConfig) -> None:
+    """Predict all rows; write plan.json, report.html and best.yaml."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from moray.bench.plan.page import print_plan, write_plan_page
+    from moray.bench.plan.planner import plan
+
+    result = plan(config)
+    write_plan_page(Path(config.output) / "report.html", result)
+    print_plan(result, Console())
+    print(f"plan: {config.output}")
+
+
+def main_costs(config: CostsConfig) -> None:
+    """Measure what passes and drafts cost on this machine, and write a YAML file of seconds."""
+    from moray.bench.plan.measure import measure
+
+    result = measure(config)
+    if result["has_drifted"]:
+        print(
+            f"warning: costs differ by {result['drift']:.0%} between both halves of the measurement; other work runs "
+            "on this machine: measure again"
+        )
+    print(f"costs: {config.output} (both halves of the measurement differ by {result['drift']:.1%})")
+
+
+def main_check(config: PlanCheckConfig) -> None:
+    """Measure the rows of a plan, and compare."""
+    from rich.console import Console
+
+    from moray.bench.lossless import check_lossless
+    from moray.bench.plan.check import check
+    from moray.bench.plan.page import print_check
+    from moray.bench.recording import reported
+
+    result = reported(config.report, lambda: check(config))
+    print_check(result, Console())
+    check_lossless((f"{row['drafter']}, {row['depth']}", row["lossless"]) for row in result["rows"])
+
+
+CONFIG = PlanConfig
+COMMANDS = {
+    "": Command(PlanConfig, main),
+    "costs": Command(CostsConfig, main_costs),
+    "check": Command(PlanCheckConfig, main_check),
+}
+
+if __name__ == "__main__":
+    run_commands(COMMANDS, __doc__ or "", sys.argv[1:])

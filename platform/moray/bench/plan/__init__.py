@@ -1,0 +1,1 @@
+"""Planning: which drafter, how deep, for how many sequences, from acceptance and costs alone."""

@@ -1,0 +1,134 @@
+"""Measures the rows of a plan with the target: how far is each prediction off, and is the choice right?"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moray.bench.plan.configs import PlanCheckConfig
+from moray.bench.plan.costs import CycleCostTable
+from moray.bench.plan.cycles import build_engine, cycles_of, requests_of
+from moray.bench.plan.measure import load_all
+from moray.bench.plan.page import write_check_page
+from moray.bench.plan.planner import PLAIN, best_row, predict, read_replay
+from moray.bench.replay.log import Continuation, read_log
+from moray.decoding.params import SamplingParams
+from moray.drafters.base import Drafter
+from moray.errors import ConfigError, MismatchError
+from moray.progress import Progress
+from moray.targets.model import Target
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One row, decoded once."""
+
+    tokens: int
+    seconds: float
+    cycles: int
+    is_same_text: bool
+
+
+def check(config: PlanCheckConfig) -> dict[str, Any]:
+    """Measure plain decoding and chains of `config.depths` at every batch, in turns.
+
+    Raises:
+        ConfigError: the plan's own, or the plan was made from rates, or the log is empty.
+        MismatchError: the log belongs to another target.
+    """
+    if config.replay is None:
+        raise ConfigError("replay is null: a plan from given rates cannot be checked; replay a log with these drafters")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    costs = CycleCostTable.load(config.costs)
+    replayed = read_replay(config.replay, config.drafters, config.num_continuations)
+    header, entries = read_log(replayed.log)
+    entries = entries[: config.num_continuations]
+    wanted = [(PLAIN, 0, batch) for batch in config.batches]
+    wanted += [
+        (name, depth, batch)
+        for name, deepest in replayed.depth.items()
+        for batch in config.batches
+        for depth in config.depths
+        if depth <= deepest
+    ]
+    rows = [predict(costs, replayed, *size) for size in wanted]  # before anything is loaded, for this may fail
+    target, drafters = load_all(config, replayed)
+    if target.spec.fingerprint != header.target:
+        raise MismatchError(f"log '{replayed.log}' was written by another target than {config.target.model}")
+    found: list[list[_Measured]] = [[] for _ in wanted]
+    with Progress("check", config.rounds * len(wanted), unit="rows") as progress:
+        for turn in range(config.rounds):
+            order = range(len(wanted)) if turn % 2 == 0 else reversed(range(len(wanted)))
+            for index in order:
+                name, depth, batch = wanted[index]
+                found[index].append(_decode(target, drafters.get(name), depth, batch, entries, header.params))
+                progress.advance()
+    rows = [row | _compared(row, own) for row, own in zip(rows, found, strict=True)]
+    result = _summary(rows, config)
+    Path(config.output).mkdir(parents=True, exist_ok=True)
+    write_check_page(Path(config.output) / "check.html", result)
+    return result
+
+
+def _decode(
+    target: Target,
+    drafter: Drafter | None,
+    depth: int,
+    batch: int,
+    entries: Sequence[Continuation],
+    params: SamplingParams,
+) -> _Measured:
+    """Decode all continuations; what is not a cycle, such as reading prompts, is not timed."""
+    prompts = [entry.prompt for entry in entries]
+    most = [len(entry.tokens) for entry in entries]
+    longest = max(len(prompt) + count for prompt, count in zip(prompts, most, strict=True))
+    engine = build_engine(target, drafter, depth, min(batch, len(entries)), longest)
+    texts: dict[int, list[int]] = {number: [] for number in range(len(entries))}
+    seconds, cycles = 0.0, 0
+    for each in cycles_of(engine, requests_of(prompts, most, params, [entry.sequence for entry in entries])):
+        seconds += each.seconds
+        cycles += each.num_rows
+        for update in each.updates:
+            texts[update.number] += update.tokens
+    pairs = zip(texts.values(), entries, strict=True)
+    same = all(tuple(text) == entry.tokens for text, entry in pairs if len(entry.tokens) > 1)
+    return _Measured(sum(most) - len(most), seconds, cycles, same)
+
+
+def _compared(row: dict[str, Any], measured: Sequence[_Measured]) -> dict[str, Any]:
+    """What was measured for a row, and how far the prediction is off."""
+    speeds = [each.tokens / each.seconds for each in measured]
+    speed = statistics.median(speeds)
+    return {
+        "measured_tokens_per_second": speed,
+        "spread": (max(speeds) - min(speeds)) / speed,
+        "measured_tau": measured[0].tokens / measured[0].cycles,
+        "error": row["tokens_per_second"] / speed - 1,
+        "lossless": all(each.is_same_text for each in measured),
+    }
+
+
+def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, Any]:
+    """Errors over all rows, and what the plan's choice costs at each batch."""
+    errors = sorted(abs(row["error"]) for row in rows)
+    choices = []
+    for batch in config.batches:
+        own = [row for row in rows if row["batch"] == batch]
+        chosen, fastest = best_row(own), max(own, key=lambda row: row["measured_tokens_per_second"])
+        regret = fastest["measured_tokens_per_second"] / chosen["measured_tokens_per_second"] - 1
+        choices.append({"batch": batch, "chosen": _name(chosen), "fastest": _name(fastest), "regret": regret})
+    return {
+        "rows": rows,
+        "choices": choices,
+        "median_error": statistics.median(errors),
+        "worst_error": errors[-1],
+        "settings": config.model_dump(mode="json"),
+    }
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['drafter']}, {row['depth']}" if row["depth"] else PLAIN

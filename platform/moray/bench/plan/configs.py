@@ -1,0 +1,76 @@
+"""What is planned, from which acceptance and which costs. Torch-free."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from moray.config import Config
+from moray.targets.spec import TargetConfig
+
+_Rate = Annotated[float, Field(ge=0, le=1)]
+_Depth = Annotated[int, Field(ge=1, le=32)]
+_Batch = Annotated[int, Field(ge=1, le=1024)]
+
+
+class PlanConfig(Config):
+    """Predict tokens per second of drafters, depths and batches, and choose the best."""
+
+    costs: str
+    """YAML file of seconds: `pipelines.plan costs` measures one. For another machine, write one by hand."""
+    replay: str | None = None
+    """JSON file of `pipelines.replay` with max_depth, for what is accepted; null for acceptance."""
+    acceptance: dict[str, tuple[_Rate, ...]] = Field(default_factory=dict)
+    """Instead of replay: by drafter, the rates at which draft tokens of depth 1, 2, ... are accepted."""
+    drafters: tuple[str, ...] = ()
+    """Names of the drafters to plan with; empty for all."""
+    max_depth: _Depth = 8
+    """Chains of every depth up to this are planned, as far as acceptance and costs are known."""
+    batches: tuple[_Batch, ...] = Field(default=(1, 4, 16), min_length=1)
+    """Numbers of sequences that decode at the same time."""
+    num_continuations: int | None = Field(default=None, ge=1)
+    """Number of the replay's continuations to use; null for all."""
+    output: str
+    """Folder for plan.json, report.html and the settings of the best row, best.yaml."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "PlanConfig":
+        if (self.replay is None) == (not self.acceptance):
+            given = "neither replay nor acceptance is" if self.replay is None else "both replay and acceptance are"
+            raise ValueError(f"{given} given; give one of the two")
+        if any(not rates for rates in self.acceptance.values()):
+            raise ValueError("acceptance has a drafter without rates; give one rate for each depth, such as [0.7, 0.6]")
+        return self
+
+
+class PlanCheckConfig(PlanConfig):
+    """Measure the rows of a plan and compare them with what it predicts."""
+
+    target: TargetConfig
+    depths: tuple[_Depth, ...] = Field(default=(1, 2, 4, 8), min_length=1)
+    """Depths of the chains that are measured. Plain decoding is always measured."""
+    rounds: int = Field(default=2, ge=1)
+    """Number of times that each row is measured; the rows take turns."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads; null leaves it to torch."""
+    report: str | None = None
+    """JSON file to write, the same as --json FILE; null for none."""
+
+
+class CostsConfig(Config):
+    """Measure what passes and drafts cost on this machine."""
+
+    target: TargetConfig
+    replay: str
+    """JSON file of `pipelines.replay`, which names the log and the drafters."""
+    drafters: tuple[str, ...] = ()
+    """Names of the drafters to measure; empty for all."""
+    depths: tuple[_Depth, ...] = Field(default=(1, 2, 4, 8), min_length=1)
+    """Depths of the chains that are measured; those between them are interpolated."""
+    batches: tuple[_Batch, ...] = Field(default=(1, 4, 16), min_length=1)
+    """Numbers of sequences that are measured; those between them are interpolated."""
+    num_cycles: int = Field(default=24, ge=4)
+    """Cycles per drafter, depth and batch. They are measured in two halves, to see whether the machine drifts."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads; null leaves it to torch."""
+    output: str
+    """YAML file to write."""

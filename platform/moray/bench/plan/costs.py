@@ -1,0 +1,121 @@
+"""Seconds of the parts of a cycle, in a YAML file: measured here, or written by hand for a machine that is elsewhere.
+
+passes:                 target passes: by sequences, then by tokens of each sequence (a chain of k has k + 1)
+  1: {1: 0.021, 9: 0.032}
+drafts:                 chains: by drafter, by sequences, then by tokens of the chain
+  eagle: {1: {1: 0.003, 8: 0.020}}
+rest: {1: 0.001}        everything else in a cycle, by sequences; left out for none
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import yaml
+from pydantic import Field, field_validator
+
+from moray.config import Config, validate
+from moray.errors import ConfigError
+from moray.explain import one_line
+
+_Size = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(ge=0)]
+_BySize = dict[_Size, _Seconds]
+
+T = TypeVar("T")
+
+
+class CycleCostTable(Config):
+    """Seconds of a cycle's parts. Sizes between those given are interpolated linearly; larger ones are refused."""
+
+    machine: str = ""
+    """Where they were measured."""
+    passes: dict[_Size, _BySize] = Field(min_length=1)
+    """Target passes: by number of sequences, then by tokens of each sequence, root included."""
+    drafts: dict[str, dict[_Size, _BySize]] = Field(default_factory=dict)
+    """Chains, with what the drafter reads of the last cycle: by drafter, number of sequences, tokens of the chain."""
+    rest: _BySize = Field(default_factory=dict)
+    """Everything else in a cycle, by number of sequences."""
+
+    @field_validator("passes", "drafts")
+    @classmethod
+    def _check(cls, value: dict) -> dict:
+        for key, inner in value.items():
+            if not inner or any(isinstance(each, dict) and not each for each in inner.values()):
+                raise ValueError(f"{key} has no seconds; give at least one size")
+        return value
+
+    @classmethod
+    def load(cls, path: str) -> "CycleCostTable":
+        """Read a file.
+
+        Raises:
+            ConfigError: it is missing, no YAML, or lacks what is needed; names the key.
+        """
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ConfigError("it holds no keys")
+            return validate(cls, values)
+        except OSError as error:
+            raise ConfigError(
+                f"costs '{path}' cannot be read ({error.strerror}); `pipelines.plan costs` makes one"
+            ) from None
+        except (yaml.YAMLError, ConfigError) as error:
+            raise ConfigError(f"costs '{path}' is no file of costs: {one_line(str(error))}") from None
+
+    def pass_seconds(self, num_rows: int, num_tokens: int) -> float:
+        """One pass over `num_tokens` tokens of each of `num_rows` sequences.
+
+        Raises:
+            ConfigError: so many are beyond what the file has.
+        """
+        return _between(
+            self.passes, num_rows, "passes, sequences", lambda own: _at(own, num_tokens, "passes, tokens per sequence")
+        )
+
+    def draft_seconds(self, drafter: str, num_rows: int, depth: int) -> float:
+        """One chain of `depth` tokens for each of `num_rows` sequences; 0 for no token.
+
+        Raises:
+            ConfigError: the drafter is not there, or so many are beyond what the file has.
+        """
+        if not depth:
+            return 0.0
+        if drafter not in self.drafts:
+            known = ", ".join(self.drafts) or "none"
+            raise ConfigError(f"costs.drafts has no '{drafter}' (there are: {known}): measure it, or plan without it")
+        return _between(
+            self.drafts[drafter],
+            num_rows,
+            f"drafts.{drafter}, sequences",
+            lambda own: _at(own, depth, f"drafts.{drafter}, tokens"),
+        )
+
+    def rest_seconds(self, num_rows: int) -> float:
+        """Everything else in a cycle of `num_rows` sequences."""
+        return _at(self.rest, num_rows, "rest, sequences") if self.rest else 0.0
+
+    def can_draft(self, drafter: str, depth: int) -> bool:
+        """Whether chains of this depth have costs, drafts and passes alike."""
+        deep = all(max(own) >= depth for own in self.drafts[drafter].values()) if drafter in self.drafts else False
+        return deep and all(max(own) >= depth + 1 for own in self.passes.values())
+
+
+def _at(points: Mapping[int, float], size: int, what: str) -> float:
+    return _between(points, size, what, lambda seconds: seconds)
+
+
+def _between(points: Mapping[int, T], size: int, what: str, seconds_of: Callable[[T], float]) -> float:
+    """Interpolate linearly between the sizes on both sides; below the smallest, take the smallest."""
+    sizes = sorted(points)
+    index = bisect_left(sizes, size)
+    if index == len(sizes):
+        raise ConfigError(f"costs ({what}): {size} was asked for, the largest given is {sizes[-1]}; add larger ones")
+    high = seconds_of(points[sizes[index]])
+    if index == 0 or sizes[index] == size:
+        return high
+    low_size = sizes[index - 1]
+    low = seconds_of(points[low_size])
+    return low + (high - low) * (size - low_size) / (sizes[index] - low_size)

@@ -1,0 +1,90 @@
+"""Cycles of a real engine, timed phase by phase: for costs, and to check what a plan predicts from them."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
+from moray.decoding.params import SamplingParams
+from moray.decoding.request import Request, RequestOutput
+from moray.decoding.session import synchronise
+from moray.drafters.base import Drafter
+from moray.targets.model import Target
+from moray.trees.shapes import ChainShape
+
+_NAME = "drafter"
+_PHASES_OF_CYCLES = ("propose", "observe", "verify", "accept", "commit")
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One cycle of several sequences; seconds are those of its parts."""
+
+    num_rows: int
+    num_tokens: int
+    """Tokens of each sequence in the pass: those of the longest draft, and the root."""
+    propose: float
+    """Drafting, and telling the drafter what was accepted before."""
+    verify: float
+    rest: float
+    updates: tuple[RequestOutput, ...]
+    """What came of it; with the first tokens of prompts that were read since the last one."""
+    has_read: bool
+    """Whether prompts were read in the same step; their seconds are not included."""
+
+    @property
+    def seconds(self) -> float:
+        """All parts together."""
+        return self.propose + self.verify + self.rest
+
+
+def build_engine(target: Target, drafter: Drafter | None, depth: int, batch: int, longest: int) -> Engine:
+    """An engine for `batch` sequences of at most `longest` tokens, whose chains have `depth` tokens."""
+    shape = ChainShape(type="chain", depth=max(1, depth))
+    drafts = {_NAME: LocalDrafts(drafter, longest, shape.num_expanded)} if drafter is not None else {}
+    config = EngineConfig(
+        max_num_seqs=batch, kv_cache_tokens=batch * (longest + depth + 65), max_model_len=longest, tree=shape
+    )
+    return Engine(target, config, (), drafts=drafts, is_timed=True)
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]], most: Sequence[int], params: SamplingParams, sequences: Sequence[int]
+) -> list[Request]:
+    """One request for each prompt; `sequences` numbers their noise, as a log does."""
+    each = zip(prompts, most, sequences, strict=True)
+    return [
+        Request(prompt=tuple(prompt), params=params, max_new_tokens=count, sequence=number)
+        for prompt, count, number in each
+    ]
+
+
+def cycles_of(engine: Engine, requests: Sequence[Request]) -> Iterator[Cycle]:
+    """Decode requests, cycle by cycle. Whoever stops before the end leaves the engine with sequences in it."""
+    for request in requests:
+        engine.submit(request)
+    stats, firsts = engine.stats, list[RequestOutput]()
+    while engine.is_busy:
+        before, rows, passes, prompts = dict(stats.seconds), stats.num_rows, stats.num_passes, stats.num_prompt_tokens
+        begin = time.perf_counter()
+        updates = engine.step()
+        synchronise(engine.target.device)
+        wall = time.perf_counter() - begin
+        if stats.num_passes == passes:
+            firsts += updates
+            continue
+        spent = {phase: seconds - before[phase] for phase, seconds in stats.seconds.items()}
+        outside = max(0.0, wall - sum(spent.values()))
+        has_read = stats.num_prompt_tokens > prompts
+        yield Cycle(
+            num_rows=stats.num_rows - rows,
+            num_tokens=1 + max((update.num_levels for update in updates), default=0),
+            propose=spent["propose"] + spent["observe"],
+            verify=spent["verify"],
+            rest=spent["accept"] + spent["commit"] + (0.0 if has_read else outside),
+            updates=(*firsts, *updates),
+            has_read=has_read,
+        )
+        firsts = []

@@ -1,0 +1,139 @@
+"""Measures what passes, chains and the rest of a cycle cost on this machine, in cycles of a real engine."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from moray.bench.plan.configs import CostsConfig, PlanCheckConfig
+from moray.bench.plan.costs import CycleCostTable
+from moray.bench.plan.cycles import Cycle, build_engine, cycles_of, requests_of
+from moray.bench.plan.planner import PLAIN, ReplayedChains, read_replay
+from moray.bench.replay.log import Continuation, read_log
+from moray.config import validate
+from moray.decoding.params import SamplingParams
+from moray.drafters.base import Drafter
+from moray.drafters.loading import load_drafters
+from moray.errors import ConfigError
+from moray.progress import Progress
+from moray.provenance import machine
+from moray.targets.model import Target
+from moray.text import ChatTokenizer
+
+_HALVES = 2
+_WARM_UP = 2
+_DRIFT = 0.1
+"""Costs that differ by more than this between both halves are no costs of an idle machine."""
+
+
+def measure(config: CostsConfig) -> dict[str, Any]:
+    """Measure all sizes, write the YAML file, and return what is in it with the drift between both halves.
+
+    Raises:
+        ConfigError: the target or a drafter cannot be read.
+        MismatchError: a drafter belongs to another target.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    replayed = read_replay(config.replay, config.drafters, None)
+    header, entries = read_log(replayed.log)
+    target, drafters = load_all(config, replayed)
+    if not entries:
+        raise ConfigError(f"log '{replayed.log}' has no continuations: record it")
+    sizes: list[tuple[str, int, int]] = [(PLAIN, 0, batch) for batch in config.batches]
+    for name, drafter in drafters.items():
+        deepest = drafter.max_depth or max(config.depths)
+        sizes += [(name, depth, batch) for batch in config.batches for depth in config.depths if depth <= deepest]
+    halves: list[dict[tuple[str, int, int], list[Cycle]]] = []
+    with Progress("costs", _HALVES * len(sizes), unit="sizes") as progress:
+        for half in range(_HALVES):
+            found = {}
+            for size in sizes if half == 0 else reversed(sizes):  # a slow spell must not hit the same sizes twice
+                name, depth, batch = size
+                found[size] = _cycles(config, target, drafters.get(name), depth, batch, entries, header.params)
+                progress.advance()
+            halves.append(found)
+    drift = statistics.median(_ratio(halves[0][size], halves[1][size]) for size in sizes)
+    values = _table({size: halves[0][size] + halves[1][size] for size in sizes})
+    here: dict[str, Any] = machine()
+    values = {"machine": ", ".join([f"{here['cores']} x {here['cpu']}", *here["gpus"]]), **values}
+    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+    Path(config.output).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return {"costs": values, "drift": drift, "has_drifted": drift > _DRIFT}
+
+
+def load_all(config: CostsConfig | PlanCheckConfig, replayed: ReplayedChains) -> tuple[Target, dict[str, Drafter]]:
+    """The target, and the drafters by the names that the replay gives them.
+
+    Raises:
+        ConfigError: the target or a drafter cannot be read.
+        MismatchError: a drafter, or the log, belongs to another target.
+    """
+    tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
+    with Progress(f"load target {config.target.model}"):
+        target = Target.load(config.target)
+    found = load_drafters(tuple(replayed.entries.values()), target, tokenizer)
+    return target, dict(zip(replayed.entries, found.values(), strict=True))
+
+
+def _cycles(
+    config: CostsConfig,
+    target: Target,
+    drafter: Drafter | None,
+    depth: int,
+    batch: int,
+    entries: Sequence[Continuation],
+    params: SamplingParams,
+) -> list[Cycle]:
+    """Cycles in which all sequences run, without those that warm up or read prompts."""
+    count = max(2, config.num_cycles // _HALVES)
+    most = (count + _WARM_UP + 2) * (depth + 1) + 1
+    chosen = [entries[index % len(entries)].prompt for index in range(batch)]
+    longest = min(target.spec.max_positions, max(map(len, chosen)) + most)
+    limits = [min(most, longest - len(prompt)) for prompt in chosen]
+    engine = build_engine(target, drafter, depth, batch, longest)
+    whole = (
+        each
+        for each in cycles_of(engine, requests_of(chosen, limits, params, range(batch)))
+        if each.num_rows == batch and not each.has_read
+    )
+    return list(islice(whole, _WARM_UP, _WARM_UP + count))
+
+
+def _ratio(first: Sequence[Cycle], second: Sequence[Cycle]) -> float:
+    """How much the seconds of both halves differ, as a share."""
+    if not first or not second:
+        return 0.0
+    a, b = (_middle([each.seconds for each in half]) for half in (first, second))
+    return abs(a - b) / min(a, b)
+
+
+def _table(found: dict[tuple[str, int, int], list[Cycle]]) -> dict[str, Any]:
+    """The YAML file's values."""
+    passes: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    drafts: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    rest: dict[int, list[float]] = defaultdict(list)
+    for (name, depth, batch), cycles in found.items():
+        for each in cycles:
+            passes[batch][each.num_tokens].append(each.verify)
+            rest[batch].append(each.rest)
+        if depth and cycles:
+            drafts[name][batch][depth] = _middle([each.propose for each in cycles])
+    values = {
+        "passes": {batch: {size: _middle(own[size]) for size in sorted(own)} for batch, own in passes.items()},
+        "drafts": {name: {batch: dict(own) for batch, own in by_batch.items()} for name, by_batch in drafts.items()},
+        "rest": {batch: _middle(own) for batch, own in rest.items()},
+    }
+    validate(CycleCostTable, values)
+    return values
+
+
+def _middle(seconds: Sequence[float]) -> float:
+    """Mean of the middle half, so that neither hiccups nor single lucky cycles count."""
+    ordered, quarter = sorted(seconds), len(seconds) // 4
+    return statistics.fmean(ordered[quarter : len(ordered) - quarter])

@@ -1,0 +1,128 @@
+"""HTML pages and tables of a plan and of its check."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moray.bench.reports.drawing import COLOURS, Plot, legend_below, legend_height, line, shorten
+from moray.bench.reports.page import render_page
+from moray.bench.reports.svg import render_svg
+from moray.bench.reports.wording import number, percent, times
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write_plan_page(path: Path, result: Mapping[str, Any]) -> None:
+    """Tokens per second against depth, one plot for each batch."""
+    rows = result["rows"]
+    plots = [_by_depth(rows, batch) for batch in dict.fromkeys(row["batch"] for row in rows)]
+    page = render_page("moray.bench.plan", "plan.html.jinja", result=result, plots=plots, is_check=False)
+    path.write_text(page, encoding="utf-8")
+
+
+def write_check_page(path: Path, result: Mapping[str, Any]) -> None:
+    """Predicted against measured tokens per second."""
+    plots = [_predicted_against_measured(result["rows"])]
+    page = render_page("moray.bench.plan", "plan.html.jinja", result=result, plots=plots, is_check=True)
+    path.write_text(page, encoding="utf-8")
+
+
+def print_plan(result: Mapping[str, Any], console: Console) -> None:
+    """The best row of each batch, and of each drafter beside it."""
+    table = Table(title="predicted tokens per second", box=box.SIMPLE_HEAD)
+    for heading in ("at a time", "drafter", "depth", "tok/s", "over plain", "tau", "tau to break even", "drafting"):
+        table.add_column(heading, justify="left" if heading == "drafter" else "right")
+    for batch in dict.fromkeys(row["batch"] for row in result["rows"]):
+        own = [row for row in result["rows"] if row["batch"] == batch]
+        plain = next(row for row in own if not row["depth"])
+        for name in dict.fromkeys(row["drafter"] for row in own):
+            best = max((row for row in own if row["drafter"] == name), key=lambda row: row["tokens_per_second"])
+            table.add_row(
+                str(batch),
+                name,
+                str(best["depth"]) if best["depth"] else "",
+                number(best["tokens_per_second"], 1),
+                times(best["tokens_per_second"] / plain["tokens_per_second"]),
+                number(best["tau"]),
+                number(best["break_even_tau"]),
+                percent(best["draft_share"]),
+            )
+    console.print(table)
+
+
+def print_check(result: Mapping[str, Any], console: Console) -> None:
+    """Every row, and the summary."""
+    table = Table(title="predicted and measured", box=box.SIMPLE_HEAD)
+    for heading in ("at a time", "drafter", "depth", "predicted tok/s", "measured", "error", "tau", "equal texts"):
+        table.add_column(heading, justify="left" if heading == "drafter" else "right")
+    for row in result["rows"]:
+        table.add_row(
+            str(row["batch"]),
+            row["drafter"],
+            str(row["depth"]) if row["depth"] else "",
+            number(row["tokens_per_second"], 1),
+            number(row["measured_tokens_per_second"], 1),
+            f"{row['error']:+.1%}",
+            number(row["measured_tau"]),
+            "yes" if row["lossless"] else "no",
+        )
+    console.print(table)
+    console.print(f"error: median {result['median_error']:.1%}, worst {result['worst_error']:.1%}")
+    for each in result["choices"]:
+        console.print(
+            f"{each['batch']} at a time: planned {each['chosen']}, fastest {each['fastest']}; "
+            f"regret {each['regret']:.1%}"
+        )
+
+
+def _by_depth(rows: Sequence[Mapping[str, Any]], batch: int) -> Plot:
+    own = [row for row in rows if row["batch"] == batch]
+    plain = next(row["tokens_per_second"] for row in own if not row["depth"])
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in own:
+        if row["depth"]:
+            curves.setdefault(row["drafter"], []).append((row["depth"], row["tokens_per_second"]))
+    title = f"Tokens per second by depth, {batch} at a time"
+    said = [f"plain decoding {plain:.1f}"]
+    said += [f"{name} from {points[0][1]:.1f} to {points[-1][1]:.1f}" for name, points in curves.items()]
+    svg = render_svg(f"batch-{batch}", _curves(curves, plain), 2.6 + legend_height(["plain", *curves]))
+    return Plot(f"batch-{batch}", title, f"{title}: {'; '.join(said)}.", svg)
+
+
+def _curves(curves: Mapping[str, Sequence[tuple[int, float]]], plain: float) -> Callable[["Figure"], None]:
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        handles = {"plain": axes.axhline(plain, color=COLOURS[-1], linestyle=":")}
+        for index, (name, points) in enumerate(curves.items()):
+            depths, speeds = zip(*points, strict=True)
+            handles[shorten(name)] = axes.plot(depths, speeds, **line(index))[0]
+        axes.set_xlabel("tokens per chain")
+        axes.set_ylim(bottom=0)
+        legend_below(figure, handles)
+
+    return draw
+
+
+def _predicted_against_measured(rows: Sequence[Mapping[str, Any]]) -> Plot:
+    points = [(row["measured_tokens_per_second"], row["tokens_per_second"]) for row in rows]
+    most = 1.1 * max(max(point) for point in points)
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        axes.plot([0, most], [0, most], color=COLOURS[-1], linestyle=":")
+        axes.plot([x for x, _ in points], [y for _, y in points], "o", color=COLOURS[0])
+        axes.set_xlabel("measured tokens per second")
+        axes.set_ylabel("predicted")
+        axes.set_xlim(0, most)
+        axes.set_ylim(0, most)
+
+    title = "Predicted against measured tokens per second"
+    worst = max(abs(row["error"]) for row in rows)
+    return Plot(
+        "check", title, f"{title}, {len(rows)} rows; the worst is {worst:.1%} off.", render_svg("check", draw, 3)
+    )

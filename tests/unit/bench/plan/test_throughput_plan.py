@@ -1,0 +1,103 @@
+"""Plans by hand: cycles of a chain from where its drafts agree, seconds from tables, the best row."""
+
+import pytest
+import yaml
+
+from moray.bench.plan.configs import PlanConfig
+from moray.bench.plan.costs import CycleCostTable
+from moray.bench.plan.planner import plan
+from moray.bench.plan.throughput import decode, expected
+from moray.bench.replay.chains import ChainMatches, tau_of_chains
+from moray.config import validate
+from moray.errors import ConfigError, DataError
+from moray.provenance import read_json
+
+COSTS = {
+    "passes": {1: {1: 1.0, 3: 2.0}, 3: {1: 2.0, 3: 4.0}},
+    "drafts": {"moa": {1: {1: 0.25, 2: 0.5}}},
+    "rest": {1: 0.1},
+}
+TEXT = ChainMatches("a", [2, 0, 0, 3, 1, 0], [3, 3, 3, 3, 3, 0])
+
+
+def test_cycles_of_every_depth_follow_from_the_matches():
+    assert list(TEXT.cycles(1)) == [(1, 1, 2), (1, 0, 1), (1, 1, 2), (0, 0, 1)]
+    assert list(TEXT.cycles(3)) == [(3, 2, 3), (3, 3, 3)], "the last cycle is cut where the text ends"
+    assert tau_of_chains([TEXT], 1) == 6 / 4
+    assert tau_of_chains([TEXT], 3) == 6 / 2
+    assert tau_of_chains([], 3) == 0
+
+
+def test_seconds_between_the_given_sizes_are_interpolated_and_larger_ones_refused():
+    costs = validate(CycleCostTable, COSTS)
+    assert costs.pass_seconds(1, 2) == 1.5
+    assert costs.pass_seconds(2, 2) == 0.5 * (1.5 + 3.0)
+    assert costs.draft_seconds("moa", 1, 0) == 0
+    assert costs.rest_seconds(1) == 0.1
+    with pytest.raises(ConfigError, match=r"passes, sequences\): 4 was asked for, the largest given is 3"):
+        costs.pass_seconds(4, 1)
+    with pytest.raises(ConfigError, match=r"passes, tokens per sequence\): 4 was asked for"):
+        costs.pass_seconds(1, 4)
+    with pytest.raises(ConfigError, match=r"costs.drafts has no 'glide' \(there are: moa\)"):
+        costs.draft_seconds("glide", 1, 1)
+
+
+def test_a_batch_costs_what_its_sequences_cost_cycle_by_cycle():
+    table = {"passes": {1: {1: 1.0, 2: 1.5}, 2: {1: 1.2, 2: 2.0}}, "drafts": {"moa": {1: {1: 0.5}, 2: {1: 0.75}}}}
+    costs = validate(CycleCostTable, table)
+    short = ChainMatches("b", [1, 0], [1, 1])
+    alone = decode(costs, "moa", 1, 1, [short])
+    assert alone.tokens_per_second == pytest.approx(2 / (0.5 + 1.5))
+    assert alone.tau == 2
+    assert alone.break_even_tau == 2, "of which it gets just as many"
+    both = decode(costs, "moa", 1, 2, [TEXT, short])  # 1 cycle of two, 3 of one, the last of them without a draft
+    seconds = (0.75 + 2.0) + 2 * (0.5 + 1.5) + (0.5 + 1.0)
+    assert both.tokens_per_second == pytest.approx(8 / seconds)
+    assert both.draft_share == pytest.approx((0.75 + 3 * 0.5) / seconds)
+    plainly = decode(costs, "plain", 0, 1, [TEXT])
+    assert (plainly.tokens_per_second, plainly.tau, plainly.break_even_tau) == (1.0, 1.0, 1.0)
+
+
+def test_given_rates_give_the_expected_tokens():
+    found = expected(validate(CycleCostTable, COSTS), "moa", 2, 1, [0.5, 0.5, 0.9])
+    assert found.tau == 1.75
+    assert found.tokens_per_second == pytest.approx(1.75 / (0.5 + 2.0 + 0.1))
+    assert found.break_even_tau == pytest.approx(2.6 / 1.1)
+
+
+def planned(tmp_path, costs=COSTS, **values):
+    (tmp_path / "costs.yaml").write_text(yaml.safe_dump(costs))
+    settings = {"costs": str(tmp_path / "costs.yaml"), "output": str(tmp_path / "plan"), "batches": [1], **values}
+    return plan(validate(PlanConfig, settings))
+
+
+def test_the_best_row_is_the_fastest_and_plain_decoding_where_nothing_pays(tmp_path):
+    found = planned(tmp_path, acceptance={"moa": [0.5, 0.5]})
+    assert [(row["drafter"], row["depth"]) for row in found["rows"]] == [("plain", 0), ("moa", 1), ("moa", 2)]
+    assert found["best"][0]["drafter"] == "plain"
+    assert "no drafter pays" in (tmp_path / "plan" / "best.yaml").read_text()
+    found = planned(tmp_path, acceptance={"moa": [0.99, 0.99]})
+    assert found["best"][0]["depth"] == 2
+    assert read_json(tmp_path / "plan" / "plan.json") == found
+    best = yaml.safe_load((tmp_path / "plan" / "best.yaml").read_text())
+    assert best == {"drafters": ["moa"], "trees": [{"type": "chain", "depth": 2}]}
+
+
+def test_what_a_plan_cannot_use_is_refused(tmp_path):
+    rates = {"acceptance": {"moa": [0.5]}}
+    with pytest.raises(ConfigError, match=r"rest, sequences\): 3 was asked for, the largest given is 1"):
+        planned(tmp_path, batches=[3], **rates)
+    with pytest.raises(ConfigError, match="costs has no chains of 'glide'"):
+        planned(tmp_path, acceptance={"glide": [0.5]})
+    with pytest.raises(ConfigError, match=r"costs .* is no file of costs: 'passes' is missing"):
+        planned(tmp_path, costs={"rest": {1: 0.1}}, **rates)
+    with pytest.raises(ConfigError, match="neither replay nor acceptance is given"):
+        planned(tmp_path)
+    with pytest.raises(ConfigError, match=r"`pipelines\.replay --json` makes one"):
+        planned(tmp_path, replay=str(tmp_path / "nothing.json"))
+    (tmp_path / "replay.json").write_text('{"chains": [], "settings": {"log": "runs/log", "drafters": ["runs/moa"]}}')
+    with pytest.raises(ConfigError, match="has no chains of all depths: replay with max_depth=8"):
+        planned(tmp_path, replay=str(tmp_path / "replay.json"))
+    (tmp_path / "replay.json").write_text('{"rows": []}')
+    with pytest.raises(DataError, match="replay again"):
+        planned(tmp_path, replay=str(tmp_path / "replay.json"))
