@@ -36,10 +36,10 @@ def main_costs(config: CostsConfig) -> None:
     result = measure(config)
     if result["has_drifted"]:
         print(
-            f"warning: costs differ by {result['drift']:.0%} between both halves of the measurement; other work runs "
-            "on this machine: measure again"
+            f"warning: costs differ by {result['drift']:.0%} between the two halves of the measurement; other work "
+            "runs on this machine: measure again"
         )
-    print(f"costs: {config.output} (both halves of the measurement differ by {result['drift']:.1%})")
+    print(f"costs: {config.output} (the two halves of the measurement differ by {result['drift']:.1%})")
 
 
 def main_check(config: PlanCheckConfig) -> None:
@@ -53,7 +53,9 @@ def main_check(config: PlanCheckConfig) -> None:
 
     result = reported(config.report, lambda: check(config))
     print_check(result, Console())
-    check_lossless((f"{row['drafter']}, {row['depth']}", row["lossless"]) for row in result["rows"])
+    check_lossless(
+        (f"{row['drafter']}, depth {row['depth']}, {row['batch']} at a time", row["lossless"]) for row in result["rows"]
+    )
 
 
 CONFIG = PlanConfig

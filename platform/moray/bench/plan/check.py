@@ -11,13 +11,14 @@ import torch
 from moray.bench.plan.configs import PlanCheckConfig
 from moray.bench.plan.costs import CycleCostTable
 from moray.bench.plan.cycles import build_engine, cycles_of, requests_of
-from moray.bench.plan.measure import load_all
+from moray.bench.plan.measure import check_log, load_all
 from moray.bench.plan.page import write_check_page
-from moray.bench.plan.planner import PLAIN, best_row, predict, read_replay
+from moray.bench.plan.planner import PLAIN, ReplayedChains, best_row, check_batches, predict, read_replay
+from moray.bench.recording import record
 from moray.bench.replay.log import Continuation, read_log
 from moray.decoding.params import SamplingParams
 from moray.drafters.base import Drafter
-from moray.errors import ConfigError, MismatchError
+from moray.errors import ConfigError, DataError
 from moray.progress import Progress
 from moray.targets.model import Target
 
@@ -38,6 +39,7 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
     Raises:
         ConfigError: the plan's own, or the plan was made from rates, or the log is empty.
         MismatchError: the log belongs to another target.
+        DataError: the log has changed since the replay.
     """
     if config.replay is None:
         raise ConfigError("replay is null: a plan from given rates cannot be checked; replay a log with these drafters")
@@ -45,8 +47,9 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     costs = CycleCostTable.load(config.costs)
     replayed = read_replay(config.replay, config.drafters, config.num_continuations)
+    check_batches(config, replayed)
     header, entries = read_log(replayed.log)
-    entries = entries[: config.num_continuations]
+    entries = _replayed_entries(entries, replayed, config.replay)
     wanted = [(PLAIN, 0, batch) for batch in config.batches]
     wanted += [
         (name, depth, batch)
@@ -57,8 +60,8 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
     ]
     rows = [predict(costs, replayed, *size) for size in wanted]  # before anything is loaded, for this may fail
     target, drafters = load_all(config, replayed)
-    if target.spec.fingerprint != header.target:
-        raise MismatchError(f"log '{replayed.log}' was written by another target than {config.target.model}")
+    check_log(header, target, replayed.log)
+    is_exact = target.dtype == torch.float32
     found: list[list[_Measured]] = [[] for _ in wanted]
     with Progress("check", config.rounds * len(wanted), unit="rows") as progress:
         for turn in range(config.rounds):
@@ -67,7 +70,7 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
                 name, depth, batch = wanted[index]
                 found[index].append(_decode(target, drafters.get(name), depth, batch, entries, header.params))
                 progress.advance()
-    rows = [row | _compared(row, own) for row, own in zip(rows, found, strict=True)]
+    rows = [row | _compared(row, own, is_exact=is_exact) for row, own in zip(rows, found, strict=True)]
     result = _summary(rows, config)
     Path(config.output).mkdir(parents=True, exist_ok=True)
     write_check_page(Path(config.output) / "check.html", result)
@@ -86,7 +89,7 @@ def _decode(
     prompts = [entry.prompt for entry in entries]
     most = [len(entry.tokens) for entry in entries]
     longest = max(len(prompt) + count for prompt, count in zip(prompts, most, strict=True))
-    engine = build_engine(target, drafter, depth, min(batch, len(entries)), longest)
+    engine = build_engine(target, drafter, depth, batch, longest)
     texts: dict[int, list[int]] = {number: [] for number in range(len(entries))}
     seconds, cycles = 0.0, 0
     for each in cycles_of(engine, requests_of(prompts, most, params, [entry.sequence for entry in entries])):
@@ -99,8 +102,21 @@ def _decode(
     return _Measured(sum(most) - len(most), seconds, cycles, same)
 
 
-def _compared(row: dict[str, Any], measured: Sequence[_Measured]) -> dict[str, Any]:
-    """What was measured for a row, and how far the prediction is off."""
+def _replayed_entries(entries: Sequence[Continuation], replayed: ReplayedChains, path: str) -> list[Continuation]:
+    """The continuations that the replay has, in its order.
+
+    Raises:
+        DataError: the log has changed since.
+    """
+    by_uid = {entry.uid: entry for entry in entries}
+    chains = next(iter(replayed.continuations.values()))
+    if any(each.uid not in by_uid or len(by_uid[each.uid].tokens) != len(each.matched) + 1 for each in chains):
+        raise DataError(f"replay '{path}' does not fit log '{replayed.log}', which has changed since: replay again")
+    return [by_uid[each.uid] for each in chains]
+
+
+def _compared(row: dict[str, Any], measured: Sequence[_Measured], *, is_exact: bool) -> dict[str, Any]:
+    """What was measured for a row, and how far the prediction is off. In 16-bit formats other texts prove nothing."""
     speeds = [each.tokens / each.seconds for each in measured]
     speed = statistics.median(speeds)
     return {
@@ -108,7 +124,7 @@ def _compared(row: dict[str, Any], measured: Sequence[_Measured]) -> dict[str, A
         "spread": (max(speeds) - min(speeds)) / speed,
         "measured_tau": measured[0].tokens / measured[0].cycles,
         "error": row["tokens_per_second"] / speed - 1,
-        "lossless": all(each.is_same_text for each in measured),
+        "lossless": all(each.is_same_text for each in measured) or (False if is_exact else None),
     }
 
 
@@ -126,8 +142,7 @@ def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, A
         "choices": choices,
         "median_error": statistics.median(errors),
         "worst_error": errors[-1],
-        "settings": config.model_dump(mode="json"),
-    }
+    } | record(config)
 
 
 def _name(row: dict[str, Any]) -> str:

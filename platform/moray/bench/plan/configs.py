@@ -20,7 +20,7 @@ class PlanConfig(Config):
     replay: str | None = None
     """JSON file of `pipelines.replay` with max_depth, for what is accepted; null for acceptance."""
     acceptance: dict[str, tuple[_Rate, ...]] = Field(default_factory=dict)
-    """Instead of replay: by drafter, the rates at which draft tokens of depth 1, 2, ... are accepted."""
+    """In place of replay: by drafter and depth, how often a token is accepted if all before it were."""
     drafters: tuple[str, ...] = ()
     """Names of the drafters to plan with; empty for all."""
     max_depth: _Depth = 8

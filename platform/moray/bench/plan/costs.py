@@ -1,6 +1,6 @@
 """Seconds of the parts of a cycle, in a YAML file: measured here, or written by hand for a machine that is elsewhere.
 
-passes:                 target passes: by sequences, then by tokens of each sequence (a chain of k has k + 1)
+passes:                 target passes: by sequences, then by tokens of each: 1 if plain, k + 1 for a chain of k
   1: {1: 0.021, 9: 0.032}
 drafts:                 chains: by drafter, by sequences, then by tokens of the chain
   eagle: {1: {1: 0.003, 8: 0.020}}
@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 
 class CycleCostTable(Config):
-    """Seconds of a cycle's parts. Sizes between those given are interpolated linearly; larger ones are refused."""
+    """Seconds of a cycle's parts. Sizes between those given are interpolated linearly; larger ones are refused, and for
+    smaller ones the smallest counts."""
 
     machine: str = ""
     """Where they were measured."""
@@ -46,12 +47,20 @@ class CycleCostTable(Config):
                 raise ValueError(f"{key} has no seconds; give at least one size")
         return value
 
+    @field_validator("passes")
+    @classmethod
+    def _check_plain(cls, value: dict[int, dict[int, float]]) -> dict[int, dict[int, float]]:
+        for rows, own in value.items():
+            if not own.get(1):
+                raise ValueError(f"{rows} lacks the seconds of 1 token per sequence, which plain decoding needs")
+        return value
+
     @classmethod
     def load(cls, path: str) -> "CycleCostTable":
         """Read a file.
 
         Raises:
-            ConfigError: it is missing, no YAML, or lacks what is needed; names the key.
+            ConfigError: it is missing, not YAML, or lacks what is needed; names the key.
         """
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -63,13 +72,13 @@ class CycleCostTable(Config):
                 f"costs '{path}' cannot be read ({error.strerror}); `pipelines.plan costs` makes one"
             ) from None
         except (yaml.YAMLError, ConfigError) as error:
-            raise ConfigError(f"costs '{path}' is no file of costs: {one_line(str(error))}") from None
+            raise ConfigError(f"costs '{path}' is not a costs file: {one_line(str(error))}") from None
 
     def pass_seconds(self, num_rows: int, num_tokens: int) -> float:
         """One pass over `num_tokens` tokens of each of `num_rows` sequences.
 
         Raises:
-            ConfigError: so many are beyond what the file has.
+            ConfigError: that is larger than any size in the file.
         """
         return _between(
             self.passes, num_rows, "passes, sequences", lambda own: _at(own, num_tokens, "passes, tokens per sequence")
@@ -79,7 +88,7 @@ class CycleCostTable(Config):
         """One chain of `depth` tokens for each of `num_rows` sequences; 0 for no token.
 
         Raises:
-            ConfigError: the drafter is not there, or so many are beyond what the file has.
+            ConfigError: the drafter is not there, or that is larger than any size in the file.
         """
         if not depth:
             return 0.0
@@ -99,8 +108,12 @@ class CycleCostTable(Config):
 
     def can_draft(self, drafter: str, depth: int) -> bool:
         """Whether chains of this depth have costs, drafts and passes alike."""
-        deep = all(max(own) >= depth for own in self.drafts[drafter].values()) if drafter in self.drafts else False
-        return deep and all(max(own) >= depth + 1 for own in self.passes.values())
+        drafts = self.drafts.get(drafter)
+        return (
+            bool(drafts)
+            and all(max(own) >= depth for own in drafts.values())
+            and all(max(own) >= depth + 1 for own in self.passes.values())
+        )
 
 
 def _at(points: Mapping[int, float], size: int, what: str) -> float:

@@ -15,7 +15,6 @@ from moray.targets.model import Target
 from moray.trees.shapes import ChainShape
 
 _NAME = "drafter"
-_PHASES_OF_CYCLES = ("propose", "observe", "verify", "accept", "commit")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def requests_of(
 
 
 def cycles_of(engine: Engine, requests: Sequence[Request]) -> Iterator[Cycle]:
-    """Decode requests, cycle by cycle. Whoever stops before the end leaves the engine with sequences in it."""
+    """Decode requests, cycle by cycle. If the caller stops early, sequences stay in the engine."""
     for request in requests:
         engine.submit(request)
     stats, firsts = engine.stats, list[RequestOutput]()
@@ -83,7 +82,7 @@ def cycles_of(engine: Engine, requests: Sequence[Request]) -> Iterator[Cycle]:
             num_tokens=1 + max((update.num_levels for update in updates), default=0),
             propose=spent["propose"] + spent["observe"],
             verify=spent["verify"],
-            rest=spent["accept"] + spent["commit"] + (0.0 if has_read else outside),
+            rest=spent["accept"] + spent["commit"] + outside,
             updates=(*firsts, *updates),
             has_read=has_read,
         )

@@ -14,12 +14,13 @@ from moray.bench.plan.configs import CostsConfig, PlanCheckConfig
 from moray.bench.plan.costs import CycleCostTable
 from moray.bench.plan.cycles import Cycle, build_engine, cycles_of, requests_of
 from moray.bench.plan.planner import PLAIN, ReplayedChains, read_replay
-from moray.bench.replay.log import Continuation, read_log
+from moray.bench.recording import check_writable
+from moray.bench.replay.log import Continuation, LogHeader, read_log
 from moray.config import validate
 from moray.decoding.params import SamplingParams
 from moray.drafters.base import Drafter
 from moray.drafters.loading import load_drafters
-from moray.errors import ConfigError
+from moray.errors import DataError, MismatchError
 from moray.progress import Progress
 from moray.provenance import machine
 from moray.targets.model import Target
@@ -27,12 +28,14 @@ from moray.text import ChatTokenizer
 
 _HALVES = 2
 _WARM_UP = 2
+_FEWEST = 3
+"""Passes of a size that prompt lookup drafted less often than this are no costs to rely on."""
 _DRIFT = 0.1
-"""Costs that differ by more than this between both halves are no costs of an idle machine."""
+"""Costs that differ by more than this between the two halves were not measured on an idle machine."""
 
 
 def measure(config: CostsConfig) -> dict[str, Any]:
-    """Measure all sizes, write the YAML file, and return what is in it with the drift between both halves.
+    """Measure all sizes, write the YAML file, and return what is in it with the drift between the two halves.
 
     Raises:
         ConfigError: the target or a drafter cannot be read.
@@ -42,13 +45,14 @@ def measure(config: CostsConfig) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     replayed = read_replay(config.replay, config.drafters, None)
     header, entries = read_log(replayed.log)
+    check_writable(Path(config.output), "output")
     target, drafters = load_all(config, replayed)
-    if not entries:
-        raise ConfigError(f"log '{replayed.log}' has no continuations: record it")
+    check_log(header, target, replayed.log)
     sizes: list[tuple[str, int, int]] = [(PLAIN, 0, batch) for batch in config.batches]
     for name, drafter in drafters.items():
         deepest = drafter.max_depth or max(config.depths)
-        sizes += [(name, depth, batch) for batch in config.batches for depth in config.depths if depth <= deepest]
+        depths = sorted({min(depth, deepest) for depth in config.depths})
+        sizes += [(name, depth, batch) for batch in config.batches for depth in depths]
     halves: list[dict[tuple[str, int, int], list[Cycle]]] = []
     with Progress("costs", _HALVES * len(sizes), unit="sizes") as progress:
         for half in range(_HALVES):
@@ -72,13 +76,23 @@ def load_all(config: CostsConfig | PlanCheckConfig, replayed: ReplayedChains) ->
 
     Raises:
         ConfigError: the target or a drafter cannot be read.
-        MismatchError: a drafter, or the log, belongs to another target.
+        MismatchError: a drafter belongs to another target.
     """
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
     with Progress(f"load target {config.target.model}"):
         target = Target.load(config.target)
     found = load_drafters(tuple(replayed.entries.values()), target, tokenizer)
     return target, dict(zip(replayed.entries, found.values(), strict=True))
+
+
+def check_log(header: LogHeader, target: Target, log: str) -> None:
+    """Refuse a log of another target.
+
+    Raises:
+        MismatchError: names the log.
+    """
+    if target.spec.fingerprint != header.target:
+        raise MismatchError(f"log '{log}' was written by another target than the one that is given: give that one")
 
 
 def _cycles(
@@ -91,7 +105,7 @@ def _cycles(
     params: SamplingParams,
 ) -> list[Cycle]:
     """Cycles in which all sequences run, without those that warm up or read prompts."""
-    count = max(2, config.num_cycles // _HALVES)
+    count = config.num_cycles // _HALVES
     most = (count + _WARM_UP + 2) * (depth + 1) + 1
     chosen = [entries[index % len(entries)].prompt for index in range(batch)]
     longest = min(target.spec.max_positions, max(map(len, chosen)) + most)
@@ -102,13 +116,17 @@ def _cycles(
         for each in cycles_of(engine, requests_of(chosen, limits, params, range(batch)))
         if each.num_rows == batch and not each.has_read
     )
-    return list(islice(whole, _WARM_UP, _WARM_UP + count))
+    found = list(islice(whole, _WARM_UP, _WARM_UP + count))
+    if not found:
+        raise DataError(
+            f"no cycle of {batch} sequences could be timed: the context of {target.spec.max_positions} tokens is too "
+            "short; give smaller depths or fewer cycles"
+        )
+    return found
 
 
 def _ratio(first: Sequence[Cycle], second: Sequence[Cycle]) -> float:
-    """How much the seconds of both halves differ, as a share."""
-    if not first or not second:
-        return 0.0
+    """How much the seconds of the two halves differ, as a share."""
     a, b = (_middle([each.seconds for each in half]) for half in (first, second))
     return abs(a - b) / min(a, b)
 
@@ -122,10 +140,13 @@ def _table(found: dict[tuple[str, int, int], list[Cycle]]) -> dict[str, Any]:
         for each in cycles:
             passes[batch][each.num_tokens].append(each.verify)
             rest[batch].append(each.rest)
-        if depth and cycles:
+        if depth:
             drafts[name][batch][depth] = _middle([each.propose for each in cycles])
     values = {
-        "passes": {batch: {size: _middle(own[size]) for size in sorted(own)} for batch, own in passes.items()},
+        "passes": {
+            batch: {size: _middle(own[size]) for size in sorted(own) if size == 1 or len(own[size]) >= _FEWEST}
+            for batch, own in passes.items()
+        },
         "drafts": {name: {batch: dict(own) for batch, own in by_batch.items()} for name, by_batch in drafts.items()},
         "rest": {batch: _middle(own) for batch, own in rest.items()},
     }

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_WORDS = {True: "yes", False: "no", None: "not checked"}
+
+
 def write_plan_page(path: Path, result: Mapping[str, Any]) -> None:
     """Tokens per second against depth, one plot for each batch."""
     rows = result["rows"]
@@ -46,7 +49,7 @@ def print_plan(result: Mapping[str, Any], console: Console) -> None:
                 str(batch),
                 name,
                 str(best["depth"]) if best["depth"] else "",
-                number(best["tokens_per_second"], 1),
+                number(best["tokens_per_second"]),
                 times(best["tokens_per_second"] / plain["tokens_per_second"]),
                 number(best["tau"]),
                 number(best["break_even_tau"]),
@@ -58,25 +61,36 @@ def print_plan(result: Mapping[str, Any], console: Console) -> None:
 def print_check(result: Mapping[str, Any], console: Console) -> None:
     """Every row, and the summary."""
     table = Table(title="predicted and measured", box=box.SIMPLE_HEAD)
-    for heading in ("at a time", "drafter", "depth", "predicted tok/s", "measured", "error", "tau", "equal texts"):
+    for heading in (
+        "at a time",
+        "drafter",
+        "depth",
+        "predicted tok/s",
+        "measured",
+        "error",
+        "spread",
+        "tau",
+        "equal texts",
+    ):
         table.add_column(heading, justify="left" if heading == "drafter" else "right")
     for row in result["rows"]:
         table.add_row(
             str(row["batch"]),
             row["drafter"],
             str(row["depth"]) if row["depth"] else "",
-            number(row["tokens_per_second"], 1),
-            number(row["measured_tokens_per_second"], 1),
+            number(row["tokens_per_second"]),
+            number(row["measured_tokens_per_second"]),
             f"{row['error']:+.1%}",
+            f"{row['spread']:.1%}",
             number(row["measured_tau"]),
-            "yes" if row["lossless"] else "no",
+            _WORDS[row["lossless"]],
         )
     console.print(table)
     console.print(f"error: median {result['median_error']:.1%}, worst {result['worst_error']:.1%}")
     for each in result["choices"]:
         console.print(
-            f"{each['batch']} at a time: planned {each['chosen']}, fastest {each['fastest']}; "
-            f"regret {each['regret']:.1%}"
+            f"{each['batch']} at a time: predicted best of these {each['chosen']}, measured {each['fastest']}, "
+            f"which is {each['regret']:.1%} faster"
         )
 
 

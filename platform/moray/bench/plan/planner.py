@@ -16,6 +16,7 @@ from moray.bench.replay.configs import ReplayConfig
 from moray.config import validate
 from moray.drafters.configs import UsableConfig
 from moray.errors import ConfigError, DataError
+from moray.explain import one_line
 from moray.provenance import write_json_atomically
 
 PLAIN = "plain"
@@ -44,7 +45,7 @@ def read_replay(path: str, drafters: Sequence[str], num_continuations: int | Non
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        chains, settings = found["chains"], validate(ReplayConfig, found["settings"])
+        chains, settings = found.get("chains", []), validate(ReplayConfig, found["settings"])
         names = [row["drafter"] for row in chains]
         entries = dict(zip(names, settings.drafters, strict=True)) if chains else {}
         depth = {row["drafter"]: int(row["depth"]) for row in chains}
@@ -58,14 +59,19 @@ def read_replay(path: str, drafters: Sequence[str], num_continuations: int | Non
         ) from None
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise DataError(
-            f"replay '{path}' is not what `pipelines.replay --json` writes ({error!r}): replay again"
+            f"replay '{path}' is not what `pipelines.replay --json` writes ({one_line(str(error))}): replay again"
         ) from None
     if not chains:
         raise ConfigError(f"replay '{path}' has no chains of all depths: replay with max_depth=8")
     for name in drafters:
         if name not in continuations:
-            raise ConfigError(f"drafters has '{name}', replay '{path}' only {', '.join(names)}")
+            raise ConfigError(
+                f"drafters has '{name}', replay '{path}' only {', '.join(names)}: name one of those, or replay it too"
+            )
     chosen = drafters or names
+    for name in chosen:
+        if not any(each.matched for each in continuations[name]):
+            raise ConfigError(f"replay '{path}' has no continuation of two tokens or more: record longer answers")
     return ReplayedChains(
         settings.log,
         {name: entries[name] for name in chosen},
@@ -84,11 +90,17 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     rows, replayed = [], None
     if config.replay is not None:
         replayed = read_replay(config.replay, config.drafters, config.num_continuations)
+        check_batches(config, replayed)
         for batch in config.batches:
             rows += _rows_of_replay(config, costs, replayed, batch)
     else:
         for batch in config.batches:
             rows += _rows_of_rates(config, costs, batch)
+    for batch in config.batches:
+        own = [row for row in rows if row["batch"] == batch]
+        plain = own[0]["tokens_per_second"]
+        for row in own:
+            row["break_even_tau"] = row["tau"] * plain / row["tokens_per_second"]
     best = [best_row([row for row in rows if row["batch"] == batch]) for batch in config.batches]
     result = {"rows": rows, "best": best, "machine": costs.machine, "settings": config.model_dump(mode="json")}
     folder = Path(config.output)
@@ -96,6 +108,20 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     write_json_atomically(folder / "plan.json", result)
     _write_best(folder / "best.yaml", best[0], None if replayed is None else replayed.entries)
     return result
+
+
+def check_batches(config: PlanConfig, replayed: ReplayedChains) -> None:
+    """Refuse batches of more sequences than there are continuations.
+
+    Raises:
+        ConfigError: names the batch.
+    """
+    count = min(map(len, replayed.continuations.values()))
+    if max(config.batches) > count:
+        raise ConfigError(
+            f"batches has {max(config.batches)}, but there are {count} continuations to decode: give smaller batches, "
+            "or replay more continuations"
+        )
 
 
 def best_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -113,11 +139,13 @@ def depths_of(costs: CycleCostTable, drafter: str, most: int) -> Iterable[int]:
     """Depths of chains that have costs.
 
     Raises:
-        ConfigError: none has.
+        ConfigError: no depth has costs.
     """
     found = [depth for depth in range(1, most + 1) if costs.can_draft(drafter, depth)]
     if not found:
-        raise ConfigError(f"costs has no chains of '{drafter}': measure them, or leave it out of drafters")
+        raise ConfigError(
+            f"costs has no drafts of '{drafter}', or no passes of 2 tokens: measure both, or leave it out of drafters"
+        )
     return found
 
 
@@ -134,7 +162,9 @@ def _rows_of_rates(config: PlanConfig, costs: CycleCostTable, batch: int) -> Ite
     yield _row(PLAIN, 0, batch, expected(costs, PLAIN, 0, batch, ()))
     for name in config.drafters or tuple(config.acceptance):
         if name not in config.acceptance:
-            raise ConfigError(f"drafters has '{name}', acceptance only {', '.join(config.acceptance)}")
+            raise ConfigError(
+                f"drafters has '{name}', acceptance only {', '.join(config.acceptance)}: give rates for it too"
+            )
         rates = config.acceptance[name]
         for depth in depths_of(costs, name, min(config.max_depth, len(rates))):
             yield _row(name, depth, batch, expected(costs, name, depth, batch, rates))
@@ -149,9 +179,10 @@ def _write_best(path: Path, best: dict[str, Any], entries: Mapping[str, str | Us
     if not best["depth"]:
         text = f"# For {best['batch']} at a time, plain decoding is the fastest: no drafter pays here.\n"
     else:
-        entry = best["drafter"] if entries is None else entries[best["drafter"]]
-        entry = entry if isinstance(entry, str) else entry.model_dump(mode="json")
-        shape = {"type": "chain", "depth": best["depth"]}
-        text = f"# The fastest for {best['batch']} at a time, as planned; plan.json has all rows.\n"
-        text += yaml.safe_dump({"drafters": [entry], "trees": [shape]}, sort_keys=False)
+        text = f"# The fastest for {best['batch']} at a time, as planned: {best['drafter']}; plan.json has all rows.\n"
+        settings: dict[str, Any] = {"trees": [{"type": "chain", "depth": best["depth"]}]}
+        if entries is not None:
+            entry = entries[best["drafter"]]
+            settings["drafters"] = [entry if isinstance(entry, str) else entry.model_dump(mode="json")]
+        text += yaml.safe_dump(settings, sort_keys=False)
     path.write_text(text, encoding="utf-8")

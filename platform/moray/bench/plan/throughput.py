@@ -2,7 +2,6 @@
 
     seconds of a cycle    T = draft(k, B) + pass(k + 1, B) + rest(B)        k tokens drafted for each of B sequences
     tokens per second     B tau(k) / T
-    break-even tau        T / T(plain): the drafter pays if it gets more tokens per cycle than that
 
 With a replay, no average is taken: its continuations are decoded again cycle by cycle, B at a time as the engine admits
 them, and each cycle costs what its sequences and their drafts cost. So the end of a batch, where fewer sequences run,
@@ -26,8 +25,6 @@ class Prediction:
     tau: float
     draft_share: float
     """Share of the time that drafting takes."""
-    break_even_tau: float
-    """Tokens per cycle at which drafting would be as fast as plain decoding."""
 
 
 def decode(
@@ -36,7 +33,7 @@ def decode(
     """Decode the continuations with chains of `depth`; with 0, plainly."""
     waiting = deque([list(each.cycles(depth)) for each in continuations if each.matched])
     running: list[deque[tuple[int, int, int]]] = []
-    seconds = drafting = plain_seconds = 0.0
+    seconds = drafting = 0.0
     tokens = cycles = 0
     while waiting or running:
         while waiting and len(running) < batch:
@@ -44,23 +41,20 @@ def decode(
         now = [own.popleft() for own in running]
         count, levels = len(now), max(drafted for drafted, _, _ in now)
         draft = costs.draft_seconds(drafter, count, depth)
-        rest = costs.rest_seconds(count)
         drafting += draft
-        seconds += draft + costs.pass_seconds(count, levels + 1) + rest
-        plain_seconds += costs.pass_seconds(count, 1) + rest
+        seconds += draft + costs.pass_seconds(count, levels + 1) + costs.rest_seconds(count)
         tokens += sum(emitted for _, _, emitted in now)
         cycles += count
         running = [own for own in running if own]
-    return Prediction(tokens / seconds, tokens / cycles, drafting / seconds, seconds / plain_seconds)
+    return Prediction(tokens / seconds, tokens / cycles, drafting / seconds)
 
 
 def expected(costs: CycleCostTable, drafter: str, depth: int, batch: int, rates: Sequence[float]) -> Prediction:
-    """The same for a full batch, from the rates at which tokens of depth 1, 2, ... are accepted."""
+    """The same for a full batch, from how often tokens of depth 1, 2, ... are accepted if all before them were."""
     tau, survival = 1.0, 1.0
     for rate in rates[:depth]:
         survival *= rate
         tau += survival
-    draft, rest = costs.draft_seconds(drafter, batch, depth), costs.rest_seconds(batch)
-    seconds = draft + costs.pass_seconds(batch, depth + 1) + rest
-    plain = costs.pass_seconds(batch, 1) + rest
-    return Prediction(batch * tau / seconds, tau, draft / seconds, seconds / plain)
+    draft = costs.draft_seconds(drafter, batch, depth)
+    seconds = draft + costs.pass_seconds(batch, depth + 1) + costs.rest_seconds(batch)
+    return Prediction(batch * tau / seconds, tau, draft / seconds)
