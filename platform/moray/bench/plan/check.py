@@ -37,7 +37,7 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
     """Measure plain decoding and chains of `config.depths` at every batch, in turns.
 
     Raises:
-        ConfigError: the plan's own, or the plan was made from rates, or the log is empty.
+        ConfigError: the plan's own, or the plan is made from rates.
         MismatchError: the log belongs to another target.
         DataError: the log has changed since the replay.
     """

@@ -38,8 +38,9 @@ def measure(config: CostsConfig) -> dict[str, Any]:
     """Measure all sizes, write the YAML file, and return what is in it with the drift between the two halves.
 
     Raises:
-        ConfigError: the target or a drafter cannot be read.
-        MismatchError: a drafter belongs to another target.
+        ConfigError: the target or a drafter cannot be read, or `output` cannot be written.
+        MismatchError: a drafter, or the log, belongs to another target.
+        DataError: the target's context is too short for the cycles.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -175,7 +175,7 @@ def _row(drafter: str, depth: int, batch: int, prediction: Prediction) -> dict[s
 
 
 def _write_best(path: Path, best: dict[str, Any], entries: Mapping[str, str | UsableConfig] | None) -> None:
-    """Settings of the best row of the first batch, to stand behind the files of `pipelines.evaluate`."""
+    """Settings of the best row of the first batch, to give to `pipelines.evaluate` after its own files."""
     if not best["depth"]:
         text = f"# For {best['batch']} at a time, plain decoding is the fastest: no drafter pays here.\n"
     else:
