@@ -1,5 +1,7 @@
 """Small drafters of every kind: configured, built, and taught a text by heart."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -143,3 +145,13 @@ def overfit(tiny: TinyTarget, drafter: Drafter, sequence: list[int], prompt_leng
     updates = ([as_data_shard(batch)] for _ in range(steps))
     train(replicas, updates, span, losses, config, lambda *_: None, lambda _: None)
     return drafter
+
+
+def taught_by(tiny: TinyTarget, sequence: list[int], prompt_length: int) -> Callable[[str], Drafter]:
+    """taught_by(...)(variant): a drafter that has been overfitted on a text, once however often it is asked for."""
+
+    @cache
+    def make(variant: str) -> Drafter:
+        return overfit(tiny, build(tiny, VARIANTS[variant]), sequence, prompt_length)
+
+    return make

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from side_by_side import COUPLED, GREEDY, SHAPES
-from tiny_drafters import VARIANTS, build, overfit
+from tiny_drafters import VARIANTS, build, taught_by
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_sparse_target, load_target
 
 from moray.decoding.engine.config import EngineConfig
@@ -42,12 +41,7 @@ def tiny(tmp_path_factory) -> TinyTarget:
 @pytest.fixture(scope="module")
 def taught(tiny) -> Callable[[str], Drafter]:
     """taught(variant): a drafter overfitted on the target's greedy answer to prompt 0."""
-
-    @cache
-    def make(variant: str) -> Drafter:
-        return overfit(tiny, build(tiny, VARIANTS[variant]), plain(tiny, tiny.prompt(), GREEDY), 4)
-
-    return make
+    return taught_by(tiny, plain(tiny, tiny.prompt(), GREEDY), 4)
 
 
 def save_predictor(target) -> Predictor:

@@ -5,13 +5,12 @@ tokens; the engine, which hides them; and one pass over the whole text without a
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
 from shape_checks import unchecked
 from side_by_side import COUPLED, GREEDY, SHAPES
-from tiny_drafters import VARIANTS, build, overfit
+from tiny_drafters import VARIANTS, build, taught_by
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_sparse_target
 
 from moray.activations.capture.record import KVRecorder
@@ -45,12 +44,7 @@ def tiny(tmp_path_factory, request) -> TinyTarget:
 @pytest.fixture(scope="module")
 def taught(tiny) -> Callable[[str], Drafter]:
     """taught(variant): a drafter overfitted on the target's greedy answer to prompt 0."""
-
-    @cache
-    def make(variant: str) -> Drafter:
-        return overfit(tiny, build(tiny, VARIANTS[variant]), plain(tiny, tiny.prompt(), GREEDY), 4)
-
-    return make
+    return taught_by(tiny, plain(tiny, tiny.prompt(), GREEDY), 4)
 
 
 def whole_pass(target: SparseTarget, tokens: list[int], layers=()):
