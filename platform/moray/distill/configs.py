@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moray.config import Config
 
@@ -21,6 +21,22 @@ class LossConfig(Config):
     token is rejected."""
 
     renamed: ClassVar[Mapping[str, str]] = {"acceptance": "total_variation"}
+
+
+class InitialWeights(Config):
+    """What a new drafter starts from, in place of random weights: layers of the target, or another drafter."""
+
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Layers of the target, counted from 0, that an `independent` drafter is made of; its final norm comes along."""
+    drafter: str | None = None
+    """Folder of a drafter of the same settings, for the same target, to train further; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "InitialWeights":
+        if bool(self.layers) == (self.drafter is not None):
+            given = "both layers and drafter are" if self.layers else "neither layers nor drafter is"
+            raise ValueError(f"init: {given} given; give one of the two, or leave init out")
+        return self
 
 
 class AdamWConfig(Config):

@@ -63,6 +63,11 @@ class Independent(BatchedDrafter[IndependentState]):
             self._start_from_target()
 
     @property
+    def blocks(self) -> Sequence[SelfAttentionLayer]:
+        """Its decoder layers, the first one first."""
+        return self._blocks
+
+    @property
     def needs(self) -> TapNeeds:
         return TapNeeds(hidden_depths=(-1,))
 

@@ -10,7 +10,16 @@ from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.configs import RayConfig
 from moray.config import Config
 from moray.data.ultrachat import ChatsConfig
-from moray.distill.configs import DdpConfig, LossConfig, Optim, Parallel, Schedule, SpikeSchedule, TrainConfig
+from moray.distill.configs import (
+    DdpConfig,
+    InitialWeights,
+    LossConfig,
+    Optim,
+    Parallel,
+    Schedule,
+    SpikeSchedule,
+    TrainConfig,
+)
 from moray.distill.sparse.configs import SparseConfig
 from moray.distill.tracking.trackers import TrackerConfig
 from moray.drafters.config_base import DrafterConfigBase
@@ -132,6 +141,11 @@ class TrainingConfig(Config):
         raise NotImplementedError
 
     @property
+    def initial_weights(self) -> InitialWeights | None:
+        """What the learner starts from; None for random weights."""
+        return None
+
+    @property
     def num_head_layers(self) -> int:
         """How many of the target's last layers the learner runs."""
         return self.learner.num_target_layers
@@ -162,6 +176,8 @@ class DistillConfig(TrainingConfig):
 
     drafter: TrainableConfig
     """What kind of drafter is trained."""
+    init: InitialWeights | None = None
+    """Weights to start from: layers of the target, or another drafter; null for random ones."""
 
     @property
     def learner(self) -> DrafterConfigBase:
@@ -170,6 +186,10 @@ class DistillConfig(TrainingConfig):
     @property
     def label(self) -> str:
         return f"distill {self.drafter.type}"
+
+    @property
+    def initial_weights(self) -> InitialWeights | None:
+        return self.init
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -33,9 +33,11 @@ from moray.cluster.training.worker import (
     open_run_trackers,
     work,
 )
+from moray.distill.initial import check_initial
 from moray.distill.tracking.metrics import send_validation
 from moray.distill.tracking.trackers import check_trackers
 from moray.errors import DataError
+from moray.text import ChatTokenizer
 
 
 def distill(config: TrainingConfig) -> Path:
@@ -53,6 +55,7 @@ def distill(config: TrainingConfig) -> Path:
     check_trackers(config.trackers)
     num_asked_workers = num_workers(config)
     check_validation(config)
+    _check_initial(config)
     begin_or_resume(config)
     _lay_out(config)
     _count_tokens(config)
@@ -83,6 +86,7 @@ def train_until(config: TrainingConfig, stop_step: int, progress_actor: Any) -> 
         return newest
     num_asked_workers = num_workers(config)
     free_workers()  # of one before that died here
+    _check_initial(config)
     begin_or_resume(config)
     _count_tokens(config)
     return _train(config, progress_actor, num_asked_workers, stop_step)
@@ -180,6 +184,13 @@ def _send_validation(config: TrainingConfig, output: Path, progress_actor: Any) 
         send_validation(output, trackers)
         for tracker in trackers:
             tracker.close()
+
+
+def _check_initial(config: TrainingConfig) -> None:
+    """Refuse weights that cannot be started from, before anything starts."""
+    if config.initial_weights is not None:
+        text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
+        check_initial(config.initial_weights, config.learner, config.target.model, text)
 
 
 def _lay_out(config: TrainingConfig) -> None:

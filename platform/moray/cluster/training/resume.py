@@ -8,6 +8,7 @@ from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.schema import column_values
 from moray.activations.format.store import CacheStore
 from moray.cluster.training.configs import TrainingConfig
+from moray.distill.initial import initial_fingerprint
 from moray.distill.runs import begin_run, check_run
 from moray.errors import MismatchError
 from moray.provenance import RUN_FILE
@@ -44,9 +45,12 @@ def run_fingerprints(config: TrainingConfig) -> dict[str, str]:
         MismatchError: the cache was made from another target.
         DataError: there is no complete cache.
     """
+    initial = {}
+    if config.initial_weights is not None:
+        initial = {"initial_weights": initial_fingerprint(config.initial_weights)}
     if config.source.type != "disk":
         text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
-        return {"target": read_spec(config.target.model).fingerprint, "text": text}
+        return {"target": read_spec(config.target.model).fingerprint, "text": text, **initial}
     manifest = read_manifest(CacheStore(config.activations))
     spec = read_spec(config.target.model)
     check_same_target(manifest, spec, config.activations, config.target)
@@ -54,6 +58,7 @@ def run_fingerprints(config: TrainingConfig) -> dict[str, str]:
         "target": spec.fingerprint,
         "text": manifest.plan.text_fingerprint,
         "training_data": _data_fingerprint(manifest),
+        **initial,
     }
 
 

@@ -25,6 +25,7 @@ from moray.cluster.training.stream import Reader, stream_updates
 from moray.cluster.training.validate import is_validated
 from moray.distill.checkpoint import load_training, save_training, whole_checkpoint_step
 from moray.distill.finite import NonFiniteError, write_record
+from moray.distill.initial import initialise
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Parallel, Replicas
@@ -219,6 +220,8 @@ def build_learner(config: TrainingConfig, manifest: Manifest, device_type: str =
     if drafter.vocabulary.is_reduced:
         counts = token_counts(store, drafter.spec.vocab_size)
         drafter.choose_vocabulary(torch.from_numpy(counts))
+    if config.initial_weights is not None:
+        initialise(drafter, config.initial_weights, config.target.model)
     return drafter
 
 

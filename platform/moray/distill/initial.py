@@ -1,0 +1,146 @@
+"""The weights that a new run starts from: random ones, layers of the target, or those of another drafter."""
+
+import logging
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moray.config import Config
+from moray.distill.configs import InitialWeights
+from moray.drafters.checkpoint import drafter_files, load_weights, read_contract
+from moray.drafters.common.hugging_face import LAYER_TENSORS, fill_layer
+from moray.drafters.configs import IndependentConfig
+from moray.drafters.independent import Independent
+from moray.drafters.learner import Learner
+from moray.errors import ConfigError, MismatchError
+from moray.provenance import sha256_of_files
+from moray.targets.spec import TargetSpec, read_spec, resolve_folder
+from moray.targets.stored import StoredTensor, read_model_config, stored_tensors
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def check_initial(init: InitialWeights, drafter: Config, model: str, text_fingerprint: str) -> None:
+    """Refuse weights that a drafter cannot start from, reading no weights.
+
+    Args:
+        init: where they come from.
+        drafter: what is trained.
+        model: the target.
+        text_fingerprint: of its tokenizer and chat template.
+
+    Raises:
+        ConfigError: a layer does not exist, or has sizes or tensors that the drafter has not.
+        MismatchError: the drafter to start from has another configuration or target.
+        DataError: the drafter to start from is missing or damaged.
+    """
+    spec = read_spec(model)
+    if init.drafter is not None:
+        folder = Path(init.drafter)
+        contract = read_contract(folder)
+        contract.check_target(folder, spec, text_fingerprint)
+        if contract.drafter != drafter:
+            raise MismatchError(
+                f"init.drafter '{folder}' has other settings than `drafter`: {contract.drafter.model_dump()} there, "
+                f"{drafter.model_dump()} here; give the same"
+            )
+    elif isinstance(drafter, IndependentConfig):
+        _check_layers(init, drafter, spec, model)
+    else:
+        raise ConfigError(
+            "init.layers is given, but only a drafter of type 'independent' is made of the target's layers: leave it "
+            "out, or give drafter.type=independent"
+        )
+
+
+def initialise(learner: Learner, init: InitialWeights, model: str) -> None:
+    """Give a new drafter the weights of a checked `init`.
+
+    Raises:
+        DataError: the weights of the drafter to start from are damaged.
+    """
+    if init.drafter is not None:
+        load_weights(Path(init.drafter), learner)
+    elif isinstance(learner, Independent):
+        _fill_layers(learner, init.layers, model)
+
+
+def initial_fingerprint(init: InitialWeights) -> str:
+    """Hash of what a run starts from, apart from its target.
+
+    Raises:
+        DataError: there is no drafter.
+    """
+    if init.drafter is None:
+        return "layers"
+    read_contract(Path(init.drafter))
+    return sha256_of_files(drafter_files(Path(init.drafter)))
+
+
+def _check_layers(init: InitialWeights, drafter: IndependentConfig, spec: TargetSpec, model: str) -> None:
+    if max(init.layers) >= spec.num_layers:
+        raise ConfigError(
+            f"init.layers has {max(init.layers)}; the target's layers are 0 to {spec.num_layers - 1}: give some of them"
+        )
+    wanted = {
+        "num_layers": (drafter.num_layers, len(init.layers)),
+        "hidden_size": (drafter.hidden_size, spec.hidden_size),
+        "head_dim": (drafter.head_dim, spec.head_dim),
+        "layer.num_heads": (drafter.layer.num_heads, spec.num_heads),
+        "layer.num_kv_heads": (drafter.layer.num_kv_heads, spec.num_kv_heads),
+        "layer.intermediate_size": (drafter.layer.intermediate_size, spec.intermediate_size),
+    }
+    for key, (given, needed) in wanted.items():
+        if given != needed:
+            raise ConfigError(
+                f"drafter.{key} is {given}, but with init.layers={list(init.layers)} of this target it is {needed}: "
+                "give that"
+            )
+    if drafter.embeddings == "random":
+        raise ConfigError(
+            "drafter.embeddings is random, but the target's layers only understand its own: give frozen or copied"
+        )
+    folder = resolve_folder(model)
+    activation = getattr(read_model_config(folder, model), "hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"init.layers: the target's MLP has '{activation}', the drafter's silu: train from random")
+    names = _names(stored_tensors(folder), init.layers)
+    if spec.routing is not None:
+        raise ConfigError("init.layers: the target is sparse, and its layers were trained to be skipped: give another")
+    for layer, found in names.items():
+        strange = sorted(found - set(LAYER_TENSORS))
+        if strange:
+            raise ConfigError(
+                f"init.layers: layer {layer} of the target has '{strange[0]}', which the drafter's layers have not: "
+                "train from random weights"
+            )
+    if spec.rope_scaling != "default" or spec.sliding_window is not None:
+        what = "rotary embedding is scaled" if spec.rope_scaling != "default" else "attention has a sliding window"
+        _LOGGER.warning("init.layers: the target's %s, the drafter's is not; training has to make up for it", what)
+
+
+def _names(stored: dict[str, StoredTensor], layers: tuple[int, ...]) -> dict[int, set[str]]:
+    """The tensors of each layer, without what old checkpoints store but a model computes."""
+    prefixes = {layer: f"model.layers.{layer}." for layer in layers}
+    return {
+        layer: {
+            name.removeprefix(prefix) for name in stored if name.startswith(prefix) and not name.endswith("inv_freq")
+        }
+        for layer, prefix in prefixes.items()
+    }
+
+
+@torch.no_grad()
+def _fill_layers(drafter: Independent, layers: tuple[int, ...], model: str) -> None:
+    """Copy whole layers, and the final norm."""
+    stored = stored_tensors(resolve_folder(model))
+
+    def read(name: str) -> Tensor:
+        with safe_open(stored[name].path, framework="pt") as file:
+            return file.get_tensor(name).float()
+
+    for own, layer in zip(drafter.blocks, layers, strict=True):
+        fill_layer(own, lambda name, prefix=f"model.layers.{layer}.": read(prefix + name))
+    drafter.norm.weight.copy_(read("model.norm.weight"))

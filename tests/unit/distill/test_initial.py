@@ -1,0 +1,127 @@
+"""What a new drafter starts from: layers of the target, or another drafter."""
+
+import logging
+
+import pytest
+import torch
+from tiny_drafters import build
+from tiny_targets import TinyTarget, load_target
+
+from moray.config import validate
+from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.params import SamplingParams
+from moray.distill.configs import InitialWeights
+from moray.distill.initial import check_initial, initial_fingerprint, initialise
+from moray.drafters.checkpoint import save_drafter
+from moray.drafters.config_base import BlockConfig
+from moray.drafters.configs import EagleConfig, IndependentConfig
+from moray.drafters.independent import Independent
+from moray.errors import ConfigError, DataError, MismatchError
+from moray.trees.shapes import ChainShape
+
+BLOCK = BlockConfig(num_heads=4, num_kv_heads=2, intermediate_size=96)
+TEXT = "tokenizer.other.template"
+
+
+def config_of(num_layers: int = 4, **others) -> IndependentConfig:
+    sizes = {"num_layers": num_layers, "hidden_size": 64, "head_dim": 16, "layer": BLOCK, "embeddings": "frozen"}
+    return IndependentConfig(type="independent", **sizes | others)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> TinyTarget:
+    return load_target(tmp_path_factory.mktemp("initial"))
+
+
+@pytest.mark.parametrize("embeddings", ["frozen", "copied"])
+def test_a_drafter_of_all_layers_drafts_what_the_target_says(tiny, embeddings):
+    init = InitialWeights(layers=(0, 1, 2, 3))
+    config = config_of(embeddings=embeddings)
+    check_initial(init, config, str(tiny.folder), TEXT)
+    drafter = build(tiny, config)
+    initialise(drafter, init, str(tiny.folder))
+    made = SpeculativeDecoder(tiny.target, drafter, ChainShape(type="chain", depth=3)).generate(
+        tiny.prompt(), SamplingParams(), 41, ()
+    )
+    assert made.tokens == tiny.hugging_face(tiny.prompt(), 41)
+    assert made.accepted == [3] * 10, "after the first token, each cycle accepts its whole draft"
+
+
+def test_layers_come_in_the_order_given(tiny):
+    init = InitialWeights(layers=(2, 0))
+    drafter = build(tiny, config_of(2))
+    initialise(drafter, init, str(tiny.folder))
+    assert isinstance(drafter, Independent)
+    layers = tiny.target.model.model.layers
+    for own, layer in zip(drafter.blocks, (layers[2], layers[0]), strict=True):
+        assert torch.equal(own.mlp.down.weight, layer.mlp.down_proj.weight)
+        assert torch.equal(own.attention.qkv_proj.weight[-32:], layer.self_attn.v_proj.weight)
+    assert torch.equal(drafter.norm.weight, tiny.target.model.model.norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("layers", "changed", "message"),
+    [
+        ((0, 4), {"num_layers": 2}, r"init.layers has 4; the target's layers are 0 to 3"),
+        ((0, 3), {}, r"drafter.num_layers is 4, but with init.layers=\[0, 3\] of this target it is 2"),
+        ((0,), {"num_layers": 1, "hidden_size": 32}, r"drafter.hidden_size is 32, .* it is 64"),
+        ((0,), {"num_layers": 1, "head_dim": 8}, r"drafter.head_dim is 8, .* it is 16"),
+        ((0,), {"num_layers": 1, "embeddings": "random"}, r"drafter.embeddings is random, .* give frozen or copied"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused_with_what_would(tiny, layers, changed, message):
+    with pytest.raises(ConfigError, match=message):
+        check_initial(InitialWeights(layers=layers), config_of(**changed), str(tiny.folder), TEXT)
+
+
+def test_only_independent_drafters_are_made_of_layers(tiny):
+    with pytest.raises(ConfigError, match=r"init.layers is given, but only a drafter of type 'independent'"):
+        check_initial(InitialWeights(layers=(0,)), EagleConfig(type="eagle", layer=BLOCK), str(tiny.folder), TEXT)
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen2", "self_attn.k_proj.bias"), ("qwen3", "self_attn.k_norm.weight")])
+def test_layers_with_tensors_that_a_drafter_has_not_are_refused(tmp_path, family, name):
+    other = load_target(tmp_path, family)
+    with pytest.raises(ConfigError, match=rf"layer 1 of the target has '{name}'"):
+        check_initial(InitialWeights(layers=(1,)), config_of(1), str(other.folder), TEXT)
+
+
+def test_a_scaled_rotary_embedding_is_warned_of(tmp_path, caplog):
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    other = load_target(tmp_path, rope_parameters=rope)
+    with caplog.at_level(logging.WARNING):
+        check_initial(InitialWeights(layers=(1,)), config_of(1), str(other.folder), TEXT)
+    assert "rotary embedding is scaled, the drafter's is not" in caplog.text
+
+
+def test_a_drafter_is_trained_further(tiny, tmp_path):
+    before, config = build(tiny, config_of(1), seed=1), config_of(1)
+    save_drafter(tmp_path, before, TEXT)
+    init = InitialWeights(drafter=str(tmp_path))
+    check_initial(init, config, str(tiny.folder), TEXT)
+    after = build(tiny, config, seed=2)
+    initialise(after, init, str(tiny.folder))
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tensor, after.state_dict()[name]), name
+    known = initial_fingerprint(init)
+    save_drafter(tmp_path, after.requires_grad_(False), TEXT)
+    assert initial_fingerprint(init) == known
+    save_drafter(tmp_path, build(tiny, config, seed=3), TEXT)
+    assert initial_fingerprint(init) != known
+
+
+def test_a_drafter_of_other_settings_or_of_another_target_is_not(tiny, tmp_path):
+    save_drafter(tmp_path, build(tiny, config_of(1)), TEXT)
+    init = InitialWeights(drafter=str(tmp_path))
+    with pytest.raises(MismatchError, match="has other settings than `drafter`"):
+        check_initial(init, config_of(2), str(tiny.folder), TEXT)
+    with pytest.raises(MismatchError, match="was trained for another"):
+        check_initial(init, config_of(1), str(tiny.folder), "tokenizer.other.changed")
+    with pytest.raises(DataError, match="holds no drafter"):
+        check_initial(InitialWeights(drafter=str(tmp_path / "none")), config_of(1), str(tiny.folder), TEXT)
+
+
+def test_a_run_starts_from_one_thing():
+    for given in ({}, {"layers": [0], "drafter": "runs/eagle"}):
+        with pytest.raises(ConfigError, match=r"give one of the two"):
+            validate(InitialWeights, given)
