@@ -2,6 +2,7 @@
 
     python -m pipelines.replay record configs/targets/smollm2.yaml configs/replay/record-smollm2.yaml
     python -m pipelines.replay configs/replay/smollm2.yaml
+    python -m pipelines.replay import prompts=hellaswag.json outputs=llama-65b.txt tokenizer=FOLDER output=runs/log
 
 A log holds the target's continuations, what drafters read of them, and the target's head and tokenizer. Replaying runs
 the same loop as decoding does, so the acceptance of every cycle is that of live decoding. It says nothing of speed.
@@ -10,7 +11,7 @@ the same loop as decoding does, so the acceptance of every cycle is that of live
 import sys
 
 from moray.bench.recording import reported
-from moray.bench.replay.configs import RecordConfig, ReplayConfig
+from moray.bench.replay.configs import ImportConfig, RecordConfig, ReplayConfig
 from moray.commands import Command, run_commands
 
 
@@ -31,10 +32,23 @@ def main_record(config: RecordConfig) -> None:
     print(f"{made['output']}: {made['continuations']} continuations, {made['tokens']:,} tokens")
 
 
+def main_import(config: ImportConfig) -> None:
+    """Make a log of continuations that another program has written."""
+    from moray.bench.replay.imported import import_log
+
+    made = import_log(config)
+    print(f"{made['output']}: {made['continuations']} continuations, {made['tokens']:,} tokens")
+    if made["agreement"] is not None:
+        print(f"{made['agreement']:.2%} of these tokens are the target's own greedy choice")
+        if made["agreement"] < 0.99:
+            print("warning: another target, or another number format, has written these continuations")
+
+
 CONFIG = ReplayConfig
 COMMANDS = {
     "": Command(ReplayConfig, main),
     "record": Command(RecordConfig, main_record),
+    "import": Command(ImportConfig, main_import),
 }
 
 if __name__ == "__main__":

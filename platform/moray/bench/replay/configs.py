@@ -11,18 +11,9 @@ from moray.targets.spec import TargetConfig
 from moray.trees.shapes import ChainShape, Shape
 
 
-class RecordConfig(Config):
-    """A log of what a target writes, with all that drafters read of it."""
+class _LogConfig(Config):
+    """A log, with all that drafters read of it."""
 
-    target: TargetConfig
-    questions: str
-    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
-    num_questions: int | None = Field(default=None, ge=1)
-    """Number of different questions, one of each category in turn; null for all."""
-    max_new_tokens: int = Field(default=200, ge=2)
-    """Maximum tokens of a continuation."""
-    sampling: SamplingParams = SamplingParams()
-    """How tokens are drawn; greedy by default. Drafters that are replayed draw with the same noise."""
     head_layers: int = Field(default=0, ge=0)
     """The target's last layers to keep with the log, for drafters that run them: at least their N."""
     kv_layers: tuple[int, ...] | None = None
@@ -35,6 +26,43 @@ class RecordConfig(Config):
     """Number of torch threads; null leaves it to torch."""
     output: str
     """Folder of the log."""
+
+
+class RecordConfig(_LogConfig):
+    """A log of what a target writes, with all that drafters read of it."""
+
+    target: TargetConfig
+    questions: str
+    """File of questions, as for pipelines.evaluate; only the first turn of each is asked."""
+    num_questions: int | None = Field(default=None, ge=1)
+    """Number of different questions, one of each category in turn; null for all."""
+    max_new_tokens: int = Field(default=200, ge=2)
+    """Maximum tokens of a continuation."""
+    sampling: SamplingParams = SamplingParams()
+    """How tokens are drawn; greedy by default. Drafters that are replayed draw with the same noise."""
+    max_num_seqs: int = Field(default=8, ge=1)
+    """Number of continuations that the target writes at the same time."""
+
+
+class ImportConfig(_LogConfig):
+    """A log of greedy continuations that another program has written."""
+
+    prompts: str
+    """File of the prompts, one JSON object with `prompt` per line."""
+    outputs: str
+    """Text file of printed tensors of token ids, tensor([[...]]): a continuation for each prompt, in their order."""
+    target: TargetConfig | None = None
+    """The target that wrote them, for all that drafters read of it; null for a log of the texts alone. Only prompt
+    lookup and pretrained models can be replayed over those."""
+    tokenizer: str | None = None
+    """Without a target: folder or hub name of the tokenizer that it had."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ImportConfig":
+        if (self.target is None) == (self.tokenizer is None):
+            given = "neither target nor tokenizer is" if self.target is None else "both target and tokenizer are"
+            raise ValueError(f"{given} given; give one of the two")
+        return self
 
 
 class ReplayConfig(Config):

@@ -17,7 +17,7 @@ from moray.activations.format.schema import Column, hidden_column, kv_column, re
 from moray.bench.replay.chains import ChainMatches, MatchCounter, as_row
 from moray.bench.replay.configs import ReplayConfig
 from moray.bench.replay.log import HEAD_FILE, TAPS_FILE, TARGET_FILE, Continuation, LogHeader, read_log
-from moray.bench.replay.recorded import RecordedRunner, RecordedTarget, RecordedText
+from moray.bench.replay.recorded import HeadOfText, RecordedRunner, RecordedTarget, RecordedText
 from moray.bench.reports.wording import number
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
@@ -25,6 +25,7 @@ from moray.decoding.planning.fitting import is_too_deep
 from moray.decoding.sampling.accept import Accept, is_by_choice
 from moray.decoding.stats import Generation, acceptance_by_position, tau
 from moray.drafters.base import Drafter
+from moray.drafters.configs import TrainedConfig
 from moray.drafters.loading import build_drafters
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.progress import Progress
@@ -58,6 +59,8 @@ def replay(config: ReplayConfig, console: Console) -> dict[str, Any]:
             "record with gumbel_coupled, or greedily"
         )
     log = _Log(config.log, header)
+    if not log.has_taps:
+        _check_need_no_target(config)
     drafters = build_drafters(config.drafters, log.head, log.tokenizer)
     for name, drafter in drafters.items():
         log.check(name, drafter)
@@ -83,6 +86,16 @@ def replay(config: ReplayConfig, console: Console) -> dict[str, Any]:
     settings = config.model_dump(mode="json")
     about = {"target": header.target, "params": header.params.model_dump(mode="json")}
     return {"rows": rows, "chains": chains, "log": about, "settings": settings}
+
+
+def _check_need_no_target(config: ReplayConfig) -> None:
+    """Refuse drafters that were trained for a target, over a log of which only the text is known."""
+    for index, entry in enumerate(config.drafters):
+        if isinstance(entry, str | TrainedConfig):
+            raise ConfigError(
+                f"drafters[{index}] was trained for a target, of which log '{config.log}' has only the texts: import "
+                "it with target.model, or replay {type: ngram} and {type: pretrained, model: FOLDER}"
+            )
 
 
 def _chains(
@@ -132,7 +145,7 @@ def _replays(
     log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Continuation], rule: Accept | None = None
 ) -> Iterator[Generation]:
     """As `replayed`, with a rule of acceptance in place of the log's."""
-    capacity = max(len(entry.prompt) + len(entry.tokens) for entry in entries) + 1
+    capacity = max(len(entry.prompt) + len(entry.tokens) for entry in entries)
     runner = RecordedRunner(log.target, capacity + shape.num_nodes + 65)
     decoder = SpeculativeDecoder(log.target, drafter, shape, capacity, runner, rule)  # type: ignore[arg-type]
     for index, entry in enumerate(entries):
@@ -154,25 +167,34 @@ class _Log:
 
     def __init__(self, folder: str, header: LogHeader) -> None:
         self.folder, self.header = Path(folder), header
-        for name in (TAPS_FILE, HEAD_FILE, TARGET_FILE):
-            if not (self.folder / name).is_file():
-                raise ConfigError(
-                    f"log '{folder}' has no {name}: it is not complete; run the command that records it again"
-                )
+        self._need(TARGET_FILE)
+        stored: dict[str, Any] = read_json(self.folder / TARGET_FILE)
+        self._stored, self.spec = stored, validate(TargetSpec, stored["spec"])
+        self.has_taps = stored["config"] is not None
+        """Whether more than the text of the target is known."""
+        if self.has_taps:
+            self._need(TAPS_FILE)
+            self._need(HEAD_FILE)
         self.tokenizer = ChatTokenizer.load(folder)
         if self.tokenizer.fingerprint != header.text_fingerprint:
             raise MismatchError(
                 f"the tokenizer in '{folder}' has the fingerprint {self.tokenizer.fingerprint}, its log "
                 f"{header.text_fingerprint}: record it again"
             )
-        stored: dict[str, Any] = read_json(self.folder / TARGET_FILE)
-        self._stored, self.spec = stored, validate(TargetSpec, stored["spec"])
-        self._tensors = load_file(self.folder / HEAD_FILE)
         dtype = getattr(torch, stored["dtype"])
         self.target = RecordedTarget(self.spec, torch.device("cpu"), dtype)
-        self._file = pq.ParquetFile(self.folder / TAPS_FILE)
-        self._columns: dict[str, Column] = read_description(self._file.schema_arrow).columns
-        self._decoder = TapDecoder(self._columns, dtype=dtype)
+        self._columns: dict[str, Column] = {}
+        if self.has_taps:
+            self._tensors = load_file(self.folder / HEAD_FILE)
+            self._file = pq.ParquetFile(self.folder / TAPS_FILE)
+            self._columns = read_description(self._file.schema_arrow).columns
+            self._decoder = TapDecoder(self._columns, dtype=dtype)
+
+    def _need(self, name: str) -> None:
+        if not (self.folder / name).is_file():
+            raise ConfigError(
+                f"log '{self.folder}' has no {name}: it is not complete; run the command that made it again"
+            )
 
     def head(self, num_layers: int) -> TargetHead:
         """The target's head.
@@ -180,6 +202,8 @@ class _Log:
         Raises:
             ConfigError: the log keeps too few of its last layers.
         """
+        if not self.has_taps:
+            return HeadOfText(self.spec, self.target.dtype)
         kept = self._stored["head_layers"]
         if num_layers > kept:
             raise ConfigError(
@@ -204,6 +228,8 @@ class _Log:
     def text(self, index: int, entry: Continuation, drafter: Drafter) -> RecordedText:
         """A continuation with the taps that a drafter reads."""
         wanted = _columns_of(drafter)
+        if not wanted:
+            return RecordedText((*entry.prompt, *entry.tokens), {}, {})
         table = self._file.read_row_group(index, columns=["uid", *wanted])
         if table.column("uid")[0].as_py() != entry.uid:
             raise DataError(f"row {index} of '{self.folder / TAPS_FILE}' is not that of '{entry.uid}': record it again")

@@ -5,10 +5,12 @@
 <folder>/head.safetensors   embeddings, norm, lm_head and the last layers of the target
 <folder>/target.json        its configuration and sizes
 <folder>/...                its tokenizer
+
+A log that was imported without its target has no taps and no head.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,8 @@ from moray.config import Config
 from moray.decoding.params import SamplingParams
 from moray.errors import ConfigError, DataError
 from moray.explain import one_line
+from moray.provenance import write_json_atomically
+from moray.targets.spec import TargetSpec
 
 LOG_FILE, TAPS_FILE, HEAD_FILE, TARGET_FILE = "log.jsonl", "taps.parquet", "head.safetensors", "target.json"
 
@@ -91,6 +95,22 @@ def whole_lines(path: Path) -> list[str]:
 def as_line(entry: Config) -> str:
     """One line of the file."""
     return json.dumps(entry.model_dump(mode="json"), separators=(",", ":")) + "\n"
+
+
+def write_target(
+    folder: Path, model_config: Mapping[str, Any] | None, spec: TargetSpec, head_layers: int, dtype: str
+) -> None:
+    """Write what is known of the target.
+
+    Args:
+        folder: of the log.
+        model_config: its config.json; None if only its text is known.
+        spec: its sizes.
+        head_layers: how many of its last layers are kept.
+        dtype: of the head.
+    """
+    values = {"config": model_config, "spec": spec.model_dump(mode="json"), "head_layers": head_layers, "dtype": dtype}
+    write_json_atomically(folder / TARGET_FILE, values)
 
 
 def count_tokens(entries: Sequence[Continuation]) -> int:

@@ -1,6 +1,7 @@
 """Records a log with the target: its continuations, then the taps of all their tokens."""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,32 @@ from safetensors.torch import save_file
 from moray.activations.capture.extract import TapEncoder
 from moray.activations.format.schema import CacheConfig, shard_schema
 from moray.bench.loading import nothing_fits
-from moray.bench.replay.configs import RecordConfig
+from moray.bench.replay.configs import ImportConfig, RecordConfig
 from moray.bench.replay.log import (
     HEAD_FILE,
     LOG_FILE,
     TAPS_FILE,
-    TARGET_FILE,
     Continuation,
     LogHeader,
     as_line,
     count_tokens,
     read_log,
     whole_lines,
+    write_target,
 )
 from moray.bench.specbench import read_questions
-from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.engine import Engine
+from moray.decoding.request import Request
+from moray.decoding.stats import Generation
 from moray.errors import MismatchError
 from moray.progress import Progress
-from moray.provenance import write_json_atomically
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
-from moray.targets.spec import resolve_folder
+from moray.targets.spec import TargetConfig, resolve_folder
 from moray.targets.stored import read_model_config
 from moray.text import ChatTokenizer
+from moray.trees.shapes import ChainShape
 
 
 def record(config: RecordConfig) -> dict[str, Any]:
@@ -61,8 +65,8 @@ def record(config: RecordConfig) -> dict[str, Any]:
     )
     _write_continuations(config, folder, header, target, tokenizer)
     _, entries = read_log(config.output)
-    _write_taps(config, folder, target, entries)
-    _write_head(config, folder, target)
+    write_taps(config, folder, target, entries)
+    write_head(config, config.target, folder, target, config.target.template)
     return {"continuations": len(entries), "tokens": count_tokens(entries), "output": config.output}
 
 
@@ -85,27 +89,67 @@ def _write_continuations(
         written = Continuation.model_validate_json(line)
         if (written.uid, written.prompt) != (uid, tuple(prompt)):
             raise MismatchError(f"'{path}' holds '{written.uid}' where questions has '{uid}': give another output")
-    decoder = SpeculativeDecoder(target, None)
+    done = max(0, len(lines) - 1)
     with path.open("a", encoding="utf-8") as file, Progress("record", len(asked), unit="continuations") as progress:
         if not lines:
             file.write(as_line(header))
-        progress.advance(max(0, len(lines) - 1))
-        for number in range(max(0, len(lines) - 1), len(asked)):
-            uid, prompt = asked[number]
-            made = decoder.generate(prompt, config.sampling, config.max_new_tokens, header.eos_ids, sequence=number)
-            entry = Continuation(
-                uid=uid,
-                sequence=number,
-                prompt=tuple(prompt),
-                tokens=tuple(made.tokens),
-                finish_reason=made.finish_reason,
-            )
+        progress.advance(done)
+        for entry in _continuations(config, header, target, asked, done):
             file.write(as_line(entry))
             file.flush()
             progress.advance()
 
 
-def _write_taps(config: RecordConfig, folder: Path, target: Target, entries: list[Continuation]) -> None:
+def _continuations(
+    config: RecordConfig, header: LogHeader, target: Target, asked: Sequence[tuple[str, list[int]]], done: int
+) -> Iterator[Continuation]:
+    """Decode several at a time, and give them in the order asked, each as soon as those before it are complete."""
+    left = range(done, len(asked))
+    if not left:
+        return
+    longest = max(len(asked[number][1]) for number in left) + config.max_new_tokens
+    rows = min(config.max_num_seqs, len(left))
+    limits = EngineConfig(
+        max_num_seqs=rows,
+        kv_cache_tokens=rows * (longest + 66),
+        max_model_len=longest,
+        tree=ChainShape(type="chain", depth=1),
+    )
+    engine = Engine(target, limits, header.eos_ids)
+    number_of = {}
+    for number in left:
+        request = Request(
+            prompt=tuple(asked[number][1]),
+            params=config.sampling,
+            max_new_tokens=config.max_new_tokens,
+            sequence=number,
+        )
+        number_of[engine.submit(request)] = number
+    made = {number: Generation([]) for number in left}
+    complete, following = set[int](), done
+    while engine.is_busy:
+        for update in engine.step():
+            number = number_of[update.number]
+            made[number].add(update)
+            if update.finish_reason is not None:
+                complete.add(number)
+        while following in complete:
+            uid, prompt = asked[following]
+            generation = made.pop(following)
+            yield Continuation(
+                uid=uid,
+                sequence=following,
+                prompt=tuple(prompt),
+                tokens=tuple(generation.tokens),
+                finish_reason=generation.finish_reason,
+            )
+            following += 1
+
+
+def write_taps(
+    config: RecordConfig | ImportConfig, folder: Path, target: Target, entries: Sequence[Continuation]
+) -> None:
+    """Write what drafters read of every token."""
     cache = CacheConfig(
         kv_layers=config.kv_layers,
         hidden_depths=config.hidden_depths,
@@ -127,19 +171,21 @@ def _write_taps(config: RecordConfig, folder: Path, target: Target, entries: lis
     partial.replace(folder / TAPS_FILE)
 
 
-def _write_head(config: RecordConfig, folder: Path, target: Target) -> None:
+def write_head(
+    config: RecordConfig | ImportConfig, source: TargetConfig, folder: Path, target: Target, template: str | None
+) -> None:
+    """Write the target's head, tokenizer, configuration and sizes.
+
+    Args:
+        config: says how many layers are kept.
+        source: where the target was loaded from.
+        folder: of the log.
+        target: loaded.
+        template: of its chats.
+    """
     head = TargetHead.of(target, config.head_layers)
-    source = resolve_folder(config.target.model)
     tensors = {name: tensor.contiguous() for name, tensor in head.tensors().items()}
     save_file(tensors, folder / HEAD_FILE)
-    model_config: Any = read_model_config(source, config.target.model)
-    ChatTokenizer.load(config.target.model, config.target.template).tokenizer.save_pretrained(folder)
-    write_json_atomically(
-        folder / TARGET_FILE,
-        {
-            "config": json.loads(model_config.to_json_string()),
-            "spec": target.spec.model_dump(mode="json"),
-            "head_layers": config.head_layers,
-            "dtype": config.target.dtype,
-        },
-    )
+    model_config: Any = read_model_config(resolve_folder(source.model), source.model)
+    ChatTokenizer.load(source.model, template).tokenizer.save_pretrained(folder)
+    write_target(folder, json.loads(model_config.to_json_string()), target.spec, config.head_layers, source.dtype)

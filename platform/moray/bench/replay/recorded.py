@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from moray.targets.head import TargetHead
 from moray.targets.model import Target, TargetOutput
 from moray.targets.spec import TargetSpec
 from moray.trees.tree import TokenTree
@@ -48,6 +49,19 @@ class RecordedTarget(Target):
         tokens = hidden[..., 0].long()
         logits = torch.zeros(*tokens.shape, self.spec.vocab_size, device=hidden.device)
         return logits.scatter_(-1, tokens.clamp(min=0)[..., None], _CERTAIN * (tokens != _NONE)[..., None].float())
+
+
+class HeadOfText(TargetHead):
+    """Stands for the head of a target of which only the text is known: sizes alone, for drafters that read no more."""
+
+    def __init__(self, spec: TargetSpec, dtype: torch.dtype) -> None:
+        self.spec, self.num_layers = spec, 0
+        self._weight = torch.empty(0, dtype=dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """Without elements."""
+        return self._weight
 
 
 class RecordedCache:
