@@ -3,14 +3,16 @@
     python -m pipelines.plan costs configs/targets/smollm2.yaml configs/plans/costs-smollm2.yaml
     python -m pipelines.plan configs/plans/smollm2.yaml
     python -m pipelines.plan check configs/targets/smollm2.yaml configs/plans/smollm2.yaml
+    python -m pipelines.plan shapes configs/targets/smollm2.yaml configs/plans/shapes-smollm2.yaml
 
 Acceptance comes from `pipelines.replay` with max_depth, or is given as rates. Costs come from `plan costs`, or from a
 YAML file that describes another machine. `plan check` measures the same rows and says how far the predictions are off.
+`plan shapes` times drafters of equal size, from deep and narrow to shallow and wide.
 """
 
 import sys
 
-from moray.bench.plan.configs import CostsConfig, PlanCheckConfig, PlanConfig
+from moray.bench.plan.configs import CostsConfig, PlanCheckConfig, PlanConfig, ShapesConfig
 from moray.commands import Command, run_commands
 
 
@@ -58,11 +60,24 @@ def main_check(config: PlanCheckConfig) -> None:
     )
 
 
+def main_shapes(config: ShapesConfig) -> None:
+    """Measure what a step of an independent drafter costs by its shape."""
+    from rich.console import Console
+
+    from moray.bench.plan.page import print_shapes
+    from moray.bench.plan.shapes import measure_shapes
+    from moray.bench.recording import reported
+
+    print_shapes(reported(config.report, lambda: measure_shapes(config)), Console())
+    print(f"shapes: {config.output}")
+
+
 CONFIG = PlanConfig
 COMMANDS = {
     "": Command(PlanConfig, main),
     "costs": Command(CostsConfig, main_costs),
     "check": Command(PlanCheckConfig, main_check),
+    "shapes": Command(ShapesConfig, main_shapes),
 }
 
 if __name__ == "__main__":

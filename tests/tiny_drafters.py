@@ -20,6 +20,7 @@ from moray.drafters.config_base import BlockConfig, DrafterConfigBase
 from moray.drafters.configs import (
     DrafterConfig,
     DynamicMoAConfig,
+    Eagle3Config,
     EagleConfig,
     GlideConfig,
     IndependentConfig,
@@ -60,6 +61,7 @@ DRAFTERS: dict[str, list[DrafterConfigBase]] = {
         EagleConfig(type="eagle", layer=_ATTENTION),
         EagleConfig(type="eagle", layer=_ATTENTION, draft_vocab_size=60, ttt_steps=3),
     ],
+    "eagle3": [Eagle3Config(type="eagle3", layer=_ATTENTION, draft_vocab_size=90, ttt_steps=3)],
     "glide": [GlideConfig(type="glide", layer=_ATTENTION, num_cross_heads=4)],
     "medusa": [
         MedusaConfig(type="medusa", num_heads=6, draft_vocab_size=90),

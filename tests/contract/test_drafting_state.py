@@ -76,7 +76,7 @@ def test_observing_in_pieces_is_observing_at_once(drafter, batch):
         cuts = [(0, 1), (1, 8), (8, 9), (9, 20)]
         parts = [drafter.observe(pieces_of(batch.taps, begin, end)) for begin, end in cuts]
         for name, memory in whole.items():
-            torch.testing.assert_close(torch.cat([part[name] for part in parts], dim=1), memory, atol=1e-6, rtol=0)
+            torch.testing.assert_close(torch.cat([part[name] for part in parts], dim=1), memory, atol=1e-6, rtol=2e-6)
         state = drafter.new_state(64, 64)
         for (begin, end), part in zip(cuts, parts, strict=True):
             drafter.extend(state, batch.tokens[0, begin:end], part)

@@ -29,6 +29,7 @@ CONFIGS = {
         "cross_attention": _SMALL,
     },
     "eagle": {"layer": _SMALL},
+    "eagle3": {"layer": _SMALL, "ttt_steps": 2},
     "glide": {"layer": _SMALL, "num_cross_heads": 2},
     "medusa": {"num_heads": 2, "draft_vocab_size": 3},
     "independent": {"hidden_size": 16, "head_dim": 8, "layer": _SMALL, "draft_vocab_size": 3},

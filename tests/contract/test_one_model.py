@@ -89,6 +89,7 @@ STATE_OF = {
     "moa-2": ("memory", "own"),
     "dynamic-moa-0": ("memory", "own"),
     "eagle-0": ("cache", "before"),
+    "eagle3-0": ("cache", "before"),
     "glide-0": ("own", "target"),
     "medusa-0": ("last",),
     "independent-0": ("caches",),

@@ -111,6 +111,23 @@ class EagleConfig(LayeredBase):
         return True
 
 
+class Eagle3Config(LayeredBase):
+    """EAGLE-3 (arXiv 2503.01840): one decoder layer over three hidden states of the target."""
+
+    type: Literal["eagle3"]
+    layer: BlockConfig
+    """Sizes of the decoder layer, whose attention reads twice the hidden size."""
+    hidden_layers: tuple[int, int, int] | None = None
+    """After how many of the target's layers the drafter reads hidden states, ascending; null for the published 2, half
+    of the layers, and all but 3. The cache needs `cache.hidden_depths` with each number minus the layers, minus 1."""
+    ttt_steps: int = Field(default=7, ge=1, le=16)
+    """Draft steps that training unrolls on the drafter's own hidden states (training-time test). Each step costs about
+    as much as the first."""
+
+    def implementation(self) -> tuple[str, str]:
+        return "moray.drafters.eagle3", "Eagle3"
+
+
 class GlideConfig(LayeredBase):
     """GLIDE (arXiv 2402.02082): a decoder layer that also attends to the target's last keys and values."""
 
@@ -221,10 +238,12 @@ class TrainedConfig(Config):
 
 
 if TYPE_CHECKING:
-    Trainable = MoAConfig | DynamicMoAConfig | EagleConfig | GlideConfig | MedusaConfig | IndependentConfig
+    Trainable = (
+        MoAConfig | DynamicMoAConfig | EagleConfig | Eagle3Config | GlideConfig | MedusaConfig | IndependentConfig
+    )
     Ready = PretrainedConfig | NgramConfig
 else:
-    _TRAINABLE = (MoAConfig, DynamicMoAConfig, EagleConfig, GlideConfig, MedusaConfig, IndependentConfig)
+    _TRAINABLE = (MoAConfig, DynamicMoAConfig, EagleConfig, Eagle3Config, GlideConfig, MedusaConfig, IndependentConfig)
     _OWN = (*_TRAINABLE, PretrainedConfig, NgramConfig, TrainedConfig)
     _INSTALLED = installed_drafters([get_args(own.model_fields["type"].annotation)[0] for own in _OWN])
     Trainable = Union[(*_TRAINABLE, *(own for own in _INSTALLED if issubclass(own, TrainableBase)))]

@@ -24,14 +24,11 @@ from moray.drafters.common.batched import BatchedDrafter
 from moray.drafters.common.layers import KeysValues, RotaryTable, SelfAttentionLayer, init_weights
 from moray.drafters.common.rows import Rows
 from moray.drafters.common.slots import DraftSlots
-from moray.drafters.common.unrolled import drafted_before, from_step
+from moray.drafters.common.unrolled import STEP_DECAY, drafted_before, from_step
 from moray.drafters.configs import EagleConfig
 from moray.drafters.learner import DraftOutput, DraftView, Feature, Prediction
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
-
-_STEP_DECAY = 0.8
-"""Weight of the token losses of each unrolled step, relative to the step before it; the weights add up to 1."""
 
 
 @dataclass
@@ -79,13 +76,13 @@ class Eagle(BatchedDrafter[EagleState]):
             feature, own = self.run_block(self.layer.unroll, x, rotary, tuple(seen), mask)
             outputs.append(feature)
             seen.append(own)
-        total = sum(_STEP_DECAY**step for step in range(num_steps))
+        total = sum(STEP_DECAY**step for step in range(num_steps))
         predictions = [
             Prediction(
                 output,
                 from_step(view.start, column, step + 1),
                 self.vocabulary.logits,
-                _STEP_DECAY**step / total,
+                STEP_DECAY**step / total,
             )
             for step, output in enumerate(outputs)
         ]

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 _LAYER = {"num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"layer": _LAYER},
+    "eagle3": {"layer": _LAYER, "ttt_steps": 3},
     "glide": {"layer": _LAYER, "num_cross_heads": 4},
     "medusa": {"num_heads": 3},
     "independent": {"num_layers": 2, "hidden_size": 64, "head_dim": 16, "layer": _LAYER, "embeddings": "copied"},

@@ -74,3 +74,29 @@ class CostsConfig(Config):
     """Number of torch threads; null leaves it to torch."""
     output: str
     """YAML file to write."""
+
+
+class ShapesConfig(Config):
+    """Measure what a step of an independent drafter costs by its shape, from deep and narrow to shallow and wide."""
+
+    target: TargetConfig
+    depths: tuple[_Depth, ...] = Field(default=(1, 2, 4, 8), min_length=2)
+    """Numbers of decoder layers. The hidden size follows, so that all drafters have about the same parameters."""
+    block_parameters: int | None = Field(default=None, ge=1)
+    """Parameters of all decoder layers together, without embeddings; null for those of two layers of the target."""
+    draft_vocab_size: int | None = Field(default=None, ge=2)
+    """Number of tokens that can be proposed; null for all."""
+    chain_depths: tuple[_Depth, ...] = Field(default=(1, 3, 5), min_length=1)
+    """Depths of the chains whose tau to break even is computed."""
+    step_depth: _Depth = 5
+    """Tokens of the chain that is timed; a step is its time over its tokens."""
+    context: int = Field(default=128, ge=1)
+    """Tokens before the draft."""
+    rounds: int = Field(default=5, ge=1)
+    """Number of times that each shape is measured; the shapes and the target take turns."""
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads; null leaves it to torch."""
+    output: str
+    """Folder for shapes.html, and for a YAML file of each drafter."""
+    report: str | None = None
+    """JSON file to write, the same as --json FILE; null for none."""

@@ -86,27 +86,28 @@ class RMSNorm(nn.RMSNorm):
 class SelfAttention(nn.Module):
     """Grouped-query self-attention: over whole sequences in training, over a cache while drafting."""
 
-    def __init__(self, width: int, config: BlockConfig, head_dim: int) -> None:
+    def __init__(self, width: int, config: BlockConfig, head_dim: int, out_width: int | None = None) -> None:
+        """`out_width` is that of the output; None for `width`."""
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = head_dim
         self.qkv_proj = nn.Linear(width, (config.num_heads + 2 * config.num_kv_heads) * head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head_dim, width if out_width is None else out_width, bias=False)
 
     def forward(
         self,
         normed: Float[Tensor, "batch seq width"],
         rotary: Rotary,
         mask: Mask,
-    ) -> Float[Tensor, "batch seq width"]:
+    ) -> Float[Tensor, "batch seq out"]:
         """All positions at once."""
         query, key, value = self._heads_of(normed, rotary)
         return self.o_proj(attend(query, key, value, mask))
 
     def unroll(
         self, normed: Float[Tensor, "batch seq width"], rotary: Rotary, earlier: Sequence[KeysValues], mask: Mask
-    ) -> tuple[Float[Tensor, "batch seq width"], KeysValues]:
+    ) -> tuple[Float[Tensor, "batch seq out"], KeysValues]:
         """All positions at once, over the keys and values of earlier steps and of this step, which are returned."""
         query, key, value = self._heads_of(normed, rotary)
         keys, values = zip(*earlier, (key, value), strict=True)
@@ -135,7 +136,7 @@ class SelfAttention(nn.Module):
 
     def draft(
         self, normed: Float[Tensor, "1 rows width"], rotary: Rotary, reaches: Sequence[Reach]
-    ) -> Float[Tensor, "1 rest width"]:
+    ) -> Float[Tensor, "1 rest out"]:
         """New positions of several sequences, concatenated, each over its sequence's cache."""
         heads = _heads(self.qkv_proj(normed), self.head_dim)
         num_rotated = self.num_heads + self.num_kv_heads

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from moray.targets.visibility import Visible, Window
 
+STEP_DECAY = 0.8
+"""Weight of the token losses of each unrolled step, relative to the step before it; the weights add up to 1."""
+
 
 def drafted_before(column: Int[Tensor, " seq"], step: int) -> Visible:
     """What each position sees in draft step `step` of the keys of all steps so far, side by side.
