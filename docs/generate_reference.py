@@ -37,6 +37,7 @@ MODULES = (
     "pipelines.replay",
     "pipelines.plan",
     "pipelines.export",
+    "pipelines.import_drafter",
     "pipelines.benchmark",
     "pipelines.demo",
     "pipelines.edge",

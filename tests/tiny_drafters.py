@@ -59,7 +59,14 @@ DRAFTERS: dict[str, list[DrafterConfigBase]] = {
     ],
     "eagle": [
         EagleConfig(type="eagle", layer=_ATTENTION),
-        EagleConfig(type="eagle", layer=_ATTENTION, draft_vocab_size=60, ttt_steps=3),
+        EagleConfig(
+            type="eagle",
+            layer=_ATTENTION,
+            draft_vocab_size=60,
+            ttt_steps=3,
+            bias=False,
+            reads_first_token=False,
+        ),
     ],
     "eagle3": [Eagle3Config(type="eagle3", layer=_ATTENTION, draft_vocab_size=90, ttt_steps=3)],
     "glide": [GlideConfig(type="glide", layer=_ATTENTION, num_cross_heads=4)],

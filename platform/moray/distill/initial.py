@@ -10,7 +10,7 @@ from torch import Tensor
 from moray.config import Config
 from moray.distill.configs import InitialWeights
 from moray.drafters.checkpoint import drafter_files, load_weights, read_contract
-from moray.drafters.common.hugging_face import LAYER_TENSORS, fill_layer
+from moray.drafters.common.hugging_face import LAYER_TENSORS, layer_state
 from moray.drafters.configs import IndependentConfig
 from moray.drafters.independent import Independent
 from moray.drafters.learner import Learner
@@ -142,5 +142,6 @@ def _fill_layers(drafter: Independent, layers: tuple[int, ...], model: str) -> N
             return file.get_tensor(name).float()
 
     for own, layer in zip(drafter.blocks, layers, strict=True):
-        fill_layer(own, lambda name, prefix=f"model.layers.{layer}.": read(prefix + name))
+        prefix = f"model.layers.{layer}."
+        own.load_state_dict(layer_state(lambda name, prefix=prefix: read(prefix + name), drafter.config.head_dim))
     drafter.norm.weight.copy_(read("model.norm.weight"))

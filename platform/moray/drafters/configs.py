@@ -102,6 +102,10 @@ class EagleConfig(LayeredBase):
     ttt_steps: int = Field(default=1, ge=1, le=16)
     """Draft steps that training unrolls on the drafter's own features; 1 for none, as published. Training-time test
     (arXiv 2503.01840, section 3.1; arXiv 2408.15766): each further step costs about as much as the first."""
+    bias: bool = True
+    """Whether the layer that joins embedding and feature has a bias; false for an export that other engines run."""
+    reads_first_token: bool = True
+    """Whether it reads the first token, with zeros for a feature; false for an export that other engines run."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.eagle", "Eagle"

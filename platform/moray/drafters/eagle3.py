@@ -13,7 +13,6 @@ engines do the same, and a drafter that attended to an additional first token wo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,9 +21,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, Taps, TrainBatch
-from moray.drafters.base import Memory, parents_of
+from moray.drafters.base import Memory
 from moray.drafters.common.attention import KVBuffer, Mask, Reach, without_known
 from moray.drafters.common.batched import BatchedDrafter
+from moray.drafters.common.features import FeatureState, features_before, keep_drafted
 from moray.drafters.common.layers import (
     KeysValues,
     RMSNorm,
@@ -43,16 +43,6 @@ from moray.drafters.learner import DraftOutput, DraftView, Prediction
 from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
-
-
-@dataclass
-class Eagle3State:
-    """One sequence: keys and values, and the features that the next step reads. Slot s holds token s + 1."""
-
-    slots: DraftSlots
-    cache: Tensor  # [2, 1, kv_heads, slots, head_dim]
-    before: Tensor  # [1, pending + 1, hidden]: features before the pending tokens and the root; none without a token
-    drafted: list[Tensor]  # hidden states of the expanded nodes, level by level
 
 
 class Eagle3Layer(nn.Module):
@@ -112,7 +102,7 @@ class Eagle3Layer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Eagle3(BatchedDrafter[Eagle3State]):
+class Eagle3(BatchedDrafter[FeatureState]):
     """Drafts from its own hidden states; `fc` makes one feature of three hidden states of the target."""
 
     def __init__(self, config: Eagle3Config, head: TargetHead) -> None:
@@ -209,62 +199,39 @@ class Eagle3(BatchedDrafter[Eagle3State]):
     ) -> Float[Tensor, "rows draft"]:
         return F.linear(hidden, own.to(hidden.dtype))
 
-    def new_state(self, capacity: int, max_expanded: int) -> Eagle3State:
+    def new_state(self, capacity: int, max_expanded: int) -> FeatureState:
         slots = DraftSlots(capacity, max_expanded, self.fc.weight)
         cache = slots.new_cache(self.config.layer.num_kv_heads, self.spec.head_dim)
-        return Eagle3State(slots, cache, self.fc.weight.new_zeros(1, 0, self.spec.hidden_size), [])
+        nothing = self.fc.weight.new_zeros(1, 0, self.spec.hidden_size)
+        return FeatureState(slots, cache, nothing, [], nothing)
 
-    def reset(self, state: Eagle3State) -> None:
-        state.slots.reset()
-        state.before = state.before[:, :0]
+    def reset(self, state: FeatureState) -> None:
+        state.reset()
 
-    def extend(self, state: Eagle3State, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
-        before = torch.cat([state.before, memory["feature"].to(self.fc.weight.dtype)], dim=1)
-        if state.before.shape[1]:
-            first = state.slots.num_verified + 1 - state.before.shape[1]  # slot of the token that before[0] is for
-        else:
-            first, tokens = 0, tokens[1:]  # no feature comes before the first token
-        # Among the drafted nodes, only the root read a feature of the target; the others read the drafter's own.
-        state.slots.extend(tokens, min(num_kept, 1), partial(self._remember, state.cache, before, first))
-        state.before = before[:, state.slots.length - first :]
+    def extend(self, state: FeatureState, tokens: Int[Tensor, " new"], memory: Memory, num_kept: int = 0) -> None:
+        state.extend(tokens, memory["feature"].to(self.fc.weight.dtype), num_kept, partial(self._remember, state.cache))
 
     def _remember(
-        self,
-        cache: Tensor,
-        before: Float[Tensor, "1 positions hidden"],
-        first: int,
-        tokens: Int[Tensor, " some"],
-        start: int,
+        self, cache: Tensor, tokens: Int[Tensor, " some"], before: Float[Tensor, "1 some hidden"], start: int
     ) -> None:
         """With one layer, the keys and values of a token depend on its own input alone."""
-        end = start + tokens.shape[0]
-        rotary = self.rotary.rows(start, end)
-        self.layer.remember(self._embed(tokens), before[:, start - first : end - first], rotary, cache, start)
+        rotary = self.rotary.rows(start, start + tokens.shape[0])
+        self.layer.remember(self._embed(tokens), before, rotary, cache, start)
 
     def _embed(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "1 rows hidden"]:
         return self.head.embed(tokens[None]).to(self.fc.weight.dtype)
 
     def score(
         self,
-        states: Sequence[Eagle3State],
+        states: Sequence[FeatureState],
         tokens: Int[Tensor, "sequences new"],
         ancestors: Bool[Tensor, "#sequences new expanded"] | None,
         depth: int,
     ) -> Float[Tensor, "sequences new vocab"]:
         rows = Rows([state.slots for state in states], tokens, ancestors, depth)
-        if depth == 0:
-            for state in states:
-                state.drafted = []
-            before = [state.before[:, -1 - part.num_known :] for state, part in zip(states, rows.parts, strict=True)]
-        elif ancestors is None:
-            before = [state.drafted[-1] for state in states]
-        else:
-            parents = [parents_of(own) for own in ancestors] * (len(states) // ancestors.shape[0])
-            before = [torch.cat(s.drafted, dim=1)[:, above] for s, above in zip(states, parents, strict=True)]
-        feature = before[0] if len(before) == 1 else torch.cat(before, dim=1)
+        before = features_before(states, rows, ancestors, depth)
         reaches = rows.reach([state.cache for state in states])
-        hidden = self.layer.draft(self._embed(rows.tokens), feature, rows.rotary(self.rotary), reaches)
-        for state, own in zip(states, rows.split(hidden), strict=True):
-            state.drafted.append(own)
+        hidden = self.layer.draft(self._embed(rows.tokens), before, rows.rotary(self.rotary), reaches)
+        keep_drafted(states, rows, hidden)
         logits = self.projection(self.norm(hidden[0]))
         return self.vocabulary.expand(logits).view(*tokens.shape, -1)

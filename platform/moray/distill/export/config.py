@@ -17,6 +17,8 @@ class ExportConfig(Config):
     """The target that the drafter was trained for; its dtype is that of the head."""
     output: str
     """Folder to write; an existing export of the same drafter is replaced."""
+    format: Literal["moray", "hf"] = "moray"
+    """Layout: moray for drafter replicas, hf for other engines (eagle3, eagle, medusa, independent)."""
     include_head: bool = True
     """Also write the target's frozen parts: embeddings, the last layers, norm and lm_head. A drafter replica needs
     them."""
@@ -30,3 +32,14 @@ class ExportConfig(Config):
     report: str | None = None
     """File report.json of an evaluation, for the model card; null looks next to the drafter. It must be of these
     weights."""
+
+
+class ImportDrafterConfig(Config):
+    """A drafter that others have published, and the target that it was trained for."""
+
+    source: str
+    """Folder with a config.json and weights: EAGLE, EAGLE-3, Medusa, or a Llama model."""
+    target: TargetConfig
+    """The target that it drafts for; it must have the target's sizes."""
+    output: str
+    """Folder of the drafter to write."""

@@ -7,7 +7,8 @@ tokenizer files        with the chat template that the drafter was trained with,
 generation_config.json of the target
 README.md              a model card
 
-There is only safetensors and JSON: loading executes nothing from the folder.
+There is only safetensors and JSON: loading executes nothing from the folder. With format=hf the folder holds what other
+engines read (see `drafters.published`).
 """
 
 import json
@@ -26,6 +27,7 @@ from moray.distill.export.model_card import model_card
 from moray.drafters.base import Drafter
 from moray.drafters.checkpoint import DRAFTER_PREFIX, EXPORTED_TYPE, fill, is_exported, load_drafter, read_contract
 from moray.drafters.contract import Contract
+from moray.drafters.published.folders import published_form
 from moray.errors import ConfigError, DataError
 from moray.provenance import read_json, versions, write_json_atomically
 from moray.targets.head import TargetHead
@@ -35,6 +37,8 @@ from moray.targets.spec import resolve_folder
 from moray.text import ChatTokenizer
 
 HEAD_PREFIX = "head."
+CONTRACT = "moray.json"
+"""Contract of a drafter in a folder for other engines, which ignore the file."""
 
 
 def export_drafter(config: ExportConfig) -> Path:
@@ -61,9 +65,12 @@ def export_drafter(config: ExportConfig) -> Path:
     before = temporary.with_suffix(".old")
     temporary.mkdir()
     try:
-        save_file(_tensors(drafter, config), temporary / "model.safetensors", metadata={"format": "pt"})
-        _write_text_files(temporary, config, tokenizer)
-        write_json_atomically(temporary / "config.json", _description(drafter, config, contract))
+        if config.format == "hf":
+            _write_published(temporary, config, drafter, contract, tokenizer)
+        else:
+            save_file(_tensors(drafter, config), temporary / "model.safetensors", metadata={"format": "pt"})
+            _write_text_files(temporary, config, tokenizer)
+            write_json_atomically(temporary / "config.json", _description(drafter, config, contract))
         (temporary / "README.md").write_text(model_card(config, contract, drafter, temporary), encoding="utf-8")
         shutil.copymode(temporary / "README.md", temporary / "model.safetensors")  # safetensors makes files private
         if output.exists():  # `_check_output`: empty, or an export of the same drafter
@@ -121,9 +128,13 @@ def _check_output(folder: Path, output: Path, contract: Contract) -> None:
         raise ConfigError(f"output is '{output}', the drafter's own folder; name another one")
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    if not is_exported(output):
+    if (output / CONTRACT).is_file():
+        known = read_json(output / CONTRACT) == contract.describe()
+    elif is_exported(output):
+        known = read_contract(output) == contract
+    else:
         raise DataError(f"output '{output}' exists and holds something else than an export; name another folder")
-    if read_contract(output) != contract:
+    if not known:
         raise DataError(f"output '{output}' holds an export of another drafter; name another folder or remove it")
 
 
@@ -133,6 +144,23 @@ def _tensors(drafter: Drafter, config: ExportConfig) -> dict[str, Tensor]:
         dtype = getattr(torch, config.dtype or config.target.dtype)
         tensors |= {HEAD_PREFIX + name: tensor.to(dtype) for name, tensor in drafter.head.tensors().items()}
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _write_published(
+    folder: Path, config: ExportConfig, drafter: Drafter, contract: Contract, tokenizer: ChatTokenizer
+) -> None:
+    """Write what other engines read. The contract stands beside it, for a later export to the same folder."""
+    published = published_form(drafter)
+    dtype = config.dtype or "float32"
+    tensors = {
+        name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        for name, tensor in published.tensors.items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json_atomically(folder / "config.json", {**published.config, "dtype": dtype, "torch_dtype": dtype})
+    write_json_atomically(folder / CONTRACT, contract.describe())
+    if contract.drafter.type == "independent":  # a model of its own; the others use the target's
+        _write_text_files(folder, config, tokenizer)
 
 
 def _description(drafter: Drafter, config: ExportConfig, contract: Contract) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The model card of an exported drafter: what it is, how to use it, its training data and its evaluation."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,36 @@ from moray.errors import DataError
 from moray.explain import one_line
 from moray.provenance import RUN_FILE, read_json, read_run_yaml, sha256_of_files
 from moray.text import fingerprint_parts
+
+
+def _vllm(method: str) -> str:
+    """vLLM's command for a drafter of this method."""
+    settings = {"method": method, "model": "THIS_FOLDER", "num_speculative_tokens": 5}
+    return f"```bash\nvllm serve TARGET --speculative-config '{json.dumps(settings)}'\n```\n"
+
+
+def _sglang(algorithm: str) -> str:
+    """SGLang's command for a drafter of this algorithm, as a chain."""
+    return (
+        f"```bash\npython -m sglang.launch_server --model-path TARGET --speculative-algorithm {algorithm} \\\n"
+        "  --speculative-draft-model-path THIS_FOLDER --speculative-num-steps 5 --speculative-eagle-topk 1 \\\n"
+        "  --speculative-num-draft-tokens 6\n```\n"
+    )
+
+
+_ENGINES = {
+    "eagle3": {"vllm": _vllm("eagle3"), "sglang": _sglang("EAGLE3")},
+    "eagle": {"vllm": _vllm("eagle")},
+    "medusa": {"vllm": _vllm("medusa")},
+    "independent": {
+        "transformers": "```python\nfrom transformers import AutoModelForCausalLM\n\n"
+        'draft = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")\n'
+        "target.generate(**inputs, assistant_model=draft)\n```\n",
+        "vllm": _vllm("draft_model"),
+        "sglang": _sglang("STANDALONE"),
+    },
+}
+"""By type of drafter: the engines that run it, with their commands."""
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -35,14 +66,16 @@ def model_card(config: ExportConfig, contract: Contract, drafter: Drafter, expor
     kind = contract.drafter.type
     base = config.base_model or (config.target.model if _is_hub_name(config.target.model) else None)
     front: dict[str, Any] = {"license": config.license, "base_model": base, "library_name": "moray"}
-    front |= {"pipeline_tag": "text-generation", "tags": ["speculative-decoding", "drafter", kind, "moray"]}
+    engines = list(_ENGINES[kind]) if config.format == "hf" else []
+    tags = ["speculative-decoding", "draft-model" if engines else "drafter", kind, *engines, "moray"]
+    front |= {"pipeline_tag": "text-generation", "tags": tags}
     front = {key: value for key, value in front.items() if value is not None}
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n",
         f"# {Path(config.output).name}: a {kind} drafter for {base or Path(config.target.model).name}\n",
         "It proposes tokens that the target then verifies: the output is the target's own, only sooner.\n",
         _facts(config, contract, drafter),
-        _usage(config, base),
+        _usage(config, base) if config.format == "moray" else _engines(config, kind, base),
         _training(folder),
         _validation(folder),
         _evaluation(folder, config.report),
@@ -85,6 +118,13 @@ def _usage(config: ExportConfig, base: str | None) -> str:
         f"target.model={target} 'drafters=[THIS_FOLDER]' \\\n  'trees=[{{type: chain, depth: 5}}]' "
         f"questions=QUESTIONS.jsonl output=OUTPUT\n```\n{alone if config.include_head else ''}"
     )
+
+
+def _engines(config: ExportConfig, kind: str, base: str | None) -> str:
+    """How other engines serve the target with this drafter."""
+    target = base or "FOLDER_OF_THE_TARGET"
+    parts = [f"{name}:\n\n{command.replace('TARGET', target)}" for name, command in _ENGINES[kind].items()]
+    return "## Use\n\n" + "\n".join(parts)
 
 
 def _training(folder: Path) -> str:
@@ -135,12 +175,15 @@ def _evaluation(folder: Path, given: str | None) -> str:
                     row["tree"],
                     f"{row['temperature']:g}",
                     *(_figure(row.get(key)) for key in ("tau", "speedup_vs_plain")),
+                    ", ".join(f"{share:.2f}" for share in row.get("acceptance_by_position") or ()) or "-",
                 ]
                 for row in found
             ]
             where = report["machine"]
             place = ", ".join([f"{where['cores']} x {where['cpu']}", *where["gpus"]])
-            table = _table(["tree", "temperature", "tau", "speed-up over plain decoding"], cells)
+            table = _table(
+                ["tree", "temperature", "tau", "speed-up over plain decoding", "accepted at depth 1, 2, ..."], cells
+            )
             return f"## Evaluation\n\nOn {place}.\n\n{table}"
     if given:
         raise DataError(f"report '{given}' measures no drafter with these weights; give another or leave it out")

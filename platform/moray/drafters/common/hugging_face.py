@@ -4,7 +4,7 @@ A rotary embedding turns pairs of a head's features. Ours are neighbours, 2k and
 k + head_dim / 2. So the rows of query and key projections change their order between the two, and nothing else does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -26,35 +26,37 @@ LAYER_TENSORS = (
 """All tensors of a layer without biases and without norms of queries and keys."""
 
 
-@torch.no_grad()
-def fill_layer(layer: SelfAttentionLayer, read: Callable[[str], Tensor]) -> None:
-    """Give a layer the weights of one of Hugging Face's.
+def layer_state(
+    read: Callable[[str], Tensor], head_dim: int, *, has_input_norm: bool = True
+) -> dict[str, Float[Tensor, "*any"]]:
+    """The state dict of our `SelfAttentionLayer` from the weights of one of Hugging Face's layers.
 
     Args:
-        layer: of the same sizes; without an input norm, that tensor is not read.
         read: gives a tensor by its name in `LAYER_TENSORS`.
+        head_dim: width of a head.
+        has_input_norm: False for a layer without one.
     """
-    attention, mlp = layer.attention, layer.mlp
-    query, key = (_neighbours(read(f"self_attn.{name}_proj.weight"), attention.head_dim) for name in "qk")
-    attention.qkv_proj.weight.copy_(torch.cat([query, key, read("self_attn.v_proj.weight")]))
-    attention.o_proj.weight.copy_(read("self_attn.o_proj.weight"))
-    mlp.gate_up.weight.copy_(torch.cat([read("mlp.gate_proj.weight"), read("mlp.up_proj.weight")]))
-    mlp.down.weight.copy_(read("mlp.down_proj.weight"))
-    layer.mlp_norm.weight.copy_(read("post_attention_layernorm.weight"))
-    if isinstance(layer.input_norm, torch.nn.RMSNorm):
-        layer.input_norm.weight.copy_(read("input_layernorm.weight"))
+    query, key = (from_halves(read(f"self_attn.{name}_proj.weight"), head_dim) for name in "qk")
+    state = {
+        "attention.qkv_proj.weight": torch.cat([query, key, read("self_attn.v_proj.weight")]),
+        "attention.o_proj.weight": read("self_attn.o_proj.weight"),
+        "mlp_norm.weight": read("post_attention_layernorm.weight"),
+        "mlp.gate_up.weight": torch.cat([read("mlp.gate_proj.weight"), read("mlp.up_proj.weight")]),
+        "mlp.down.weight": read("mlp.down_proj.weight"),
+    }
+    return state | ({"input_norm.weight": read("input_layernorm.weight")} if has_input_norm else {})
 
 
 @torch.no_grad()
-def layer_tensors(layer: SelfAttentionLayer) -> Mapping[str, Tensor]:
-    """A layer's weights by their names in `LAYER_TENSORS`: what `fill_layer` reads."""
+def layer_tensors(layer: SelfAttentionLayer) -> dict[str, Tensor]:
+    """A layer's weights by their names in `LAYER_TENSORS`: the reverse of `layer_state`."""
     attention, mlp = layer.attention, layer.mlp
     rows = [count * attention.head_dim for count in (attention.num_heads, attention.num_kv_heads)]
     query, key, value = attention.qkv_proj.weight.split([rows[0], rows[1], rows[1]])
     gate, up = mlp.gate_up.weight.chunk(2)
     tensors = {
-        "self_attn.q_proj.weight": _halves(query, attention.head_dim),
-        "self_attn.k_proj.weight": _halves(key, attention.head_dim),
+        "self_attn.q_proj.weight": to_halves(query, attention.head_dim),
+        "self_attn.k_proj.weight": to_halves(key, attention.head_dim),
         "self_attn.v_proj.weight": value,
         "self_attn.o_proj.weight": attention.o_proj.weight,
         "post_attention_layernorm.weight": layer.mlp_norm.weight,
@@ -67,11 +69,11 @@ def layer_tensors(layer: SelfAttentionLayer) -> Mapping[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _neighbours(weight: Float[Tensor, "rows width"], head_dim: int) -> Float[Tensor, "rows width"]:
+def from_halves(weight: Float[Tensor, "rows width"], head_dim: int) -> Float[Tensor, "rows width"]:
     """Rows in our order, from those of Hugging Face."""
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _halves(weight: Float[Tensor, "rows width"], head_dim: int) -> Float[Tensor, "rows width"]:
+def to_halves(weight: Float[Tensor, "rows width"], head_dim: int) -> Float[Tensor, "rows width"]:
     """Rows in the order of Hugging Face, from ours."""
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,1 @@
+"""Drafters in the layouts that other engines load and that others publish."""

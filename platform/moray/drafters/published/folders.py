@@ -1,0 +1,141 @@
+"""Folders of published drafters: which kind is there, and its weights, read without executing anything."""
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moray.drafters.base import Drafter
+from moray.drafters.checkpoint import fill
+from moray.drafters.config_base import DrafterConfigBase
+from moray.drafters.eagle import Eagle
+from moray.drafters.eagle3 import Eagle3
+from moray.drafters.independent import Independent
+from moray.drafters.medusa import Medusa
+from moray.drafters.published import eagle, eagle3, independent, medusa
+from moray.drafters.published.layout import Published
+from moray.errors import ConfigError, DataError
+from moray.explain import one_line
+from moray.targets.head import TargetHead
+from moray.targets.spec import TargetSpec
+
+_KNOWN = ("embed_tokens.weight", "model.embed_tokens.weight", "lm_head.weight", "t2d", "inv_freq")
+"""Ends of names of tensors that need not be read: the target has them, or they follow from others."""
+_PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
+
+
+class _Noted(dict[str, Tensor]):
+    """Tensors by name; notes which were read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.read = set[str]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def published_form(drafter: Drafter) -> Published:
+    """A drafter in its published layout.
+
+    Raises:
+        ConfigError: no engine runs drafters of its type, or the layout cannot hold this one.
+    """
+    if isinstance(drafter, Eagle3):
+        found = eagle3.write(drafter)
+    elif isinstance(drafter, Eagle):
+        found = eagle.write(drafter)
+    elif isinstance(drafter, Medusa):
+        found = medusa.write(drafter)
+    elif isinstance(drafter, Independent):
+        found = independent.write(drafter)
+    else:
+        raise ConfigError(
+            f"format is 'hf', and drafter.type {type(drafter).__name__.lower()}: other engines run eagle3, eagle, "
+            "medusa and independent; export this one with format=moray"
+        )
+    scaling = drafter.spec.rope_scaling
+    if scaling != "default" and not isinstance(drafter, Medusa):
+        raise ConfigError(
+            f"format is 'hf', and the target's rotary embedding is scaled ({scaling.split()[0]}), which the drafter's "
+            "is not: engines would scale the drafter's too; export with format=moray"
+        )
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in found.tensors.items()}
+    return Published(found.config, tensors)
+
+
+def read_published(source: Path, head: TargetHead) -> Drafter:
+    """Build a drafter from a folder of EAGLE, EAGLE-3, Medusa or an ordinary Llama model, in eval mode.
+
+    Raises:
+        ConfigError: it belongs to a target of other sizes.
+        DataError: nothing of the kind is there, it is damaged, or it has parts that are not supported.
+    """
+    described, tensors = _config_of(source), _Noted(_tensors_of(source))
+    name = str(source)
+    drafter = _configure(described, tensors, head.spec, name).build(head)
+    if isinstance(drafter, Eagle3):
+        state = eagle3.read(tensors, drafter, name)
+    elif isinstance(drafter, Eagle):
+        state = eagle.read(tensors, drafter, name)
+    elif isinstance(drafter, Medusa):
+        state = medusa.read(tensors, drafter, name)
+    else:
+        assert isinstance(drafter, Independent)
+        state = independent.read(tensors, drafter, name)
+    strange = sorted(key for key in tensors.keys() - tensors.read if not key.endswith(_KNOWN))
+    if strange:
+        raise DataError(f"'{source}' has tensor '{strange[0]}', which no drafter of ours has: it is another kind")
+    fill(drafter, {key: tensor.contiguous() for key, tensor in state.items()}, source)
+    return drafter.eval()
+
+
+def _configure(
+    described: Mapping[str, Any], tensors: Mapping[str, Tensor], spec: TargetSpec, name: str
+) -> DrafterConfigBase:
+    if any(key.startswith("midlayer.") for key in tensors):
+        return eagle3.configure(described, spec, name)
+    if "fc.weight" in tensors:
+        return eagle.configure(described, spec, name, tensors)
+    if described.get("model_type") == "medusa" or any("medusa" in key for key in (*described, *tensors)):
+        return medusa.configure(described, spec, name, tensors)
+    if described.get("model_type") == "llama" and "model.embed_tokens.weight" in tensors:
+        return independent.configure(described, spec, name)
+    raise DataError(
+        f"'{name}' is no drafter of a known layout: accepted are EAGLE (fc, layers.0), EAGLE-3 (fc, midlayer), Medusa "
+        "heads, and Llama models; a model of another family is used as {type: pretrained, model: FOLDER}"
+    )
+
+
+def _config_of(source: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"source '{source}' has no usable config.json: {one_line(str(error))}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"source '{source}' has no usable config.json: it is no object")
+    return found
+
+
+def _tensors_of(source: Path) -> dict[str, Tensor]:
+    """All tensors: of safetensors files, or else of a pickle, of which only tensors are read."""
+    files = sorted(source.glob("*.safetensors"))
+    pickled = [source / name for name in _PICKLED if (source / name).is_file()]
+    try:
+        if files:
+            return {name: tensor for path in files for name, tensor in load_file(path).items()}
+        for path in pickled:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+                raise DataError(f"'{path}' holds something else than tensors")
+            return {str(name): tensor for name, tensor in found.items()}
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise DataError(f"'{source}' has damaged weights: {one_line(str(error))[:200]}") from None
+    raise DataError(f"'{source}' has no weights: *.safetensors, {' or '.join(_PICKLED)} is needed")

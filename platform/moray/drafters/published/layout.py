@@ -1,0 +1,132 @@
+"""What a drafter is in a published layout: a config.json and named tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moray.drafters.config_base import BlockConfig
+from moray.errors import ConfigError, DataError
+from moray.targets.spec import TargetSpec
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A folder's contents."""
+
+    config: Mapping[str, Any]
+    """config.json"""
+    tensors: Mapping[str, Tensor]
+    """model.safetensors"""
+
+
+def llama_config(spec: TargetSpec, width: int, head_dim: int, layer: BlockConfig, num_layers: int) -> dict[str, Any]:
+    """The config.json of a Llama with layers of these sizes, and the target's vocabulary, context and RoPE.
+
+    Raises:
+        ConfigError: the target's RoPE is scaled, which our drafters' is not.
+    """
+    return {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": num_layers,
+        "vocab_size": spec.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "max_position_embeddings": spec.max_positions,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def block_of(config: Mapping[str, Any], source: str) -> BlockConfig:
+    """The sizes of the layers that a config.json describes.
+
+    Raises:
+        DataError: a size is missing, or the layers compute something that ours do not.
+    """
+    for key, accepted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if config.get(key, accepted) != accepted:
+            raise DataError(f"'{source}': its config.json has {key} {config[key]!r}; {accepted!r} is accepted")
+    heads = integer(config, "num_attention_heads", source)
+    return BlockConfig(
+        num_heads=heads,
+        num_kv_heads=integer(config, "num_key_value_heads", source, heads),
+        intermediate_size=integer(config, "intermediate_size", source),
+    )
+
+
+def integer(config: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
+    """A whole number of a config.json.
+
+    Raises:
+        DataError: it is missing, or no whole number.
+    """
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DataError(f"'{source}': its config.json has {key} {value!r}; a whole number is needed")
+    return value
+
+
+def check_sizes(config: Mapping[str, Any], spec: TargetSpec, source: str, *, needs_width: bool = True) -> None:
+    """Refuse a drafter whose sizes are not the target's.
+
+    Raises:
+        ConfigError: names the size and both values.
+    """
+    head_dim = config.get("head_dim") or spec.head_dim
+    wanted = {"vocab_size": (config.get("vocab_size", spec.vocab_size), spec.vocab_size)}
+    if needs_width:
+        wanted["hidden_size"] = (config.get("hidden_size"), spec.hidden_size)
+        wanted["head_dim"] = (head_dim, spec.head_dim)
+    for key, (given, needed) in wanted.items():
+        if given != needed:
+            raise ConfigError(
+                f"source '{source}' has {key} {given}, the target {needed}: it is a drafter for another target"
+            )
+    theta = theta_of(config)
+    if theta is not None and theta != spec.rope_theta:
+        raise ConfigError(
+            f"source '{source}' has rope_theta {theta:g}, the target {spec.rope_theta:g}: drafters rotate with the "
+            "target's, so this one cannot be run"
+        )
+
+
+def theta_of(config: Mapping[str, Any]) -> float | None:
+    """The base of the rotary embedding; None if the config.json does not say.
+
+    Raises:
+        DataError: the embedding is scaled.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise DataError(f"its config.json has a rotary embedding of type {kind!r}; 'default' is accepted")
+    theta = config.get("rope_theta", parameters.get("rope_theta"))
+    return None if theta is None else float(theta)
+
+
+def take(tensors: Mapping[str, Tensor], name: str, source: str) -> Tensor:
+    """A tensor by its name, in float32.
+
+    Raises:
+        DataError: it is missing.
+    """
+    if name not in tensors:
+        raise DataError(f"'{source}' has no tensor '{name}'")
+    return tensors[name].float()
+
+
+def cannot(kind: str, what: str, instead: str) -> ConfigError:
+    """The error for a drafter that a layout cannot express."""
+    return ConfigError(f"format is 'hf', which cannot hold this {kind} drafter: {what}; {instead}")
