@@ -55,6 +55,11 @@ def main_check(config: PlanCheckConfig) -> None:
 
     result = reported(config.report, lambda: check(config))
     print_check(result, Console())
+    if result["costs_threads"] not in (None, result["threads"]):
+        print(
+            f"warning: costs were measured with {result['costs_threads']} threads, these rows with "
+            f"{result['threads']}: give threads={result['costs_threads']}"
+        )
     check_lossless(
         (f"{row['drafter']}, depth {row['depth']}, {row['batch']} at a time", row["lossless"]) for row in result["rows"]
     )

@@ -1,8 +1,9 @@
 """Measures the rows of a plan with the target: how far is each prediction off, and is the choice right?"""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from moray.bench.plan.costs import CycleCostTable
 from moray.bench.plan.cycles import build_engine, cycles_of, requests_of
 from moray.bench.plan.measure import check_log, load_all
 from moray.bench.plan.page import write_check_page
-from moray.bench.plan.planner import PLAIN, ReplayedChains, best_row, check_batches, predict, read_replay
+from moray.bench.plan.planner import (
+    PLAIN,
+    ReplayedChains,
+    best_row,
+    check_batches,
+    predict,
+    read_replay,
+    rows_of_replay,
+)
 from moray.bench.recording import record
 from moray.bench.replay.log import Continuation, read_log
 from moray.decoding.params import SamplingParams
@@ -34,7 +43,7 @@ class _Measured:
 
 
 def check(config: PlanCheckConfig) -> dict[str, Any]:
-    """Measure plain decoding and chains of `config.depths` at every batch, in turns.
+    """Measure plain decoding, chains of `config.depths` and the plan's own choice at every batch, in turns.
 
     Raises:
         ConfigError: the plan's own, or the plan is made from rates.
@@ -58,6 +67,7 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
         for depth in config.depths
         if depth <= deepest
     ]
+    wanted += [choice for choice in _choices(config, costs, replayed) if choice not in wanted]
     rows = [predict(costs, replayed, *size) for size in wanted]  # before anything is loaded, for this may fail
     target, drafters = load_all(config, replayed)
     check_log(header, target, replayed.log)
@@ -71,10 +81,19 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
                 found[index].append(_decode(target, drafters.get(name), depth, batch, entries, header.params))
                 progress.advance()
     rows = [row | _compared(row, own, is_exact=is_exact) for row, own in zip(rows, found, strict=True)]
-    result = _summary(rows, config)
+    result = _summary(rows, config) | {"costs_threads": costs.threads, "threads": torch.get_num_threads()}
     Path(config.output).mkdir(parents=True, exist_ok=True)
     write_check_page(Path(config.output) / "check.html", result)
     return result
+
+
+def _choices(
+    config: PlanCheckConfig, costs: CycleCostTable, replayed: ReplayedChains
+) -> Iterator[tuple[str, int, int]]:
+    """Drafter, depth and batch of what the plan chooses at each batch."""
+    for batch in config.batches:
+        best = best_row(rows_of_replay(config, costs, replayed, batch))
+        yield best["drafter"], best["depth"], batch
 
 
 def _decode(
@@ -136,13 +155,32 @@ def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, A
         own = [row for row in rows if row["batch"] == batch]
         chosen, fastest = best_row(own), max(own, key=lambda row: row["measured_tokens_per_second"])
         regret = fastest["measured_tokens_per_second"] / chosen["measured_tokens_per_second"] - 1
-        choices.append({"batch": batch, "chosen": _name(chosen), "fastest": _name(fastest), "regret": regret})
+        choices.append(
+            {
+                "batch": batch,
+                "chosen": _name(chosen),
+                "fastest": _name(fastest),
+                "regret": regret,
+                "same_order": _same_order(own),
+            }
+        )
     return {
         "rows": rows,
         "choices": choices,
         "median_error": statistics.median(errors),
         "worst_error": errors[-1],
     } | record(config)
+
+
+def _same_order(rows: list[dict[str, Any]]) -> float:
+    """Share of the pairs of rows of which the plan says rightly which is faster."""
+    pairs = list(combinations(rows, 2))
+    agree = sum(
+        (a["tokens_per_second"] > b["tokens_per_second"])
+        == (a["measured_tokens_per_second"] > b["measured_tokens_per_second"])
+        for a, b in pairs
+    )
+    return agree / len(pairs) if pairs else 1.0
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ passes:                 target passes: by sequences, then by tokens of each: 1 i
 drafts:                 chains: by drafter, by sequences, then by tokens of the chain
   eagle: {1: {1: 0.003, 8: 0.020}}
 rest: {1: 0.001}        everything else in a cycle, by sequences; left out for none
+plain: {1: 0.021}       a whole cycle of plain decoding, by sequences; left out for a pass of one token and the rest
 """
 
 from bisect import bisect_left
@@ -32,12 +33,16 @@ class CycleCostTable(Config):
 
     machine: str = ""
     """Where they were measured."""
+    threads: int | None = None
+    """Number of torch threads that they were measured with."""
     passes: dict[_Size, _BySize] = Field(min_length=1)
     """Target passes: by number of sequences, then by tokens of each sequence, root included."""
     drafts: dict[str, dict[_Size, _BySize]] = Field(default_factory=dict)
     """Chains, with what the drafter reads of the last cycle: by drafter, number of sequences, tokens of the chain."""
     rest: _BySize = Field(default_factory=dict)
     """Everything else in a cycle, by number of sequences."""
+    plain: _BySize = Field(default_factory=dict)
+    """A whole cycle of plain decoding, by number of sequences."""
 
     @field_validator("passes", "drafts")
     @classmethod
@@ -105,6 +110,16 @@ class CycleCostTable(Config):
     def rest_seconds(self, num_rows: int) -> float:
         """Everything else in a cycle of `num_rows` sequences."""
         return _at(self.rest, num_rows, "rest, sequences") if self.rest else 0.0
+
+    def plain_seconds(self, num_rows: int) -> float:
+        """A whole cycle of plain decoding of `num_rows` sequences.
+
+        Raises:
+            ConfigError: that is larger than any size in the file.
+        """
+        if not self.plain:
+            return self.pass_seconds(num_rows, 1) + self.rest_seconds(num_rows)
+        return _at(self.plain, num_rows, "plain, sequences")
 
     def can_draft(self, drafter: str, depth: int) -> bool:
         """Whether chains of this depth have costs, drafts and passes alike."""

@@ -66,7 +66,8 @@ def measure(config: CostsConfig) -> dict[str, Any]:
     drift = statistics.median(_ratio(halves[0][size], halves[1][size]) for size in sizes)
     values = _table({size: halves[0][size] + halves[1][size] for size in sizes})
     here: dict[str, Any] = machine()
-    values = {"machine": ", ".join([f"{here['cores']} x {here['cpu']}", *here["gpus"]]), **values}
+    where = ", ".join([f"{here['cores']} x {here['cpu']}", *here["gpus"]])
+    values = {"machine": where, "threads": torch.get_num_threads(), **values}
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     Path(config.output).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return {"costs": values, "drift": drift, "has_drifted": drift > _DRIFT}
@@ -137,7 +138,10 @@ def _table(found: dict[tuple[str, int, int], list[Cycle]]) -> dict[str, Any]:
     passes: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     drafts: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     rest: dict[int, list[float]] = defaultdict(list)
+    plain: dict[int, float] = {}
     for (name, depth, batch), cycles in found.items():
+        if not depth:  # drafting costs more than its parts: engines that never draft are faster in all of them
+            plain[batch] = _middle([each.seconds for each in cycles])
         for each in cycles:
             passes[batch][each.num_tokens].append(each.verify)
             rest[batch].append(each.rest)
@@ -150,6 +154,7 @@ def _table(found: dict[tuple[str, int, int], list[Cycle]]) -> dict[str, Any]:
         },
         "drafts": {name: {batch: dict(own) for batch, own in by_batch.items()} for name, by_batch in drafts.items()},
         "rest": {batch: _middle(own) for batch, own in rest.items()},
+        "plain": plain,
     }
     validate(CycleCostTable, values)
     return values

@@ -129,7 +129,7 @@ def print_check(result: Mapping[str, Any], console: Console) -> None:
     for each in result["choices"]:
         console.print(
             f"{each['batch']} at a time: predicted best of these {each['chosen']}, measured {each['fastest']}, "
-            f"which is {each['regret']:.1%} faster"
+            f"which is {each['regret']:.1%} faster; {each['same_order']:.0%} of the pairs are in the right order"
         )
 
 

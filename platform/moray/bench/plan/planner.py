@@ -92,7 +92,7 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         replayed = read_replay(config.replay, config.drafters, config.num_continuations)
         check_batches(config, replayed)
         for batch in config.batches:
-            rows += _rows_of_replay(config, costs, replayed, batch)
+            rows += rows_of_replay(config, costs, replayed, batch)
     else:
         for batch in config.batches:
             rows += _rows_of_rates(config, costs, batch)
@@ -124,7 +124,7 @@ def check_batches(config: PlanConfig, replayed: ReplayedChains) -> None:
         )
 
 
-def best_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def best_row(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The row of most tokens per second; plain decoding is one of them."""
     return max(rows, key=lambda row: row["tokens_per_second"])
 
@@ -149,9 +149,10 @@ def depths_of(costs: CycleCostTable, drafter: str, most: int) -> Iterable[int]:
     return found
 
 
-def _rows_of_replay(
+def rows_of_replay(
     config: PlanConfig, costs: CycleCostTable, replayed: ReplayedChains, batch: int
 ) -> Iterable[dict[str, Any]]:
+    """All rows of one batch, plain decoding first."""
     yield predict(costs, replayed, PLAIN, 0, batch)
     for name, deepest in replayed.depth.items():
         for depth in depths_of(costs, name, min(config.max_depth, deepest)):

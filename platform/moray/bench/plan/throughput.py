@@ -42,7 +42,10 @@ def decode(
         count, levels = len(now), max(drafted for drafted, _, _ in now)
         draft = costs.draft_seconds(drafter, count, depth)
         drafting += draft
-        seconds += draft + costs.pass_seconds(count, levels + 1) + costs.rest_seconds(count)
+        if depth:
+            seconds += draft + costs.pass_seconds(count, levels + 1) + costs.rest_seconds(count)
+        else:
+            seconds += costs.plain_seconds(count)
         tokens += sum(emitted for _, _, emitted in now)
         cycles += count
         running = [own for own in running if own]
@@ -55,6 +58,8 @@ def expected(costs: CycleCostTable, drafter: str, depth: int, batch: int, rates:
     for rate in rates[:depth]:
         survival *= rate
         tau += survival
+    if not depth:
+        return Prediction(batch / costs.plain_seconds(batch), 1.0, 0.0)
     draft = costs.draft_seconds(drafter, batch, depth)
     seconds = draft + costs.pass_seconds(batch, depth + 1) + costs.rest_seconds(batch)
     return Prediction(batch * tau / seconds, tau, draft / seconds)

@@ -64,7 +64,12 @@ def test_what_is_planned_from_a_log_is_measured_with_its_target(tmp_path):
     result = check(validate(PlanCheckConfig, settings | {"target": target, "depths": [1, 3], "rounds": 1}))
     print_check(result, Console())
     assert (tmp_path / "plan" / "check.html").read_text().count("<svg") == 1
-    assert len(result["rows"]) == 2 * (1 + 2 * 2)
+    measured_rows = {(row["drafter"], row["depth"], row["batch"]) for row in result["rows"]}
+    chosen = {(each["drafter"], each["depth"], each["batch"]) for each in planned["best"]}
+    assert len(result["rows"]) == len(measured_rows)
+    assert chosen <= measured_rows
+    assert len(measured_rows - chosen) <= 2 * (1 + 2 * 2) <= len(measured_rows), "and depths 1 and 3 of both drafters"
+    assert result["costs_threads"] == result["threads"]
     taus = {(row["drafter"], row["depth"]): row["measured_tau"] for row in result["rows"] if row["batch"] == 1}
     for row in result["rows"]:
         assert row["lossless"]

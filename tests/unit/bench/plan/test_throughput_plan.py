@@ -57,6 +57,14 @@ def test_a_batch_costs_what_its_sequences_cost_cycle_by_cycle():
     assert (plainly.tokens_per_second, plainly.tau, plainly.draft_share) == (1.0, 1.0, 0.0)
 
 
+def test_plain_decoding_has_costs_of_its_own():
+    costs = validate(CycleCostTable, COSTS | {"plain": {1: 0.5, 3: 0.9}})
+    assert costs.plain_seconds(2) == pytest.approx(0.7)
+    assert decode(costs, "plain", 0, 1, [TEXT]).tokens_per_second == 2.0
+    assert expected(costs, "plain", 0, 1, ()).tokens_per_second == 2.0
+    assert validate(CycleCostTable, COSTS).plain_seconds(1) == 1.0 + 0.1, "a pass of one token, and the rest"
+
+
 def test_given_rates_give_the_expected_tokens():
     found = expected(validate(CycleCostTable, COSTS), "moa", 2, 1, [0.5, 0.5, 0.9])
     assert found.tau == 1.75
