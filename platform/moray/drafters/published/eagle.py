@@ -11,7 +11,7 @@ from torch import Tensor
 from moray.drafters.common.hugging_face import layer_state, layer_tensors
 from moray.drafters.configs import EagleConfig
 from moray.drafters.eagle import Eagle
-from moray.drafters.published.layout import Published, block_of, cannot, check_sizes, llama_config, take
+from moray.drafters.published.layout import Published, Tensors, block_of, cannot, check_sizes, llama_config
 from moray.errors import DataError
 from moray.targets.spec import TargetSpec
 
@@ -39,7 +39,7 @@ def write(drafter: Eagle) -> Published:
     return Published(described, tensors)
 
 
-def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors: Mapping[str, Tensor]) -> EagleConfig:
+def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors: Tensors) -> EagleConfig:
     """The configuration of a published drafter.
 
     Raises:
@@ -52,17 +52,15 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors:
     return EagleConfig(type="eagle", layer=block_of(config, source), bias="fc.bias" in tensors, reads_first_token=False)
 
 
-def read(tensors: Mapping[str, Tensor], drafter: Eagle, source: str) -> dict[str, Tensor]:
+def read(tensors: Tensors, drafter: Eagle) -> dict[str, Tensor]:
     """The weights of a published drafter by our names.
 
     Raises:
         DataError: a tensor is missing.
     """
 
-    layer = layer_state(
-        lambda name: take(tensors, f"layers.0.{name}", source), drafter.spec.head_dim, has_input_norm=False
-    )
-    found = {"fc.weight": take(tensors, "fc.weight", source), **{f"layer.{name}": each for name, each in layer.items()}}
+    layer = layer_state(lambda name: tensors.take(f"layers.0.{name}"), drafter.spec.head_dim, has_input_norm=False)
+    found = {"fc.weight": tensors.take("fc.weight"), **{f"layer.{name}": each for name, each in layer.items()}}
     if drafter.config.bias:
-        found["fc.bias"] = take(tensors, "fc.bias", source)
+        found["fc.bias"] = tensors.take("fc.bias")
     return found

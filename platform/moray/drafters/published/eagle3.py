@@ -13,7 +13,7 @@ from torch import Tensor
 from moray.drafters.common.hugging_face import from_halves, to_halves
 from moray.drafters.configs import Eagle3Config
 from moray.drafters.eagle3 import Eagle3
-from moray.drafters.published.layout import Published, block_of, check_sizes, integer, llama_config, take
+from moray.drafters.published.layout import Published, Tensors, block_of, check_sizes, integer, llama_config
 from moray.errors import DataError
 from moray.targets.spec import TargetSpec
 
@@ -85,16 +85,14 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str) -> Eagle
     )
 
 
-def read(tensors: Mapping[str, Tensor], drafter: Eagle3, source: str) -> dict[str, Tensor]:
+def read(tensors: Tensors, drafter: Eagle3) -> dict[str, Tensor]:
     """The weights of a published drafter by our names.
 
     Raises:
-        DataError: a tensor is missing.
+        DataError: a tensor is missing, or the vocabulary is in another order than the target's.
     """
 
-    def get(name: str) -> Tensor:
-        return take(tensors, name, source)
-
+    get = tensors.take
     head_dim = drafter.spec.head_dim
     query, key = (from_halves(get(f"midlayer.self_attn.{name}_proj.weight"), head_dim) for name in "qk")
     found = {
@@ -110,7 +108,7 @@ def read(tensors: Mapping[str, Tensor], drafter: Eagle3, source: str) -> dict[st
         "projection.weight": get("lm_head.weight"),
     }
     if drafter.vocabulary.is_reduced:
-        if "d2t" not in tensors:
-            raise DataError(f"'{source}' has no tensor 'd2t', which a reduced vocabulary needs")
-        found["vocabulary.tokens"] = tensors["d2t"].long() + torch.arange(drafter.vocabulary.size)
+        found["vocabulary.tokens"] = get("d2t").long() + torch.arange(drafter.vocabulary.size)
+    elif "d2t" in tensors and bool(get("d2t").any()):
+        raise DataError("d2t reorders the whole vocabulary, which is not supported: only a reduced one may be mapped")
     return found

@@ -19,27 +19,13 @@ from moray.drafters.eagle3 import Eagle3
 from moray.drafters.independent import Independent
 from moray.drafters.medusa import Medusa
 from moray.drafters.published import eagle, eagle3, independent, medusa
-from moray.drafters.published.layout import Published
+from moray.drafters.published.layout import Published, Tensors
 from moray.errors import ConfigError, DataError
 from moray.explain import one_line
 from moray.targets.head import TargetHead
 from moray.targets.spec import TargetSpec
 
-_KNOWN = ("embed_tokens.weight", "model.embed_tokens.weight", "lm_head.weight", "t2d", "inv_freq")
-"""Ends of names of tensors that need not be read: the target has them, or they follow from others."""
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
-
-
-class _Noted(dict[str, Tensor]):
-    """Tensors by name; notes which were read."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(tensors)
-        self.read = set[str]()
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.read.add(name)
-        return super().__getitem__(name)
 
 
 def published_form(drafter: Drafter) -> Published:
@@ -78,33 +64,29 @@ def read_published(source: Path, head: TargetHead) -> Drafter:
         ConfigError: it belongs to a target of other sizes.
         DataError: nothing of the kind is there, it is damaged, or it has parts that are not supported.
     """
-    described, tensors = _config_of(source), _Noted(_tensors_of(source))
     name = str(source)
+    described, tensors = _config_of(source), Tensors(_tensors_of(source), name)
     drafter = _configure(described, tensors, head.spec, name).build(head)
     if isinstance(drafter, Eagle3):
-        state = eagle3.read(tensors, drafter, name)
+        state = eagle3.read(tensors, drafter)
     elif isinstance(drafter, Eagle):
-        state = eagle.read(tensors, drafter, name)
+        state = eagle.read(tensors, drafter)
     elif isinstance(drafter, Medusa):
-        state = medusa.read(tensors, drafter, name)
+        state = medusa.read(tensors, drafter)
     else:
         assert isinstance(drafter, Independent)
-        state = independent.read(tensors, drafter, name)
-    strange = sorted(key for key in tensors.keys() - tensors.read if not key.endswith(_KNOWN))
-    if strange:
-        raise DataError(f"'{source}' has tensor '{strange[0]}', which no drafter of ours has: it is another kind")
+        state = independent.read(tensors, drafter)
+    tensors.check_all_used()
     fill(drafter, {key: tensor.contiguous() for key, tensor in state.items()}, source)
     return drafter.eval()
 
 
-def _configure(
-    described: Mapping[str, Any], tensors: Mapping[str, Tensor], spec: TargetSpec, name: str
-) -> DrafterConfigBase:
-    if any(key.startswith("midlayer.") for key in tensors):
+def _configure(described: Mapping[str, Any], tensors: Tensors, spec: TargetSpec, name: str) -> DrafterConfigBase:
+    if any(key.startswith("midlayer.") for key in tensors.names):
         return eagle3.configure(described, spec, name)
     if "fc.weight" in tensors:
         return eagle.configure(described, spec, name, tensors)
-    if described.get("model_type") == "medusa" or any("medusa" in key for key in (*described, *tensors)):
+    if described.get("model_type") == "medusa" or any("medusa" in key for key in (*described, *tensors.names)):
         return medusa.configure(described, spec, name, tensors)
     if described.get("model_type") == "llama" and "model.embed_tokens.weight" in tensors:
         return independent.configure(described, spec, name)

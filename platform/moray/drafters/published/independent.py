@@ -9,7 +9,7 @@ from torch import Tensor
 from moray.drafters.common.hugging_face import layer_state, layer_tensors
 from moray.drafters.configs import IndependentConfig
 from moray.drafters.independent import Independent
-from moray.drafters.published.layout import Published, block_of, cannot, check_sizes, integer, llama_config, take
+from moray.drafters.published.layout import Published, Tensors, block_of, cannot, check_sizes, integer, llama_config
 from moray.targets.spec import TargetSpec
 
 
@@ -61,20 +61,20 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str) -> Indep
     )
 
 
-def read(tensors: Mapping[str, Tensor], drafter: Independent, source: str) -> dict[str, Tensor]:
+def read(tensors: Tensors, drafter: Independent) -> dict[str, Tensor]:
     """The weights of an ordinary Llama model by our names; its embeddings may be tied.
 
     Raises:
         DataError: a tensor is missing.
     """
-    embeddings = take(tensors, "model.embed_tokens.weight", source)
+    embeddings = tensors.take("model.embed_tokens.weight")
     found = {
         "embedding.weight": embeddings,
-        "projection.weight": tensors["lm_head.weight"].float() if "lm_head.weight" in tensors else embeddings.clone(),
-        "norm.weight": take(tensors, "model.norm.weight", source),
+        "projection.weight": tensors.take("lm_head.weight") if "lm_head.weight" in tensors else embeddings.clone(),
+        "norm.weight": tensors.take("model.norm.weight"),
     }
     for number in range(drafter.config.num_layers):
         prefix = f"model.layers.{number}."
-        own = layer_state(lambda name, prefix=prefix: take(tensors, prefix + name, source), drafter.config.head_dim)
+        own = layer_state(lambda name, prefix=prefix: tensors.take(prefix + name), drafter.config.head_dim)
         found |= {f"layers.{number}.{name}": tensor for name, tensor in own.items()}
     return found

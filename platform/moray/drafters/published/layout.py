@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moray.drafters.config_base import BlockConfig
 from moray.errors import ConfigError, DataError
 from moray.targets.spec import TargetSpec
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_NOT_NEEDED = ("embed_tokens.weight", "lm_head.weight", "t2d", "inv_freq")
+"""Ends of names of tensors that need not be read: the target has them, or they follow from others."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,47 @@ class Published:
     """config.json"""
     tensors: Mapping[str, Tensor]
     """model.safetensors"""
+
+
+class Tensors:
+    """The tensors of a published drafter; remembers which were used, for one that no drafter has is an error."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], source: str) -> None:
+        self._tensors, self._source = tensors, source
+        self._used = set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def names(self) -> list[str]:
+        """All names."""
+        return sorted(self._tensors)
+
+    def take(self, name: str) -> Tensor:
+        """A tensor; numbers that are not whole become float32.
+
+        Raises:
+            DataError: it is missing.
+        """
+        if name not in self._tensors:
+            raise DataError(f"source '{self._source}' has no tensor '{name}': fetch it again, or give another one")
+        self._used.add(name)
+        tensor = self._tensors[name]
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    def check_all_used(self) -> None:
+        """Refuse tensors that nothing has read, apart from those that the target has too.
+
+        Raises:
+            DataError: names the first one.
+        """
+        strange = [name for name in self.names if name not in self._used and not name.endswith(_NOT_NEEDED)]
+        if strange:
+            raise DataError(
+                f"source '{self._source}' has tensor '{strange[0]}', which no drafter of ours has: give a drafter of "
+                "EAGLE, EAGLE-3, Medusa, or a Llama model"
+            )
 
 
 def llama_config(spec: TargetSpec, width: int, head_dim: int, layer: BlockConfig, num_layers: int) -> dict[str, Any]:
@@ -114,17 +155,6 @@ def theta_of(config: Mapping[str, Any]) -> float | None:
         raise DataError(f"its config.json has a rotary embedding of type {kind!r}; 'default' is accepted")
     theta = config.get("rope_theta", parameters.get("rope_theta"))
     return None if theta is None else float(theta)
-
-
-def take(tensors: Mapping[str, Tensor], name: str, source: str) -> Tensor:
-    """A tensor by its name, in float32.
-
-    Raises:
-        DataError: it is missing.
-    """
-    if name not in tensors:
-        raise DataError(f"'{source}' has no tensor '{name}'")
-    return tensors[name].float()
 
 
 def cannot(kind: str, what: str, instead: str) -> ConfigError:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from moray.drafters.configs import MedusaConfig
 from moray.drafters.medusa import Medusa
-from moray.drafters.published.layout import Published, check_sizes, take
+from moray.drafters.published.layout import Published, Tensors, check_sizes
 from moray.errors import DataError
 from moray.targets.spec import TargetSpec
 
+_VLLM = re.compile(r"blocks\.\d+\.layers\.\d+\.(weight|bias)|lm_heads\.\d+\.weight|token_map")
 _AUTHORS = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 
 
@@ -47,21 +48,24 @@ def write(drafter: Medusa) -> Published:
     return Published(described, tensors)
 
 
-def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors: Mapping[str, Tensor]) -> MedusaConfig:
+def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors: Tensors) -> MedusaConfig:
     """The configuration of a published drafter; heads and blocks are counted in its tensors.
 
     Raises:
         ConfigError: it belongs to a target of other sizes.
         DataError: it holds no heads.
     """
-    named = _by_our_names(tensors)
-    heads = {int(name.split(".")[1]) for name in named if name.startswith("lm_heads.")}
-    blocks = {int(name.split(".")[3]) for name in named if name.startswith("blocks.")}
-    if not heads or not blocks:
-        raise DataError(f"'{source}' holds no Medusa heads: tensors lm_heads.0.weight and blocks.0.layers.0.weight")
-    width = take(named, "blocks.0.layers.0.weight", source).shape[0]
+    names = _names(tensors)
+    heads = {int(name.split(".")[1]) for name in names if name.startswith("lm_heads.")}
+    blocks = {int(name.split(".")[3]) for name in names if name.startswith("blocks.")}
+    if heads != set(range(len(heads))) or blocks != set(range(len(blocks))) or not heads or not blocks:
+        raise DataError(
+            f"source '{source}' has Medusa heads {sorted(heads)} with blocks {sorted(blocks)}; numbers from 0 on, "
+            "without gaps, are accepted: fetch it again"
+        )
+    width = tensors.take(names["blocks.0.layers.0.weight"]).shape[0]
     check_sizes({"vocab_size": spec.vocab_size, **config, "hidden_size": width, "head_dim": None}, spec, source)
-    size = take(named, "lm_heads.0.weight", source).shape[0]
+    size = tensors.take(names["lm_heads.0.weight"]).shape[0]
     return MedusaConfig(
         type="medusa",
         num_heads=len(heads),
@@ -70,42 +74,40 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors:
     )
 
 
-def read(tensors: Mapping[str, Tensor], drafter: Medusa, source: str) -> dict[str, Tensor]:
-    """The weights of a published drafter by our names.
+def read(tensors: Tensors, drafter: Medusa) -> dict[str, Tensor]:
+    """The weights of a published drafter by our names; blocks without a bias get zeros.
 
     Raises:
         DataError: a tensor is missing.
     """
-    named, heads = _by_our_names(tensors), range(drafter.config.num_heads)
-    found = {"projections": torch.stack([take(named, f"lm_heads.{head}.weight", source) for head in heads])}
+    names, heads = _names(tensors), range(drafter.config.num_heads)
+
+    def take(name: str) -> Tensor:
+        return tensors.take(names.get(name, name))
+
+    found = {"projections": torch.stack([take(f"lm_heads.{head}.weight") for head in heads])}
     for block in range(drafter.config.num_blocks):
-        names = [f"blocks.{head}.layers.{block}" for head in heads]
-        weights = [take(named, f"{name}.weight", source) for name in names]
+        own = [f"blocks.{head}.layers.{block}" for head in heads]
+        weights = [take(f"{name}.weight") for name in own]
+        biases = [
+            take(f"{name}.bias") if f"{name}.bias" in names else weights[0].new_zeros(len(weights[0])) for name in own
+        ]
         found[f"block_weights.{block}"] = torch.stack(weights)
-        found[f"block_biases.{block}"] = torch.stack(
-            [named.get(f"{name}.bias", weights[0].new_zeros(len(weights[0]))).float()[None] for name in names]
-        )
+        found[f"block_biases.{block}"] = torch.stack(biases)[:, None]
     if drafter.vocabulary.is_reduced:
-        if "token_map" not in named:
-            raise DataError(f"'{source}' has no tensor 'token_map', which a reduced vocabulary needs")
-        found["vocabulary.tokens"] = named["token_map"].long()
+        found["vocabulary.tokens"] = take("token_map").long()
     return found
 
 
-def _by_our_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names that vLLM uses."""
-    found: dict[str, Tensor] = {}
-    for name in tensors:
+def _names(tensors: Tensors) -> dict[str, str]:
+    """The names of a file's tensors, by those that vLLM uses; others are left out."""
+    found: dict[str, str] = {}
+    for name in tensors.names:
         short = name.removeprefix("medusa_head.").removeprefix("medusa_heads.")
         match = _AUTHORS.fullmatch(short)
-        is_ours = short == "token_map" or short.startswith(("blocks.", "lm_heads."))
-        if match is None and not is_ours:
-            continue
-        tensor = tensors[name]
-        if match is None:
-            found[short] = tensor
-        elif ".linear." in short:
-            found[f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"] = tensor
-        else:
-            found[f"lm_heads.{match[1]}.{match[3]}"] = tensor
+        if match is not None:
+            kind = f"blocks.{match[1]}.layers.{match[2]}" if ".linear." in short else f"lm_heads.{match[1]}"
+            found[f"{kind}.{match[3]}"] = name
+        elif _VLLM.fullmatch(short):
+            found[short] = name
     return found
