@@ -16,7 +16,7 @@ def main(config: ImportDrafterConfig) -> None:
 
     with Progress(f"import {config.source}"):
         drafter = import_drafter(config)
-    print(f"imported: {config.output} (type {drafter.type})")
+    print(f"imported: {config.output} (type {drafter.implementation()[1].lower()})")
 
 
 CONFIG = ImportDrafterConfig

@@ -37,7 +37,10 @@ def main_import(config: ImportConfig) -> None:
     from moray.bench.replay.imported import import_log
 
     made = import_log(config)
-    print(f"{made['output']}: {made['continuations']} continuations, {made['tokens']:,} tokens")
+    print(
+        f"{made['output']}: {made['continuations']} continuations of {made['prompts']} prompts, "
+        f"{made['tokens']:,} tokens"
+    )
     if made["agreement"] is not None:
         print(f"{made['agreement']:.2%} of these tokens are the target's own greedy choice")
         if made["agreement"] < 0.99:

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from moray.config import Config
 from moray.distill.configs import InitialWeights
+from moray.distill.runs import first_difference
 from moray.drafters.checkpoint import drafter_files, load_weights, read_contract
 from moray.drafters.common.hugging_face import LAYER_TENSORS, layer_state
-from moray.drafters.configs import IndependentConfig
+from moray.drafters.configs import Eagle3Config, IndependentConfig
 from moray.drafters.independent import Independent
 from moray.drafters.learner import Learner
 from moray.errors import ConfigError, MismatchError
@@ -19,20 +21,23 @@ from moray.provenance import sha256_of_files
 from moray.targets.spec import TargetSpec, read_spec, resolve_folder
 from moray.targets.stored import StoredTensor, read_model_config, stored_tensors
 
+_TRAINING_ONLY = ("ttt_steps", "feature_noise", "norm_init", "decay", "mask_width", "staircase")
+"""Settings of drafters that only training reads: a drafter may be trained further with others."""
+
 _LOGGER = logging.getLogger(__name__)
 
 
 def check_initial(init: InitialWeights, drafter: Config, model: str, text_fingerprint: str) -> None:
-    """Refuse weights that a drafter cannot start from, reading no weights.
+    """Refuse weights that a drafter cannot start from, without reading any.
 
     Args:
-        init: where they come from.
-        drafter: what is trained.
-        model: the target.
-        text_fingerprint: of its tokenizer and chat template.
+        init: where the weights come from.
+        drafter: configuration of the drafter that is trained.
+        model: folder or name of the target.
+        text_fingerprint: fingerprint of the target's tokenizer and chat template.
 
     Raises:
-        ConfigError: a layer does not exist, or has sizes or tensors that the drafter has not.
+        ConfigError: a layer does not exist, or has sizes or tensors that the drafter does not have.
         MismatchError: the drafter to start from has another configuration or target.
         DataError: the drafter to start from is missing or damaged.
     """
@@ -41,10 +46,11 @@ def check_initial(init: InitialWeights, drafter: Config, model: str, text_finger
         folder = Path(init.drafter)
         contract = read_contract(folder)
         contract.check_target(folder, spec, text_fingerprint)
-        if contract.drafter != drafter:
+        there, here = (_settings(config, spec.num_layers) for config in (contract.drafter, drafter))
+        if (found := first_difference(there, here, _TRAINING_ONLY)) is not None:
+            key, before, now = found
             raise MismatchError(
-                f"init.drafter '{folder}' has other settings than `drafter`: {contract.drafter.model_dump()} there, "
-                f"{drafter.model_dump()} here; give the same"
+                f"init.drafter '{folder}' has drafter.{key} = {before}, here it is {now}: give drafter.{key}={before}"
             )
     elif isinstance(drafter, IndependentConfig):
         _check_layers(init, drafter, spec, model)
@@ -79,6 +85,14 @@ def initial_fingerprint(init: InitialWeights) -> str:
     return sha256_of_files(drafter_files(Path(init.drafter)))
 
 
+def _settings(drafter: Config, num_layers: int) -> dict[str, Any]:
+    """What decides a drafter's weights and how it drafts."""
+    values = drafter.model_dump(mode="json")
+    if isinstance(drafter, Eagle3Config):
+        values["hidden_layers"] = list(drafter.layers_of(num_layers))
+    return values
+
+
 def _check_layers(init: InitialWeights, drafter: IndependentConfig, spec: TargetSpec, model: str) -> None:
     if max(init.layers) >= spec.num_layers:
         raise ConfigError(
@@ -105,16 +119,22 @@ def _check_layers(init: InitialWeights, drafter: IndependentConfig, spec: Target
     folder = resolve_folder(model)
     activation = getattr(read_model_config(folder, model), "hidden_act", "silu")
     if activation != "silu":
-        raise ConfigError(f"init.layers: the target's MLP has '{activation}', the drafter's silu: train from random")
+        raise ConfigError(
+            f"init.layers is {list(init.layers)}, but the target's hidden_act is '{activation}' and a drafter's is "
+            "silu: leave init out"
+        )
     names = _names(stored_tensors(folder), init.layers)
     if spec.routing is not None:
-        raise ConfigError("init.layers: the target is sparse, and its layers were trained to be skipped: give another")
+        raise ConfigError(
+            f"init.layers is {list(init.layers)}, but target.model is sparse, whose layers are trained to be skipped: "
+            "leave init out, or give the dense target"
+        )
     for layer, found in names.items():
         strange = sorted(found - set(LAYER_TENSORS))
         if strange:
             raise ConfigError(
-                f"init.layers: layer {layer} of the target has '{strange[0]}', which the drafter's layers have not: "
-                "train from random weights"
+                f"init.layers has {layer}, a layer with '{strange[0]}', which the layers of a drafter do not have: "
+                "leave init out"
             )
     if spec.rope_scaling != "default" or spec.sliding_window is not None:
         what = "rotary embedding is scaled" if spec.rope_scaling != "default" else "attention has a sliding window"

@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from moray.config import Config
 from moray.drafters.config_base import BlockConfig, LayeredBase, ReadyBase, TrainableBase
 from moray.drafters.installed import installed_drafters
+from moray.errors import ConfigError
 
 
 class MoABase(LayeredBase):
@@ -130,6 +131,21 @@ class Eagle3Config(LayeredBase):
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.eagle3", "Eagle3"
+
+    def layers_of(self, num_layers: int) -> tuple[int, int, int]:
+        """After how many layers it reads hidden states of a target with this many layers.
+
+        Raises:
+            ConfigError: the target has too few layers.
+        """
+        first, middle, last = sorted((min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, num_layers // 2)))
+        chosen = self.hidden_layers or (first, middle, last)
+        if not 0 <= chosen[0] <= chosen[1] <= chosen[2] < num_layers:
+            raise ConfigError(
+                f"drafter.hidden_layers is {list(chosen)}; give three ascending numbers from 0 to {num_layers - 1} for "
+                f"this target of {num_layers} layers"
+            )
+        return chosen
 
 
 class GlideConfig(LayeredBase):

@@ -40,7 +40,6 @@ from moray.drafters.common.unrolled import STEP_DECAY, drafted_before, from_step
 from moray.drafters.config_base import BlockConfig
 from moray.drafters.configs import Eagle3Config
 from moray.drafters.learner import DraftOutput, DraftView, Prediction
-from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.trees.shapes import MAX_DEPTH
 
@@ -120,20 +119,8 @@ class Eagle3(BatchedDrafter[FeatureState]):
 
     @property
     def hidden_layers(self) -> tuple[int, int, int]:
-        """After how many of the target's layers it reads hidden states.
-
-        Raises:
-            ConfigError: the target has too few layers.
-        """
-        most = self.spec.num_layers
-        first, middle, last = sorted((min(2, most - 1), most // 2, max(most - 3, most // 2)))
-        chosen = self.config.hidden_layers or (first, middle, last)
-        if not 0 <= chosen[0] <= chosen[1] <= chosen[2] < most:
-            raise ConfigError(
-                f"drafter.hidden_layers is {list(chosen)}; give three ascending numbers from 0 to {most - 1} for this "
-                f"target of {most} layers"
-            )
-        return chosen
+        """After how many of the target's layers it reads hidden states."""
+        return self.config.layers_of(self.spec.num_layers)
 
     @property
     def needs(self) -> TapNeeds:

@@ -87,7 +87,7 @@ def test_there_and_back_again_is_the_same_drafter_and_the_same_bytes(tiny, tmp_p
     drafter = made(tiny, CONFIGS[name])
     folder = exported(tiny, drafter, tmp_path)
     again = imported(tiny, folder, tmp_path / "imported")
-    for ours, theirs in zip(logits_of(tiny, drafter), logits_of(tiny, again), strict=False):
+    for ours, theirs in zip(logits_of(tiny, drafter), logits_of(tiny, again), strict=True):
         assert torch.equal(ours, theirs)
     second = export(tiny, tmp_path / "imported", tmp_path / "second")
     for file in ("model.safetensors", "config.json"):
@@ -146,10 +146,20 @@ def test_eagle3_is_what_other_engines_compute(tiny, tmp_path, name):
         hidden = feature + attended
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         logits = F.linear(norm(hidden), tensors["lm_head.weight"])[0]
+        root = 10  # drafts after it: its own hidden state is the feature of the first drafted token
+        drafted = layer.input_layernorm(model.get_input_embeddings()(tokens[None, root + 2 : root + 3]))
+        more = torch.cat([drafted, hidden_norm(hidden[:, root : root + 1])], dim=-1)
+        seen = torch.cat([both[:, : root + 1], more], dim=1)
+        turned = rotation(layer.self_attn.config, root + 2)
+        last = layer.self_attn(seen, position_embeddings=turned, attention_mask=causal(root + 2))[0][:, -1:]
+        second = hidden[:, root : root + 1] + last
+        second = second + layer.mlp(layer.post_attention_layernorm(second))
+        second_logits = F.linear(norm(second), tensors["lm_head.weight"])[0, 0]
     targets = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
     assert tensors["t2d"].nonzero()[:, 0].tolist() == targets.tolist()
-    found = logits_of(tiny, drafter)[0][1:, targets]
-    torch.testing.assert_close(found, logits, atol=2e-5, rtol=2e-5)
+    found = logits_of(tiny, drafter)
+    torch.testing.assert_close(found[0][1:, targets], logits, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found[1][root + 2, targets], second_logits, atol=2e-5, rtol=2e-5)
 
 
 def test_eagle_is_what_other_engines_compute(tiny, tmp_path):
@@ -166,6 +176,21 @@ def test_eagle_is_what_other_engines_compute(tiny, tmp_path):
         out = layer(x, attention_mask=causal(length), position_embeddings=rotation(layer.self_attn.config, length))
         logits = model.get_output_embeddings()(out if isinstance(out, Tensor) else out[0])[0]
     torch.testing.assert_close(logits_of(tiny, drafter)[0][1:], logits, atol=5e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["medusa", "medusa, reduced"])
+def test_medusa_is_what_other_engines_compute(tiny, tmp_path, name):
+    drafter = made(tiny, CONFIGS[name])
+    described, tensors = read_back(exported(tiny, drafter, tmp_path))
+    batch = batch_of(tiny.target, [tiny.prompt(1, 24)], 6, drafter.needs)
+    known = tensors.get("token_map", torch.arange(262))
+    for head, found in enumerate(logits_of(tiny, drafter)):
+        x = batch.taps.hidden[-1][0]
+        for block in range(described["num_hidden_layers"]):
+            prefix = f"blocks.{head}.layers.{block}"
+            x = x + F.silu(F.linear(x, tensors[f"{prefix}.weight"], tensors[f"{prefix}.bias"]))
+        logits = F.linear(x, tensors[f"lm_heads.{head}.weight"])
+        torch.testing.assert_close(found[head + 1 :, known], logits[: -head - 1], atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["independent", "independent, narrow", "frozen and reduced"])
@@ -201,13 +226,18 @@ def test_the_layouts_of_the_authors_are_read(tiny, tmp_path):
     (tmp_path / "medusa" / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 2}))
     again = imported(tiny, tmp_path / "medusa", tmp_path / "medusa-imported")
     assert all(torch.equal(a, b) for a, b in zip(logits_of(tiny, drafter), logits_of(tiny, again), strict=True))
-    drafter = made(tiny, EagleConfig(type="eagle", layer=LAYER, reads_first_token=False))
     folder = exported(tiny, made(tiny, CONFIGS["eagle"]), tmp_path)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    head = {"embed_tokens.weight": torch.zeros(4, 4), "fc.bias": torch.full((64,), 0.5)}
+    head = {
+        "embed_tokens.weight": tiny.target.model.model.embed_tokens.weight.bfloat16(),
+        "fc.bias": torch.full((64,), 0.5),
+    }
     torch.save(tensors | head, folder / "pytorch_model.bin")
     assert imported(tiny, folder, tmp_path / "eagle").state_dict()["fc.bias"].tolist() == [0.5] * 64
+    torch.save(tensors | {"embed_tokens.weight": torch.zeros(262, 64)}, folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"its embed_tokens.weight is not the target's"):
+        imported(tiny, folder, tmp_path / "other")
 
 
 class _Command:
@@ -247,7 +277,12 @@ def test_what_the_layout_cannot_hold_is_refused(tiny, config, message):
         ({"norm_before_residual": True}, DataError, "has norm_before_residual True; False is accepted"),
         ({"hidden_act": "gelu"}, DataError, "has hidden_act 'gelu'; 'silu' is accepted"),
         ({"rope_scaling": {"rope_type": "llama3"}}, DataError, "rotary embedding of type 'llama3'"),
+        ({"rms_norm_eps": 0.5}, ConfigError, "has rms_norm_eps 0.5, the target"),
         ({"num_attention_heads": "4"}, DataError, "has num_attention_heads '4'; a whole number"),
+        ({"num_attention_heads": 0}, DataError, "has num_attention_heads 0; a whole number from 1"),
+        ({"num_key_value_heads": 3}, DataError, "its config.json cannot be used"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, DataError, r"layer_ids \[1, 2\]; three numbers are accepted"),
+        ({"draft_vocab_size": 1}, DataError, "its config.json cannot be used"),
     ],
 )
 def test_a_drafter_of_another_kind_or_target_is_refused(tiny, tmp_path, change, error, message):
@@ -264,6 +299,7 @@ def test_damaged_folders_are_refused_by_tensor(tiny, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     for changed, message in (
         ({"more.weight": torch.zeros(1)}, "has tensor 'more.weight', which no drafter of ours has"),
+        ({"d2t": torch.full_like(tensors["d2t"], 1)}, "its d2t reorders the whole vocabulary"),
         ({"norm.weight": torch.zeros(3)}, r"tensor 'norm.weight' has the shape \[3\]"),
     ):
         save_file(tensors | changed, folder / "model.safetensors")

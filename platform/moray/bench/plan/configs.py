@@ -100,3 +100,9 @@ class ShapesConfig(Config):
     """Folder for shapes.html, and for a YAML file of each drafter."""
     report: str | None = None
     """JSON file to write, the same as --json FILE; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ShapesConfig":
+        if len(set(self.depths)) < len(self.depths):
+            raise ValueError(f"depths is {list(self.depths)}; name each number of layers once, such as [1, 2, 4]")
+        return self

@@ -37,7 +37,7 @@ def write_check_page(path: Path, result: Mapping[str, Any]) -> None:
 
 def write_shapes_page(path: Path, result: Mapping[str, Any]) -> None:
     """Time of a draft step against the number of layers."""
-    plots = [_step_by_layers(result["rows"], result["law"])]
+    plots = [_step_by_layers(result["rows"], result["fit"])]
     page = render_page("moray.bench.plan", "shapes.html.jinja", result=result, plots=plots)
     path.write_text(page, encoding="utf-8")
 
@@ -47,7 +47,13 @@ def print_shapes(result: Mapping[str, Any], console: Console) -> None:
     table = Table(title="a draft step by the drafter's shape", box=box.SIMPLE_HEAD)
     table.add_column("layers x width")
     depths = list(result["rows"][0]["break_even_tau"])
-    for heading in ("in layers", "in all", "ms per token", "spread", *(f"tau, chain-{depth}" for depth in depths)):
+    for heading in (
+        "layer parameters",
+        "all parameters",
+        "ms per token",
+        "spread",
+        *(f"tau, chain-{depth}" for depth in depths),
+    ):
         table.add_column(heading, justify="right")
     for row in result["rows"]:
         table.add_row(
@@ -60,17 +66,17 @@ def print_shapes(result: Mapping[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(f"target passes: {_passes(result)}; tau is that at which a chain breaks even", highlight=False)
-    console.print(f"by number of layers: {_law(result['law'])}", highlight=False)
+    console.print(f"by number of layers: {_fit(result['fit'])}", highlight=False)
 
 
 def _passes(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{size} tokens {number(1e3 * seconds)} ms" for size, seconds in result["passes"].items())
 
 
-def _law(law: Mapping[str, float]) -> str:
+def _fit(fitted: Mapping[str, float]) -> str:
     return (
-        f"{number(1e3 * law['base'])} ms + {number(1e3 * law['per_unit'])} ms for each layer, "
-        f"R2 = {number(law['r_squared'])}"
+        f"{number(1e3 * fitted['intercept'])} ms + {number(1e3 * fitted['slope'])} ms for each layer, "
+        f"R2 = {number(fitted['r_squared'])}"
     )
 
 
@@ -161,15 +167,15 @@ def _curves(curves: Mapping[str, Sequence[tuple[int, float]]], plain: float) -> 
     return draw
 
 
-def _step_by_layers(rows: Sequence[Mapping[str, Any]], law: Mapping[str, float]) -> Plot:
+def _step_by_layers(rows: Sequence[Mapping[str, Any]], fitted: Mapping[str, float]) -> Plot:
     layers = [row["num_layers"] for row in rows]
     milliseconds = [1e3 * row["step_seconds"] for row in rows]
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
         ends = [0, max(layers)]
-        fitted = [1e3 * (law["base"] + law["per_unit"] * end) for end in ends]
-        axes.plot(ends, fitted, color=COLOURS[-1], linestyle=":")
+        heights = [1e3 * (fitted["intercept"] + fitted["slope"] * end) for end in ends]
+        axes.plot(ends, heights, color=COLOURS[-1], linestyle=":")
         axes.plot(layers, milliseconds, "o", color=COLOURS[0])
         axes.set_xlabel("decoder layers, at equal parameters")
         axes.set_ylabel("ms per drafted token")
@@ -177,7 +183,7 @@ def _step_by_layers(rows: Sequence[Mapping[str, Any]], law: Mapping[str, float])
 
     title = "Time of a draft step by depth"
     said = "; ".join(f"{row['name']} {1e3 * row['step_seconds']:.2f} ms" for row in rows)
-    return Plot("shapes", title, f"{title}: {said}. {_law(law)}.", render_svg("shapes", draw, 3))
+    return Plot("shapes", title, f"{title}: {said}. {_fit(fitted)}.", render_svg("shapes", draw, 3))
 
 
 def _predicted_against_measured(rows: Sequence[Mapping[str, Any]]) -> Plot:

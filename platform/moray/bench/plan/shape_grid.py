@@ -1,4 +1,4 @@
-"""Shapes of independent drafters, from deep and narrow to shallow and wide, and laws of what their steps cost.
+"""Shapes of independent drafters, from deep and narrow to shallow and wide, and what their steps cost by depth.
 
 "Decoding Speculative Decoding" (arXiv 2402.01528) finds that a draft's latency follows its depth, not its parameters.
 Torch-free.
@@ -19,13 +19,13 @@ _MLP_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
-class Law:
-    """seconds = base + per_unit * units, fitted by least squares."""
+class LinearFit:
+    """seconds = intercept + slope * units, fitted by least squares."""
 
-    base: float
-    per_unit: float
+    intercept: float
+    slope: float
     r_squared: float
-    """Share of the variance that the law explains; 1 where there is none."""
+    """Share of the variance that the line explains; 1 where there is none."""
 
 
 def grid_of(config: ShapesConfig, spec: TargetSpec) -> list[IndependentConfig]:
@@ -34,6 +34,10 @@ def grid_of(config: ShapesConfig, spec: TargetSpec) -> list[IndependentConfig]:
     Raises:
         ConfigError: a depth would need a hidden size below one head.
     """
+    if config.draft_vocab_size is not None and config.draft_vocab_size > spec.vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size is {config.draft_vocab_size}; the target has {spec.vocab_size} tokens: give at most that"
+        )
     wanted = config.block_parameters or 2 * block_parameters(
         spec.hidden_size,
         BlockConfig(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, intermediate_size=spec.intermediate_size),
@@ -53,24 +57,24 @@ def name_of(drafter: IndependentConfig) -> str:
     return f"{drafter.num_layers}x{drafter.hidden_size}"
 
 
-def fit(units: Sequence[float], seconds: Sequence[float]) -> Law:
-    """The law of best fit; with a single number of units, a constant."""
+def fit_line(units: Sequence[float], seconds: Sequence[float]) -> LinearFit:
+    """The line of best fit; with a single number of units, a constant."""
     mean_x, mean_y = sum(units) / len(units), sum(seconds) / len(seconds)
     spread = sum((x - mean_x) ** 2 for x in units)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(units, seconds, strict=True)) / spread if spread else 0.0
-    base = mean_y - slope * mean_x
+    intercept = mean_y - slope * mean_x
     total = sum((y - mean_y) ** 2 for y in seconds)
-    left = sum((y - base - slope * x) ** 2 for x, y in zip(units, seconds, strict=True))
-    return Law(base, slope, 1 - left / total if total else 1.0)
+    left = sum((y - intercept - slope * x) ** 2 for x, y in zip(units, seconds, strict=True))
+    return LinearFit(intercept, slope, 1 - left / total if total else 1.0)
 
 
 def break_even_tau(pass_seconds: dict[int, float], draft_seconds: float, depth: int) -> float:
     """Tokens per cycle at which chains of this depth are as fast as plain decoding.
 
     Args:
-        pass_seconds: of the target, by tokens: 1, and depth + 1.
-        draft_seconds: of one token of a chain.
-        depth: of the chain.
+        pass_seconds: seconds of a target pass, by its number of tokens: 1, and depth + 1.
+        draft_seconds: seconds of one token of a chain.
+        depth: number of tokens in the chain.
     """
     return (depth * draft_seconds + pass_seconds[depth + 1]) / pass_seconds[1]
 

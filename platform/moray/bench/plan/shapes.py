@@ -12,7 +12,7 @@ import yaml
 
 from moray.bench.plan.configs import ShapesConfig
 from moray.bench.plan.page import write_shapes_page
-from moray.bench.plan.shape_grid import block_parameters, break_even_tau, fit, grid_of, name_of
+from moray.bench.plan.shape_grid import block_parameters, break_even_tau, fit_line, grid_of, name_of
 from moray.bench.recording import check_writable, record
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.params import SamplingParams
@@ -143,8 +143,8 @@ def _result(
                 "break_even_tau": {str(depth): break_even_tau(passes, step, depth) for depth in config.chain_depths},
             }
         )
-    law = fit([row["num_layers"] for row in rows], [row["step_seconds"] for row in rows])
-    return {"rows": rows, "passes": {str(size): each for size, each in passes.items()}, "law": asdict(law)}
+    line = fit_line([row["num_layers"] for row in rows], [row["step_seconds"] for row in rows])
+    return {"rows": rows, "passes": {str(size): each for size, each in passes.items()}, "fit": asdict(line)}
 
 
 def _write_drafters(folder: Path, shapes: list[IndependentConfig]) -> None:

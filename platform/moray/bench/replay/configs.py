@@ -19,7 +19,7 @@ class _LogConfig(Config):
     kv_layers: tuple[int, ...] | None = None
     """Layers whose keys and values are kept; null for all, as MoA reads them. GLIDE reads the last one."""
     hidden_depths: tuple[int, ...] = (-1,)
-    """Depths of hidden states that are kept, for EAGLE and Medusa (-1) and for MoA with N (-1-N)."""
+    """Depths of hidden states that are kept, for EAGLE and Medusa (-1), MoA with N (-1-N), and EAGLE-3 (three)."""
     codec: Literal["float32", "bfloat16", "float16"] = "float32"
     """How they are stored: float32, bfloat16 or float16. With float32 the replay is exact."""
     threads: int | None = Field(default=None, ge=1)
@@ -40,8 +40,8 @@ class RecordConfig(_LogConfig):
     """Maximum tokens of a continuation."""
     sampling: SamplingParams = SamplingParams()
     """How tokens are drawn; greedy by default. Drafters that are replayed draw with the same noise."""
-    max_num_seqs: int = Field(default=8, ge=1)
-    """Number of continuations that the target writes at the same time."""
+    max_num_seqs: int = Field(default=8, ge=1, le=1024)
+    """Number of continuations that the target writes at the same time. Each takes memory for its keys and values."""
 
 
 class ImportConfig(_LogConfig):
@@ -55,7 +55,7 @@ class ImportConfig(_LogConfig):
     """The target that wrote them, for all that drafters read of it; null for a log of the texts alone. Only prompt
     lookup and pretrained models can be replayed over those."""
     tokenizer: str | None = None
-    """Without a target: folder or hub name of the tokenizer that it had."""
+    """Without a target: folder or hub name of the tokenizer that it used."""
 
     @model_validator(mode="after")
     def _check(self) -> "ImportConfig":
@@ -69,7 +69,7 @@ class ReplayConfig(Config):
     """Drafters and trees that are replayed over a log."""
 
     log: str
-    """Folder that `pipelines.replay record` has written."""
+    """Folder that `pipelines.replay record` or `import` has written."""
     drafters: tuple[str | UsableConfig, ...] = Field(min_length=1)
     """Folders of drafters that were trained for the log's target, or drafters by type."""
     trees: tuple[Shape, ...] = (ChainShape(type="chain", depth=5),)

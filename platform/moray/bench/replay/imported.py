@@ -15,7 +15,7 @@ import torch
 from moray.bench.replay.configs import ImportConfig
 from moray.bench.replay.log import LOG_FILE, Continuation, LogHeader, as_line, count_tokens, write_target
 from moray.bench.replay.record import write_head, write_taps
-from moray.bench.specbench import read_questions
+from moray.bench.specbench import Question, read_questions
 from moray.decoding.params import SamplingParams
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.progress import Progress
@@ -32,21 +32,24 @@ def import_log(config: ImportConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: a file, the tokenizer or the target cannot be read.
-        DataError: the outputs are no printed tensors, are more than the prompts, or hold other tokens than the
-            tokenizer's.
+        DataError: the outputs are not printed tensors, there are more of them than prompts, or they hold tokens that
+            the tokenizer does not have.
         MismatchError: `output` holds another log.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     source = config.target.model if config.target is not None else str(config.tokenizer)
-    template = "plain" if config.target is None else config.target.template or "plain"
+    template = "plain" if config.target is None else config.target.template
     tokenizer = ChatTokenizer.load(source, template)
     target = None
     if config.target is not None:
         with Progress(f"load target {config.target.model}"):
             target = Target.load(config.target)
     eos_ids = {*tokenizer.eos_ids, *(() if target is None else target.eos_ids)}
-    entries = list(_entries(config, tokenizer, eos_ids, len(tokenizer.tokenizer)))
+    questions = read_questions(config.prompts)
+    highest = max(tokenizer.tokenizer.get_vocab().values())
+    num_ids = highest + 1 if target is None else target.spec.vocab_size
+    entries = list(_entries(config, questions, tokenizer, eos_ids, num_ids))
     header = LogHeader(
         target="" if target is None else target.spec.fingerprint,
         text_fingerprint=tokenizer.fingerprint,
@@ -62,7 +65,7 @@ def import_log(config: ImportConfig) -> dict[str, Any]:
     agreement = None
     if target is None or config.target is None:
         tokenizer.tokenizer.save_pretrained(folder)
-        write_target(folder, None, _spec_of_text(entries, len(tokenizer.tokenizer)), 0, "float32")
+        write_target(folder, None, _spec_of_text(entries, num_ids), 0, "float32")
     else:
         _check_context(entries, target)
         agreement = _greedy_agreement(target, entries)
@@ -71,6 +74,7 @@ def import_log(config: ImportConfig) -> dict[str, Any]:
     replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
     return {
         "continuations": len(entries),
+        "prompts": len(questions),
         "tokens": count_tokens(entries),
         "agreement": agreement,
         "output": config.output,
@@ -92,7 +96,12 @@ def read_tensors(path: Path) -> Iterator[tuple[int, list[int]]]:
         rest = line
         while rest:
             if not parts:
-                _, mark, rest = rest.partition(_BEGIN)
+                before, mark, rest = rest.partition(_BEGIN)
+                if "tensor(" in before:
+                    raise DataError(
+                        f"line {number} of '{path}' has a tensor that does not begin with {_BEGIN}: a row of token ids "
+                        "is needed for every prompt"
+                    )
                 if not mark:
                     break
                 begin = number
@@ -118,14 +127,22 @@ def _numbers(text: str, path: Path, line: int) -> list[int]:
             "torch.set_printoptions(threshold=10**9)"
         )
     try:
-        return [int(part) for part in text.replace(",", " ").split()]
+        found = [int(part) for part in text.replace(",", " ").split()]
     except ValueError as error:
         raise DataError(f"the tensor in line {line} of '{path}' is not made of token ids: {error}") from None
+    if not found:
+        raise DataError(f"the tensor in line {line} of '{path}' is empty: every prompt needs at least one token")
+    return found
 
 
-def _entries(config: ImportConfig, tokenizer: ChatTokenizer, eos_ids: set[int], num_ids: int) -> Iterator[Continuation]:
+def _entries(
+    config: ImportConfig,
+    questions: Sequence[Question],
+    tokenizer: ChatTokenizer,
+    eos_ids: set[int],
+    num_ids: int,
+) -> Iterator[Continuation]:
     """Prompts with their continuations, each cut after the token that ends it."""
-    questions = read_questions(config.prompts)
     path = Path(config.outputs)
     for index, (line, tokens) in enumerate(read_tensors(path)):
         if index == len(questions):
@@ -134,9 +151,11 @@ def _entries(config: ImportConfig, tokenizer: ChatTokenizer, eos_ids: set[int], 
                 f"one too many is in line {line}: give the prompts that they were written for"
             )
         strange = [token for token in tokens if not 0 <= token < num_ids]
-        if strange or not tokens:
-            what = f"token {strange[0]}, which the tokenizer has not" if strange else "no token"
-            raise DataError(f"the tensor in line {line} of '{path}' has {what}: give the tokenizer that wrote it")
+        if strange:
+            raise DataError(
+                f"the tensor in line {line} of '{path}' has token {strange[0]}, but the tokenizer or the target has "
+                f"only {num_ids}: give those that wrote it"
+            )
         end = next((place + 1 for place, token in enumerate(tokens) if token in eos_ids), len(tokens))
         yield Continuation(
             uid=questions[index].question_id,

@@ -103,11 +103,11 @@ def write_target(
     """Write what is known of the target.
 
     Args:
-        folder: of the log.
-        model_config: its config.json; None if only its text is known.
-        spec: its sizes.
-        head_layers: how many of its last layers are kept.
-        dtype: of the head.
+        folder: folder of the log.
+        model_config: the target's config.json; None if only its text is known.
+        spec: sizes of the target.
+        head_layers: how many of the target's last layers are kept.
+        dtype: number format of the head.
     """
     values = {"config": model_config, "spec": spec.model_dump(mode="json"), "head_layers": head_layers, "dtype": dtype}
     write_json_atomically(folder / TARGET_FILE, values)

@@ -179,9 +179,9 @@ def write_head(
     Args:
         config: says how many layers are kept.
         source: where the target was loaded from.
-        folder: of the log.
-        target: loaded.
-        template: of its chats.
+        folder: folder of the log.
+        target: the loaded target.
+        template: chat template, as in the target's settings.
     """
     head = TargetHead.of(target, config.head_layers)
     tensors = {name: tensor.contiguous() for name, tensor in head.tensors().items()}

@@ -187,8 +187,8 @@ def _send_validation(config: TrainingConfig, output: Path, progress_actor: Any) 
 
 
 def _check_initial(config: TrainingConfig) -> None:
-    """Refuse weights that cannot be started from, before anything starts."""
-    if config.initial_weights is not None:
+    """Refuse weights that a new run cannot start from, before anything starts."""
+    if config.initial_weights is not None and newest_checkpoint(Path(config.output).absolute()) is None:
         text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
         check_initial(config.initial_weights, config.learner, config.target.model, text)
 

@@ -11,7 +11,7 @@ from moray.cluster.training.configs import TrainingConfig
 from moray.distill.initial import initial_fingerprint
 from moray.distill.runs import begin_run, check_run
 from moray.errors import MismatchError
-from moray.provenance import RUN_FILE
+from moray.provenance import RUN_FILE, read_run_yaml
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec
 from moray.text import ChatTokenizer, fingerprint_parts
 
@@ -45,9 +45,7 @@ def run_fingerprints(config: TrainingConfig) -> dict[str, str]:
         MismatchError: the cache was made from another target.
         DataError: there is no complete cache.
     """
-    initial = {}
-    if config.initial_weights is not None:
-        initial = {"initial_weights": initial_fingerprint(config.initial_weights)}
+    initial = _initial_fingerprint(config)
     if config.source.type != "disk":
         text = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
         return {"target": read_spec(config.target.model).fingerprint, "text": text, **initial}
@@ -60,6 +58,19 @@ def run_fingerprints(config: TrainingConfig) -> dict[str, str]:
         "training_data": _data_fingerprint(manifest),
         **initial,
     }
+
+
+def _initial_fingerprint(config: TrainingConfig) -> dict[str, str]:
+    """Of what the run starts from. A run that has begun no longer needs that drafter: if it is gone, the recorded
+    fingerprint stands."""
+    init, output = config.initial_weights, Path(config.output).absolute()
+    if init is None:
+        return {}
+    has_begun = (output / RUN_FILE).is_file()
+    if has_begun and init.drafter is not None and not Path(init.drafter).exists():
+        known = read_run_yaml(output)["fingerprints"].get("initial_weights")
+        return {} if known is None else {"initial_weights": known}
+    return {"initial_weights": initial_fingerprint(init)}
 
 
 def _data_fingerprint(manifest: Manifest) -> str:

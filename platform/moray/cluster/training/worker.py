@@ -123,6 +123,8 @@ def _train(settings: WorkerSettings) -> None:
     drafter = build_learner(config, manifest, device.type).to(device)
     plans = plan_data_shards(config, manifest, drafter.needs, settings.num_data_shards)
     newest = newest_checkpoint(output)
+    if newest is None and config.initial_weights is not None:
+        initialise(drafter, config.initial_weights, config.target.model)
     parallel, first = _resume(config, drafter, worker, newest)
     if newest is not None and not _is_listed(newest):
         _save(parallel, first, manifest, worker, is_validated(config, first.step))
@@ -220,8 +222,6 @@ def build_learner(config: TrainingConfig, manifest: Manifest, device_type: str =
     if drafter.vocabulary.is_reduced:
         counts = token_counts(store, drafter.spec.vocab_size)
         drafter.choose_vocabulary(torch.from_numpy(counts))
-    if config.initial_weights is not None:
-        initialise(drafter, config.initial_weights, config.target.model)
     return drafter
 
 

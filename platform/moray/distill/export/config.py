@@ -21,7 +21,7 @@ class ExportConfig(Config):
     """Layout: moray for drafter replicas, hf for other engines (eagle3, eagle, medusa, independent)."""
     include_head: bool = True
     """Also write the target's frozen parts: embeddings, the last layers, norm and lm_head. A drafter replica needs
-    them."""
+    them; other engines (format hf) have the target."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Number format of all weights; null keeps the drafter's as trained, the head's as target.dtype."""
     license: str | None = Field(default=None, min_length=1)

@@ -1,17 +1,19 @@
 """Makes a drafter of ours from one that others have published."""
 
+import shutil
+import uuid
 from pathlib import Path
-from typing import Any
 
 from moray.distill.export.config import ImportDrafterConfig
 from moray.drafters.checkpoint import save_drafter
+from moray.drafters.config_base import DrafterConfigBase
 from moray.drafters.published.folders import read_published
 from moray.errors import DataError
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 
 
-def import_drafter(config: ImportDrafterConfig) -> Any:
+def import_drafter(config: ImportDrafterConfig) -> DrafterConfigBase:
     """Write the drafter's folder; returns its configuration.
 
     Raises:
@@ -24,5 +26,10 @@ def import_drafter(config: ImportDrafterConfig) -> Any:
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
     head = TargetHead.load(config.target.model_copy(update={"device": "cpu"}))
     drafter = read_published(Path(config.source), head)
-    save_drafter(output, drafter, tokenizer.fingerprint)
+    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        save_drafter(temporary, drafter, tokenizer.fingerprint)
+        temporary.replace(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return drafter.config

@@ -20,8 +20,9 @@ from moray.text import fingerprint_parts
 
 def _vllm(method: str) -> str:
     """vLLM's command for a drafter of this method."""
-    settings = {"method": method, "model": "THIS_FOLDER", "num_speculative_tokens": 5}
-    return f"```bash\nvllm serve TARGET --speculative-config '{json.dumps(settings)}'\n```\n"
+    settings = {"method": method, "model": "THIS_FOLDER", "num_speculative_tokens": "DEPTH"}
+    text = json.dumps(settings).replace('"DEPTH"', "DEPTH")
+    return f"```bash\nvllm serve TARGET --speculative-config '{text}'\n```\n"
 
 
 def _sglang(algorithm: str) -> str:
@@ -75,7 +76,7 @@ def model_card(config: ExportConfig, contract: Contract, drafter: Drafter, expor
         f"# {Path(config.output).name}: a {kind} drafter for {base or Path(config.target.model).name}\n",
         "It proposes tokens that the target then verifies: the output is the target's own, only sooner.\n",
         _facts(config, contract, drafter),
-        _usage(config, base) if config.format == "moray" else _engines(config, kind, base),
+        _usage(config, base) if config.format == "moray" else _engines(config, drafter, base),
         _training(folder),
         _validation(folder),
         _evaluation(folder, config.report),
@@ -89,7 +90,8 @@ def _is_hub_name(model: str) -> bool:
 
 def _facts(config: ExportConfig, contract: Contract, drafter: Drafter) -> str:
     target, text = contract.target, fingerprint_parts(contract.text_fingerprint)
-    head = f"with it, {drafter.head.num_layers} of its last layers included" if config.include_head else "not included"
+    has_head = config.include_head and config.format == "moray"
+    head = f"with it, {drafter.head.num_layers} of its last layers included" if has_head else "not included"
     rows = {
         "trainable parameters": f"{drafter.num_parameters:,}",
         "draft vocabulary": f"{drafter.vocabulary.size:,} of {target.vocab_size:,} tokens",
@@ -120,10 +122,15 @@ def _usage(config: ExportConfig, base: str | None) -> str:
     )
 
 
-def _engines(config: ExportConfig, kind: str, base: str | None) -> str:
+def _engines(config: ExportConfig, drafter: Drafter, base: str | None) -> str:
     """How other engines serve the target with this drafter."""
+    kind: Any = drafter.config
     target = base or "FOLDER_OF_THE_TARGET"
-    parts = [f"{name}:\n\n{command.replace('TARGET', target)}" for name, command in _ENGINES[kind].items()]
+    depth = str(drafter.max_depth or 5)  # Medusa proposes with all its heads
+    parts = [
+        f"{name}:\n\n{command.replace('TARGET', target).replace('DEPTH', depth)}"
+        for name, command in _ENGINES[kind.type].items()
+    ]
     return "## Use\n\n" + "\n".join(parts)
 
 

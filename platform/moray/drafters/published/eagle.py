@@ -48,7 +48,7 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors:
     """
     check_sizes(config, spec, source)
     if config.get("num_hidden_layers", 1) != 1:
-        raise DataError(f"'{source}': its config.json has {config['num_hidden_layers']} layers; 1 is accepted")
+        raise DataError(f"source '{source}': its config.json has {config['num_hidden_layers']} layers; 1 is accepted")
     return EagleConfig(type="eagle", layer=block_of(config, source), bias="fc.bias" in tensors, reads_first_token=False)
 
 

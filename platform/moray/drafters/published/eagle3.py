@@ -13,7 +13,15 @@ from torch import Tensor
 from moray.drafters.common.hugging_face import from_halves, to_halves
 from moray.drafters.configs import Eagle3Config
 from moray.drafters.eagle3 import Eagle3
-from moray.drafters.published.layout import Published, Tensors, block_of, check_sizes, integer, llama_config
+from moray.drafters.published.layout import (
+    Published,
+    Tensors,
+    block_of,
+    check_sizes,
+    draft_tokens,
+    integer,
+    llama_config,
+)
 from moray.errors import DataError
 from moray.targets.spec import TargetSpec
 
@@ -73,19 +81,23 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str) -> Eagle
     check_sizes(config, spec, source)
     for key, accepted in (("num_hidden_layers", 1), ("norm_before_residual", False)):
         if config.get(key, accepted) != accepted:
-            raise DataError(f"'{source}': its config.json has {key} {config[key]!r}; {accepted!r} is accepted")
+            raise DataError(f"source '{source}': its config.json has {key} {config[key]!r}; {accepted!r} is accepted")
     inner = config.get("eagle_config") or {}
-    ids = config.get(_IDS) or [number + 1 for number in inner.get(_IDS) or ()]
+    ids = config.get(_IDS)
+    if ids is None and isinstance(inner, dict):
+        ids = inner.get(_IDS) and [number + 1 for number in inner[_IDS]]
+    if ids is not None and len(ids) != 3:
+        raise DataError(f"source '{source}': its config.json has {_IDS} {ids}; three numbers are accepted")
     size = integer(config, "draft_vocab_size", source, spec.vocab_size)
     return Eagle3Config(
         type="eagle3",
         layer=block_of(config, source),
-        hidden_layers=tuple(ids) or None,
+        hidden_layers=None if ids is None else (ids[0], ids[1], ids[2]),
         draft_vocab_size=None if size == spec.vocab_size else size,
     )
 
 
-def read(tensors: Tensors, drafter: Eagle3) -> dict[str, Tensor]:
+def read(tensors: Tensors, drafter: Eagle3, source: str) -> dict[str, Tensor]:
     """The weights of a published drafter by our names.
 
     Raises:
@@ -108,7 +120,9 @@ def read(tensors: Tensors, drafter: Eagle3) -> dict[str, Tensor]:
         "projection.weight": get("lm_head.weight"),
     }
     if drafter.vocabulary.is_reduced:
-        found["vocabulary.tokens"] = get("d2t").long() + torch.arange(drafter.vocabulary.size)
+        size, offsets = drafter.vocabulary.size, get("d2t")
+        tokens = offsets + torch.arange(size) if offsets.shape == (size,) else offsets
+        found["vocabulary.tokens"] = draft_tokens(tokens, size, drafter.spec, source)
     elif "d2t" in tensors and bool(get("d2t").any()):
-        raise DataError("d2t reorders the whole vocabulary, which is not supported: only a reduced one may be mapped")
+        raise DataError(f"source '{source}': its d2t reorders the whole vocabulary; all zeros are accepted there")
     return found

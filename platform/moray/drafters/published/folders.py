@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,6 +25,7 @@ from moray.errors import ConfigError, DataError
 from moray.explain import one_line
 from moray.targets.head import TargetHead
 from moray.targets.spec import TargetSpec
+from moray.targets.stored import weight_files
 
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
 
@@ -34,6 +36,13 @@ def published_form(drafter: Drafter) -> Published:
     Raises:
         ConfigError: no engine runs drafters of its type, or the layout cannot hold this one.
     """
+    scaling = drafter.spec.rope_scaling
+    if scaling != "default" and not isinstance(drafter, Medusa):
+        raise ConfigError(
+            f"format is 'hf', and the target's rotary embedding is scaled ({scaling.split()[0]}), which the drafter's "
+            "is not: engines would scale the drafter's too; export with format=moray"
+        )
+    described: Any = drafter.config
     if isinstance(drafter, Eagle3):
         found = eagle3.write(drafter)
     elif isinstance(drafter, Eagle):
@@ -44,14 +53,8 @@ def published_form(drafter: Drafter) -> Published:
         found = independent.write(drafter)
     else:
         raise ConfigError(
-            f"format is 'hf', and drafter.type {type(drafter).__name__.lower()}: other engines run eagle3, eagle, "
+            f"format is 'hf', and drafter.type {described.type}: other engines run eagle3, eagle, "
             "medusa and independent; export this one with format=moray"
-        )
-    scaling = drafter.spec.rope_scaling
-    if scaling != "default" and not isinstance(drafter, Medusa):
-        raise ConfigError(
-            f"format is 'hf', and the target's rotary embedding is scaled ({scaling.split()[0]}), which the drafter's "
-            "is not: engines would scale the drafter's too; export with format=moray"
         )
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in found.tensors.items()}
     return Published(found.config, tensors)
@@ -66,19 +69,41 @@ def read_published(source: Path, head: TargetHead) -> Drafter:
     """
     name = str(source)
     described, tensors = _config_of(source), Tensors(_tensors_of(source), name)
-    drafter = _configure(described, tensors, head.spec, name).build(head)
+    try:
+        config = _configure(described, tensors, head.spec, name)
+    except (ValidationError, TypeError, AttributeError) as error:
+        raise DataError(f"source '{source}': its config.json cannot be used: {one_line(str(error))[:200]}") from None
+    drafter = config.build(head)
+    if isinstance(drafter, (Eagle, Eagle3)):
+        _check_embeddings(tensors, head, name)
     if isinstance(drafter, Eagle3):
-        state = eagle3.read(tensors, drafter)
+        state = eagle3.read(tensors, drafter, name)
     elif isinstance(drafter, Eagle):
         state = eagle.read(tensors, drafter)
     elif isinstance(drafter, Medusa):
-        state = medusa.read(tensors, drafter)
+        state = medusa.read(tensors, drafter, name)
     else:
         assert isinstance(drafter, Independent)
         state = independent.read(tensors, drafter)
     tensors.check_all_used()
     fill(drafter, {key: tensor.contiguous() for key, tensor in state.items()}, source)
     return drafter.eval()
+
+
+def _check_embeddings(tensors: Tensors, head: TargetHead, source: str) -> None:
+    """Refuse a drafter with embeddings of its own: ours read the target's.
+
+    Raises:
+        ConfigError: they differ by more than rounding.
+    """
+    for name in ("embed_tokens.weight", "model.embed_tokens.weight"):
+        if name in tensors:
+            theirs, ours = tensors.take(name), head.embed(torch.arange(head.spec.vocab_size)).float()
+            if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=0.02, atol=1e-3):
+                raise ConfigError(
+                    f"source '{source}': its {name} is not the target's, which the drafter would read: give the target "
+                    "that it was trained for"
+                )
 
 
 def _configure(described: Mapping[str, Any], tensors: Tensors, spec: TargetSpec, name: str) -> DrafterConfigBase:
@@ -108,7 +133,7 @@ def _config_of(source: Path) -> dict[str, Any]:
 
 def _tensors_of(source: Path) -> dict[str, Tensor]:
     """All tensors: of safetensors files, or else of a pickle, of which only tensors are read."""
-    files = sorted(source.glob("*.safetensors"))
+    files = weight_files(source, "source") if any(source.glob("*.safetensors")) else []
     pickled = [source / name for name in _PICKLED if (source / name).is_file()]
     try:
         if files:
@@ -116,8 +141,8 @@ def _tensors_of(source: Path) -> dict[str, Tensor]:
         for path in pickled:
             found = torch.load(path, map_location="cpu", weights_only=True)
             if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-                raise DataError(f"'{path}' holds something else than tensors")
+                raise DataError(f"'{path}' holds something else than named tensors: save its state dict alone")
             return {str(name): tensor for name, tensor in found.items()}
     except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        raise DataError(f"'{source}' has damaged weights: {one_line(str(error))[:200]}") from None
+        raise DataError(f"'{source}' has damaged weights: {one_line(str(error))[:200]}; fetch it again") from None
     raise DataError(f"'{source}' has no weights: *.safetensors, {' or '.join(_PICKLED)} is needed")

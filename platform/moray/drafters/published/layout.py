@@ -66,11 +66,7 @@ class Tensors:
 
 
 def llama_config(spec: TargetSpec, width: int, head_dim: int, layer: BlockConfig, num_layers: int) -> dict[str, Any]:
-    """The config.json of a Llama with layers of these sizes, and the target's vocabulary, context and RoPE.
-
-    Raises:
-        ConfigError: the target's RoPE is scaled, which our drafters' is not.
-    """
+    """The config.json of a Llama with layers of these sizes, and the target's vocabulary, context and RoPE."""
     return {
         "model_type": "llama",
         "hidden_size": width,
@@ -98,7 +94,7 @@ def block_of(config: Mapping[str, Any], source: str) -> BlockConfig:
     """
     for key, accepted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if config.get(key, accepted) != accepted:
-            raise DataError(f"'{source}': its config.json has {key} {config[key]!r}; {accepted!r} is accepted")
+            raise DataError(f"source '{source}': its config.json has {key} {config[key]!r}; {accepted!r} is accepted")
     heads = integer(config, "num_attention_heads", source)
     return BlockConfig(
         num_heads=heads,
@@ -108,43 +104,75 @@ def block_of(config: Mapping[str, Any], source: str) -> BlockConfig:
 
 
 def integer(config: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:
-    """A whole number of a config.json.
+    """A whole number of a config.json, from 1 on; null counts as left out.
 
     Raises:
-        DataError: it is missing, or no whole number.
+        DataError: it is missing, or something else.
     """
-    value = config.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise DataError(f"'{source}': its config.json has {key} {value!r}; a whole number is needed")
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise DataError(f"source '{source}': its config.json has {key} {value!r}; a whole number from 1 is needed")
     return value
 
 
 def check_sizes(config: Mapping[str, Any], spec: TargetSpec, source: str, *, needs_width: bool = True) -> None:
-    """Refuse a drafter whose sizes are not the target's.
+    """Refuse a drafter whose sizes, norms or rotary embedding are not the target's.
 
     Raises:
-        ConfigError: names the size and both values.
+        ConfigError: names the key and both values.
+        DataError: a size is missing, or the rotary embedding is scaled.
     """
-    head_dim = config.get("head_dim") or spec.head_dim
-    wanted = {"vocab_size": (config.get("vocab_size", spec.vocab_size), spec.vocab_size)}
+    check_width(config, spec, source, needs_width=needs_width)
+    heads, width = integer(config, "num_attention_heads", source), integer(config, "hidden_size", source)
+    wanted = {"rms_norm_eps": (float(config.get("rms_norm_eps") or 1e-6), spec.norm_eps)}
     if needs_width:
-        wanted["hidden_size"] = (config.get("hidden_size"), spec.hidden_size)
-        wanted["head_dim"] = (head_dim, spec.head_dim)
+        wanted["head_dim"] = (integer(config, "head_dim", source, max(1, width // heads)), spec.head_dim)
+    wanted["rope_theta"] = (_theta_of(config, source), spec.rope_theta)
     for key, (given, needed) in wanted.items():
         if given != needed:
             raise ConfigError(
-                f"source '{source}' has {key} {given}, the target {needed}: it is a drafter for another target"
+                f"source '{source}' has {key} {given:g}, the target {needed:g}: drafters run with the target's, so "
+                "give one that was trained for this target"
             )
-    theta = theta_of(config)
-    if theta is not None and theta != spec.rope_theta:
-        raise ConfigError(
-            f"source '{source}' has rope_theta {theta:g}, the target {spec.rope_theta:g}: drafters rotate with the "
-            "target's, so this one cannot be run"
+
+
+def check_width(config: Mapping[str, Any], spec: TargetSpec, source: str, *, needs_width: bool = True) -> None:
+    """Refuse a drafter with another vocabulary or hidden size than the target's.
+
+    Raises:
+        ConfigError: names the key and both values.
+    """
+    keys = ("vocab_size", "hidden_size") if needs_width else ("vocab_size",)
+    for key in keys:
+        given, needed = integer(config, key, source, getattr(spec, key)), getattr(spec, key)
+        if given != needed:
+            raise ConfigError(
+                f"source '{source}' has {key} {given}, the target {needed}: give a drafter for this target"
+            )
+
+
+def draft_tokens(tokens: Tensor, size: int, spec: TargetSpec, source: str) -> Tensor:
+    """Checked token ids of a reduced vocabulary.
+
+    Raises:
+        DataError: they are not `size` different tokens of the target.
+    """
+    is_sound = tokens.shape == (size,) and not tokens.is_floating_point()
+    if (
+        not is_sound
+        or len(tokens.unique()) != size
+        or not 0 <= int(tokens.min()) <= int(tokens.max()) < spec.vocab_size
+    ):
+        raise DataError(
+            f"source '{source}': its draft vocabulary is not made of {size} different tokens from 0 to "
+            f"{spec.vocab_size - 1}: fetch it again"
         )
+    return tokens.long()
 
 
-def theta_of(config: Mapping[str, Any]) -> float | None:
-    """The base of the rotary embedding; None if the config.json does not say.
+def _theta_of(config: Mapping[str, Any], source: str) -> float:
+    """The base of the rotary embedding; Llama's own default if the config.json does not say.
 
     Raises:
         DataError: the embedding is scaled.
@@ -152,9 +180,11 @@ def theta_of(config: Mapping[str, Any]) -> float | None:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
-        raise DataError(f"its config.json has a rotary embedding of type {kind!r}; 'default' is accepted")
-    theta = config.get("rope_theta", parameters.get("rope_theta"))
-    return None if theta is None else float(theta)
+        raise DataError(
+            f"source '{source}': its config.json has a rotary embedding of type {kind!r}; 'default' is accepted"
+        )
+    theta = config.get("rope_theta") or parameters.get("rope_theta")
+    return 10000.0 if theta is None else float(theta)
 
 
 def cannot(kind: str, what: str, instead: str) -> ConfigError:

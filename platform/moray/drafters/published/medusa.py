@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moray.drafters.configs import MedusaConfig
 from moray.drafters.medusa import Medusa
-from moray.drafters.published.layout import Published, Tensors, check_sizes
+from moray.drafters.published.layout import Published, Tensors, check_width, draft_tokens
 from moray.errors import DataError
 from moray.targets.spec import TargetSpec
 
@@ -64,7 +64,7 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors:
             "without gaps, are accepted: fetch it again"
         )
     width = tensors.take(names["blocks.0.layers.0.weight"]).shape[0]
-    check_sizes({"vocab_size": spec.vocab_size, **config, "hidden_size": width, "head_dim": None}, spec, source)
+    check_width({**config, "hidden_size": width}, spec, source)
     size = tensors.take(names["lm_heads.0.weight"]).shape[0]
     return MedusaConfig(
         type="medusa",
@@ -74,7 +74,7 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors:
     )
 
 
-def read(tensors: Tensors, drafter: Medusa) -> dict[str, Tensor]:
+def read(tensors: Tensors, drafter: Medusa, source: str) -> dict[str, Tensor]:
     """The weights of a published drafter by our names; blocks without a bias get zeros.
 
     Raises:
@@ -95,7 +95,7 @@ def read(tensors: Tensors, drafter: Medusa) -> dict[str, Tensor]:
         found[f"block_weights.{block}"] = torch.stack(weights)
         found[f"block_biases.{block}"] = torch.stack(biases)[:, None]
     if drafter.vocabulary.is_reduced:
-        found["vocabulary.tokens"] = take("token_map").long()
+        found["vocabulary.tokens"] = draft_tokens(take("token_map"), drafter.vocabulary.size, drafter.spec, source)
     return found
 
 

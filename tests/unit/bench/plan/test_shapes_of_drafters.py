@@ -6,7 +6,7 @@ from tiny_targets import load_target
 
 from moray.bench.plan.configs import ShapesConfig
 from moray.bench.plan.page import print_shapes
-from moray.bench.plan.shape_grid import block_parameters, break_even_tau, fit, grid_of, name_of
+from moray.bench.plan.shape_grid import block_parameters, break_even_tau, fit_line, grid_of, name_of
 from moray.bench.plan.shapes import measure_shapes
 from moray.config import validate
 from moray.drafters.configs import IndependentConfig
@@ -47,12 +47,12 @@ def test_a_depth_that_leaves_less_than_a_head_is_refused():
         grid_of(config_of(depths=[1, 32], block_parameters=100_000), SMOLLM2)
 
 
-def test_a_law_is_fitted():
-    law = fit([1, 2, 4], [3.0, 5.0, 9.0])
-    assert (law.base, law.per_unit, law.r_squared) == pytest.approx((1.0, 2.0, 1.0))
-    bent = fit([0, 1, 2], [0.0, 0.0, 3.0])
-    assert (bent.base, bent.per_unit, bent.r_squared) == pytest.approx((-0.5, 1.5, 0.75))
-    assert fit([2, 2], [1.0, 3.0]).base == 2.0
+def test_a_line_is_fitted():
+    line = fit_line([1, 2, 4], [3.0, 5.0, 9.0])
+    assert (line.intercept, line.slope, line.r_squared) == pytest.approx((1.0, 2.0, 1.0))
+    bent = fit_line([0, 1, 2], [0.0, 0.0, 3.0])
+    assert (bent.intercept, bent.slope, bent.r_squared) == pytest.approx((-0.5, 1.5, 0.75))
+    assert fit_line([2, 2], [1.0, 3.0]).intercept == 2.0
 
 
 def test_a_chain_breaks_even_where_its_tokens_pay_for_its_cycle():

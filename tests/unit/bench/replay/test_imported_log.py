@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from tiny_drafters import VARIANTS, build
 from tiny_targets import TinyTarget, save_chat_target
 
-from moray.bench.replay.configs import ImportConfig, ReplayConfig
+from moray.bench.replay.configs import ImportConfig, RecordConfig, ReplayConfig
 from moray.bench.replay.evaluation import replay
 from moray.bench.replay.imported import import_log, read_tensors
 from moray.bench.replay.log import read_log
+from moray.bench.replay.record import record
 from moray.config import validate
+from moray.drafters.checkpoint import save_drafter
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
@@ -49,6 +52,9 @@ def test_tensors_are_read_as_torch_prints_them(tmp_path):
         ("", r"holds no tensor\(\[\[...\]\]\)"),
         ("tensor([[1, 2]])\ntensor([[3,", r"the tensor in line 2 .* is cut short"),
         ("\ntensor([[1, 2, ..., 3]])", r"the tensor in line 2 .* was abbreviated with '...'"),
+        ("tensor([[1]])\ntensor([2, 3])\ntensor([[4]])", r"line 2 .* does not begin with tensor\(\[\["),
+        ("tensor([[1]])\ntensor([], size=(1, 0), dtype=torch.int64)", r"line 2 .* does not begin with tensor"),
+        ("tensor([[]])", r"the tensor in line 1 .* is empty"),
         ("tensor([[0.5]])", r"the tensor in line 1 .* is not made of token ids"),
     ],
 )
@@ -93,12 +99,38 @@ def test_texts_alone_are_replayed_without_the_target(tiny, given, tmp_path):
         replay(validate(ReplayConfig, {"log": config["output"], "drafters": ["runs/eagle"]}), Console())
 
 
+def test_several_are_recorded_at_a_time_as_if_one_by_one(tiny, given, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    texts = ["one", "a much longer question than the others", "two", "why?", "x"]
+    questions.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    config = {
+        "target": {"model": str(tiny.folder), "device": "cpu"},
+        "questions": str(questions),
+        "max_new_tokens": 12,
+        "kv_layers": [],
+    }
+    logs = []
+    for count in (1, 2):
+        output = tmp_path / f"log-{count}"
+        record(validate(RecordConfig, {**config, "max_num_seqs": count, "output": str(output)}))
+        logs.append((output / "log.jsonl").read_bytes())
+    assert logs[0] == logs[1]
+    cut = (tmp_path / "log-2" / "log.jsonl").read_bytes().splitlines(keepends=True)[:3]
+    (tmp_path / "log-2" / "log.jsonl").write_bytes(b"".join(cut))
+    record(validate(RecordConfig, {**config, "max_num_seqs": 2, "output": str(tmp_path / "log-2")}))
+    assert (tmp_path / "log-2" / "log.jsonl").read_bytes() == logs[0], "it goes on where it was"
+
+
 def test_with_the_target_comes_all_that_drafters_read(tiny, given, tmp_path):
     target = {"model": str(tiny.folder), "device": "cpu"}
     config = {**given, "target": target, "output": str(tmp_path / "log")}
     made = import_log(validate(ImportConfig, config))
     assert made["agreement"] == 1
     assert {path.name for path in (tmp_path / "log").iterdir()} >= {"taps.parquet", "head.safetensors", "log.jsonl"}
+    drafter = build(tiny, VARIANTS["eagle-0"])
+    save_drafter(tmp_path / "eagle", drafter, ChatTokenizer.load(str(tiny.folder)).fingerprint)
+    trained = {"log": config["output"], "drafters": [str(tmp_path / "eagle")], "trees": CHAIN}
+    assert replay(validate(ReplayConfig, trained), Console())["rows"][0]["num_tokens"] == made["tokens"]
     rows = [
         replay(validate(ReplayConfig, {"log": log, "drafters": [{"type": "ngram"}], "trees": CHAIN}), Console())["rows"]
         for log in (config["output"], str(_alone(tiny, given, tmp_path)))
@@ -119,7 +151,6 @@ def _alone(tiny: TinyTarget, given: dict[str, str], tmp_path: Path) -> Path:
 
 
 def test_a_continuation_ends_where_the_target_ends_it(tiny, given, tmp_path):
-    (tmp_path / "outputs.txt").write_text("tensor([[70, 71, 2, 0, 0]])")
     config = {**given, "outputs": str(tmp_path / "outputs.txt"), "tokenizer": str(tiny.folder)}
     eos = ChatTokenizer.load(str(tiny.folder), "plain").eos_ids[0]
     (tmp_path / "outputs.txt").write_text(f"tensor([[70, 71, {eos}, 0, 0]])")
@@ -132,7 +163,7 @@ def test_a_continuation_ends_where_the_target_ends_it(tiny, given, tmp_path):
     ("text", "message"),
     [
         ("tensor([[5]])" * 4, r"has more continuations than .* has prompts \(3\)"),
-        ("tensor([[5, 9999]])", r"has token 9999, which the tokenizer has not"),
+        ("tensor([[5, 9999]])", r"has token 9999, but the tokenizer or the target has only 262"),
     ],
 )
 def test_outputs_of_another_target_are_refused(tiny, given, tmp_path, text, message):
