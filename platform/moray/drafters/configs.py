@@ -104,9 +104,9 @@ class EagleConfig(LayeredBase):
     """Draft steps that training unrolls on the drafter's own features; 1 for none, as published. Training-time test
     (arXiv 2503.01840, section 3.1; arXiv 2408.15766): each further step costs about as much as the first."""
     bias: bool = True
-    """Whether the layer that joins embedding and feature has a bias; false for an export that other engines run."""
+    """Whether the layer that joins embedding and feature has a bias. Other engines need false."""
     reads_first_token: bool = True
-    """Whether it reads the first token, with zeros for a feature; false for an export that other engines run."""
+    """Whether it reads the first token, with zeros for a feature. Other engines need false."""
 
     def implementation(self) -> tuple[str, str]:
         return "moray.drafters.eagle", "Eagle"
@@ -123,8 +123,9 @@ class Eagle3Config(LayeredBase):
     layer: BlockConfig
     """Sizes of the decoder layer, whose attention reads twice the hidden size."""
     hidden_layers: tuple[int, int, int] | None = None
-    """After how many of the target's layers the drafter reads hidden states, ascending; null for the published 2, half
-    of the layers, and all but 3. The cache needs `cache.hidden_depths` with each number minus the layers, minus 1."""
+    """After how many of the target's layers it reads hidden states; null for the published numbers. Three ascending
+    ones; published are 2, half of the layers, and all but 3. For number k of L, the cache needs the depth k - L - 1 in
+    `cache.hidden_depths`."""
     ttt_steps: int = Field(default=7, ge=1, le=16)
     """Draft steps that training unrolls on the drafter's own hidden states (training-time test). Each step costs about
     as much as the first."""

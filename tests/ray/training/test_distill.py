@@ -377,3 +377,23 @@ def _poison(cache: Path) -> str:
         for group in groups:
             writer.write_table(group, row_group_size=group.num_rows)
     return table.column("uid")[0].as_py()
+
+
+def test_a_run_starts_from_the_target_s_layers(tiny_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
+    """A drafter of all layers agrees with the target from the first update on; the run knows what it began with."""
+    from moray.cluster.training.distill import distill
+
+    layer = {"num_heads": 4, "num_kv_heads": 2, "intermediate_size": 128}
+    drafter = {"type": "independent", "num_layers": 3, "hidden_size": 64, "head_dim": 16, "layer": layer}
+
+    def asked(layers: list[int]) -> DistillConfig:
+        values = _config(tiny_target, tiny_cache, tmp_path / "run", max_steps=2, logging_steps=1).model_dump()
+        values |= {"drafter": drafter | {"embeddings": "frozen"}, "init": {"layers": layers}}
+        return validate(DistillConfig, values | {"losses": {"feature": 0.0, "kl": 1.0}})
+
+    folder = distill(asked([0, 1, 2]))
+    first = read_metrics(folder)[0]
+    assert first["kl"] < 0.01
+    assert first["accuracy"] > 0.95
+    with pytest.raises(MismatchError, match=r"holds a run with init\.layers"):
+        is_complete(asked([0, 2, 1]))

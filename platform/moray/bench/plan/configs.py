@@ -83,7 +83,7 @@ class ShapesConfig(Config):
     depths: tuple[_Depth, ...] = Field(default=(1, 2, 4, 8), min_length=2)
     """Numbers of decoder layers. The hidden size follows, so that all drafters have about the same parameters."""
     block_parameters: int | None = Field(default=None, ge=1)
-    """Parameters of all decoder layers together, without embeddings; null for those of two layers of the target."""
+    """Parameters of all decoder layers together, without embeddings; null for two layers of the target."""
     draft_vocab_size: int | None = Field(default=None, ge=2)
     """Number of tokens that can be proposed; null for all."""
     chain_depths: tuple[_Depth, ...] = Field(default=(1, 3, 5), min_length=1)

@@ -19,7 +19,7 @@ class _LogConfig(Config):
     kv_layers: tuple[int, ...] | None = None
     """Layers whose keys and values are kept; null for all, as MoA reads them. GLIDE reads the last one."""
     hidden_depths: tuple[int, ...] = (-1,)
-    """Depths of hidden states that are kept, for EAGLE and Medusa (-1), MoA with N (-1-N), and EAGLE-3 (three)."""
+    """Depths of hidden states that are kept. EAGLE and Medusa read -1, MoA with N reads -1-N, EAGLE-3 three others."""
     codec: Literal["float32", "bfloat16", "float16"] = "float32"
     """How they are stored: float32, bfloat16 or float16. With float32 the replay is exact."""
     threads: int | None = Field(default=None, ge=1)
@@ -50,12 +50,12 @@ class ImportConfig(_LogConfig):
     prompts: str
     """File of the prompts, one JSON object with `prompt` per line."""
     outputs: str
-    """Text file of printed tensors of token ids, tensor([[...]]): a continuation for each prompt, in their order."""
+    """Text file of printed tensors of token ids, tensor([[...]]), one for each prompt, in their order."""
     target: TargetConfig | None = None
     """The target that wrote them, for all that drafters read of it; null for a log of the texts alone. Only prompt
     lookup and pretrained models can be replayed over those."""
     tokenizer: str | None = None
-    """Without a target: folder or hub name of the tokenizer that it used."""
+    """Folder or hub name of the tokenizer that wrote them; null with a target."""
 
     @model_validator(mode="after")
     def _check(self) -> "ImportConfig":
