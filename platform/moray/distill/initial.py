@@ -1,5 +1,6 @@
 """The weights that a new run starts from: random ones, layers of the target, or those of another drafter."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from moray.provenance import sha256_of_files
 from moray.targets.spec import TargetSpec, read_spec, resolve_folder
 from moray.targets.stored import StoredTensor, read_model_config, stored_tensors
 
-_TRAINING_ONLY = ("ttt_steps", "feature_noise", "norm_init", "decay", "mask_width", "staircase")
+_TRAINING_ONLY = ("ttt_steps", "feature_noise", "norm_init", "decay", "mask_width", "staircase", "block_size")
 """Settings of drafters that only training reads: a drafter may be trained further with others."""
 
 _LOGGER = logging.getLogger(__name__)
@@ -47,8 +48,10 @@ def check_initial(init: InitialWeights, drafter: Config, model: str, text_finger
         contract = read_contract(folder)
         contract.check_target(folder, spec, text_fingerprint)
         there, here = (_settings(config, spec.num_layers) for config in (contract.drafter, drafter))
-        if (found := first_difference(there, here, _TRAINING_ONLY)) is not None:
-            key, before, now = found
+        kinds = ({"type": there["type"]}, {"type": here["type"]})
+        found = first_difference(*kinds, ()) or first_difference(there, here, _TRAINING_ONLY)
+        if found is not None:
+            key, before, now = found[0], *map(json.dumps, found[1:])
             raise MismatchError(
                 f"init.drafter '{folder}' has drafter.{key} = {before}, here it is {now}: give drafter.{key}={before}"
             )

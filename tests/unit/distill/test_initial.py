@@ -121,6 +121,13 @@ def test_a_drafter_of_other_settings_or_of_another_target_is_not(tiny, tmp_path)
         check_initial(InitialWeights(drafter=str(tmp_path / "none")), config_of(1), str(tiny.folder), TEXT)
 
 
+def test_a_drafter_of_another_type_is_named_by_its_type(tiny, tmp_path):
+    save_drafter(tmp_path, build(tiny, EagleConfig(type="eagle", layer=BLOCK)), TEXT)
+    init = InitialWeights(drafter=str(tmp_path))
+    with pytest.raises(MismatchError, match=r'has drafter.type = "eagle", here it is "eagle3"'):
+        check_initial(init, Eagle3Config(type="eagle3", layer=BLOCK), str(tiny.folder), TEXT)
+
+
 def test_settings_of_training_alone_may_change(tiny, tmp_path):
     before = Eagle3Config(type="eagle3", layer=BLOCK, hidden_layers=(2, 2, 2))
     save_drafter(tmp_path, build(tiny, before), TEXT)

@@ -277,6 +277,7 @@ def test_what_the_layout_cannot_hold_is_refused(tiny, config, message):
         ({"norm_before_residual": True}, DataError, "has norm_before_residual True; False is accepted"),
         ({"hidden_act": "gelu"}, DataError, "has hidden_act 'gelu'; 'silu' is accepted"),
         ({"rope_scaling": {"rope_type": "llama3"}}, DataError, "rotary embedding of type 'llama3'"),
+        ({"rms_norm_eps": "abc"}, DataError, "its config.json cannot be used"),
         ({"rms_norm_eps": 0.5}, ConfigError, "has rms_norm_eps 0.5, the target"),
         ({"num_attention_heads": "4"}, DataError, "has num_attention_heads '4'; a whole number"),
         ({"num_attention_heads": 0}, DataError, "has num_attention_heads 0; a whole number from 1"),
@@ -300,6 +301,7 @@ def test_damaged_folders_are_refused_by_tensor(tiny, tmp_path):
     for changed, message in (
         ({"more.weight": torch.zeros(1)}, "has tensor 'more.weight', which no drafter of ours has"),
         ({"d2t": torch.full_like(tensors["d2t"], 1)}, "its d2t reorders the whole vocabulary"),
+        ({"midlayer.self_attn.q_proj.weight": torch.zeros(3, 3)}, "its tensors do not have the sizes"),
         ({"norm.weight": torch.zeros(3)}, r"tensor 'norm.weight' has the shape \[3\]"),
     ):
         save_file(tensors | changed, folder / "model.safetensors")

@@ -65,7 +65,7 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
         for name, deepest in replayed.depth.items()
         for batch in config.batches
         for depth in config.depths
-        if depth <= deepest
+        if depth <= min(config.max_depth, deepest)
     ]
     wanted += [choice for choice in _choices(config, costs, replayed) if choice not in wanted]
     rows = [predict(costs, replayed, *size) for size in wanted]  # before anything is loaded, for this may fail

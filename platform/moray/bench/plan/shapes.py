@@ -151,7 +151,7 @@ def _write_drafters(folder: Path, shapes: list[IndependentConfig]) -> None:
     """One YAML file for each shape, to train it with pipelines.distill after the settings of another drafter."""
     for shape in shapes:
         text = f"# {name_of(shape)}: give it after the YAML file of an independent drafter.\n"
-        settings = {"drafter": shape.model_dump(mode="json", exclude_none=True)}
+        settings = {"drafter": shape.model_dump(mode="json")}
         (folder / f"independent-{name_of(shape)}.yaml").write_text(
             text + yaml.safe_dump(settings, sort_keys=False), encoding="utf-8"
         )

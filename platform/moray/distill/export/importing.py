@@ -4,11 +4,14 @@ import shutil
 import uuid
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from moray.distill.export.config import ImportDrafterConfig
 from moray.drafters.checkpoint import save_drafter
 from moray.drafters.config_base import DrafterConfigBase
 from moray.drafters.published.folders import read_published
 from moray.errors import DataError
+from moray.explain import one_line
 from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 
@@ -30,6 +33,8 @@ def import_drafter(config: ImportDrafterConfig) -> DrafterConfigBase:
     try:
         save_drafter(temporary, drafter, tokenizer.fingerprint)
         temporary.replace(output)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"output '{output}' cannot be written: {one_line(str(error))}; name another folder") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return drafter.config

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -71,23 +70,33 @@ def read_published(source: Path, head: TargetHead) -> Drafter:
     described, tensors = _config_of(source), Tensors(_tensors_of(source), name)
     try:
         config = _configure(described, tensors, head.spec, name)
-    except (ValidationError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:  # pydantic's errors are of the first kind
         raise DataError(f"source '{source}': its config.json cannot be used: {one_line(str(error))[:200]}") from None
     drafter = config.build(head)
     if isinstance(drafter, (Eagle, Eagle3)):
         _check_embeddings(tensors, head, name)
-    if isinstance(drafter, Eagle3):
-        state = eagle3.read(tensors, drafter, name)
-    elif isinstance(drafter, Eagle):
-        state = eagle.read(tensors, drafter)
-    elif isinstance(drafter, Medusa):
-        state = medusa.read(tensors, drafter, name)
-    else:
-        assert isinstance(drafter, Independent)
-        state = independent.read(tensors, drafter)
+    try:
+        state = _state_of(tensors, drafter, name)
+    except (RuntimeError, IndexError) as error:
+        raise DataError(
+            f"source '{source}': its tensors do not have the sizes of its config.json: {one_line(str(error))[:200]}; "
+            "fetch it again"
+        ) from None
     tensors.check_all_used()
     fill(drafter, {key: tensor.contiguous() for key, tensor in state.items()}, source)
     return drafter.eval()
+
+
+def _state_of(tensors: Tensors, drafter: Drafter, name: str) -> dict[str, Tensor]:
+    """The weights by our names."""
+    if isinstance(drafter, Eagle3):
+        return eagle3.read(tensors, drafter, name)
+    if isinstance(drafter, Eagle):
+        return eagle.read(tensors, drafter)
+    if isinstance(drafter, Medusa):
+        return medusa.read(tensors, drafter, name)
+    assert isinstance(drafter, Independent)
+    return independent.read(tensors, drafter)
 
 
 def _check_embeddings(tensors: Tensors, head: TargetHead, source: str) -> None:

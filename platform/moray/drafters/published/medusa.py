@@ -63,9 +63,9 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors:
             f"source '{source}' has Medusa heads {sorted(heads)} with blocks {sorted(blocks)}; numbers from 0 on, "
             "without gaps, are accepted: fetch it again"
         )
-    width = tensors.take(names["blocks.0.layers.0.weight"]).shape[0]
+    width = tensors.take(names.get("blocks.0.layers.0.weight", "blocks.0.layers.0.weight")).shape[0]
     check_width({**config, "hidden_size": width}, spec, source)
-    size = tensors.take(names["lm_heads.0.weight"]).shape[0]
+    size = tensors.take(names.get("lm_heads.0.weight", "lm_heads.0.weight")).shape[0]
     return MedusaConfig(
         type="medusa",
         num_heads=len(heads),
