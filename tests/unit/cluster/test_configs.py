@@ -25,7 +25,7 @@ def test_drafters_of_features_take_it(kind):
 
 def test_what_needs_no_training_cannot_be_distilled():
     with pytest.raises(
-        ConfigError, match=r"'drafter\.type' is \"ngram\": accepted are moa, dynamic-moa, eagle, glide, "
+        ConfigError, match=r"'drafter\.type' is \"ngram\": accepted are moa, dynamic-moa, eagle, eagle3, glide, "
     ):
         validate(DistillConfig, GIVEN | {"drafter": {"type": "ngram"}})
 
