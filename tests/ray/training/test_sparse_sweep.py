@@ -34,6 +34,8 @@ def write_sparsify(folder: Path, target: Path, cache: Path) -> Path:
     return folder / "sparsify.yaml"
 
 
+# Two sweeps and their trials take two and a half minutes, most of it Ray's.
+@pytest.mark.soak
 def test_every_trial_is_a_target_and_a_finished_sweep_is_not_trained_again(
     tiny_target: Path, tiny_cache: Path, chats_file: Path, tmp_path: Path
 ) -> None:
