@@ -166,7 +166,7 @@ def test_eagle_is_what_other_engines_compute(tiny, tmp_path):
     drafter = made(tiny, CONFIGS["eagle"])
     described, tensors = read_back(exported(tiny, drafter, tmp_path))
     layer = llama_layer(described, tensors, "layers.0.", 64)
-    layer.input_layernorm = torch.nn.Identity()  # type: ignore[assignment]
+    layer.register_module("input_layernorm", torch.nn.Identity())
     tokens = torch.tensor(tiny.prompt(1, 24))
     model = AutoModelForCausalLM.from_pretrained(tiny.folder, attn_implementation="eager")
     with torch.no_grad():

@@ -31,11 +31,11 @@ def write(drafter: Independent) -> Published:
         **llama_config(spec, config.hidden_size, config.head_dim, config.layer, config.num_layers),
     }
     every_token = torch.arange(spec.vocab_size, device=drafter.head.weight.device)
-    frozen = drafter.embedding is None or drafter.projection is None
+    own, projection = drafter.embedding, drafter.projection
     tensors = {
-        "model.embed_tokens.weight": drafter.head.embed(every_token) if frozen else drafter.embedding.weight,  # type: ignore[union-attr]
+        "model.embed_tokens.weight": drafter.head.embed(every_token) if own is None else own.weight,
         "model.norm.weight": drafter.norm.weight,
-        "lm_head.weight": drafter.head.weight if frozen else drafter.projection.weight,  # type: ignore[union-attr]
+        "lm_head.weight": drafter.head.weight if projection is None else projection.weight,
     }
     for number, layer in enumerate(drafter.blocks):
         tensors |= {f"model.layers.{number}.{name}": tensor for name, tensor in layer_tensors(layer).items()}
