@@ -186,11 +186,12 @@ def served(
     tls: tuple[Path, Path] | None = None,
     *,
     sink: Sink | None = None,
+    tensor_parallel: int = 1,
     **api: Any,
 ) -> Iterator[Served]:
     """Serve a target on a free port; `tls` names the files of a certificate and its key."""
     config = ServeConfig(
-        target=TargetConfig(model=str(target), device="cpu", template=template),
+        target=TargetConfig(model=str(target), device="cpu", template=template, tensor_parallel=tensor_parallel),
         engine=EngineConfig(max_num_seqs=max_num_seqs, kv_cache_tokens=4096),
         max_waiting=max_waiting,
         drafters=drafters or {},

@@ -50,3 +50,7 @@ class LosslessError(MorayError):
 
 class ClusterError(MorayError):
     """Ray does not start here, or no cluster answers where one is said to be."""
+
+
+class RankError(MorayError):
+    """A process that holds a part of a target has ended or does not answer."""

@@ -24,6 +24,8 @@ def compile_models(target: Target, drafters: Iterable[Drafter], mode: CompileMod
     """
     if mode == "off":
         return "torch.compile is off"
+    if target.is_split:
+        return f"torch.compile is off: target.tensor_parallel is {target.config.tensor_parallel}"
     modules = [module for model in [target.model, *drafters] for module in _stateless(model)]
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)  # it warns about every kernel that it skips
     try:

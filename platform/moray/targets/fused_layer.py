@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moray.targets.attention import grouped_attention
 from moray.targets.packed_linear import Kernels, PackedWeight, is_stock
+from moray.targets.parallel.linear import RowParallelLinear
 from moray.targets.rotary import Rotation
 
 
@@ -95,11 +96,13 @@ class _Joined:
         for linear, own in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
             linear.weight.data = own
         self._weight = PackedWeight(weight, kernels)
+        self._sum = linears[0].sum_ranks if isinstance(linears[0], RowParallelLinear) else None
         biases = [weight.new_zeros(one.out_features) if one.bias is None else one.bias.data for one in linears]
         self._bias = None if all(one.bias is None for one in linears) else torch.cat(biases)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._weight.linear(x, self._bias)
+        out = self._weight.linear(x, self._bias)
+        return out if self._sum is None else self._sum(out)
 
 
 class _Norm:

@@ -5,7 +5,6 @@ the whole target. All of it is frozen. Checkpoints never contain it; an export m
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,17 +14,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moray.errors import ConfigError, DataError, MorayError
-from moray.explain import one_line
-from moray.targets.attention import attention_backend
+from moray.errors import ConfigError, DataError
 from moray.targets.kv_cache import KVCache, KVCaches, PastAndPredicted
 from moray.targets.loading import (
     TIED,
     UNTIED,
+    WeightSource,
     check_stored,
     describe_difference,
     describe_nonfinite,
-    with_advice,
+    hollow_model,
+    refuse_target,
 )
 from moray.targets.model import Target, pick_device
 from moray.targets.rotary import RotaryCache, Rotation
@@ -61,7 +60,9 @@ class TargetHead:
 
     @classmethod
     def of(cls, target: Target, num_layers: int = 0) -> "TargetHead":
-        """Share the modules of a loaded target."""
+        """Share the modules of a loaded target; read those of a tensor-parallel one, whose own are parts, from disk."""
+        if target.is_split:
+            return cls.load(target.config, num_layers)
         return cls(target.model, target.spec, num_layers)
 
     @classmethod
@@ -77,9 +78,9 @@ class TargetHead:
         model_config = read_model_config(folder, config.model)
         stored = stored_tensors(folder)
         device = pick_device(config.device)
-        refuse = partial(_refuse, config.model)
-        source = _Source(partial(_read, stored, device), getattr(torch, config.dtype), device, refuse)
-        model = _hollow(model_config, source)
+        refuse = partial(refuse_target, config.model)
+        source = WeightSource(partial(_read, stored, device), getattr(torch, config.dtype), device, refuse)
+        model = hollow_model(model_config, source)
         check_stored(stored, model, f"target.model '{config.model}'")
         if model_config.tie_word_embeddings and stored.keys() >= TIED:
             first, second = (source.read(name) for name in TIED)
@@ -117,8 +118,8 @@ class TargetHead:
             return tensors[name]
 
         like = read("model.embed_tokens.weight")
-        source = _Source(read, like.dtype, like.device, refuse)
-        return cls._fill(_hollow(config, source), spec, num_layers, source)
+        source = WeightSource(read, like.dtype, like.device, refuse)
+        return cls._fill(hollow_model(config, source), spec, num_layers, source)
 
     def tensors(self) -> dict[str, Tensor]:
         """All weights by their names in the target; a tied lm_head is not listed again."""
@@ -131,7 +132,7 @@ class TargetHead:
         }
 
     @classmethod
-    def _fill(cls, model: Any, spec: TargetSpec, num_layers: int, source: "_Source") -> "TargetHead":
+    def _fill(cls, model: Any, spec: TargetSpec, num_layers: int, source: WeightSource) -> "TargetHead":
         """Fill a model without weights; `source` gives tensors by their names in the target."""
         head = cls(model.eval(), spec, num_layers)
         is_tied = model.config.tie_word_embeddings
@@ -232,37 +233,8 @@ class TargetHead:
         return parts + [(f"model.layers.{first + i}", layer) for i, layer in enumerate(self._layers)]
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where a head's weights come from."""
-
-    read: Callable[[str], Tensor]
-    """Returns a tensor by its name in the target."""
-    dtype: torch.dtype
-    device: torch.device
-    refuse: Callable[[str], MorayError]
-    """Builds the error for a problem with a tensor."""
-
-
-def _hollow(model_config: Any, source: _Source) -> Any:
-    """The target without weights, on torch's meta device."""
-    backend = attention_backend(source.device.type)
-    try:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(model_config, dtype=source.dtype, attn_implementation=backend)
-    except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
-        raise source.refuse(f"its config.json cannot be used: {type(error).__name__}: {one_line(str(error))}") from None
-    # The rotary tables are not weights: they are computed, and a meta device cannot hold them.
-    model.model.rotary_emb = type(model.model.rotary_emb)(model_config).to(source.device)
-    return model
-
-
 def _read(stored: Mapping[str, StoredTensor], device: torch.device, name: str) -> Tensor:
     """Read a tensor of a checked checkpoint; tied embeddings may be stored only as the lm_head."""
     there = name if name in stored else "lm_head.weight"
     with safe_open(stored[there].path, framework="pt", device=str(device)) as file:
         return file.get_tensor(there)
-
-
-def _refuse(model: str, problem: str) -> ConfigError:
-    return ConfigError(f"target.model '{model}': {with_advice(problem)}")

@@ -6,7 +6,8 @@ go to consecutive slots, whatever their positions are. The engine's cache, in wh
 `decoding.engine.kv_cache`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -22,6 +23,9 @@ class KVCache(Cache):
     of q tokens writes slots length..length+q-1, and `commit` decides how many of them are kept. Nothing is allocated
     after construction.
     """
+
+    repeated: ClassVar[frozenset[str]] = frozenset({"commit", "reset"})
+    gathered: ClassVar[Mapping[str, int]] = {"flat": -1}
 
     def __init__(
         self, layers: Sequence[int], num_kv_heads: int, head_dim: int, capacity: int, batch: int, like: Tensor

@@ -5,8 +5,9 @@ for. Here both are errors that name the tensor.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from moray.errors import ConfigError
+from moray.errors import ConfigError, MorayError
 from moray.explain import one_line
+from moray.targets.attention import attention_backend
 from moray.targets.spec import resolve_folder
 from moray.targets.stored import FLOATS, StoredTensor, check_rope_type, read_model_config, stored_tensors
 
@@ -78,6 +80,36 @@ def load_causal_lm(
     if problem:
         raise ConfigError(f"{field} '{model}': {with_advice(problem)}")
     return loaded
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where the weights of a hollow model come from."""
+
+    read: Callable[[str], Tensor]
+    """Returns a tensor by its name in the target."""
+    dtype: torch.dtype
+    device: torch.device
+    refuse: Callable[[str], MorayError]
+    """Builds the error for a problem with a tensor."""
+
+
+def hollow_model(model_config: Any, source: WeightSource) -> Any:
+    """The target's modules without weights, on torch's meta device, to be filled with some of them."""
+    backend = attention_backend(source.device.type)
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(model_config, dtype=source.dtype, attn_implementation=backend)
+    except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:
+        raise source.refuse(f"its config.json cannot be used: {type(error).__name__}: {one_line(str(error))}") from None
+    # The rotary tables are not weights: they are computed, and a meta device cannot hold them.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model_config).to(source.device)
+    return model
+
+
+def refuse_target(model: str, problem: str) -> ConfigError:
+    """The error for a problem with a tensor of the target."""
+    return ConfigError(f"target.model '{model}': {with_advice(problem)}")
 
 
 def check_stored(stored: Mapping[str, StoredTensor], model: Any, source: str) -> None:

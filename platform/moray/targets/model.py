@@ -42,9 +42,21 @@ class TargetOutput:
 class Target:
     """A frozen LLM whose output must not change."""
 
-    def __init__(self, model: nn.Module, spec: TargetSpec, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: nn.Module, spec: TargetSpec, eos_ids: tuple[int, ...], config: TargetConfig | None = None
+    ) -> None:
+        """
+        Args:
+            model: of transformers.
+            spec: its sizes.
+            eos_ids: token ids that end an answer.
+            config: what it was loaded from, if it was.
+        """
         self.model: Any = model.eval().requires_grad_(False)
         self.spec = spec
+        self.num_kv_heads = spec.num_kv_heads
+        """Key/value heads in this process."""
+        self._config = config
         self.eos_ids = eos_ids
         self.device: torch.device = self.model.lm_head.weight.device
         self.dtype: torch.dtype = self.model.lm_head.weight.dtype
@@ -64,13 +76,17 @@ class Target:
             ConfigError: the model does not exist, its family is not supported, the device is not there, or the weights
                 are not the model's (see `targets.loading`).
         """
+        if config.tensor_parallel > 1:
+            from moray.targets.parallel.loading import load_parallel
+
+            return load_parallel(config, packs=packs)
         spec = read_spec(config.model, field=field)
         device = pick_device(config.device)
         dtype, attention = getattr(torch, config.dtype), attention_backend(device.type)
         model = load_causal_lm(config.model, dtype, device, attention, field)
         eos_ids = read_eos_ids(config.model, field)
         if spec.routing is None:
-            target = cls(model, spec, eos_ids)
+            target = cls(model, spec, eos_ids, config)
         else:
             from moray.targets.sparse.routing import load_routers
             from moray.targets.sparse.target import SparseTarget
@@ -79,17 +95,38 @@ class Target:
             target = SparseTarget(model, spec, eos_ids, load_routers(folder, spec, field), folder)
         if packs and device.type == "cpu":
             target.kernels = choose_kernels(linear_weights(model))
-            if target.kernels.are_packed:
-                fuse_layers(model, target.kernels)
-                model.lm_head = PackedLinear(model.lm_head, target.kernels)
-                move_to_huge_pages()
+            target.pack()
         return target
 
-    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """An empty cache for `capacity` slots per sequence."""
-        like = self.model.lm_head.weight
-        spec = self.spec
-        return KVCache(range(spec.num_layers), spec.num_kv_heads, spec.head_dim, capacity, batch, like)
+    def pack(self) -> None:
+        """Pack the weights if `kernels` says so."""
+        if self.kernels is not None and self.kernels.are_packed:
+            fuse_layers(self.model, self.kernels)
+            self.model.lm_head = PackedLinear(self.model.lm_head, self.kernels)
+            move_to_huge_pages()
+
+    @property
+    def config(self) -> TargetConfig:
+        """What it was loaded from."""
+        assert self._config is not None, "this target was not loaded from a configuration"
+        return self._config
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other processes hold parts of its layers, so that its modules are of no use outside of it."""
+        return False
+
+    def check(self) -> None:
+        """Raise `RankError` if a process that holds a part of this target has ended."""
+
+    def cache_of(self, kind: type[Any], *args: Any) -> Any:
+        """A cache of a class that takes the target first; for a split target, of a subclass that stands for all
+        parts."""
+        return kind(self, *args)
+
+    def new_cache(self, capacity: int, batch: int = 1) -> Any:
+        """An empty `KVCache` for `capacity` slots per sequence."""
+        return self.cache_of(_WholeCache, capacity, batch)
 
     @torch.inference_mode()
     def forward(
@@ -113,8 +150,18 @@ class Target:
                 sliding windows, knows their positions (see `targets.sliding`).
             hidden_depths: negative depths to return as well (-1 = after the final norm).
         """
+        return self.run_layers(self.model.model.embed_tokens(tokens), positions, mask, cache, hidden_depths)
+
+    def run_layers(
+        self,
+        hidden: Float[Tensor, "batch new hidden"],
+        positions: Int[Tensor, "batch new"],
+        mask: Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
+        cache: Cache,
+        hidden_depths: Sequence[int] = (),
+    ) -> TargetOutput:
+        """`forward` for tokens that are embedded already."""
         model = self.model.model
-        hidden = model.embed_tokens(tokens)
         rotary = self._rotary.at(hidden, positions)
         masks = self._masks.of_pass(range(self.spec.num_layers), mask, positions, cache)
         kept: dict[int, Tensor] = {}
@@ -137,6 +184,32 @@ class Target:
     def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any vocab"]:
         """Logits of final-norm hidden states."""
         return self.model.lm_head(hidden)
+
+
+class _WholeCache(KVCache):
+    """A cache of all layers of a target."""
+
+    def __init__(self, target: Target, capacity: int, batch: int) -> None:
+        spec, like = target.spec, target.model.lm_head.weight
+        super().__init__(range(spec.num_layers), target.num_kv_heads, spec.head_dim, capacity, batch, like)
+
+
+def rank_device(config: TargetConfig, rank: int) -> torch.device:
+    """The device of a rank of a tensor-parallel target: each has a GPU of its own.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        return device
+    if torch.cuda.device_count() < config.tensor_parallel:
+        raise ConfigError(
+            f"target.tensor_parallel is {config.tensor_parallel}, and this process sees {torch.cuda.device_count()} "
+            "GPUs: give it as many, or a smaller number"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def pick_device(name: str) -> torch.device:

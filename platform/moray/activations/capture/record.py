@@ -1,7 +1,7 @@
 """The target over a padded batch, with nothing kept but what is to be cached."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,9 +19,12 @@ class KVRecorder(KVCache):
     It keeps the keys and values of the wanted layers as it gets them, and allocates, zeroes and copies nothing.
     """
 
+    repeated: ClassVar[frozenset[str]] = frozenset()
+    gathered: ClassVar[Mapping[str, int]] = {"take": 1}
+
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
         spec = target.spec
-        super().__init__((), spec.num_kv_heads, spec.head_dim, capacity=0, batch=0, like=target.model.lm_head.weight)
+        super().__init__((), target.num_kv_heads, spec.head_dim, capacity=0, batch=0, like=target.model.lm_head.weight)
         self._wanted = frozenset(layers)
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -61,7 +64,7 @@ def record_taps(
         for index in np.nonzero(np.arange(width) < np.array([len(ids) for ids in tokens])[:, None])
     )
     layers = range(target.spec.num_layers) if config.kv_layers is None else config.kv_layers
-    recorder = KVRecorder(target, layers)
+    recorder = target.cache_of(KVRecorder, list(layers))
     positions = torch.arange(width, device=target.device).expand(rows, width)
     depths = tuple(config.hidden_depths)
     output: Any = target.forward(torch.from_numpy(padded).to(target.device), positions, None, recorder, depths)

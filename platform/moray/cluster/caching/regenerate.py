@@ -19,6 +19,7 @@ from moray.cluster.caching.dialogues import KEPT_BAD_ROWS, answer_chats
 from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.cluster.caching.rows import AnsweredRow, Batch, ChunkRow, batch_of, dataset_of, rows_from, rows_of
 from moray.cluster.errors import own_errors
+from moray.cluster.lost_ranks import ends_without_ranks
 from moray.data.ultrachat import ChatChunk, plan_chunks, read_chunk
 from moray.errors import ConfigError, DataError
 from moray.progress import Progress
@@ -116,7 +117,8 @@ class _Answerer:
 
     def __call__(self, batch: Batch) -> Batch:
         rows = rows_of(batch, ChunkRow)
-        return batch_of([AnsweredRow(row.name, self._answer(row.name, row.chunk)) for row in rows])
+        with ends_without_ranks():
+            return batch_of([AnsweredRow(row.name, self._answer(row.name, row.chunk)) for row in rows])
 
     def _answer(self, name: str, chunk: ChatChunk) -> AnswerSummary:
         if not self._attempts.begin(name):

@@ -22,6 +22,7 @@ from moray.activations.format.schema import CacheConfig, hidden_column, kv_colum
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import ShardPlan, only_columns, plan_shards
 from moray.batch import TapNeeds
+from moray.cluster.lost_ranks import ends_without_ranks
 from moray.cluster.training.configs import LiveSource, TrainingConfig
 from moray.cluster.training.windows import read_window
 from moray.errors import DataError
@@ -126,7 +127,8 @@ class LiveWindows:
                 "source.capture.num_targets, or a smaller source.cache.batch_tokens and another activations folder"
             )
         try:
-            tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
+            with ends_without_ranks():
+                tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
         finally:
             self._attempts.end(name)
         return pa.concat_tables([table.select(self._settings.columns) for table in tables])

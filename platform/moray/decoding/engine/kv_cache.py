@@ -7,6 +7,7 @@ aims the passes does.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -30,12 +31,15 @@ class BatchedKVCache(Cache):
     A mask must hide every slot past a row's own tokens: those hold zeros, or remains of earlier sequences.
     """
 
+    repeated: ClassVar[frozenset[str]] = frozenset({"arrange", "reorder", "move", "aim"})
+    gathered: ClassVar[Mapping[str, int]] = {"flat": -1}
+
     def __init__(self, target: Target, num_slots: int) -> None:
         """Allocates `num_slots`; nothing is allocated later."""
         super().__init__(layers=[])
         spec = target.spec
         like = target.model.lm_head.weight
-        self._heads, self._head_dim = spec.num_kv_heads, spec.head_dim
+        self._heads, self._head_dim = target.num_kv_heads, spec.head_dim
         self._memory = torch.zeros(
             spec.num_layers, 2, num_slots * self._heads * self._head_dim, dtype=like.dtype, device=like.device
         )

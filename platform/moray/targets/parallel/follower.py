@@ -1,0 +1,145 @@
+"""A follower: it holds its part of a target and does what the leader says, until the leader ends.
+
+    python -m moray.targets.parallel.follower < settings.json
+
+It is started by `moray.targets.parallel.processes`, never by hand. It writes one line: "ready", or what is wrong.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moray.config import Config
+from moray.errors import MorayError, RankError
+from moray.targets.model import rank_device, read_eos_ids
+from moray.targets.packed_linear import Kernels
+from moray.targets.parallel.caches import Splittable, new_part
+from moray.targets.parallel.group import Command, RankGroup
+from moray.targets.parallel.plan import RankPlan, plan_ranks
+from moray.targets.parallel.target import RankTarget, collect, gather_logits
+from moray.targets.parallel.weights import connect, load_part
+from moray.targets.spec import TargetConfig, read_spec
+
+
+class FollowerSettings(Config):
+    """What a follower is told at its start."""
+
+    target: TargetConfig
+    """The whole target."""
+    rank: int
+    """Its rank, from 1 on."""
+    folder: str
+    """Where the ranks find each other."""
+    threads: int
+    """Threads to compute with."""
+
+
+@dataclass
+class Follower:
+    """A rank's part of the target and of all caches."""
+
+    target: RankTarget
+    plans: Sequence[RankPlan]
+    group: RankGroup
+
+    def __post_init__(self) -> None:
+        self._caches: dict[int, Splittable] = {}
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Do what the leader says, for ever.
+
+        Raises:
+            RankError: the leader, or another rank, has ended.
+        """
+        while True:
+            command = self.group.receive()
+            for queued in command["queued"]:
+                self._do(queued)
+            self._do(command)
+
+    def _do(self, command: Command) -> None:
+        match command["do"]:
+            case "cache":
+                self._caches[command["cache"]] = new_part(self.target, command["kind"], command["args"])
+            case "forget":
+                self._caches.pop(command["cache"], None)
+            case "call":
+                self._call(command)
+            case "collect":
+                part = self._caches[command["cache"]]
+                collect(self.group, self.plans, self._call(command), part.gathered[command["method"]])
+            case "forward":
+                self._forward(command)
+            case "logits":
+                gather_logits(self.target, self.group, self.plans, self._shared(command["shape"], self.target.dtype))
+            case "kernels":
+                self.target.use(Kernels(command["packed"], command["one_row"], ""))
+            case other:
+                raise AssertionError(f"unknown command {other!r}")
+
+    def _call(self, command: Command) -> Any:
+        method = getattr(self._caches[command["cache"]], command["method"])
+        return method(*command["args"], **command["kwargs"])
+
+    def _forward(self, command: Command) -> None:
+        shape = command["shape"]
+        hidden = self._shared(shape, self.target.dtype)
+        positions = self._shared(shape[:2], torch.long)
+        mask = None
+        if command["mask"] is not None:
+            mask_shape, dtype = command["mask"]
+            mask = self._shared(mask_shape, getattr(torch, dtype))
+        cache: Any = self._caches[command["cache"]]
+        self.target.run_layers(hidden, positions, mask, cache)
+
+    def _shared(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.group.share(torch.empty(tuple(shape), dtype=dtype, device=self.target.device))
+
+
+def run(settings: FollowerSettings) -> None:
+    """Load this rank's part, say so, and follow.
+
+    Raises:
+        ConfigError: the part cannot be loaded.
+    """
+    torch.set_num_threads(settings.threads)
+    config, rank = settings.target, settings.rank
+    spec = read_spec(config.model, needs_weights=False)
+    plans = plan_ranks(spec, config.tensor_parallel)
+    device = rank_device(config, rank)
+    model = load_part(config, plans[rank], device)
+    print("ready", flush=True)
+    group = RankGroup(Path(settings.folder), rank, config.tensor_parallel, device)
+    connect(model, group)
+    Follower(RankTarget(model, spec, config, read_eos_ids(config.model), plans[rank]), plans, group).follow()
+
+
+def _end_with_the_leader() -> None:
+    """The leader never closes this pipe while it lives."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main() -> None:
+    """Read the settings and follow."""
+    settings = FollowerSettings.model_validate(json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_the_leader, daemon=True).start()
+    try:
+        run(settings)
+    except RankError:
+        sys.exit(1)
+    except MorayError as error:
+        print(error, flush=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Loads a tensor-parallel target: starts the followers, loads this process's own part, and leads.
+
+The followers use the next devices of this process: on GPUs cuda:1, cuda:2 and so on, which Ray gives to a worker that
+asks for as many.
+"""
+
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+
+from moray.errors import ConfigError
+from moray.targets.model import rank_device
+from moray.targets.parallel.group import RankGroup
+from moray.targets.parallel.plan import plan_ranks
+from moray.targets.parallel.processes import Followers
+from moray.targets.parallel.target import ParallelTarget
+from moray.targets.parallel.weights import connect, load_part
+from moray.targets.spec import TargetConfig, read_spec
+
+
+def load_parallel(config: TargetConfig, *, packs: bool) -> ParallelTarget:
+    """Load a target over `config.tensor_parallel` processes, of which this one is the first.
+
+    On a CPU its threads are divided among them.
+
+    Raises:
+        ConfigError: there are too few GPUs, the target cannot be split like that or is sparse, or its weights are
+            wrong.
+    """
+    spec = read_spec(config.model)
+    num_ranks = config.tensor_parallel
+    if spec.routing is not None:
+        raise ConfigError(
+            f"target.tensor_parallel is {num_ranks}, but '{config.model}' is a sparse target, which runs in one "
+            "process: give 1"
+        )
+    plans, device = plan_ranks(spec, num_ranks), rank_device(config, 0)
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        threads = max(1, threads // num_ranks)
+        torch.set_num_threads(threads)
+    folder = tempfile.TemporaryDirectory(prefix="moray-ranks-")
+    followers = Followers(config, Path(folder.name), threads)
+    try:
+        model = load_part(config, plans[0], device)
+        followers.wait_until_ready()
+        group = RankGroup(Path(folder.name), 0, num_ranks, device)
+    except BaseException:
+        followers.end()
+        raise
+    connect(model, group)
+    target = ParallelTarget(model, spec, config, plans, group, followers, packs=packs)
+    weakref.finalize(target, _end, followers, folder)
+    return target
+
+
+def _end(followers: Followers, folder: tempfile.TemporaryDirectory[str]) -> None:
+    followers.end()
+    folder.cleanup()

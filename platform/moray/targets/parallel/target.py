@@ -1,0 +1,157 @@
+"""A target over several processes, used like any other: this process leads, the others follow.
+
+Every rank holds a part of each layer and its heads' part of every cache. The leader is the process that uses the
+target: it holds the engine, the sampler and the drafters, embeds the tokens, and sends each pass to the followers.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from moray.targets.model import Target, TargetOutput, read_eos_ids
+from moray.targets.packed_linear import Kernels, choose_kernels, linear_weights
+from moray.targets.parallel.caches import join_heads, leaders_class
+from moray.targets.parallel.group import Command, RankGroup
+from moray.targets.parallel.plan import RankPlan
+from moray.targets.parallel.processes import Followers
+from moray.targets.spec import TargetConfig, TargetSpec
+
+
+class RankTarget(Target):
+    """One rank's part of a target."""
+
+    def __init__(
+        self, model: Any, spec: TargetSpec, config: TargetConfig, eos_ids: tuple[int, ...], plan: RankPlan
+    ) -> None:
+        super().__init__(model, spec, eos_ids, config)
+        self.plan = plan
+        self.num_kv_heads = len(plan.kv_heads)
+
+    def use(self, kernels: Kernels) -> None:
+        """Compute with these kernels on a CPU; all ranks use the same."""
+        self.kernels = kernels
+        self.pack()
+
+
+class ParallelTarget(RankTarget):
+    """The leader's part, which is used as the whole target."""
+
+    def __init__(
+        self,
+        model: Any,
+        spec: TargetSpec,
+        config: TargetConfig,
+        plans: Sequence[RankPlan],
+        group: RankGroup,
+        followers: Followers,
+        *,
+        packs: bool,
+    ) -> None:
+        """
+        Args:
+            model: the first rank's part, connected.
+            spec: sizes of the whole target.
+            config: what was asked for.
+            plans: of all ranks.
+            group: connects them.
+            followers: the other ranks' processes.
+            packs: whether to pack weights on a CPU (see `Target.load`).
+        """
+        super().__init__(model, spec, config, read_eos_ids(config.model), plans[0])
+        self._plans, self._group, self.followers = plans, group, followers
+        self._lock = threading.RLock()
+        self._queued: list[Command] = []
+        self._num_caches = 0
+        if packs and self.device.type == "cpu":
+            kernels = choose_kernels(linear_weights(model))
+            self._send({"do": "kernels", "packed": kernels.are_packed, "one_row": kernels.pack_one_row})
+            self.use(kernels)
+
+    @property
+    def is_split(self) -> bool:
+        """Its modules are parts of the target's."""
+        return True
+
+    def check(self) -> None:
+        """Raise `RankError` if another rank has ended."""
+        self.followers.check()
+
+    def cache_of(self, kind: type[Any], *args: Any) -> Any:
+        """A cache of which every rank holds a part."""
+        with self._lock:
+            self._num_caches += 1
+            number = self._num_caches
+            where = f"{kind.__module__}:{kind.__qualname__}"
+            self._queue({"do": "cache", "cache": number, "kind": where, "args": args})
+            cache = leaders_class(kind)(self, *args)
+            cache.lead(number, self._queue, self._collect)
+            return cache
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch new"],
+        positions: Int[Tensor, "batch new"],
+        mask: Bool[Tensor, "#batch 1 new slots"] | Float[Tensor, "#batch 1 new slots"] | None,
+        cache: Any,
+        hidden_depths: Sequence[int] = (),
+    ) -> TargetOutput:
+        """See `Target.forward`."""
+        hidden = self.model.model.embed_tokens(tokens)
+        command = {
+            "do": "forward",
+            "cache": cache.number,
+            "shape": list(hidden.shape),
+            "mask": None if mask is None else [list(mask.shape), str(mask.dtype).removeprefix("torch.")],
+        }
+        with self._lock:
+            self._send(command)
+            self._group.share(hidden)
+            positions = self._group.share(positions)
+            mask = None if mask is None else self._group.share(mask)
+            return self.run_layers(hidden, positions, mask, cache, hidden_depths)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any vocab"]:
+        """Logits of final-norm hidden states."""
+        with self._lock:
+            self._send({"do": "logits", "shape": list(hidden.shape)})
+            return gather_logits(self, self._group, self._plans, self._group.share(hidden))
+
+    def _queue(self, command: Command) -> None:
+        self._queued.append(command)
+
+    def _send(self, command: Command) -> None:
+        """Send a command, with everything that has been queued before it."""
+        queued, self._queued = self._queued, []
+        self._group.send({"queued": queued, **command})
+
+    def _collect(self, command: Command, own: Callable[[], Any], dim: int) -> Any:
+        """Make a call on all ranks; return their results, or tuples of results, joined in a dimension."""
+        with self._lock:
+            if not self.plan.splits_attention:  # every rank has all heads
+                self._queue({**command, "do": "call"})
+                return own()
+            self._send(command)
+            return collect(self._group, self._plans, own(), dim)
+
+
+def collect(group: RankGroup, plans: Sequence[RankPlan], own: Any, dim: int) -> Any:
+    """Join the ranks' results; key/value heads that several ranks hold are taken once."""
+    if isinstance(own, tuple):
+        return tuple(collect(group, plans, one, dim) for one in own)
+    gathered = group.gather(own)
+    return join_heads([part for part, plan in zip(gathered, plans, strict=True) if plan.owns_kv_heads], dim)
+
+
+def gather_logits(target: RankTarget, group: RankGroup, plans: Sequence[RankPlan], hidden: Tensor) -> Tensor:
+    """Logits over the whole vocabulary."""
+    own = target.model.lm_head(hidden)
+    sizes = [len(plan.vocabulary) for plan in plans]
+    gathered = group.gather(F.pad(own, (0, max(sizes) - own.shape[-1])))
+    return torch.cat([part[..., :size] for part, size in zip(gathered, sizes, strict=True)], dim=-1)

@@ -1,0 +1,135 @@
+"""A target over several processes is the target: the same numbers, the same text, an error when one ends."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from side_by_side import COUPLED, GREEDY, SHAPES, is_lossless, plainly
+from tiny_drafters import VARIANTS, build
+from tiny_targets import TinyTarget, load_target
+
+from moray.activations.capture.record import record_taps
+from moray.activations.format.schema import CacheConfig
+from moray.decoding.batch import answer_batch
+from moray.decoding.engine.config import EngineConfig
+from moray.decoding.engine.draft_source import LocalDrafts
+from moray.decoding.engine.engine import Engine
+from moray.decoding.request import Request
+from moray.errors import RankError
+from moray.targets.head import TargetHead
+from moray.targets.model import Target
+from moray.targets.parallel.target import ParallelTarget
+from moray.targets.spec import TargetConfig
+
+SPLIT = {
+    "biases-2": ("qwen2", 2, {}),  # query and key/value heads are split
+    "shared-heads-2": ("llama", 2, {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "whole-attention-3": ("tied", 3, {"intermediate_size": 100}),  # 4 heads for 3: the attention is whole on each
+}
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module", params=SPLIT)
+def both(request, tmp_path_factory) -> Iterator[tuple[TinyTarget, TinyTarget]]:
+    """A target in one process, and over several."""
+    name, num_ranks, sizes = SPLIT[request.param]
+    whole = load_target(tmp_path_factory.mktemp(request.param), name, **sizes)
+    config = TargetConfig(model=str(whole.folder), device="cpu", tensor_parallel=num_ranks)
+    target = Target.load(config)
+    assert isinstance(target, ParallelTarget)
+    yield whole, TinyTarget(name, whole.folder, target)
+    target.followers.end()
+
+
+def taps(tiny: TinyTarget) -> dict[str, torch.Tensor]:
+    chats = [np.array(tiny.prompt(0, 30)), np.array(tiny.prompt(1, 17))]
+    config = CacheConfig(hidden_depths=(-1, -2), kv_layers=(0, 2, 3))
+    return dict(record_taps(tiny.target, config, chats))
+
+
+def test_logits_and_taps_are_those_of_one_process(both):
+    whole, split = both
+    tokens = torch.tensor([whole.prompt(0, 20), whole.prompt(1, 20)])
+    positions = torch.arange(20).expand(2, -1)
+    wanted, found = (
+        one.target.logits(one.target.forward(tokens, positions, None, one.target.new_cache(20, 2)).last) for one in both
+    )
+    torch.testing.assert_close(found, wanted, atol=CLOSE, rtol=0)
+    wanted_taps, found_taps = taps(whole), taps(split)
+    assert wanted_taps.keys() == found_taps.keys()
+    for name, tap in wanted_taps.items():
+        torch.testing.assert_close(found_taps[name], tap, atol=CLOSE, rtol=0)
+
+
+def test_plain_text_is_that_of_one_process(both):
+    whole, split = both
+    for seed in range(2):
+        prompt = whole.prompt(seed, 12)
+        assert plainly(split, prompt, GREEDY, 30) == plainly(whole, prompt, GREEDY, 30)
+
+
+@pytest.mark.parametrize("variant", ["moa-1", "eagle-0", "glide-0", "medusa-0", "ngram-0"])
+def test_speculation_gives_its_plain_text(both, variant):
+    _, split = both
+    drafter = build(split, VARIANTS[variant], seed=3)
+    assert is_lossless(split, drafter, SHAPES["dynamic"], GREEDY, [split.prompt(4)], 15)
+    assert is_lossless(split, drafter, SHAPES["chain"], COUPLED, [split.prompt(5)], 10)
+
+
+def test_the_engine_answers_several_at_once(both):
+    _, split = both
+    shape = SHAPES["dynamic"]
+    drafter = build(split, VARIANTS["moa-0"], seed=3)
+    config = EngineConfig(max_num_seqs=3, kv_cache_tokens=3 * 128, max_model_len=100, tree=shape)
+    engine = Engine(split.target, config, (), drafts={"drafter": LocalDrafts(drafter, 100, shape.num_expanded)})
+    prompts = [split.prompt(seed, length) for seed, length in enumerate((9, 1, 33, 20))]
+    requests = [
+        Request(prompt=tuple(prompt), max_new_tokens=12, params=GREEDY, drafter="drafter") for prompt in prompts
+    ]
+    answers = [generation.tokens for generation in answer_batch(engine, requests)]
+    assert answers == [plainly(split, prompt, GREEDY, 12) for prompt in prompts]
+
+
+def test_a_drafter_s_head_is_read_whole(both):
+    whole, split = both
+    found, wanted = TargetHead.of(split.target, 1).tensors(), TargetHead.of(whole.target, 1).tensors()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_no_rank_holds_more_than_its_share(both):
+    whole, split = both
+    target = split.target
+    assert isinstance(target, ParallelTarget)
+    sizes = {name: tensor.numel() for name, tensor in whole.target.model.state_dict().items()}
+    held = {name: tensor.numel() for name, tensor in target.model.state_dict().items()}
+    for name, size in sizes.items():
+        is_repeated = whole.target.spec.num_kv_heads == 1 and (".k_proj" in name or ".v_proj" in name)
+        is_whole = (
+            is_repeated
+            or "norm" in name
+            or "embed" in name
+            or ("self_attn" in name and not target.plan.splits_attention)
+        )
+        share = size if is_whole else -(-size // target.plan.num_ranks)
+        assert held[name] <= max(share * 1.1, size if name.endswith("bias") else 0), name
+
+
+def test_a_killed_rank_is_an_error_and_no_hang(tmp_path):
+    whole = load_target(tmp_path)
+    target = Target.load(TargetConfig(model=str(tmp_path), device="cpu", tensor_parallel=2))
+    assert isinstance(target, ParallelTarget)
+    split = TinyTarget("llama", tmp_path, target)
+    assert plainly(split, whole.prompt(), GREEDY, 5) == plainly(whole, whole.prompt(), GREEDY, 5)
+    (pid,) = target.followers.pids
+    os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankError, match="tensor_parallel: a rank of 2 has ended"):
+        plainly(split, whole.prompt(1), GREEDY, 5)
+    with pytest.raises(RankError, match="rank 1 of 2 has ended with exit code -9"):
+        target.check()
+    assert time.monotonic() - began < 30
