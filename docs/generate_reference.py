@@ -38,6 +38,7 @@ MODULES = (
     "pipelines.plan",
     "pipelines.export",
     "pipelines.import_drafter",
+    "pipelines.prune",
     "pipelines.benchmark",
     "pipelines.demo",
     "pipelines.edge",

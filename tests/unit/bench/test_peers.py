@@ -73,6 +73,8 @@ def test_every_engine_gives_the_text_of_transformers_and_its_speed_is_of_what_it
         assert 0 < low <= row["tokens_per_second"] <= high
         limit = result["plain_limit_tokens_per_second"]["float32"]
         assert row["of_plain_limit"] == pytest.approx(row["tokens_per_second"] / limit)
+    assert [row["tau"] is None for row in measured] == [True, False, True, True], "only Moray counts its drafts"
+    assert 1 <= measured[1]["tau"] <= 1 + 8
     plain = measured[2]
     assert plain["ratio_to_transformers"] == 1.0
     assert measured[0]["ratio_to_transformers"] == measured[0]["tokens_per_second"] / plain["tokens_per_second"]
@@ -153,6 +155,7 @@ def test_an_engine_is_halted_but_while_it_answers(start):
     process.wait_until_loaded(60)
     assert (process.version, process.failures, is_halted(process)) == ("1", {}, True)
     tokens, seconds = process.answer(0, [5, 6, 7], 2, 60)
+    assert process.drafted is None, "this engine counts no drafts"
     assert tokens == [5, 6]
     assert seconds < 60
     assert is_halted(process)

@@ -5,7 +5,7 @@ Messages in both directions are lines of JSON:
     benchmark -> engine   settings of the engine, once
     engine -> benchmark   {"version": ..., "failures": {row: why}} after loading
     benchmark -> engine   {"row": 0, "prompt": [ids], "max_new_tokens": 80}
-    engine -> benchmark   {"tokens": [ids], "seconds": ...}, or {"error": ...}
+    engine -> benchmark   {"tokens": [ids], "seconds": ..., "drafts": ..., "accepted": ...}, or {"error": ...}
 """
 
 import ctypes
@@ -29,6 +29,8 @@ class PeerRow:
     """None for plain decoding, `prompt-lookup`, or a folder."""
     depth: int
     """Maximum number of tokens drafted per target pass."""
+    adaptive: bool = True
+    """Of Moray: whether it chooses how many tokens to draft; otherwise it always drafts `depth`."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,19 @@ class Settings:
     """Chat template that the drafters were trained with, as in `target.template`."""
 
 
-Answer = Callable[[list[int], int], list[int]]
-"""answer(prompt, max_new_tokens) returns the new tokens of a greedy answer."""
+@dataclass(frozen=True)
+class Drafted:
+    """An answer, with what became of its drafts."""
+
+    tokens: list[int]
+    drafts: int | None
+    """Passes that verified a draft; None if the engine does not say."""
+    accepted: int | None
+    """Draft tokens that those accepted."""
+
+
+Answer = Callable[[list[int], int], list[int] | Drafted]
+"""answer(prompt, max_new_tokens) returns the new tokens of a greedy answer, if it can with counts of drafts."""
 
 Prepare = Callable[[PeerRow], Answer]
 """prepare(row) returns the function that decodes in that way."""
@@ -90,8 +103,10 @@ def answer_from(load: Callable[[Settings], tuple[str, Prepare]]) -> None:
         request = json.loads(line)
         try:
             begin = time.perf_counter()
-            tokens = answers[request["row"]](request["prompt"], request["max_new_tokens"])
-            reply(tokens=tokens, seconds=time.perf_counter() - begin)
+            found = answers[request["row"]](request["prompt"], request["max_new_tokens"])
+            seconds = time.perf_counter() - begin
+            drafted = found if isinstance(found, Drafted) else Drafted(found, None, None)
+            reply(tokens=drafted.tokens, seconds=seconds, drafts=drafted.drafts, accepted=drafted.accepted)
         except Exception as error:
             reply(error=in_one_line(error))
             raise

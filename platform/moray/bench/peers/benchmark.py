@@ -98,7 +98,7 @@ def _start(
                     threads=config.threads,
                     max_length=longest_prompt + config.max_new_tokens,
                     eos_ids=eos_ids,
-                    rows=[PeerRow(run.peer.drafter, run.peer.depth) for run in members],
+                    rows=[PeerRow(run.peer.drafter, run.peer.depth, run.peer.adaptive) for run in members],
                     template=config.target.template,
                 )
                 log = environments / "logs" / (peer.label.replace(", ", "-").replace(" ", "-") + ".log")
@@ -148,6 +148,7 @@ def _ask(
                     # Some engines include the end-of-sequence token in the answer, others do not.
                     run.answers.tokens.append(tokens[:-1] if tokens and tokens[-1] in eos_ids else tokens)
                     run.answers.seconds.append(seconds)
+                    run.answers.drafted.append(run.process.drafted if run.process else None)
                 progress.advance(1)
 
 

@@ -15,7 +15,7 @@ def print_peers(result: dict[str, Any], console: Console) -> None:
     table = Table(title=title(result), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
     for name in ("engine", "dtype", "drafts"):
         table.add_column(name, overflow="fold")
-    for name in ("tok/s", "95 %", "of copy", "vs transformers", "same text", "equal tokens"):
+    for name in ("tok/s", "95 %", "of copy", "vs transformers", "same text", "equal tokens", "tau"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         if row["failure"] is None:
@@ -41,6 +41,7 @@ def cells(row: dict[str, Any], num_prompts: int) -> tuple[str, ...]:
         row["engine"], row["dtype"], row["drafting"], number(row["tokens_per_second"]), interval(row["interval"]),
         percent(row["of_plain_limit"]), times(row["ratio_to_transformers"]),
         "-" if equal is None else f"{equal} of {num_prompts}", number(row["mean_equal_tokens"]),
+        number(row["tau"]),
     )  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"token read all weights: {limits['float32']:.1f} in float32, {limits['bfloat16']:.1f} in bfloat16",
         "same text: answers equal to transformers' plain ones of the same dtype; equal tokens: how many on average "
         "before the first difference",
+        "tau: tokens of a pass that verifies a draft, for engines that count them",
         "prompt lookup is each engine's own: n-grams of 1 to 4 tokens in moray and vllm, up to 4 in openvino, 2 in "
         "llama-cpp-python; moray chooses how many tokens to draft, the others always draft as many as the name says",
     ]

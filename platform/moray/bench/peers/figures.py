@@ -9,7 +9,7 @@ from moray.bench.spread import ratio_interval, ratio_of_ratios_interval
 
 _UNKNOWN = (
     "tokens", "seconds", "tokens_per_second", "interval", "of_plain_limit", "ratio_to_transformers", "ratio_interval",
-    "equal_texts", "mean_equal_tokens",
+    "equal_texts", "mean_equal_tokens", "tau",
 )  # fmt: skip
 
 
@@ -25,6 +25,16 @@ class Answers:
     """New tokens of each answer, without the end-of-sequence token."""
     seconds: list[float] = field(default_factory=list)
     """Time of each answer, including its prompt."""
+
+    drafted: list[tuple[int, int] | None] = field(default_factory=list)
+    """Drafts, and accepted tokens, of each answer; None if the engine does not say."""
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens of a pass that verifies a draft, the target's own among them; None without a count."""
+        counted = [pair for pair in self.drafted if pair is not None]
+        num_drafts = sum(drafts for drafts, _ in counted)
+        return 1 + sum(accepted for _, accepted in counted) / num_drafts if num_drafts else None
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -61,6 +71,7 @@ def _row(row: Answers, reference: Answers | None, limit: float) -> dict[str, Any
         "tokens_per_second": speed,
         "interval": ratio_interval(row.pairs),
         "of_plain_limit": speed / limit,
+        "tau": row.tau,
     }
     if reference is None:
         return figures

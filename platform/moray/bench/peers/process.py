@@ -39,6 +39,8 @@ class EngineProcess:
         self.version = ""
         self.failures: dict[int, str] = {}
         """Rows that the engine could not prepare: the reason by row number."""
+        self.drafted: tuple[int, int] | None = None
+        """Drafts and accepted tokens of the last answer, if the engine counts them."""
         self._log = log
         self._end: str | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +82,7 @@ class EngineProcess:
         self._send({"row": row, "prompt": prompt, "max_new_tokens": max_new_tokens})
         reply = self._receive(seconds)
         self._signal(signal.SIGSTOP)
+        self.drafted = None if reply["drafts"] is None else (reply["drafts"], reply["accepted"])
         return reply["tokens"], reply["seconds"]
 
     def close(self) -> None:

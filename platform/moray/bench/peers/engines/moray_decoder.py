@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from moray.bench.peers.answering import Answer, PeerRow, Prepare, Settings, answer_from
+from moray.bench.peers.answering import Answer, Drafted, PeerRow, Prepare, Settings, answer_from
 from moray.config import validate
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder, runner_for
@@ -16,7 +16,7 @@ from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
-from moray.trees.shapes import AdaptiveShape
+from moray.trees.shapes import AdaptiveShape, ChainShape
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
@@ -29,7 +29,14 @@ def load(settings: Settings) -> tuple[str, Prepare]:
 
     def prepare(row: PeerRow) -> Answer:
         decoder = _decoder(row, target, tokenizer, settings.max_length, runner)
-        return lambda prompt, most: decoder.generate(prompt, SamplingParams(), most, settings.eos_ids).tokens
+
+        def answer(prompt: list[int], max_new_tokens: int) -> list[int] | Drafted:
+            found = decoder.generate(prompt, SamplingParams(), max_new_tokens, settings.eos_ids)
+            if row.drafter is None:
+                return found.tokens
+            return Drafted(found.tokens, len(found.accepted), sum(found.accepted))
+
+        return answer
 
     return _version(), prepare
 
@@ -41,7 +48,8 @@ def _decoder(
         return SpeculativeDecoder(target, None, capacity=capacity, runner=runner)
     entry = NgramConfig(type="ngram") if row.drafter == "prompt-lookup" else row.drafter
     (drafter,) = build_drafters((entry,), lambda num_layers: TargetHead.of(target, num_layers), tokenizer).values()
-    shape = AdaptiveShape(type="adaptive", depth=row.depth)
+    chain = ChainShape(type="chain", depth=row.depth)
+    shape = AdaptiveShape(type="adaptive", depth=row.depth) if row.adaptive else chain
     return SpeculativeDecoder(target, drafter, shape, capacity, runner)
 
 

@@ -1,10 +1,14 @@
-"""vLLM's CPU build: plain, with its n-gram drafter, or with a draft model."""
+"""vLLM's CPU build: plain, with its n-gram drafter, or with a drafter of any kind that it reads."""
 
 # pyright: reportMissingImports=false
 
+import json
 import os
+from pathlib import Path
 
-from moray.bench.peers.answering import Answer, PeerRow, Prepare, Settings, answer_from
+from moray.bench.peers.answering import Answer, Drafted, PeerRow, Prepare, Settings, answer_from
+
+_DRAFTS, _ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
@@ -27,15 +31,24 @@ def load(settings: Settings) -> tuple[str, Prepare]:
             speculative_config=_speculation(row),
             enable_prefix_caching=False,
             generation_config="vllm",  # ignore the model's own defaults, such as repetition penalties
-            disable_log_stats=True,
+            disable_log_stats=row.drafter is None,  # drafts are counted with them
         )
 
-        def answer(prompt: list[int], max_new_tokens: int) -> list[int]:
+        def counts() -> tuple[int, int]:
+            found = {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
+            return int(found.get(_DRAFTS, 0)), int(found.get(_ACCEPTED, 0))
+
+        def answer(prompt: list[int], max_new_tokens: int) -> Drafted:
+            before = (0, 0) if row.drafter is None else counts()
             params = vllm.SamplingParams(
                 temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=settings.eos_ids, detokenize=False
             )
             (output,) = engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-            return list(output.outputs[0].token_ids)
+            tokens = list(output.outputs[0].token_ids)
+            if row.drafter is None:
+                return Drafted(tokens, None, None)
+            drafts, accepted = counts()
+            return Drafted(tokens, drafts - before[0], accepted - before[1])
 
         return answer
 
@@ -47,7 +60,16 @@ def _speculation(row: PeerRow) -> dict[str, object] | None:
         return None
     if row.drafter == "prompt-lookup":
         return {"method": "ngram", "num_speculative_tokens": row.depth, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-    return {"method": "draft_model", "model": row.drafter, "num_speculative_tokens": row.depth}
+    return {"method": _method(Path(row.drafter)), "model": row.drafter, "num_speculative_tokens": row.depth}
+
+
+def _method(folder: Path) -> str:
+    """vLLM's name for a kind of drafter, by what `pipelines.export format=hf` writes."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = (config.get("architectures") or [""])[0]
+    if config.get("model_type") == "medusa":
+        return "medusa"
+    return {"LlamaForCausalLMEagle3": "eagle3", "LlamaForCausalLMEagle": "eagle"}.get(architecture, "draft_model")
 
 
 if __name__ == "__main__":

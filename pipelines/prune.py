@@ -1,0 +1,45 @@
+"""Prune a target to a drafter: its most important layers, heads, MLP channels and hidden elements.
+
+    python -m pipelines.prune configs/targets/smollm2.yaml configs/prune/smollm2.yaml
+
+Importance is measured on chats of an activation cache. Then distil it: pipelines.distill with init.drafter=OUTPUT and
+the same `drafter` settings.
+"""
+
+from moray.config import run_entry_point
+from moray.distill.pruning.config import PruneConfig
+
+
+def main(config: PruneConfig) -> None:
+    """Measure, cut, and write a drafter's folder."""
+    from itertools import islice
+
+    import torch
+
+    from moray.activations.format.store import CacheStore
+    from moray.activations.reading.token_counts import token_counts
+    from moray.distill.pruning.prune import check_prunable, prune
+    from moray.errors import MismatchError
+    from moray.progress import Progress
+    from moray.text import ChatTokenizer
+
+    spec, store = check_prunable(config), CacheStore(config.activations)
+    cached = store.read_plan().target.fingerprint
+    if cached != spec.fingerprint:
+        raise MismatchError(
+            f"activations '{config.activations}' is of a target with fingerprint {cached}, target.model has "
+            f"{spec.fingerprint}: give the cache of this target"
+        )
+    parts = sorted(name for name in store.sizes("tokens") if name.endswith(".parquet"))
+    every = (chat.as_py() for name in parts for chat in store.read_table(f"tokens/{name}", ["tokens"]).column("tokens"))
+    counts = torch.from_numpy(token_counts(store, spec.vocab_size))
+    fingerprint = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
+    with Progress("measure importance", config.num_chats, unit="chats") as progress:
+        layers = prune(config, islice(every, config.num_chats), counts, fingerprint, lambda: progress.advance(1))
+    print(f"pruned: {config.output} (layers {', '.join(map(str, layers))} of {spec.num_layers})")
+
+
+CONFIG = PruneConfig
+
+if __name__ == "__main__":
+    run_entry_point(CONFIG, __doc__ or "", main)
