@@ -16,20 +16,16 @@ def main(config: PruneConfig) -> None:
 
     import torch
 
+    from moray.activations.format.manifest import read_manifest
     from moray.activations.format.store import CacheStore
     from moray.activations.reading.token_counts import token_counts
+    from moray.cluster.training.resume import check_same_target
     from moray.distill.pruning.prune import check_prunable, prune
-    from moray.errors import MismatchError
     from moray.progress import Progress
     from moray.text import ChatTokenizer
 
     spec, store = check_prunable(config), CacheStore(config.activations)
-    cached = store.read_plan().target.fingerprint
-    if cached != spec.fingerprint:
-        raise MismatchError(
-            f"activations '{config.activations}' is of a target with fingerprint {cached}, target.model has "
-            f"{spec.fingerprint}: give the cache of this target"
-        )
+    check_same_target(read_manifest(store), spec, config.activations, config.target)
     parts = sorted(name for name in store.sizes("tokens") if name.endswith(".parquet"))
     every = (chat.as_py() for name in parts for chat in store.read_table(f"tokens/{name}", ["tokens"]).column("tokens"))
     counts = torch.from_numpy(token_counts(store, spec.vocab_size))

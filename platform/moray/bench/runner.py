@@ -111,7 +111,9 @@ class Runner:
         )
         notes: list[str] = []
         methods = [Method("plain", "", self._ours(decoder_of(None)))]
-        if config.compare_generate:
+        if config.compare_generate and target.is_split:
+            notes.append("generate: left out, transformers cannot run a tensor-parallel target")
+        elif config.compare_generate:
             methods.append(Method("generate", "", self._hugging_face(target)))
         for name, drafter in drafters.items():
             for shape in config.trees if trees is None else trees[name]:

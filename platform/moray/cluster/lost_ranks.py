@@ -1,4 +1,4 @@
-"""What an actor does that loses a process holding a part of its target: it ends, so that Ray starts it again, whole."""
+"""Ends an actor that has lost a process of its tensor-parallel target; Ray then starts it again."""
 
 import logging
 import os

@@ -194,7 +194,7 @@ class IndependentConfig(LayeredBase):
     """A small causal LM on the target's vocabulary, distilled from the target; reads nothing but the text."""
 
     type: Literal["independent"]
-    """Always independent."""
+    """Type of drafter: always independent."""
     num_layers: int = Field(default=1, ge=1)
     """Number of decoder layers."""
     hidden_size: int = Field(ge=2)

@@ -113,7 +113,7 @@ class Target:
 
     @property
     def is_split(self) -> bool:
-        """Whether other processes hold parts of its layers, so that its modules are of no use outside of it."""
+        """Whether other processes hold parts of its layers; its modules must then not be called directly."""
         return False
 
     def check(self) -> None:

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from moray.targets.parallel.linear import RowParallelLinear
+
 _MIN_BYTES = 16 << 20
 """Total size of all weights below which nothing is packed."""
 _TRIED_BYTES = 48 << 20
@@ -111,15 +113,17 @@ class PackedLinear(nn.Module):
 
 
 def linear_weights(model: nn.Module) -> list[Tensor]:
-    """The weights of a model's linear layers."""
-    return [module.weight.detach() for module in model.modules() if type(module) is nn.Linear]
+    """The weights of a model's linear layers, parts of them included."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return [one.weight.detach() for one in linears if type(one) in (nn.Linear, RowParallelLinear)]
 
 
 @torch.inference_mode()
-def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False) -> Kernels:
+def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, copies: int = 1) -> Kernels:
     """Measure which kernels are faster for these weights on this CPU, with the current number of threads.
 
-    With `may_round`, float32 weights are rounded to bfloat16 if that is faster still.
+    With `may_round`, float32 weights are rounded to bfloat16 if that is faster still. `copies` processes of this
+    machine will pack as many weights.
     """
     num_bytes = sum(weight.nbytes for weight in weights)
     if num_bytes < _MIN_BYTES:
@@ -127,8 +131,9 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False) -> Ker
     if not all(_are_kernels_there(dtype) for dtype in {weight.dtype for weight in weights}):
         return _stock("there are no packed ones for this CPU and number format")
     free = _free_bytes()
-    if 2 * num_bytes > free:
-        return _stock(f"packed copies take {num_bytes >> 20} MiB, more than half of the {free >> 20} MiB that are free")
+    taken = num_bytes * copies
+    if 2 * taken > free:
+        return _stock(f"packed copies take {taken >> 20} MiB, more than half of the {free >> 20} MiB that are free")
     gains = _measure(weights)
     if may_round and {weight.dtype for weight in weights} == {torch.float32} and _are_kernels_there(torch.bfloat16):
         rounded = _measure(weights, torch.bfloat16)

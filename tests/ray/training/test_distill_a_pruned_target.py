@@ -25,8 +25,13 @@ def _loss(target: Path, cache: Path, output: Path, **init: object) -> float:
     from moray.cluster.training.distill import distill
 
     values = {"target": {"model": str(target)}, "activations": str(cache), "output": str(output), "drafter": DRAFTER}
-    train = {"max_steps": 2, "batch_tokens": 512, "save_steps": 10, "logging_steps": 1}
-    distill(validate(DistillConfig, values | {"train": train, "losses": {"feature": 0.0, "kl": 1.0}} | init))
+    values |= {
+        "train": {"max_steps": 2, "batch_tokens": 512, "save_steps": 10, "logging_steps": 1},
+        "losses": {"feature": 0.0, "kl": 1.0},
+        "optim": {"type": "adamw", "lr": 1e-4},
+        "schedule": {"type": "linear", "warmup_steps": 1},
+    }
+    distill(validate(DistillConfig, values | init))
     return read_metrics(output)[0]["loss"]
 
 
@@ -37,7 +42,7 @@ def test_a_pruned_target_starts_with_a_smaller_loss(
 
     pruned = tmp_path / "pruned"
     settings = {"drafter": DRAFTER, "activations": str(tiny_cache), "output": str(pruned), "num_chats": 8}
-    with pytest.raises(MismatchError, match="is of a target with fingerprint"):
+    with pytest.raises(MismatchError, match="were cached from a target with fingerprint"):
         main(validate(PruneConfig, {"target": {"model": str(other_target)}} | settings))
     main(validate(PruneConfig, {"target": {"model": str(tiny_target)}} | settings))
     random = _loss(tiny_target, tiny_cache, tmp_path / "random")

@@ -17,6 +17,7 @@ from moray.bench.peers.answering import PeerRow, Settings
 from moray.bench.peers.benchmark import benchmark_peers
 from moray.bench.peers.config import PeersBenchmarkConfig
 from moray.bench.peers.console import print_peers
+from moray.bench.peers.figures import Answers
 from moray.bench.peers.gguf_file import write_gguf
 from moray.bench.peers.page import render_peers
 from moray.bench.peers.process import MODULES, EngineProcess
@@ -73,8 +74,6 @@ def test_every_engine_gives_the_text_of_transformers_and_its_speed_is_of_what_it
         assert 0 < low <= row["tokens_per_second"] <= high
         limit = result["plain_limit_tokens_per_second"]["float32"]
         assert row["of_plain_limit"] == pytest.approx(row["tokens_per_second"] / limit)
-    assert [row["tau"] is None for row in measured] == [True, False, True, True], "only Moray counts its drafts"
-    assert 1 <= measured[1]["tau"] <= 1 + 8
     plain = measured[2]
     assert plain["ratio_to_transformers"] == 1.0
     assert measured[0]["ratio_to_transformers"] == measured[0]["tokens_per_second"] / plain["tokens_per_second"]
@@ -93,6 +92,19 @@ def test_what_cannot_be_measured_says_why(result, capsys):
     page = render_peers(result)
     assert page.count("<tr>") == 1 + 4
     assert "<svg" in page
+
+
+def test_tau_is_of_the_passes_that_verified_a_draft(settings):
+    fixed = {"engine": "moray", "drafter": "prompt-lookup", "depth": 2, "adaptive": False}
+    (row,) = measure(settings, fixed)["rows"]
+    assert 1 <= row["tau"] <= 1 + 2
+    counted = Answers(PeersBenchmarkConfig.model_validate(settings | {"peers": (fixed,)}).peers[0])
+    counted.drafted = [(3, 4), None, (1, 0)]
+    assert counted.tau == 1 + 4 / 4
+    counted.drafted = [None, (0, 0)]
+    assert counted.tau is None
+    with pytest.raises(ConfigError, match="adaptive is false, which only moray reads"):
+        measure(settings, {"engine": "transformers", "adaptive": False})
 
 
 def test_nothing_measured_is_an_error_and_rows_are_named_once(settings):

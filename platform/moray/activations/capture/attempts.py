@@ -4,8 +4,11 @@ Ray Data replaces an actor that died and hands the same task to the new one, wit
 it was.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from moray.activations.format.store import CacheStore
-from moray.errors import DamagedError
+from moray.errors import DamagedError, RankError
 
 MAX_ATTEMPTS = 4
 """Attempts at one piece before it is reported: a machine that is taken away may hit the same piece twice, hardly ever
@@ -38,6 +41,18 @@ class Attempts:
     def end(self, name: str) -> None:
         """Remove the count of a piece that is done, or that failed with an error of its own."""
         self._store.delete(self._file(name))
+
+    @contextmanager
+    def ends(self, name: str) -> Iterator[None]:
+        """Remove the count of a piece after the block, unless a rank of the target is lost, which ends its replica."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException:
+            self.end(name)
+            raise
+        self.end(name)
 
     def _file(self, name: str) -> str:
         return f"{self._prefix}{name}{ATTEMPTS}"

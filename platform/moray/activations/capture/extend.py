@@ -57,10 +57,8 @@ class ShardExtender:
                 f"{MAX_ATTEMPTS} target replicas died over shard '{shard}' of '{self._store.uri}', out of memory "
                 "perhaps: give a smaller num_targets and run the same command again"
             )
-        try:
+        with self._attempts.ends(shard):
             return self._extend(shard)
-        finally:
-            self._attempts.end(shard)
 
     def _extend(self, shard: str) -> ShardInfo:
         finish_replaced(self._store, shard)

@@ -117,10 +117,8 @@ class ShardWriter:
                 "perhaps: give a smaller num_targets and run the same command again, or a smaller cache.batch_tokens "
                 "and another output"
             )
-        try:
+        with self._attempts.ends(plan.name):
             return self._write(plan)
-        finally:
-            self._attempts.end(plan.name)
 
     def _write(self, plan: ShardPlan) -> ShardInfo:
         part = self._read_part(plan.part)

@@ -65,7 +65,8 @@ class Drafted:
 
 
 Answer = Callable[[list[int], int], list[int] | Drafted]
-"""answer(prompt, max_new_tokens) returns the new tokens of a greedy answer, if it can with counts of drafts."""
+"""answer(prompt, max_new_tokens) returns the new tokens of a greedy answer, with counts of drafts if the engine
+has them."""
 
 Prepare = Callable[[PeerRow], Answer]
 """prepare(row) returns the function that decodes in that way."""

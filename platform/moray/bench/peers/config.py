@@ -21,7 +21,8 @@ class PeerConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations; with bfloat16, llama.cpp's KV cache is float16."""
     drafter: str | None = None
-    """null for none, prompt-lookup, or a folder: a trained drafter for moray, a small model for the others."""
+    """null for none, prompt-lookup, or a folder: a trained drafter for moray, an exported one or a small model for the
+    others."""
     depth: int = Field(default=8, ge=1, le=64)
     """Maximum number of tokens drafted per pass; moray picks the actual number in each cycle if `adaptive`."""
     adaptive: bool = True
@@ -81,6 +82,8 @@ class PeersBenchmarkConfig(Config):
         if twice:
             raise ValueError(f"peers holds '{twice}' twice; leave one out, or give them a `name`")
         for peer in self.peers:
+            if peer.engine != "moray" and not peer.adaptive:
+                raise ValueError(f"peers: {peer.label}: adaptive is false, which only moray reads; leave it out")
             if peer.engine == "llama-cpp" and peer.drafter not in (None, PROMPT_LOOKUP):
                 raise ValueError(
                     f"peers: {peer.label}: llama-cpp-python drafts by {PROMPT_LOOKUP} alone; leave out drafter, or "

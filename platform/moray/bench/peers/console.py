@@ -55,7 +55,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         "before the first difference",
         "tau: tokens of a pass that verifies a draft, for engines that count them",
         "prompt lookup is each engine's own: n-grams of 1 to 4 tokens in moray and vllm, up to 4 in openvino, 2 in "
-        "llama-cpp-python; moray chooses how many tokens to draft, the others always draft as many as the name says",
+        "llama-cpp-python; moray chooses how many tokens to draft unless adaptive is false, the others always draft "
+        "as many as the name says",
     ]
     versions = {row["engine"]: row["version"] for row in result["rows"] if row["version"]}
     found.append("versions: " + ", ".join(f"{engine} {version}" for engine, version in versions.items()))

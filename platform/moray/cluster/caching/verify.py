@@ -47,6 +47,11 @@ def _check_sample(store: CacheStore, config: VerifyCacheConfig, findings: Findin
 
     assert findings.manifest is not None
     options = config.verify
+    if config.target is not None and config.target.tensor_parallel > 1:
+        raise ConfigError(
+            f"target.tensor_parallel is {config.target.tensor_parallel}, but a cache is checked against the target in "
+            "one process: give 1, and target.device=cpu if no GPU holds it"
+        )
     with Progress(f"run the target on {options.sample_chats} chats again"):
         target = Target.load(config.target or _recorded_target(store), packs=False)
         errors = recheck(store, findings.manifest, target, options.sample_chats, options.seed)
@@ -78,7 +83,8 @@ def _recorded_target(store: CacheStore) -> TargetConfig:
         raise ConfigError(
             f"verify.sample_chats needs the target, and '{store.uri}' has no run.yaml that names it; give target.model="
         )
-    return TargetConfig.model_validate_json(_as_json(settings))
+    # Checked in one process, however it was made.
+    return TargetConfig.model_validate_json(_as_json(settings | {"tensor_parallel": 1}))
 
 
 def _caching_command(store: CacheStore, config: VerifyCacheConfig) -> str:

@@ -106,11 +106,12 @@ class LiveWindows:
         Raises:
             DataError: replicas die over these row groups.
         """
-        if not self._settings.is_kept:
-            return self._make(row_groups)
-        for shard in dict.fromkeys(shard for shard, _ in row_groups):
-            if not self._store.exists(f"shards/{shard}.json"):
-                self._writer.write(self._plan(shard))
+        with ends_without_ranks():
+            if not self._settings.is_kept:
+                return self._make(row_groups)
+            for shard in dict.fromkeys(shard for shard, _ in row_groups):
+                if not self._store.exists(f"shards/{shard}.json"):
+                    self._writer.write(self._plan(shard))
         return read_window(row_groups, self._store.uri, self._settings.columns)
 
     def _make(self, row_groups: Sequence[tuple[str, int]]) -> pa.Table:
@@ -126,11 +127,8 @@ class LiveWindows:
                 f"or the {len(row_groups) - 1} after it, out of memory perhaps: give a smaller "
                 "source.capture.num_targets, or a smaller source.cache.batch_tokens and another activations folder"
             )
-        try:
-            with ends_without_ranks():
-                tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
-        finally:
-            self._attempts.end(name)
+        with self._attempts.ends(name):
+            tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
         return pa.concat_tables([table.select(self._settings.columns) for table in tables])
 
     @cached_property

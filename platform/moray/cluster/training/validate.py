@@ -51,6 +51,11 @@ def check_validation(config: TrainingConfig) -> None:
     from moray.bench.validation import read_prompts
 
     read_prompts(config.validation)
+    if 0 < config.validation.gpus < config.target.tensor_parallel:
+        raise ConfigError(
+            f"validation.gpus is {config.validation.gpus:g} and target.tensor_parallel "
+            f"{config.target.tensor_parallel}: give validation.gpus as many, or 0 to validate on the CPU"
+        )
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
         return  # a cluster may grow
     workers, present = config.workers, ray.cluster_resources()
@@ -97,8 +102,9 @@ def validate_checkpoint(checkpoint: ray.train.Checkpoint, config: str, output: s
     validation = settings.validation
     assert validation is not None
     torch.set_num_threads(validation.threads)
-    device = "cuda" if validation.gpus else "cpu"  # whatever the target's own setting: GPUs are for the workers
-    target = Target.load(settings.target.model_copy(update={"device": device}))
+    # Whatever the target's own settings: GPUs are for the workers.
+    place = {"device": "cuda"} if validation.gpus else {"device": "cpu", "tensor_parallel": 1}
+    target = Target.load(settings.target.model_copy(update=place))
     tokenizer = ChatTokenizer.load(settings.target.model, settings.target.template)
     with checkpoint.as_directory() as folder:
         (drafter,) = load_drafters((folder,), target, tokenizer).values()

@@ -22,7 +22,7 @@ class PruneConfig(Config):
     num_chats: int = Field(default=64, ge=1)
     """Number of chats by which importance is measured."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
-    """Layers to keep, ascending; null keeps those that change their input most."""
+    """Layers to keep, ascending; null keeps the last one and those that change their input most."""
 
     @model_validator(mode="after")
     def _check(self) -> "PruneConfig":

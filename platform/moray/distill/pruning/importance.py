@@ -2,7 +2,7 @@
 
 A part's importance is the mean size of what it adds to the residual stream, so parts of one kind can be compared within
 a layer; those of the hidden size are compared by the normed activations, as Minitron does (arXiv 2407.14679, section
-2.2). A layer's is its block influence, 1 - cos(input, output) (ShortGPT, arXiv 2403.03853).
+2.2). The importance of a layer is its block influence, 1 - cos(input, output) (ShortGPT, arXiv 2403.03853).
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -21,7 +21,8 @@ from moray.drafters.independent import Independent
 from moray.errors import ConfigError, DataError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
-from moray.targets.spec import TargetSpec, read_spec
+from moray.targets.spec import TargetSpec, read_spec, resolve_folder
+from moray.targets.stored import stored_tensors
 
 
 def check_prunable(config: PruneConfig) -> TargetSpec:
@@ -41,6 +42,12 @@ def check_prunable(config: PruneConfig) -> TargetSpec:
     spec, shape = read_spec(config.target.model), config.drafter
     if spec.routing is not None:
         raise ConfigError("target.model is sparse, whose layers are trained to be skipped: give the dense target")
+    if spec.sliding_window is not None:
+        raise ConfigError("target.model has sliding windows, which drafters lack: give a target without them")
+    for name in stored_tensors(resolve_folder(config.target.model)):
+        kind = name.removeprefix("model.layers.").partition(".")[2]
+        if name.startswith("model.layers.") and kind not in LAYER_TENSORS and not name.endswith("inv_freq"):
+            raise ConfigError(f"target.model has '{name}', which the layers of a drafter lack: it cannot be pruned")
     sizes = {
         "num_layers": (shape.num_layers, spec.num_layers),
         "hidden_size": (shape.hidden_size, spec.hidden_size),
@@ -60,7 +67,8 @@ def check_prunable(config: PruneConfig) -> TargetSpec:
     if shape.embeddings == "frozen" and shape.hidden_size != spec.hidden_size:
         raise ConfigError(
             f"drafter.embeddings is frozen, but drafter.hidden_size {shape.hidden_size} is not the target's "
-            f"{spec.hidden_size}: give drafter.embeddings=random, which keeps part of each embedding"
+            f"{spec.hidden_size}: give drafter.embeddings=random, whose own embeddings then start as parts of "
+            "the target's"
         )
     if config.layers is not None and config.layers[-1] >= spec.num_layers:
         raise ConfigError(f"layers has {config.layers[-1]}; the target's are 0 to {spec.num_layers - 1}")
@@ -82,16 +90,8 @@ def prune(
         counts: occurrences of each token, by which a reduced draft vocabulary is chosen.
         text_fingerprint: of the tokenizer and chat template.
         on_chat: called after each chat.
-
-    Raises:
-        ConfigError: the target's layers have tensors that a drafter's lack.
     """
     target = Target.load(config.target, packs=False)
-    tensors = target.model.state_dict()
-    for name in tensors:
-        kind = name.removeprefix("model.layers.").partition(".")[2]
-        if name.startswith("model.layers.") and kind not in LAYER_TENSORS:
-            raise ConfigError(f"target.model has '{name}', which the layers of a drafter lack: it cannot be pruned")
     importance = measure_importance(target, chats, on_chat)
     layers = config.layers or _most(importance.layers, config.drafter.num_layers)
     drafter = Independent(config.drafter, TargetHead.of(target))
@@ -111,7 +111,7 @@ def _most(importance: Tensor, count: int) -> tuple[int, ...]:
 def _fill(
     drafter: Independent, shape: IndependentConfig, target: Target, importance: Importance, layers: Sequence[int]
 ) -> None:
-    tensors = {name: tensor.float() for name, tensor in target.model.state_dict().items()}
+    tensors = target.model.state_dict()
     hidden = torch.tensor(_most(importance.hidden, shape.hidden_size))
     drafter.norm.weight.copy_(tensors["model.norm.weight"][hidden])
     if drafter.embedding is not None and drafter.projection is not None:
@@ -143,7 +143,7 @@ def _read_part(
     name: str,
 ) -> Tensor:
     """The kept part of a layer's tensor: rows and columns by the name of its module, `hidden` for all others."""
-    tensor, kind = tensors[prefix + name], name.split(".")[-2]
+    tensor, kind = tensors[prefix + name].float(), name.split(".")[-2]
     if tensor.ndim == 1:
         return tensor[hidden]
     return tensor[hidden][:, columns[kind]] if kind in columns else tensor[rows[kind]][:, hidden]

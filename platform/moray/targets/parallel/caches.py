@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 
 @runtime_checkable
@@ -60,8 +61,10 @@ def leaders_class(kind: Any) -> Any:
 def new_part(target: Any, kind: str, args: list[Any]) -> Splittable:
     """A cache by the name of its class, "module:class"."""
     module, _, name = kind.partition(":")
-    assert module.startswith("moray."), kind
-    part = getattr(import_module(module), name)(target, *args)
+    found = getattr(import_module(module), name) if module.startswith("moray.") else None
+    if not (isinstance(found, type) and issubclass(found, Cache)):
+        raise ValueError(f"{kind!r} is no class of a cache")
+    part = found(target, *args)
     assert isinstance(part, Splittable), kind
     return part
 

@@ -3,13 +3,16 @@
     python -m moray.targets.parallel.follower < settings.json
 
 It is started by `moray.targets.parallel.processes`, never by hand. It writes one line: "ready", or what is wrong.
+Whatever libraries print goes to standard error.
 """
 
 import json
 import os
+import signal
 import sys
 import threading
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,10 +86,13 @@ class Follower:
             case "kernels":
                 self.target.use(Kernels(command["packed"], command["one_row"], ""))
             case other:
-                raise AssertionError(f"unknown command {other!r}")
+                raise ValueError(f"unknown command {other!r}")
 
     def _call(self, command: Command) -> Any:
-        method = getattr(self._caches[command["cache"]], command["method"])
+        part, name = self._caches[command["cache"]], command["method"]
+        if name not in part.repeated and name not in part.gathered:
+            raise ValueError(f"unknown method {name!r} of a cache")
+        method = getattr(part, name)
         return method(*command["args"], **command["kwargs"])
 
     def _forward(self, command: Command) -> None:
@@ -104,7 +110,7 @@ class Follower:
         return self.group.share(torch.empty(tuple(shape), dtype=dtype, device=self.target.device))
 
 
-def run(settings: FollowerSettings) -> None:
+def run(settings: FollowerSettings, say: Callable[[str], None]) -> None:
     """Load this rank's part, say so, and follow.
 
     Raises:
@@ -116,29 +122,38 @@ def run(settings: FollowerSettings) -> None:
     plans = plan_ranks(spec, config.tensor_parallel)
     device = rank_device(config, rank)
     model = load_part(config, plans[rank], device)
-    print("ready", flush=True)
+    say("ready")
     group = RankGroup(Path(settings.folder), rank, config.tensor_parallel, device)
     connect(model, group)
+    group.meet()
     Follower(RankTarget(model, spec, config, read_eos_ids(config.model), plans[rank]), plans, group).follow()
 
 
 def _end_with_the_leader() -> None:
     """The leader never closes this pipe while it lives."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):
+        pass
     os._exit(0)
 
 
 def main() -> None:
     """Read the settings and follow."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the leader, which may still need its followers
     settings = FollowerSettings.model_validate(json.loads(sys.stdin.readline()))
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
     threading.Thread(target=_end_with_the_leader, daemon=True).start()
+    code = 1
     try:
-        run(settings)
+        run(settings, lambda line: print(line, file=answers))
     except RankError:
-        sys.exit(1)
+        pass
     except MorayError as error:
-        print(error, flush=True)
-        sys.exit(error.exit_code)
+        print(error, file=answers)
+        code = error.exit_code
+    except Exception:  # noqa: BLE001 - said here, because the process ends without Python's own report
+        traceback.print_exc()
+    os._exit(code)  # an ordinary end would wait for the thread that reads
 
 
 if __name__ == "__main__":

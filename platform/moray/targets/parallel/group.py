@@ -5,11 +5,11 @@ that arrives is ever executed or unpickled. Tensors go by NCCL between GPUs and 
 the target's own: another one, such as Ray Train's, may be in use in the same process.
 
 Commands may be hours apart, while tensors follow a command at once. So only tensors have a short timeout, after which a
-rank that does not answer counts as lost. A rank that has ended closes its connections, which the others notice at once.
+rank that does not answer counts as lost. On CPUs a rank that has ended closes its connections, which the others notice
+at once; on GPUs they notice it when they wait for a tensor.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +24,8 @@ from moray.errors import RankError
 TENSOR_SECONDS = 30.0
 """A rank that has not answered for this time is lost."""
 _COMMAND_TIMEOUT = timedelta(days=365)
+_CONNECT_TIMEOUT = timedelta(seconds=120)
+"""For finding each other at the start, when all have loaded their parts."""
 _HEADER_BYTES = 1024
 """Bytes of the first tensor of a command; longer commands need a second one."""
 _LENGTH_BYTES = 8
@@ -46,10 +48,16 @@ class RankGroup:
         dist: Any = torch.distributed
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         store = dist.FileStore(str(folder / "store"), num_ranks)
-        self._commands: Any = _gloo(dist.PrefixStore("commands", store), rank, num_ranks, _COMMAND_TIMEOUT)
+        store.set_timeout(_CONNECT_TIMEOUT)
+        with self._lost():
+            self._connect(dist, store)
+
+    def _connect(self, dist: Any, store: Any) -> None:
+        rank, num_ranks = self.rank, self.num_ranks
+        self._commands: Any = _gloo(dist.PrefixStore("commands", store), rank, num_ranks, _CONNECT_TIMEOUT)
+        self._commands._set_default_timeout(_COMMAND_TIMEOUT)
         timeout = timedelta(seconds=TENSOR_SECONDS)
-        if device.type == "cuda":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the ranks share a machine
+        if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._tensors: Any = dist.ProcessGroupNCCL(dist.PrefixStore("tensors", store), rank, num_ranks, options)
@@ -82,6 +90,10 @@ class RankGroup:
                 text += bytes(rest.tolist())
         return json.loads(text, object_pairs_hook=_with_numbers)
 
+    def meet(self) -> None:
+        """Wait until all ranks are connected for tensors too; the leader and the followers call it once, first."""
+        self.sum(torch.zeros(1, device=self.device))
+
     def share(self, tensor: Tensor) -> Tensor:
         """Give the leader's tensor to all ranks; the others pass an empty one of the same shape and dtype."""
         tensor = tensor.contiguous()
@@ -108,6 +120,8 @@ class RankGroup:
     def _lost(self) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise RankError(
                 f"target.tensor_parallel: a rank of {self.num_ranks} has ended or has not answered for "

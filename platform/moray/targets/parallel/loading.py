@@ -4,6 +4,7 @@ The followers use the next devices of this process: on GPUs cuda:1, cuda:2 and s
 asks for as many.
 """
 
+import os
 import tempfile
 import weakref
 from pathlib import Path
@@ -14,7 +15,7 @@ from moray.errors import ConfigError
 from moray.targets.model import rank_device
 from moray.targets.parallel.group import RankGroup
 from moray.targets.parallel.plan import plan_ranks
-from moray.targets.parallel.processes import Followers
+from moray.targets.parallel.processes import BLOCKING, Followers
 from moray.targets.parallel.target import ParallelTarget
 from moray.targets.parallel.weights import connect, load_part
 from moray.targets.spec import TargetConfig, read_spec
@@ -37,25 +38,28 @@ def load_parallel(config: TargetConfig, *, packs: bool) -> ParallelTarget:
             "process: give 1"
         )
     plans, device = plan_ranks(spec, num_ranks), rank_device(config, 0)
-    threads = torch.get_num_threads()
+    threads = before = torch.get_num_threads()
     if device.type == "cpu":
-        threads = max(1, threads // num_ranks)
+        threads = max(1, before // num_ranks)
         torch.set_num_threads(threads)
-    folder = tempfile.TemporaryDirectory(prefix="moray-ranks-")
-    followers = Followers(config, Path(folder.name), threads)
-    try:
-        model = load_part(config, plans[0], device)
-        followers.wait_until_ready()
-        group = RankGroup(Path(folder.name), 0, num_ranks, device)
-    except BaseException:
-        followers.end()
-        raise
-    connect(model, group)
-    target = ParallelTarget(model, spec, config, plans, group, followers, packs=packs)
-    weakref.finalize(target, _end, followers, folder)
+    with tempfile.TemporaryDirectory(prefix="moray-ranks-") as folder:
+        followers = Followers(config, Path(folder), threads)
+        try:
+            model = load_part(config, plans[0], device)
+            followers.wait_until_ready()
+            os.environ |= BLOCKING
+            group = RankGroup(Path(folder), 0, num_ranks, device)
+            connect(model, group)
+            group.meet()
+            target = ParallelTarget(model, spec, config, plans, group, followers, packs=packs)
+        except BaseException:
+            followers.end()
+            torch.set_num_threads(before)
+            raise
+    weakref.finalize(target, _end, followers, before)
     return target
 
 
-def _end(followers: Followers, folder: tempfile.TemporaryDirectory[str]) -> None:
+def _end(followers: Followers, threads: int) -> None:
     followers.end()
-    folder.cleanup()
+    torch.set_num_threads(threads)

@@ -9,6 +9,8 @@ from pathlib import Path
 from moray.errors import ConfigError, RankError
 from moray.targets.spec import TargetConfig
 
+BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+"""With it, waiting for a tensor waits for the other GPUs too, so that a lost rank is an error and no hang."""
 _END_SECONDS = 5.0
 """A follower that has not ended this long after its leader let go of it is killed."""
 
@@ -18,7 +20,9 @@ class Followers:
 
     def __init__(self, config: TargetConfig, folder: Path, threads: int) -> None:
         """Start them; they begin to load their parts."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        paths = os.pathsep.join(path for path in sys.path if path)
+        # The ranks share a machine and cannot be reached from another one.
+        environment = {"NCCL_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": paths, **BLOCKING}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "moray.targets.parallel.follower"],
@@ -45,8 +49,9 @@ class Followers:
             assert process.stdout is not None
             said = process.stdout.readline().strip()
             if said != "ready":
-                process.wait()
-                reason = said or f"it ended with exit code {process.returncode} (its error is above)"
+                process.kill()
+                code = process.wait()
+                reason = said or f"it ended with exit code {code} (its error is above)"
                 raise ConfigError(f"target.tensor_parallel: rank {rank} could not load its part: {reason}")
 
     def check(self) -> None:

@@ -5,7 +5,9 @@ target: it holds the engine, the sampler and the drafters, embeds the tokens, an
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from moray.errors import RankError
 from moray.targets.model import Target, TargetOutput, read_eos_ids
 from moray.targets.packed_linear import Kernels, choose_kernels, linear_weights
 from moray.targets.parallel.caches import join_heads, leaders_class
@@ -65,17 +68,22 @@ class ParallelTarget(RankTarget):
         super().__init__(model, spec, config, read_eos_ids(config.model), plans[0])
         self._plans, self._group, self.followers = plans, group, followers
         self._lock = threading.RLock()
-        self._queued: list[Command] = []
+        self._queued: deque[Command] = deque()
         self._num_caches = 0
+        self._is_broken = False
+        """Whether a command was left unfinished, so that the ranks may be at different places."""
         if packs and self.device.type == "cpu":
-            kernels = choose_kernels(linear_weights(model))
-            self._send({"do": "kernels", "packed": kernels.are_packed, "one_row": kernels.pack_one_row})
-            self.use(kernels)
+            self.use_kernels(choose_kernels(linear_weights(model), copies=len(plans)))
 
     @property
     def is_split(self) -> bool:
         """Its modules are parts of the target's."""
         return True
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Let all ranks compute with these kernels on a CPU."""
+        with self._all_ranks({"do": "kernels", "packed": kernels.are_packed, "one_row": kernels.pack_one_row}):
+            self.use(kernels)
 
     def check(self) -> None:
         """Raise `RankError` if another rank has ended."""
@@ -84,12 +92,11 @@ class ParallelTarget(RankTarget):
     def cache_of(self, kind: type[Any], *args: Any) -> Any:
         """A cache of which every rank holds a part."""
         with self._lock:
-            self._num_caches += 1
-            number = self._num_caches
-            where = f"{kind.__module__}:{kind.__qualname__}"
-            self._queue({"do": "cache", "cache": number, "kind": where, "args": args})
             cache = leaders_class(kind)(self, *args)
-            cache.lead(number, self._queue, self._collect)
+            self._num_caches += 1
+            where = f"{kind.__module__}:{kind.__qualname__}"
+            self._queue({"do": "cache", "cache": self._num_caches, "kind": where, "args": args})
+            cache.lead(self._num_caches, self._queue, self._collect)
             return cache
 
     @torch.inference_mode()
@@ -109,8 +116,7 @@ class ParallelTarget(RankTarget):
             "shape": list(hidden.shape),
             "mask": None if mask is None else [list(mask.shape), str(mask.dtype).removeprefix("torch.")],
         }
-        with self._lock:
-            self._send(command)
+        with self._all_ranks(command):
             self._group.share(hidden)
             positions = self._group.share(positions)
             mask = None if mask is None else self._group.share(mask)
@@ -119,25 +125,34 @@ class ParallelTarget(RankTarget):
     @torch.inference_mode()
     def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any vocab"]:
         """Logits of final-norm hidden states."""
-        with self._lock:
-            self._send({"do": "logits", "shape": list(hidden.shape)})
+        with self._all_ranks({"do": "logits", "shape": list(hidden.shape)}):
             return gather_logits(self, self._group, self._plans, self._group.share(hidden))
 
     def _queue(self, command: Command) -> None:
         self._queued.append(command)
 
-    def _send(self, command: Command) -> None:
-        """Send a command, with everything that has been queued before it."""
-        queued, self._queued = self._queued, []
-        self._group.send({"queued": queued, **command})
+    @contextmanager
+    def _all_ranks(self, command: Command) -> Iterator[None]:
+        """Send a command, with everything that has been queued before it; the block is this rank's part of it.
+
+        Raises:
+            RankError: a rank is lost, now or earlier.
+        """
+        with self._lock:
+            if self._is_broken:
+                raise RankError("target.tensor_parallel: an earlier pass failed on one rank: load the target again")
+            self._is_broken = True
+            queued = [self._queued.popleft() for _ in range(len(self._queued))]
+            self._group.send({"queued": queued, **command})
+            yield
+            self._is_broken = False
 
     def _collect(self, command: Command, own: Callable[[], Any], dim: int) -> Any:
         """Make a call on all ranks; return their results, or tuples of results, joined in a dimension."""
-        with self._lock:
-            if not self.plan.splits_attention:  # every rank has all heads
-                self._queue({**command, "do": "call"})
-                return own()
-            self._send(command)
+        if not self.plan.splits_attention:  # every rank has all heads
+            self._queue({**command, "do": "call"})
+            return own()
+        with self._all_ranks(command):
             return collect(self._group, self._plans, own(), dim)
 
 

@@ -34,7 +34,9 @@ def load(settings: Settings) -> tuple[str, Prepare]:
             found = decoder.generate(prompt, SamplingParams(), max_new_tokens, settings.eos_ids)
             if row.drafter is None:
                 return found.tokens
-            return Drafted(found.tokens, len(found.accepted), sum(found.accepted))
+            # Passes that verified a draft, as the other engines count them.
+            accepted = [kept for kept, drafted in zip(found.accepted, found.drafted, strict=True) if drafted]
+            return Drafted(found.tokens, len(accepted), sum(accepted))
 
         return answer
 

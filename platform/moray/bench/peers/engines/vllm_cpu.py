@@ -66,10 +66,13 @@ def _speculation(row: PeerRow) -> dict[str, object] | None:
 def _method(folder: Path) -> str:
     """vLLM's name for a kind of drafter, by what `pipelines.export format=hf` writes."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    architecture = (config.get("architectures") or [""])[0]
     if config.get("model_type") == "medusa":
         return "medusa"
-    return {"LlamaForCausalLMEagle3": "eagle3", "LlamaForCausalLMEagle": "eagle"}.get(architecture, "draft_model")
+    if config.get("architectures") == ["LlamaForCausalLMEagle3"]:
+        return "eagle3"
+    with (folder / "model.safetensors").open("rb") as file:  # an EAGLE calls itself a Llama, but has an `fc`
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return "eagle" if "fc.weight" in header else "draft_model"
 
 
 if __name__ == "__main__":
