@@ -113,9 +113,9 @@ class Pipeline:
         """What it has printed so far, errors included."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
-    def finish(self) -> int:
+    def finish(self, seconds: float = 280) -> int:
         """Wait for it; the exit code."""
-        return self._process.wait(timeout=280)
+        return self._process.wait(timeout=seconds)
 
     def kill_when(self, ready: Callable[[], bool]) -> None:
         """kill -9 the driver as soon as `ready`, then wait until all that works for it has gone by itself.

@@ -1,0 +1,59 @@
+"""Drafters for SmolLM2, trained for a moment and exported, run in vLLM as they do in Moray: same text, same acceptance.
+
+It needs `make peers`, and the package registry for the target.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+CONFIGS = REPOSITORY / "configs"
+DRAFTERS = {
+    "eagle3": [],
+    "eagle": ["drafter.bias=false", "drafter.reads_first_token=false", "drafter.draft_vocab_size=null"],
+    "medusa": [],
+    "independent": [],
+}
+DEPTH = 3
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_vllm_gives_the_same_text_and_accepts_as_many_tokens(
+    tmp_path: Path, start_pipeline: Callable[..., Any]
+) -> None:
+    environments = REPOSITORY / "runs" / "peers"
+    if not (environments / "vllm" / ".installed").is_file():
+        pytest.skip("vLLM is not installed: make peers")
+
+    def run(name: str, *arguments: str) -> None:
+        pipeline = start_pipeline(name, *arguments)
+        assert pipeline.finish(1800) == 0, pipeline.output
+
+    target, states = str(CONFIGS / "targets" / "smollm2.yaml"), tmp_path / "states"
+    run("fetch_target")
+    taps = ["cache.kv_layers=[]", "cache.hidden_depths=[-1,-4,-16,-29]", "chats.max_chats=80", f"output={states}"]
+    run("cache_activations", target, str(CONFIGS / "activations" / "smollm2.yaml"), *taps)
+    peers: list[dict[str, Any]] = [{"engine": "transformers"}, {"engine": "vllm"}]
+    for name, settings in DRAFTERS.items():
+        drafter, export, back = (str(tmp_path / f"{name}-{kind}") for kind in ("trained", "export", "imported"))
+        preset = str(CONFIGS / "drafters" / f"{name}-smollm2.yaml")
+        run("distill", target, preset, f"activations={states}", f"output={drafter}", "train.max_steps=12", *settings)
+        run("export", target, f"drafter={drafter}", "format=hf", f"output={export}")
+        run("import_drafter", target, f"source={export}", f"output={back}")
+        peers.append({"engine": "moray", "drafter": back, "depth": DEPTH, "adaptive": False})
+        peers.append({"engine": "vllm", "drafter": export, "depth": DEPTH})
+    config = yaml.safe_load((CONFIGS / "benchmarks" / "exports-smollm2.yaml").read_text(encoding="utf-8"))
+    config |= {"peers": peers, "num_questions": 4, "max_new_tokens": 48, "environments": str(environments)}
+    (tmp_path / "peers.yaml").write_text(yaml.safe_dump(config))
+    run("benchmark", "peers", str(tmp_path / "peers.yaml"), "--json", str(tmp_path / "peers.json"))
+    rows = json.loads((tmp_path / "peers.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["failure"] for row in rows] == [None] * len(rows)
+    assert [row["equal_texts"] for row in rows] == [4] * len(rows)
+    for ours, theirs in zip(rows[2::2], rows[3::2], strict=True):
+        assert theirs["tau"] == pytest.approx(ours["tau"], rel=0.03), theirs["drafter"]
