@@ -26,7 +26,7 @@ def main(config: PruneConfig) -> None:
 
     spec, store = check_prunable(config), CacheStore(config.activations)
     check_same_target(read_manifest(store), spec, config.activations, config.target)
-    parts = sorted(name for name in store.sizes("tokens") if name.endswith(".parquet"))
+    parts = sorted(store.names("tokens", ".parquet"))
     every = (chat.as_py() for name in parts for chat in store.read_table(f"tokens/{name}", ["tokens"]).column("tokens"))
     counts = torch.from_numpy(token_counts(store, spec.vocab_size))
     fingerprint = ChatTokenizer.load(config.target.model, config.target.template).fingerprint

@@ -174,7 +174,7 @@ class TargetReplica:
     def check_health(self) -> None:
         """Called by Serve, which replaces the replica if this raises: the engine has failed, or a process that holds a
         part of the target has ended."""
-        self._target.check()
+        self._target.check_ranks()
         if self._thread is not None and self._thread.failure is not None:
             raise RuntimeError("the engine has failed") from self._thread.failure
 

@@ -115,7 +115,7 @@ def test_packed_weights_give_the_same_numbers(both):
         return one.logits(one.forward(tokens, torch.arange(20)[None], None, one.new_cache(20)).last)
 
     wanted = logits(whole.target)
-    target.use_kernels(Kernels(are_packed=True, pack_one_row=True, reason=""))
+    target.pack_all_ranks(Kernels(are_packed=True, pack_one_row=True, reason=""))
     torch.testing.assert_close(logits(target), wanted, atol=CLOSE, rtol=0)
 
 
@@ -148,5 +148,5 @@ def test_a_killed_rank_is_an_error_and_no_hang(tmp_path):
         plainly(split, whole.prompt(1), GREEDY, 5)
     target.followers.wait()
     with pytest.raises(RankError, match="rank 1 of 2 has ended with exit code -9"):
-        target.check()
+        target.check_ranks()
     assert time.monotonic() - began < 30

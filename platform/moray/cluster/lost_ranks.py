@@ -11,11 +11,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 @contextmanager
-def ends_without_ranks() -> Iterator[None]:
-    """End this process if a rank of a tensor-parallel target is lost in the block.
-
-    Ray then repeats the actor's task in a new process. An exception would end the whole run.
-    """
+def exit_on_lost_rank() -> Iterator[None]:
+    """End this process if a rank is lost in the block: Ray then starts the actor again and repeats its task, whereas an
+    exception would end the whole run. A rank that is lost while the target is loaded does end the run."""
     try:
         yield
     except RankError as error:

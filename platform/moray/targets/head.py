@@ -62,7 +62,9 @@ class TargetHead:
     def of(cls, target: Target, num_layers: int = 0) -> "TargetHead":
         """Share the modules of a loaded target; read those of a tensor-parallel one, whose own are parts, from disk."""
         if target.is_split:
-            return cls.load(target.config, num_layers)
+            if num_layers not in target.heads:
+                target.heads[num_layers] = cls.load(target.config, num_layers)
+            return target.heads[num_layers]
         return cls(target.model, target.spec, num_layers)
 
     @classmethod

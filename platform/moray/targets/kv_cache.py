@@ -24,8 +24,9 @@ class KVCache(Cache):
     after construction.
     """
 
-    repeated: ClassVar[frozenset[str]] = frozenset({"commit", "reset"})
-    gathered: ClassVar[Mapping[str, int]] = {"flat": -1}
+    replayed_methods: ClassVar[frozenset[str]] = frozenset({"commit", "reset"})
+    gathered_methods: ClassVar[Mapping[str, int]] = {"flat": -1}
+    """Both for split targets: see `targets.parallel.caches.Splittable`."""
 
     def __init__(
         self, layers: Sequence[int], num_kv_heads: int, head_dim: int, capacity: int, batch: int, like: Tensor

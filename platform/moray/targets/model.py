@@ -47,16 +47,18 @@ class Target:
     ) -> None:
         """
         Args:
-            model: of transformers.
-            spec: its sizes.
+            model: a causal LM of transformers.
+            spec: sizes of the model.
             eos_ids: token ids that end an answer.
-            config: what it was loaded from, if it was.
+            config: the settings it was loaded with; None for a model built in memory.
         """
         self.model: Any = model.eval().requires_grad_(False)
         self.spec = spec
         self.num_kv_heads = spec.num_kv_heads
         """Key/value heads in this process."""
         self._config = config
+        self.heads: dict[int, Any] = {}
+        """Of a split target: the parts that drafters read, by the number of layers (see `TargetHead.of`)."""
         self.eos_ids = eos_ids
         self.device: torch.device = self.model.lm_head.weight.device
         self.dtype: torch.dtype = self.model.lm_head.weight.dtype
@@ -116,17 +118,17 @@ class Target:
         """Whether other processes hold parts of its layers; its modules must then not be called directly."""
         return False
 
-    def check(self) -> None:
+    def check_ranks(self) -> None:
         """Raise `RankError` if a process that holds a part of this target has ended."""
 
-    def cache_of(self, kind: type[Any], *args: Any) -> Any:
-        """A cache of a class that takes the target first; for a split target, of a subclass that stands for all
-        parts."""
+    def make_cache(self, kind: type[Any], *args: Any) -> Any:
+        """Build a cache, `kind(target, *args)`. On a split target every rank builds one, and calls on the result reach
+        all of them."""
         return kind(self, *args)
 
     def new_cache(self, capacity: int, batch: int = 1) -> Any:
         """An empty `KVCache` for `capacity` slots per sequence."""
-        return self.cache_of(_WholeCache, capacity, batch)
+        return self.make_cache(_WholeCache, capacity, batch)
 
     @torch.inference_mode()
     def forward(
@@ -160,7 +162,7 @@ class Target:
         cache: Cache,
         hidden_depths: Sequence[int] = (),
     ) -> TargetOutput:
-        """`forward` for tokens that are embedded already."""
+        """`forward` from embeddings on."""
         model = self.model.model
         rotary = self._rotary.at(hidden, positions)
         masks = self._masks.of_pass(range(self.spec.num_layers), mask, positions, cache)
@@ -205,8 +207,9 @@ def rank_device(config: TargetConfig, rank: int) -> torch.device:
         return device
     if torch.cuda.device_count() < config.tensor_parallel:
         raise ConfigError(
-            f"target.tensor_parallel is {config.tensor_parallel}, and this process sees {torch.cuda.device_count()} "
-            "GPUs: give it as many, or a smaller number"
+            f"target.tensor_parallel is {config.tensor_parallel}, but this process sees {torch.cuda.device_count()} "
+            f"GPUs: reserve {config.tensor_parallel} (capture.gpus_per_target, or num_gpus in Serve), or lower "
+            "target.tensor_parallel"
         )
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)

@@ -113,17 +113,17 @@ class PackedLinear(nn.Module):
 
 
 def linear_weights(model: nn.Module) -> list[Tensor]:
-    """The weights of a model's linear layers, parts of them included."""
+    """The weights of a model's plain and row-parallel linear layers."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return [one.weight.detach() for one in linears if type(one) in (nn.Linear, RowParallelLinear)]
 
 
 @torch.inference_mode()
-def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, copies: int = 1) -> Kernels:
+def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, num_processes: int = 1) -> Kernels:
     """Measure which kernels are faster for these weights on this CPU, with the current number of threads.
 
-    With `may_round`, float32 weights are rounded to bfloat16 if that is faster still. `copies` processes of this
-    machine will pack as many weights.
+    With `may_round`, float32 weights are rounded to bfloat16 if that is faster still. Each of
+    `num_processes` processes on this machine packs this many weights.
     """
     num_bytes = sum(weight.nbytes for weight in weights)
     if num_bytes < _MIN_BYTES:
@@ -131,7 +131,7 @@ def choose_kernels(weights: Sequence[Tensor], *, may_round: bool = False, copies
     if not all(_are_kernels_there(dtype) for dtype in {weight.dtype for weight in weights}):
         return _stock("there are no packed ones for this CPU and number format")
     free = _free_bytes()
-    taken = num_bytes * copies
+    taken = num_bytes * num_processes
     if 2 * taken > free:
         return _stock(f"packed copies take {taken >> 20} MiB, more than half of the {free >> 20} MiB that are free")
     gains = _measure(weights)

@@ -41,8 +41,8 @@ class TargetConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto takes the GPU if there is one."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of processes that share the target; each holds a part of every layer. With GPUs, each has one of its own.
-    All are on one machine. For targets that one GPU cannot hold; on CPUs the text is the same, but slower."""
+    """Number of processes on one machine over which the target is split; each holds a part of every layer. With GPUs,
+    each needs one of its own. For targets that do not fit on one GPU; on CPUs it only makes decoding slower."""
     template: str | None = None
     """Chat template: a jinja file, or plain for none; null for the tokenizer's own."""
 

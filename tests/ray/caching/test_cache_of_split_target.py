@@ -57,7 +57,6 @@ def test_a_killed_follower_costs_nothing_but_time(
     )
     killer.join()
     assert len(killed) == 1, "nothing was killed: the run was over before"
-    wanted = read_manifest(CacheStore(str(tiny_cache)))
     store, wanted_store = CacheStore(str(output)), CacheStore(str(tiny_cache))
     wanted = read_manifest(wanted_store)
     assert manifest.lengths == wanted.lengths

@@ -43,8 +43,8 @@ class Attempts:
         self._store.delete(self._file(name))
 
     @contextmanager
-    def ends(self, name: str) -> Iterator[None]:
-        """Remove the count of a piece after the block, unless a rank of the target is lost, which ends its replica."""
+    def clearing(self, name: str) -> Iterator[None]:
+        """Remove the count after the block. If a rank was lost it stays, for the replica ends."""
         try:
             yield
         except RankError:

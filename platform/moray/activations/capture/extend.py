@@ -57,7 +57,7 @@ class ShardExtender:
                 f"{MAX_ATTEMPTS} target replicas died over shard '{shard}' of '{self._store.uri}', out of memory "
                 "perhaps: give a smaller num_targets and run the same command again"
             )
-        with self._attempts.ends(shard):
+        with self._attempts.clearing(shard):
             return self._extend(shard)
 
     def _extend(self, shard: str) -> ShardInfo:

@@ -117,7 +117,7 @@ class ShardWriter:
                 "perhaps: give a smaller num_targets and run the same command again, or a smaller cache.batch_tokens "
                 "and another output"
             )
-        with self._attempts.ends(plan.name):
+        with self._attempts.clearing(plan.name):
             return self._write(plan)
 
     def _write(self, plan: ShardPlan) -> ShardInfo:

@@ -19,8 +19,9 @@ class KVRecorder(KVCache):
     It keeps the keys and values of the wanted layers as it gets them, and allocates, zeroes and copies nothing.
     """
 
-    repeated: ClassVar[frozenset[str]] = frozenset()
-    gathered: ClassVar[Mapping[str, int]] = {"take": 1}
+    replayed_methods: ClassVar[frozenset[str]] = frozenset()
+    gathered_methods: ClassVar[Mapping[str, int]] = {"take": 1}
+    """Both for split targets: see `targets.parallel.caches.Splittable`."""
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
         spec = target.spec
@@ -64,7 +65,7 @@ def record_taps(
         for index in np.nonzero(np.arange(width) < np.array([len(ids) for ids in tokens])[:, None])
     )
     layers = range(target.spec.num_layers) if config.kv_layers is None else config.kv_layers
-    recorder = target.cache_of(KVRecorder, list(layers))
+    recorder = target.make_cache(KVRecorder, list(layers))
     positions = torch.arange(width, device=target.device).expand(rows, width)
     depths = tuple(config.hidden_depths)
     output: Any = target.forward(torch.from_numpy(padded).to(target.device), positions, None, recorder, depths)

@@ -58,9 +58,9 @@ class Drafted:
     """An answer, with what became of its drafts."""
 
     tokens: list[int]
-    drafts: int | None
+    drafts: int | None = None
     """Passes that verified a draft; None if the engine does not say."""
-    accepted: int | None
+    accepted: int | None = None
     """Draft tokens that those accepted."""
 
 
@@ -106,7 +106,7 @@ def answer_from(load: Callable[[Settings], tuple[str, Prepare]]) -> None:
             begin = time.perf_counter()
             found = answers[request["row"]](request["prompt"], request["max_new_tokens"])
             seconds = time.perf_counter() - begin
-            drafted = found if isinstance(found, Drafted) else Drafted(found, None, None)
+            drafted = found if isinstance(found, Drafted) else Drafted(found)
             reply(tokens=drafted.tokens, seconds=seconds, drafts=drafted.drafts, accepted=drafted.accepted)
         except Exception as error:
             reply(error=in_one_line(error))

@@ -26,7 +26,8 @@ class PeerConfig(Config):
     depth: int = Field(default=8, ge=1, le=64)
     """Maximum number of tokens drafted per pass; moray picks the actual number in each cycle if `adaptive`."""
     adaptive: bool = True
-    """Of moray: choose how many tokens to draft; false always drafts `depth`, as the other engines do."""
+    """Whether moray chooses how many tokens to draft; false always drafts `depth`, as the other engines do. Only moray
+    reads it."""
     name: str | None = Field(default=None, min_length=1)
     """Name of the way to draft, for tables; null for plain, or the drafter's last part and its depth."""
 

@@ -53,7 +53,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"token read all weights: {limits['float32']:.1f} in float32, {limits['bfloat16']:.1f} in bfloat16",
         "same text: answers equal to transformers' plain ones of the same dtype; equal tokens: how many on average "
         "before the first difference",
-        "tau: tokens of a pass that verifies a draft, for engines that count them",
+        "tau: mean tokens of a pass that verified a draft (others are not counted), for engines that count drafts",
         "prompt lookup is each engine's own: n-grams of 1 to 4 tokens in moray and vllm, up to 4 in openvino, 2 in "
         "llama-cpp-python; moray chooses how many tokens to draft unless adaptive is false, the others always draft "
         "as many as the name says",

@@ -13,7 +13,7 @@ from moray.activations.format.store import CacheStore
 from moray.activations.planning.cache_spec import CachePlan, CacheSpec
 from moray.activations.planning.shards import ShardPlan
 from moray.cluster.caching.configs import CaptureConfig
-from moray.cluster.lost_ranks import ends_without_ranks
+from moray.cluster.lost_ranks import exit_on_lost_rank
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 
@@ -75,7 +75,7 @@ def _calibrate(
     for plan in batches:
         tokens.append(token_arrays(store.read_table(f"tokens/{plan.part}.parquet").take(plan.batches[0])))
     known = read_known_channels(store)
-    with ends_without_ranks():
+    with exit_on_lost_rank():
         result = calibrate(loaded, cache, tokens, known)
     if result.channels.keys() - known.keys():
         write_channels(store, {**known, **result.channels})

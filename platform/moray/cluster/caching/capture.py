@@ -27,7 +27,7 @@ from moray.cluster.caching.extend import add_columns
 from moray.cluster.caching.rows import Batch, ShardPlanRow, TokensRow, batch_of, dataset_of, rows_from, rows_of
 from moray.cluster.caching.tokenise import tokenise
 from moray.cluster.errors import own_errors
-from moray.cluster.lost_ranks import ends_without_ranks
+from moray.cluster.lost_ranks import exit_on_lost_rank
 from moray.data.ultrachat import ChatsConfig
 from moray.errors import ConfigError, DamagedError
 from moray.progress import Progress
@@ -198,7 +198,7 @@ class _ShardActor:
         self._writer = ShardWriter(Target.load(target, packs=False), store, cache)
 
     def __call__(self, batch: Batch) -> Batch:
-        with ends_without_ranks():
+        with exit_on_lost_rank():
             return batch_of([TokensRow(self._writer.write(row.plan).tokens) for row in rows_of(batch, ShardPlanRow)])
 
 

@@ -16,7 +16,7 @@ from moray.cluster.caching.calibration import calibration, forget_calibration
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.disk_full import Goal
 from moray.cluster.caching.rows import Batch, ShardRow, TokensRow, batch_of, dataset_of, rows_from, rows_of
-from moray.cluster.lost_ranks import ends_without_ranks
+from moray.cluster.lost_ranks import exit_on_lost_rank
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
 
@@ -71,7 +71,7 @@ class _ExtendActor:
         self._extender = ShardExtender(Target.load(target, packs=False), store, cache)
 
     def __call__(self, batch: Batch) -> Batch:
-        with ends_without_ranks():
+        with exit_on_lost_rank():
             return batch_of([TokensRow(self._extender.extend(row.shard).tokens) for row in rows_of(batch, ShardRow)])
 
 

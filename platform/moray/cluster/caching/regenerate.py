@@ -19,7 +19,7 @@ from moray.cluster.caching.dialogues import KEPT_BAD_ROWS, answer_chats
 from moray.cluster.caching.regenerate_config import RegenerateConfig
 from moray.cluster.caching.rows import AnsweredRow, Batch, ChunkRow, batch_of, dataset_of, rows_from, rows_of
 from moray.cluster.errors import own_errors
-from moray.cluster.lost_ranks import ends_without_ranks
+from moray.cluster.lost_ranks import exit_on_lost_rank
 from moray.data.ultrachat import ChatChunk, plan_chunks, read_chunk
 from moray.errors import ConfigError, DataError
 from moray.progress import Progress
@@ -117,7 +117,7 @@ class _Answerer:
 
     def __call__(self, batch: Batch) -> Batch:
         rows = rows_of(batch, ChunkRow)
-        with ends_without_ranks():
+        with exit_on_lost_rank():
             return batch_of([AnsweredRow(row.name, self._answer(row.name, row.chunk)) for row in rows])
 
     def _answer(self, name: str, chunk: ChatChunk) -> AnswerSummary:

@@ -22,7 +22,7 @@ from moray.activations.format.schema import CacheConfig, hidden_column, kv_colum
 from moray.activations.format.store import CacheStore
 from moray.activations.planning.shards import ShardPlan, only_columns, plan_shards
 from moray.batch import TapNeeds
-from moray.cluster.lost_ranks import ends_without_ranks
+from moray.cluster.lost_ranks import exit_on_lost_rank
 from moray.cluster.training.configs import LiveSource, TrainingConfig
 from moray.cluster.training.windows import read_window
 from moray.errors import DataError
@@ -106,7 +106,7 @@ class LiveWindows:
         Raises:
             DataError: replicas die over these row groups.
         """
-        with ends_without_ranks():
+        with exit_on_lost_rank():
             if not self._settings.is_kept:
                 return self._make(row_groups)
             for shard in dict.fromkeys(shard for shard, _ in row_groups):
@@ -127,7 +127,7 @@ class LiveWindows:
                 f"or the {len(row_groups) - 1} after it, out of memory perhaps: give a smaller "
                 "source.capture.num_targets, or a smaller source.cache.batch_tokens and another activations folder"
             )
-        with self._attempts.ends(name):
+        with self._attempts.clearing(name):
             tables = [self._writer.compute(self._plan(shard), group) for shard, group in row_groups]
         return pa.concat_tables([table.select(self._settings.columns) for table in tables])
 

@@ -53,8 +53,8 @@ def check_validation(config: TrainingConfig) -> None:
     read_prompts(config.validation)
     if 0 < config.validation.gpus < config.target.tensor_parallel:
         raise ConfigError(
-            f"validation.gpus is {config.validation.gpus:g} and target.tensor_parallel "
-            f"{config.target.tensor_parallel}: give validation.gpus as many, or 0 to validate on the CPU"
+            f"validation.gpus is {config.validation.gpus:g}, but target.tensor_parallel is "
+            f"{config.target.tensor_parallel}: give as many, or 0 to validate in one process on the CPU"
         )
     if config.ray.address or os.environ.get("RAY_ADDRESS"):
         return  # a cluster may grow

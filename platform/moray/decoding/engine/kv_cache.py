@@ -31,8 +31,9 @@ class BatchedKVCache(Cache):
     A mask must hide every slot past a row's own tokens: those hold zeros, or remains of earlier sequences.
     """
 
-    repeated: ClassVar[frozenset[str]] = frozenset({"arrange", "reorder", "move", "aim"})
-    gathered: ClassVar[Mapping[str, int]] = {"flat": -1}
+    replayed_methods: ClassVar[frozenset[str]] = frozenset({"arrange", "reorder", "move", "aim"})
+    gathered_methods: ClassVar[Mapping[str, int]] = {"flat": -1}
+    """Both for split targets: see `targets.parallel.caches.Splittable`."""
 
     def __init__(self, target: Target, num_slots: int) -> None:
         """Allocates `num_slots`; nothing is allocated later."""

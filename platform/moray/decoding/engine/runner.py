@@ -32,7 +32,7 @@ class TargetRunner:
             num_slots: size of the cache over all rows; rounded up.
         """
         kind = BatchedKVCache if target.spec.routing is None else SparseBatchedKVCache
-        self.cache: BatchedKVCache = target.cache_of(kind, -(-num_slots // GRAIN) * GRAIN)
+        self.cache: BatchedKVCache = target.make_cache(kind, -(-num_slots // GRAIN) * GRAIN)
         self._target = target
         self._dtype = target.model.lm_head.weight.dtype
         """Dtype of masks: attention kernels take additive masks as they are, but would convert booleans in every

@@ -10,15 +10,15 @@ from moray.targets.spec import TargetConfig
 
 
 class PruneConfig(Config):
-    """Which target to prune, to which shape, and by which chats."""
+    """The target to prune, the shape of the result, and the chats that importance is measured on."""
 
     target: TargetConfig
     drafter: IndependentConfig
-    """Shape of the result: a drafter of type independent, no larger than the target in anything."""
+    """Shape of the result: a drafter of type independent, in no dimension larger than the target."""
     activations: str
     """Folder of an activation cache of this target; only the text of its chats is read."""
     output: str
-    """Folder of the drafter that is made."""
+    """Folder to write the drafter to."""
     num_chats: int = Field(default=64, ge=1)
     """Number of chats by which importance is measured."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)

@@ -1,8 +1,8 @@
 """How much each part of a target does to its hidden states, on real text.
 
-A part's importance is the mean size of what it adds to the residual stream, so parts of one kind can be compared within
-a layer; those of the hidden size are compared by the normed activations, as Minitron does (arXiv 2407.14679, section
-2.2). The importance of a layer is its block influence, 1 - cos(input, output) (ShortGPT, arXiv 2403.03853).
+Heads and channels: the size of what they add to the residual stream, which is comparable within a layer. Hidden
+dimensions: the absolute activations after the norms, as in Minitron (arXiv 2407.14679, section 2.2). Layers: block
+influence, 1 - cos(input, output) (ShortGPT, arXiv 2403.03853). All are summed over tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +57,8 @@ def measure_importance(
             positions = torch.arange(len(chat), device=target.device)[None]
             states = target.forward(tokens, positions, None, target.new_cache(len(chat)), depths).hidden
             for number in range(spec.num_layers - 1):
-                before, after = (states[number + step - 1 - spec.num_layers][0].float() for step in (0, 1))
+                last = number - spec.num_layers
+                before, after = states[last - 1][0].float(), states[last][0].float()
                 found.layers[number] += (1 - torch.cosine_similarity(before, after, dim=-1)).sum().cpu()
             on_chat()
     finally:
@@ -70,7 +71,9 @@ def measure_importance(
 def _add_heads(total: Tensor, head_dim: int, o_proj: nn.Linear, inputs: tuple[Tensor, ...]) -> None:
     heads = inputs[0][0].float().unflatten(-1, (-1, head_dim)).transpose(0, 1)  # [heads, tokens, head_dim]
     weights = o_proj.weight.float().unflatten(-1, (-1, head_dim)).permute(1, 2, 0)  # [heads, head_dim, hidden]
-    total += torch.stack([(head @ weight).norm(dim=-1).sum() for head, weight in zip(heads, weights)]).cpu()  # noqa: B905
+    total += torch.stack(
+        [(head @ weight).norm(dim=-1).sum() for head, weight in zip(heads, weights, strict=True)]
+    ).cpu()
 
 
 def _add_channels(total: Tensor, down_proj: nn.Linear, inputs: tuple[Tensor, ...]) -> None:

@@ -1,9 +1,10 @@
-"""Makes a drafter of the most important parts of a target: layers, heads, MLP channels and hidden width.
+"""Cuts a drafter out of a target: its most important layers, heads, MLP channels and hidden dimensions.
 
-The result has exactly the shape that was asked for, and starts a distillation (`init.drafter`), which it needs: what is
-cut away is missed at first.
+The result has exactly the shape that was asked for. It must then be distilled (`init.drafter`): without the parts that
+were cut it drafts badly.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,9 @@ from moray.errors import ConfigError, DataError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.targets.spec import TargetSpec, read_spec, resolve_folder
-from moray.targets.stored import stored_tensors
+from moray.targets.stored import read_model_config, stored_tensors
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def check_prunable(config: PruneConfig) -> TargetSpec:
@@ -40,14 +43,7 @@ def check_prunable(config: PruneConfig) -> TargetSpec:
             f"target.tensor_parallel is {config.target.tensor_parallel}; a target is pruned in one process"
         )
     spec, shape = read_spec(config.target.model), config.drafter
-    if spec.routing is not None:
-        raise ConfigError("target.model is sparse, whose layers are trained to be skipped: give the dense target")
-    if spec.sliding_window is not None:
-        raise ConfigError("target.model has sliding windows, which drafters lack: give a target without them")
-    for name in stored_tensors(resolve_folder(config.target.model)):
-        kind = name.removeprefix("model.layers.").partition(".")[2]
-        if name.startswith("model.layers.") and kind not in LAYER_TENSORS and not name.endswith("inv_freq"):
-            raise ConfigError(f"target.model has '{name}', which the layers of a drafter lack: it cannot be pruned")
+    _check_parts(spec, config.target.model)
     sizes = {
         "num_layers": (shape.num_layers, spec.num_layers),
         "hidden_size": (shape.hidden_size, spec.hidden_size),
@@ -75,6 +71,24 @@ def check_prunable(config: PruneConfig) -> TargetSpec:
     return spec
 
 
+def _check_parts(spec: TargetSpec, model: str) -> None:
+    """Refuse a target whose layers have what those of a drafter lack."""
+    if spec.routing is not None:
+        raise ConfigError("target.model is sparse, whose layers are trained to be skipped: give the dense target")
+    if spec.sliding_window is not None:
+        raise ConfigError("target.model has sliding windows, which drafters lack: give a target without them")
+    folder = resolve_folder(model)
+    for name in stored_tensors(folder):
+        kind = name.removeprefix("model.layers.").partition(".")[2]
+        if name.startswith("model.layers.") and kind not in LAYER_TENSORS and not name.endswith("inv_freq"):
+            raise ConfigError(f"target.model has '{name}', which the layers of a drafter lack: it cannot be pruned")
+    activation = getattr(read_model_config(folder, model), "hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"target.model has hidden_act '{activation}', and a drafter silu: it cannot be pruned")
+    if spec.rope_scaling != "default":
+        _LOGGER.warning("the target's rotary embedding is scaled, the drafter's is not; training has to make up for it")
+
+
 def prune(
     config: PruneConfig,
     chats: Iterable[Sequence[int]],
@@ -93,7 +107,7 @@ def prune(
     """
     target = Target.load(config.target, packs=False)
     importance = measure_importance(target, chats, on_chat)
-    layers = config.layers or _most(importance.layers, config.drafter.num_layers)
+    layers = config.layers or _top(importance.layers, config.drafter.num_layers)
     drafter = Independent(config.drafter, TargetHead.of(target))
     if config.drafter.draft_vocab_size is not None:
         drafter.choose_vocabulary(counts)
@@ -102,7 +116,7 @@ def prune(
     return tuple(layers)
 
 
-def _most(importance: Tensor, count: int) -> tuple[int, ...]:
+def _top(importance: Tensor, count: int) -> tuple[int, ...]:
     """The most important ones, in order."""
     return tuple(sorted(importance.topk(count).indices.tolist()))
 
@@ -112,7 +126,7 @@ def _fill(
     drafter: Independent, shape: IndependentConfig, target: Target, importance: Importance, layers: Sequence[int]
 ) -> None:
     tensors = target.model.state_dict()
-    hidden = torch.tensor(_most(importance.hidden, shape.hidden_size))
+    hidden = torch.tensor(_top(importance.hidden, shape.hidden_size))
     drafter.norm.weight.copy_(tensors["model.norm.weight"][hidden])
     if drafter.embedding is not None and drafter.projection is not None:
         drafter.embedding.weight.copy_(tensors["model.embed_tokens.weight"][:, hidden])
@@ -121,7 +135,7 @@ def _fill(
     spec, width = target.spec, shape.head_dim
     for block, number in zip(drafter.blocks, layers, strict=True):
         heads, groups = _heads(importance.heads[number], spec, shape)
-        channels = torch.tensor(_most(importance.channels[number], shape.layer.intermediate_size))
+        channels = torch.tensor(_top(importance.channels[number], shape.layer.intermediate_size))
         rows = {
             "q_proj": _elements(heads, width),
             "k_proj": _elements(groups, width),
@@ -154,8 +168,8 @@ def _heads(importance: Tensor, spec: TargetSpec, shape: IndependentConfig) -> tu
     group = spec.num_heads // spec.num_kv_heads
     by_group = importance.view(spec.num_kv_heads, group)
     kept = shape.layer.num_heads // shape.layer.num_kv_heads
-    groups = _most(by_group.topk(kept).values.sum(-1), shape.layer.num_kv_heads)
-    return [number * group + head for number in groups for head in _most(by_group[number], kept)], list(groups)
+    groups = _top(by_group.topk(kept).values.sum(-1), shape.layer.num_kv_heads)
+    return [number * group + head for number in groups for head in _top(by_group[number], kept)], list(groups)
 
 
 def _elements(heads: Sequence[int], width: int) -> Tensor:

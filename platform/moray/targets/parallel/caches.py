@@ -1,7 +1,7 @@
 """Caches of a tensor-parallel target: every rank has one with the keys and values of its own heads.
 
-What the leader does to a cache, all ranks do. Calls without a result wait until the next command that needs an answer,
-so they cost no message of their own.
+Every call on the leader's cache is also made on the other ranks' caches. Calls without a result are sent with the next
+command, so they cost no message of their own.
 """
 
 import weakref
@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 class Splittable(Protocol):
     """A cache whose calls can be repeated on other ranks."""
 
-    repeated: ClassVar[frozenset[str]]
+    replayed_methods: ClassVar[frozenset[str]]
     """Methods without a result that change the cache."""
-    gathered: ClassVar[Mapping[str, int]]
+    gathered_methods: ClassVar[Mapping[str, int]]
     """Methods that return keys and values, and the dimension of the results in which the heads lie."""
 
 
@@ -31,7 +31,7 @@ Gather = Callable[[dict[str, Any], Callable[[], Any], int], Any]
 """Sends a call, makes it here, and joins the results in a dimension."""
 
 
-class LeadersPart:
+class LeaderCache:
     """The leader's part of a cache, which stands for the whole: all ranks do what it does."""
 
     def lead(self, number: int, queue: Queue, gather: Gather) -> None:
@@ -53,9 +53,9 @@ class LeadersPart:
 @cache
 def leaders_class(kind: Any) -> Any:
     """A class of caches like `kind`, whose calls all ranks make."""
-    methods: dict[str, Any] = {name: partialmethod(LeadersPart.repeat, name) for name in kind.repeated}
-    methods |= {name: partialmethod(LeadersPart.collect, name, dim) for name, dim in kind.gathered.items()}
-    return type(f"Leaders{kind.__name__}", (LeadersPart, kind), methods)
+    methods: dict[str, Any] = {name: partialmethod(LeaderCache.repeat, name) for name in kind.replayed_methods}
+    methods |= {name: partialmethod(LeaderCache.collect, name, dim) for name, dim in kind.gathered_methods.items()}
+    return type(f"Leaders{kind.__name__}", (LeaderCache, kind), methods)
 
 
 def new_part(target: Any, kind: str, args: list[Any]) -> Splittable:
@@ -63,7 +63,7 @@ def new_part(target: Any, kind: str, args: list[Any]) -> Splittable:
     module, _, name = kind.partition(":")
     found = getattr(import_module(module), name) if module.startswith("moray.") else None
     if not (isinstance(found, type) and issubclass(found, Cache)):
-        raise ValueError(f"{kind!r} is no class of a cache")
+        raise ValueError(f"{kind!r} is not a cache class of Moray")
     part = found(target, *args)
     assert isinstance(part, Splittable), kind
     return part

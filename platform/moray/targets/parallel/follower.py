@@ -78,19 +78,19 @@ class Follower:
                 self._call(command)
             case "collect":
                 part = self._caches[command["cache"]]
-                collect(self.group, self.plans, self._call(command), part.gathered[command["method"]])
+                collect(self.group, self.plans, self._call(command), part.gathered_methods[command["method"]])
             case "forward":
                 self._forward(command)
             case "logits":
                 gather_logits(self.target, self.group, self.plans, self._shared(command["shape"], self.target.dtype))
             case "kernels":
-                self.target.use(Kernels(command["packed"], command["one_row"], ""))
+                self.target.pack_part(Kernels(command["packed"], command["one_row"], ""))
             case other:
                 raise ValueError(f"unknown command {other!r}")
 
     def _call(self, command: Command) -> Any:
         part, name = self._caches[command["cache"]], command["method"]
-        if name not in part.repeated and name not in part.gathered:
+        if name not in part.replayed_methods and name not in part.gathered_methods:
             raise ValueError(f"unknown method {name!r} of a cache")
         method = getattr(part, name)
         return method(*command["args"], **command["kwargs"])
@@ -107,7 +107,7 @@ class Follower:
         self.target.run_layers(hidden, positions, mask, cache)
 
     def _shared(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self.group.share(torch.empty(tuple(shape), dtype=dtype, device=self.target.device))
+        return self.group.broadcast(torch.empty(tuple(shape), dtype=dtype, device=self.target.device))
 
 
 def run(settings: FollowerSettings, say: Callable[[str], None]) -> None:
@@ -125,7 +125,7 @@ def run(settings: FollowerSettings, say: Callable[[str], None]) -> None:
     say("ready")
     group = RankGroup(Path(settings.folder), rank, config.tensor_parallel, device)
     connect(model, group)
-    group.meet()
+    group.barrier()
     Follower(RankTarget(model, spec, config, read_eos_ids(config.model), plans[rank]), plans, group).follow()
 
 

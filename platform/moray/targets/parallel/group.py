@@ -1,7 +1,8 @@
 """How the ranks of a tensor-parallel target talk to each other: commands, and tensors.
 
 The first rank, the leader, sends commands, which the others follow in order. Commands are JSON in a tensor, so nothing
-that arrives is ever executed or unpickled. Tensors go by NCCL between GPUs and by gloo on CPUs. The process groups are
+that arrives is ever executed or unpickled. Tensors are sent with NCCL between GPUs and with
+gloo on CPUs. The process groups are
 the target's own: another one, such as Ray Train's, may be in use in the same process.
 
 Commands may be hours apart, while tensors follow a command at once. So only tensors have a short timeout, after which a
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 
 from moray.errors import RankError
+from moray.explain import one_line
 
 TENSOR_SECONDS = 30.0
 """A rank that has not answered for this time is lost."""
 _COMMAND_TIMEOUT = timedelta(days=365)
 _CONNECT_TIMEOUT = timedelta(seconds=120)
-"""For finding each other at the start, when all have loaded their parts."""
+"""How long the leader, which connects last, waits for the others. They wait until it ends."""
 _HEADER_BYTES = 1024
 """Bytes of the first tensor of a command; longer commands need a second one."""
 _LENGTH_BYTES = 8
@@ -47,14 +49,15 @@ class RankGroup:
         """
         dist: Any = torch.distributed
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
+        self._patience = _CONNECT_TIMEOUT if rank == 0 else _COMMAND_TIMEOUT
         store = dist.FileStore(str(folder / "store"), num_ranks)
-        store.set_timeout(_CONNECT_TIMEOUT)
-        with self._lost():
+        store.set_timeout(self._patience)
+        with self._raises_rank_error():
             self._connect(dist, store)
 
     def _connect(self, dist: Any, store: Any) -> None:
         rank, num_ranks = self.rank, self.num_ranks
-        self._commands: Any = _gloo(dist.PrefixStore("commands", store), rank, num_ranks, _CONNECT_TIMEOUT)
+        self._commands: Any = _gloo(dist.PrefixStore("commands", store), rank, num_ranks, self._patience)
         self._commands._set_default_timeout(_COMMAND_TIMEOUT)
         timeout = timedelta(seconds=TENSOR_SECONDS)
         if self.device.type == "cuda":
@@ -71,7 +74,7 @@ class RankGroup:
         header[:_LENGTH_BYTES] = len(text).to_bytes(_LENGTH_BYTES, "big")
         room = _HEADER_BYTES - _LENGTH_BYTES
         header[_LENGTH_BYTES : _LENGTH_BYTES + min(room, len(text))] = text[:room]
-        with self._lost():
+        with self._raises_rank_error():
             self._commands.broadcast(torch.frombuffer(header, dtype=torch.uint8), 0).wait()
             if len(text) > room:
                 self._commands.broadcast(torch.frombuffer(bytearray(text[room:]), dtype=torch.uint8), 0).wait()
@@ -79,7 +82,7 @@ class RankGroup:
     def receive(self) -> dict[str, Any]:
         """Wait for the leader's next command."""
         header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        with self._lost():
+        with self._raises_rank_error():
             self._commands.broadcast(header, 0).wait()
             start = bytes(header.tolist())
             length = int.from_bytes(start[:_LENGTH_BYTES], "big")
@@ -90,42 +93,42 @@ class RankGroup:
                 text += bytes(rest.tolist())
         return json.loads(text, object_pairs_hook=_with_numbers)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are connected for tensors too; the leader and the followers call it once, first."""
-        self.sum(torch.zeros(1, device=self.device))
+        self.all_reduce(torch.zeros(1, device=self.device))
 
-    def share(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """Give the leader's tensor to all ranks; the others pass an empty one of the same shape and dtype."""
         tensor = tensor.contiguous()
         data = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-        with self._lost():
+        with self._raises_rank_error():
             self._tensors.broadcast(data, 0).wait()
         return tensor
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, in place."""
-        with self._lost():
+        with self._raises_rank_error():
             self._tensors.allreduce(tensor).wait()
         return tensor
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """All ranks' tensors of one shape, by rank."""
         tensor = tensor.contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
-        with self._lost():
+        with self._raises_rank_error():
             self._tensors.allgather(gathered, tensor).wait()
         return gathered
 
     @contextmanager
-    def _lost(self) -> Iterator[None]:
+    def _raises_rank_error(self) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise RankError(
-                f"target.tensor_parallel: a rank of {self.num_ranks} has ended or has not answered for "
-                f"{TENSOR_SECONDS:.0f} s: load the target again ({str(error).splitlines()[0][:200]})"
+                f"target.tensor_parallel: a rank of {self.num_ranks} has ended or does not answer: load the "
+                f"target again ({one_line(str(error))[:200]})"
             ) from error
 
 
@@ -139,5 +142,5 @@ def _gloo(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
 
 
 def _with_numbers(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
-    """JSON knows no keys that are numbers."""
+    """JSON keys are strings: make numeric ones numbers again, for `BatchedKVCache.reorder` takes rows as keys."""
     return {int(key) if key.isdigit() else key: value for key, value in pairs}

@@ -15,10 +15,14 @@ from moray.errors import ConfigError
 from moray.targets.model import rank_device
 from moray.targets.parallel.group import RankGroup
 from moray.targets.parallel.plan import plan_ranks
-from moray.targets.parallel.processes import BLOCKING, Followers
+from moray.targets.parallel.processes import Followers
 from moray.targets.parallel.target import ParallelTarget
 from moray.targets.parallel.weights import connect, load_part
 from moray.targets.spec import TargetConfig, read_spec
+
+_NCCL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""With the first, waiting for a tensor waits for the other GPUs too, so that a lost rank is an error and no hang. The
+second would read the file by which ranks find each other, which is gone once they are connected."""
 
 
 def load_parallel(config: TargetConfig, *, packs: bool) -> ParallelTarget:
@@ -42,15 +46,17 @@ def load_parallel(config: TargetConfig, *, packs: bool) -> ParallelTarget:
     if device.type == "cpu":
         threads = max(1, before // num_ranks)
         torch.set_num_threads(threads)
+    if device.type == "cuda":
+        os.environ.update(_NCCL)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the ranks share a machine: others cannot connect
     with tempfile.TemporaryDirectory(prefix="moray-ranks-") as folder:
         followers = Followers(config, Path(folder), threads)
         try:
             model = load_part(config, plans[0], device)
             followers.wait_until_ready()
-            os.environ |= BLOCKING
             group = RankGroup(Path(folder), 0, num_ranks, device)
             connect(model, group)
-            group.meet()
+            group.barrier()
             target = ParallelTarget(model, spec, config, plans, group, followers, packs=packs)
         except BaseException:
             followers.end()

@@ -58,8 +58,9 @@ class RankPlan:
 def plan_ranks(spec: TargetSpec, num_ranks: int) -> list[RankPlan]:
     """The plans of all ranks.
 
-    Query heads are split if their number divides; key/value heads are split with them, or repeated if there are fewer
-    than ranks. If heads do not divide, every rank computes the whole attention. Other splits may be uneven by one.
+    Attention is split if the number of ranks divides that of query heads, and divides or is a multiple of that of
+    key/value heads, which are then repeated. Otherwise every rank computes all of it. Other splits may be uneven by
+    one.
 
     Raises:
         ConfigError: there are more ranks than rows of something that has to be split.

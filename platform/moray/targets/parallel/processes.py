@@ -9,8 +9,6 @@ from pathlib import Path
 from moray.errors import ConfigError, RankError
 from moray.targets.spec import TargetConfig
 
-BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-"""With it, waiting for a tensor waits for the other GPUs too, so that a lost rank is an error and no hang."""
 _END_SECONDS = 5.0
 """A follower that has not ended this long after its leader let go of it is killed."""
 
@@ -21,8 +19,7 @@ class Followers:
     def __init__(self, config: TargetConfig, folder: Path, threads: int) -> None:
         """Start them; they begin to load their parts."""
         paths = os.pathsep.join(path for path in sys.path if path)
-        # The ranks share a machine and cannot be reached from another one.
-        environment = {"NCCL_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": paths, **BLOCKING}
+        environment = {**os.environ, "PYTHONPATH": paths}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "moray.targets.parallel.follower"],
@@ -68,6 +65,11 @@ class Followers:
     def pids(self) -> list[int]:
         """Their process ids, by rank."""
         return [process.pid for process in self._processes]
+
+    def kill(self) -> None:
+        """Kill all, without waiting."""
+        for process in self._processes:
+            process.kill()
 
     def wait(self) -> None:
         """Wait until all have ended."""

@@ -35,7 +35,7 @@ class RankTarget(Target):
         self.plan = plan
         self.num_kv_heads = len(plan.kv_heads)
 
-    def use(self, kernels: Kernels) -> None:
+    def pack_part(self, kernels: Kernels) -> None:
         """Compute with these kernels on a CPU; all ranks use the same."""
         self.kernels = kernels
         self.pack()
@@ -73,23 +73,23 @@ class ParallelTarget(RankTarget):
         self._is_broken = False
         """Whether a command was left unfinished, so that the ranks may be at different places."""
         if packs and self.device.type == "cpu":
-            self.use_kernels(choose_kernels(linear_weights(model), copies=len(plans)))
+            self.pack_all_ranks(choose_kernels(linear_weights(model), num_processes=len(plans)))
 
     @property
     def is_split(self) -> bool:
         """Its modules are parts of the target's."""
         return True
 
-    def use_kernels(self, kernels: Kernels) -> None:
+    def pack_all_ranks(self, kernels: Kernels) -> None:
         """Let all ranks compute with these kernels on a CPU."""
         with self._all_ranks({"do": "kernels", "packed": kernels.are_packed, "one_row": kernels.pack_one_row}):
-            self.use(kernels)
+            self.pack_part(kernels)
 
-    def check(self) -> None:
+    def check_ranks(self) -> None:
         """Raise `RankError` if another rank has ended."""
         self.followers.check()
 
-    def cache_of(self, kind: type[Any], *args: Any) -> Any:
+    def make_cache(self, kind: type[Any], *args: Any) -> Any:
         """A cache of which every rank holds a part."""
         with self._lock:
             cache = leaders_class(kind)(self, *args)
@@ -117,16 +117,16 @@ class ParallelTarget(RankTarget):
             "mask": None if mask is None else [list(mask.shape), str(mask.dtype).removeprefix("torch.")],
         }
         with self._all_ranks(command):
-            self._group.share(hidden)
-            positions = self._group.share(positions)
-            mask = None if mask is None else self._group.share(mask)
+            self._group.broadcast(hidden)
+            positions = self._group.broadcast(positions)
+            mask = None if mask is None else self._group.broadcast(mask)
             return self.run_layers(hidden, positions, mask, cache, hidden_depths)
 
     @torch.inference_mode()
     def logits(self, hidden: Float[Tensor, "*any hidden"]) -> Float[Tensor, "*any vocab"]:
         """Logits of final-norm hidden states."""
         with self._all_ranks({"do": "logits", "shape": list(hidden.shape)}):
-            return gather_logits(self, self._group, self._plans, self._group.share(hidden))
+            return gather_logits(self, self._group, self._plans, self._group.broadcast(hidden))
 
     def _queue(self, command: Command) -> None:
         self._queued.append(command)
@@ -140,11 +140,18 @@ class ParallelTarget(RankTarget):
         """
         with self._lock:
             if self._is_broken:
-                raise RankError("target.tensor_parallel: an earlier pass failed on one rank: load the target again")
+                raise RankError(
+                    "target.tensor_parallel: an earlier command was not finished, so the ranks may disagree: load the "
+                    "target again"
+                )
             self._is_broken = True
             queued = [self._queued.popleft() for _ in range(len(self._queued))]
-            self._group.send({"queued": queued, **command})
-            yield
+            try:
+                self._group.send({"queued": queued, **command})
+                yield
+            except RankError:
+                self.followers.kill()  # one that hangs would keep its GPU after this process
+                raise
             self._is_broken = False
 
     def _collect(self, command: Command, own: Callable[[], Any], dim: int) -> Any:
@@ -160,7 +167,7 @@ def collect(group: RankGroup, plans: Sequence[RankPlan], own: Any, dim: int) -> 
     """Join the ranks' results; key/value heads that several ranks hold are taken once."""
     if isinstance(own, tuple):
         return tuple(collect(group, plans, one, dim) for one in own)
-    gathered = group.gather(own)
+    gathered = group.all_gather(own)
     return join_heads([part for part, plan in zip(gathered, plans, strict=True) if plan.owns_kv_heads], dim)
 
 
@@ -168,5 +175,5 @@ def gather_logits(target: RankTarget, group: RankGroup, plans: Sequence[RankPlan
     """Logits over the whole vocabulary."""
     own = target.model.lm_head(hidden)
     sizes = [len(plan.vocabulary) for plan in plans]
-    gathered = group.gather(F.pad(own, (0, max(sizes) - own.shape[-1])))
+    gathered = group.all_gather(F.pad(own, (0, max(sizes) - own.shape[-1])))
     return torch.cat([part[..., :size] for part, size in zip(gathered, sizes, strict=True)], dim=-1)

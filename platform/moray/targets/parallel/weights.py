@@ -59,7 +59,7 @@ def connect(model: Any, group: RankGroup) -> None:
     """Let the layers of a rank's model sum their outputs over the ranks of `group`."""
     for module in model.modules():
         if isinstance(module, RowParallelLinear):
-            module.sum_ranks = group.sum
+            module.sum_ranks = group.all_reduce
 
 
 class _StoredPart:
@@ -70,7 +70,7 @@ class _StoredPart:
 
     def read(self, name: str) -> Tensor:
         """A tensor by its name in the target; tied embeddings may be stored under one of their names."""
-        (there,) = [one for one in (name, *sorted(TIED)) if one in self._stored][:1]
+        there = next(one for one in (name, *sorted(TIED)) if one in self._stored)
         part = None if self._plan is None else self._plan.part_of(name)
         with safe_open(self._stored[there].path, framework="pt", device=self._device) as file:
             if part is None:

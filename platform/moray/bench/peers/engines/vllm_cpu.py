@@ -46,7 +46,7 @@ def load(settings: Settings) -> tuple[str, Prepare]:
             (output,) = engine.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
             tokens = list(output.outputs[0].token_ids)
             if row.drafter is None:
-                return Drafted(tokens, None, None)
+                return Drafted(tokens)
             drafts, accepted = counts()
             return Drafted(tokens, drafts - before[0], accepted - before[1])
 
