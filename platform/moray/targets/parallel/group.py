@@ -1,9 +1,8 @@
 """How the ranks of a tensor-parallel target talk to each other: commands, and tensors.
 
 The first rank, the leader, sends commands, which the others follow in order. Commands are JSON in a tensor, so nothing
-that arrives is ever executed or unpickled. Tensors are sent with NCCL between GPUs and with
-gloo on CPUs. The process groups are
-the target's own: another one, such as Ray Train's, may be in use in the same process.
+that arrives is ever executed or unpickled. Tensors are sent with NCCL between GPUs and with gloo on CPUs. The process
+groups are the target's own: another one, such as Ray Train's, may be in use in the same process.
 
 Commands may be hours apart, while tensors follow a command at once. So only tensors have a short timeout, after which a
 rank that does not answer counts as lost. On CPUs a rank that has ended closes its connections, which the others notice
