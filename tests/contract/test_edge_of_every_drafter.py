@@ -237,7 +237,7 @@ def test_text_between_marks_is_written_by_the_drafter_and_crosses_nothing(tiny, 
 
 
 def test_a_draft_is_cut_below_the_nodes_that_end_it():
-    def clearing(tokens) -> bool:
+    def ends(tokens) -> bool:
         return tokens[-1] == 9
 
     assert cut_draft([1], [2, 9, 3, 4], (), ends) == ([2, 9], ())

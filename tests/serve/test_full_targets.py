@@ -190,7 +190,7 @@ def test_who_was_not_let_in_is_not_let_in_beyond_the_limit_elsewhere(config):
     resumed: list[bool] = []
 
     async def test(gateway, targets, expected):
-        async def clearing(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
+        async def ends(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
             raise EngineFailedError("the engine has failed")
             yield
 
@@ -211,7 +211,7 @@ def test_who_was_not_let_in_is_not_let_in_beyond_the_limit_elsewhere(config):
 @pytest.mark.parametrize("num_updates", [None, 0, 2])
 def test_a_stream_that_ends_before_its_answer_is_taken_up_elsewhere(config, num_updates):
     async def test(gateway, targets, expected):
-        async def clearing(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
+        async def ends(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
             if num_updates is not None:
                 yield Admission.ADMITTED
             for update in expected[: num_updates or 0]:

@@ -21,8 +21,8 @@ class PeerConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations; with bfloat16, llama.cpp's KV cache is float16."""
     drafter: str | None = None
-    """null for none, prompt-lookup, or a folder: a trained drafter for moray, an exported one or a small model for the
-    others."""
+    """null for none, prompt-lookup, or the folder of a drafter. For moray a trained one, for the others an exported
+    one or a small model."""
     depth: int = Field(default=8, ge=1, le=64)
     """Maximum number of tokens drafted per pass; moray picks the actual number in each cycle if `adaptive`."""
     adaptive: bool = True
