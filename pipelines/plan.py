@@ -1,4 +1,4 @@
-"""Predict tokens per second of drafters, chain depths and batches, without running them: from acceptance and costs.
+"""Predict tokens per second of drafters, chains, trees and batches, without running them: from acceptance and costs.
 
     python -m pipelines.plan costs configs/targets/smollm2.yaml configs/plans/costs-smollm2.yaml
     python -m pipelines.plan configs/plans/smollm2.yaml
@@ -51,6 +51,7 @@ def main_check(config: PlanCheckConfig) -> None:
     from moray.bench.lossless import check_lossless
     from moray.bench.plan.check import check
     from moray.bench.plan.page import print_check
+    from moray.bench.plan.planner import name_of
     from moray.bench.recording import reported
 
     result = reported(config.report, lambda: check(config))
@@ -60,9 +61,7 @@ def main_check(config: PlanCheckConfig) -> None:
             f"warning: costs were measured with {result['costs_threads']} threads, these rows with "
             f"{result['threads']}: give threads={result['costs_threads']}"
         )
-    check_lossless(
-        (f"{row['drafter']}, depth {row['depth']}, {row['batch']} at a time", row["lossless"]) for row in result["rows"]
-    )
+    check_lossless((f"{name_of(row)}, {row['batch']} at a time", row["lossless"]) for row in result["rows"])
 
 
 def main_shapes(config: ShapesConfig) -> None:

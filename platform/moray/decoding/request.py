@@ -101,6 +101,8 @@ class RequestOutput:
     """Draft tokens that the target accepted; more than `num_accepted` if the answer ended within them."""
     num_levels: int = 0
     """Levels drafted for this cycle (see `TokenTree.num_levels`)."""
+    num_nodes: int = 0
+    """Draft nodes that this cycle's pass verified, root not counted."""
     num_target_layers: int = 0
     """N of this cycle's draft (see `Drafter.layer_counts`); meaningless without a draft."""
     rejected: list[int] = field(default_factory=list)

@@ -28,6 +28,8 @@ class Generation:
     """Tokens emitted by each cycle, including the target's own; fewer if the answer ended in it."""
     drafted: list[int] = field(default_factory=list)
     """Levels drafted in each cycle. The deepest levels of an adaptive tree may hold no nodes worth verifying."""
+    nodes: list[int] = field(default_factory=list)
+    """Draft nodes verified in each cycle, root not counted."""
     layer_counts: _LayerCounts = field(default_factory=list)
     """The N of each cycle's draft (see `Drafter.layer_counts`); meaningless for a cycle without a draft."""
     seconds: float = 0.0
@@ -47,6 +49,7 @@ class Generation:
             self.accepted.append(update.num_path)
             self.emitted.append(len(update.tokens))
             self.drafted.append(update.num_levels)
+            self.nodes.append(update.num_nodes)
             self.layer_counts.append(update.num_target_layers)
         self.tokens += update.tokens
         self.finish_reason = update.finish_reason or self.finish_reason

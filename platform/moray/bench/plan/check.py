@@ -14,15 +14,8 @@ from moray.bench.plan.costs import CycleCostTable
 from moray.bench.plan.cycles import build_engine, cycles_of, requests_of
 from moray.bench.plan.measure import check_log, load_all
 from moray.bench.plan.page import write_check_page
-from moray.bench.plan.planner import (
-    PLAIN,
-    ReplayedChains,
-    best_row,
-    check_batches,
-    predict,
-    read_replay,
-    rows_of_replay,
-)
+from moray.bench.plan.planner import all_rows, best_row, check_batches, name_of, predict, trees_of
+from moray.bench.plan.replayed import PLAIN, Draft, ReplayedDrafts, chain, read_replay
 from moray.bench.recording import record
 from moray.bench.replay.log import Continuation, read_log
 from moray.decoding.params import SamplingParams
@@ -43,7 +36,7 @@ class _Measured:
 
 
 def check(config: PlanCheckConfig) -> dict[str, Any]:
-    """Measure plain decoding, chains of `config.depths` and the plan's own choice at every batch, in turns.
+    """Measure plain decoding, chains of `config.depths`, trees and the plan's own choice at every batch, in turns.
 
     Raises:
         ConfigError: the plan's own, or the plan is made from rates.
@@ -55,18 +48,15 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     costs = CycleCostTable.load(config.costs)
-    replayed = read_replay(config.replay, config.drafters, config.num_continuations)
+    replayed = read_replay(config.replay, config.drafters, config.trees, config.num_continuations)
     check_batches(config, replayed)
     header, entries = read_log(replayed.log)
     entries = _replayed_entries(entries, replayed, config.replay)
-    wanted = [(PLAIN, 0, batch) for batch in config.batches]
-    wanted += [
-        (name, depth, batch)
-        for name, deepest in replayed.depth.items()
-        for batch in config.batches
-        for depth in config.depths
-        if depth <= min(config.max_depth, deepest)
-    ]
+    drafts = [PLAIN]
+    for name, deepest in replayed.depth.items():
+        drafts += [chain(name, depth) for depth in config.depths if depth <= min(config.max_depth, deepest)]
+        drafts += trees_of(costs, replayed, name)
+    wanted = [(draft, batch) for draft in drafts for batch in config.batches]
     wanted += [choice for choice in _choices(config, costs, replayed) if choice not in wanted]
     rows = [predict(costs, replayed, *size) for size in wanted]  # before anything is loaded, for this may fail
     target, drafters = load_all(config, replayed)
@@ -77,8 +67,9 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
         for turn in range(config.rounds):
             order = range(len(wanted)) if turn % 2 == 0 else reversed(range(len(wanted)))
             for index in order:
-                name, depth, batch = wanted[index]
-                found[index].append(_decode(target, drafters.get(name), depth, batch, entries, header.params))
+                draft, batch = wanted[index]
+                drafter = drafters.get(draft.drafter)
+                found[index].append(_decode(target, drafter, draft, batch, entries, header.params))
                 progress.advance()
     rows = [row | _compared(row, own, is_exact=is_exact) for row, own in zip(rows, found, strict=True)]
     result = _summary(rows, config) | {"costs_threads": costs.threads, "threads": torch.get_num_threads()}
@@ -87,19 +78,18 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
     return result
 
 
-def _choices(
-    config: PlanCheckConfig, costs: CycleCostTable, replayed: ReplayedChains
-) -> Iterator[tuple[str, int, int]]:
-    """Drafter, depth and batch of what the plan chooses at each batch."""
+def _choices(config: PlanCheckConfig, costs: CycleCostTable, replayed: ReplayedDrafts) -> Iterator[tuple[Draft, int]]:
+    """What the plan chooses at each batch."""
     for batch in config.batches:
-        best = best_row(rows_of_replay(config, costs, replayed, batch))
-        yield best["drafter"], best["depth"], batch
+        predicted = list(all_rows(config, costs, replayed, batch))
+        best = best_row(row for _, row in predicted)
+        yield next(draft for draft, row in predicted if row is best), batch
 
 
 def _decode(
     target: Target,
     drafter: Drafter | None,
-    depth: int,
+    draft: Draft,
     batch: int,
     entries: Sequence[Continuation],
     params: SamplingParams,
@@ -108,7 +98,7 @@ def _decode(
     prompts = [entry.prompt for entry in entries]
     most = [len(entry.tokens) for entry in entries]
     longest = max(len(prompt) + count for prompt, count in zip(prompts, most, strict=True))
-    engine = build_engine(target, drafter, depth, batch, longest)
+    engine = build_engine(target, drafter, draft.shape, batch, longest)
     texts: dict[int, list[int]] = {number: [] for number in range(len(entries))}
     seconds, cycles = 0.0, 0
     for each in cycles_of(engine, requests_of(prompts, most, params, [entry.sequence for entry in entries])):
@@ -121,7 +111,7 @@ def _decode(
     return _Measured(sum(most) - len(most), seconds, cycles, same)
 
 
-def _replayed_entries(entries: Sequence[Continuation], replayed: ReplayedChains, path: str) -> list[Continuation]:
+def _replayed_entries(entries: Sequence[Continuation], replayed: ReplayedDrafts, path: str) -> list[Continuation]:
     """The continuations that the replay has, in its order.
 
     Raises:
@@ -158,8 +148,8 @@ def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, A
         choices.append(
             {
                 "batch": batch,
-                "chosen": _name(chosen),
-                "fastest": _name(fastest),
+                "chosen": name_of(chosen),
+                "fastest": name_of(fastest),
                 "regret": regret,
                 "same_order": _same_order(own),
             }
@@ -181,7 +171,3 @@ def _same_order(rows: list[dict[str, Any]]) -> float:
         for a, b in pairs
     )
     return agree / len(pairs) if pairs else 1.0
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['drafter']}, {row['depth']}" if row["depth"] else PLAIN

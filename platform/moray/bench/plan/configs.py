@@ -23,6 +23,8 @@ class PlanConfig(Config):
     """In place of replay: by drafter and depth, how often a token is accepted if all before it were."""
     drafters: tuple[str, ...] = ()
     """Names of the drafters to plan with; empty for all."""
+    trees: tuple[str, ...] | None = None
+    """Names of the replay's trees to plan besides chains, such as dynamic-4x4-16; null for all, [] for none."""
     max_depth: _Depth = 8
     """Chains of every depth up to this are planned, as far as acceptance and costs are known."""
     batches: tuple[_Batch, ...] = Field(default=(1, 4, 16), min_length=1)
@@ -47,7 +49,7 @@ class PlanCheckConfig(PlanConfig):
 
     target: TargetConfig
     depths: tuple[_Depth, ...] = Field(default=(1, 2, 4, 8), min_length=1)
-    """Depths of the chains that are measured. Plain decoding is always measured."""
+    """Depths of the chains that are measured. Plain decoding and the trees are always measured."""
     rounds: int = Field(default=2, ge=1)
     """Number of times that each row is measured; the rows take turns."""
     threads: int | None = Field(default=None, ge=1)
@@ -64,6 +66,8 @@ class CostsConfig(Config):
     """JSON file of `pipelines.replay`, which names the log and the drafters."""
     drafters: tuple[str, ...] = ()
     """Names of the drafters to measure; empty for all."""
+    trees: tuple[str, ...] | None = None
+    """Names of the replay's trees to measure besides chains, such as dynamic-4x4-16; null for all, [] for none."""
     depths: tuple[_Depth, ...] = Field(default=(1, 2, 4, 8), min_length=1)
     """Depths of the chains that are measured; those between them are interpolated."""
     batches: tuple[_Batch, ...] = Field(default=(1, 4, 16), min_length=1)

@@ -4,6 +4,8 @@ passes:                 target passes: by sequences, then by tokens of each: 1 i
   1: {1: 0.021, 9: 0.032}
 drafts:                 chains: by drafter, by sequences, then by tokens of the chain
   eagle: {1: {1: 0.003, 8: 0.020}}
+trees:                  other trees: by drafter, by the tree's name, by sequences; left out for none
+  eagle: {dynamic-4x4-16: {1: 0.016}}
 rest: {1: 0.001}        everything else in a cycle, by sequences; left out for none
 plain: {1: 0.021}       a whole cycle of plain decoding, by sequences; left out for a pass of one token and the rest
 """
@@ -39,12 +41,14 @@ class CycleCostTable(Config):
     """Target passes: by number of sequences, then by tokens of each sequence, root included."""
     drafts: dict[str, dict[_Size, _BySize]] = Field(default_factory=dict)
     """Chains, with what the drafter reads of the last cycle: by drafter, number of sequences, tokens of the chain."""
+    trees: dict[str, dict[str, _BySize]] = Field(default_factory=dict)
+    """Other trees, drafted likewise: by drafter, name of the tree, number of sequences."""
     rest: _BySize = Field(default_factory=dict)
     """Everything else in a cycle, by number of sequences."""
     plain: _BySize = Field(default_factory=dict)
     """A whole cycle of plain decoding, by number of sequences."""
 
-    @field_validator("passes", "drafts")
+    @field_validator("passes", "drafts", "trees")
     @classmethod
     def _check(cls, value: dict) -> dict:
         for key, inner in value.items():
@@ -107,6 +111,20 @@ class CycleCostTable(Config):
             lambda own: _at(own, depth, f"drafts.{drafter}, tokens"),
         )
 
+    def tree_seconds(self, drafter: str, tree: str, num_rows: int) -> float:
+        """One tree for each of `num_rows` sequences.
+
+        Raises:
+            ConfigError: the drafter or the tree is not there, or that is larger than any size in the file.
+        """
+        own = self.trees.get(drafter, {})
+        if tree not in own:
+            known = ", ".join(own) or "none"
+            raise ConfigError(
+                f"costs.trees has no '{tree}' of '{drafter}' (there are: {known}): measure it, or plan without it"
+            )
+        return _at(own[tree], num_rows, f"trees.{drafter}.{tree}, sequences")
+
     def rest_seconds(self, num_rows: int) -> float:
         """Everything else in a cycle of `num_rows` sequences."""
         return _at(self.rest, num_rows, "rest, sequences") if self.rest else 0.0
@@ -120,6 +138,10 @@ class CycleCostTable(Config):
         if not self.plain:
             return self.pass_seconds(num_rows, 1) + self.rest_seconds(num_rows)
         return _at(self.plain, num_rows, "plain, sequences")
+
+    def can_draft_tree(self, drafter: str, tree: str, num_nodes: int) -> bool:
+        """Whether this tree has costs, drafts and passes alike."""
+        return tree in self.trees.get(drafter, {}) and all(max(own) > num_nodes for own in self.passes.values())
 
     def can_draft(self, drafter: str, depth: int) -> bool:
         """Whether chains of this depth have costs, drafts and passes alike."""

@@ -12,7 +12,7 @@ from moray.decoding.request import Request, RequestOutput
 from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
-from moray.trees.shapes import ChainShape
+from moray.trees.shapes import AnyShape, ChainShape
 
 _NAME = "drafter"
 
@@ -23,7 +23,7 @@ class Cycle:
 
     num_rows: int
     num_tokens: int
-    """Tokens of each sequence in the pass: those of the longest draft, and the root."""
+    """Tokens of each sequence in the pass: those of the largest draft, and the root."""
     propose: float
     """Drafting, and telling the drafter what was accepted before."""
     verify: float
@@ -39,12 +39,13 @@ class Cycle:
         return self.propose + self.verify + self.rest
 
 
-def build_engine(target: Target, drafter: Drafter | None, depth: int, batch: int, longest: int) -> Engine:
-    """An engine for `batch` sequences of at most `longest` tokens, whose chains have `depth` tokens."""
-    shape = ChainShape(type="chain", depth=max(1, depth))
+def build_engine(target: Target, drafter: Drafter | None, shape: AnyShape | None, batch: int, longest: int) -> Engine:
+    """An engine for `batch` sequences of at most `longest` tokens, which drafts trees of this shape; None for no
+    drafts."""
+    shape = shape or ChainShape(type="chain", depth=1)
     drafts = {_NAME: LocalDrafts(drafter, longest, shape.num_expanded)} if drafter is not None else {}
     config = EngineConfig(
-        max_num_seqs=batch, kv_cache_tokens=batch * (longest + depth + 65), max_model_len=longest, tree=shape
+        max_num_seqs=batch, kv_cache_tokens=batch * (longest + shape.num_nodes + 65), max_model_len=longest, tree=shape
     )
     return Engine(target, config, (), drafts=drafts, is_timed=True)
 
@@ -79,7 +80,7 @@ def cycles_of(engine: Engine, requests: Sequence[Request]) -> Iterator[Cycle]:
         has_read = stats.num_prompt_tokens > prompts
         yield Cycle(
             num_rows=stats.num_rows - rows,
-            num_tokens=1 + max((update.num_levels for update in updates), default=0),
+            num_tokens=1 + max((update.num_nodes for update in updates), default=0),
             propose=spent["propose"] + spent["observe"],
             verify=spent["verify"],
             rest=spent["accept"] + spent["commit"] + outside,

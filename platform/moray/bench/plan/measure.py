@@ -13,7 +13,7 @@ import yaml
 from moray.bench.plan.configs import CostsConfig, PlanCheckConfig
 from moray.bench.plan.costs import CycleCostTable
 from moray.bench.plan.cycles import Cycle, build_engine, cycles_of, requests_of
-from moray.bench.plan.planner import PLAIN, ReplayedChains, read_replay
+from moray.bench.plan.replayed import PLAIN, Draft, ReplayedDrafts, chain, read_replay
 from moray.bench.recording import check_writable
 from moray.bench.replay.log import Continuation, LogHeader, read_log
 from moray.config import validate
@@ -44,23 +44,25 @@ def measure(config: CostsConfig) -> dict[str, Any]:
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    replayed = read_replay(config.replay, config.drafters, None)
+    replayed = read_replay(config.replay, config.drafters, config.trees, None)
     header, entries = read_log(replayed.log)
     check_writable(Path(config.output), "output")
     target, drafters = load_all(config, replayed)
     check_log(header, target, replayed.log)
-    sizes: list[tuple[str, int, int]] = [(PLAIN, 0, batch) for batch in config.batches]
+    sizes = [(PLAIN, batch) for batch in config.batches]
     for name, drafter in drafters.items():
         deepest = drafter.max_depth or max(config.depths)
-        depths = sorted({min(depth, deepest) for depth in config.depths})
-        sizes += [(name, depth, batch) for batch in config.batches for depth in depths]
-    halves: list[dict[tuple[str, int, int], list[Cycle]]] = []
+        drafts = [chain(name, depth) for depth in sorted({min(depth, deepest) for depth in config.depths})]
+        drafts += [tree.draft for tree in replayed.trees[name]]
+        sizes += [(draft, batch) for batch in config.batches for draft in drafts]
+    halves: list[dict[tuple[Draft, int], list[Cycle]]] = []
     with Progress("costs", _HALVES * len(sizes), unit="sizes") as progress:
         for half in range(_HALVES):
             found = {}
             for size in sizes if half == 0 else reversed(sizes):  # a slow spell must not hit the same sizes twice
-                name, depth, batch = size
-                found[size] = _cycles(config, target, drafters.get(name), depth, batch, entries, header.params)
+                draft, batch = size
+                drafter = drafters.get(draft.drafter)
+                found[size] = _cycles(config, target, drafter, draft, batch, entries, header.params)
                 progress.advance()
             halves.append(found)
     drift = statistics.median(_ratio(halves[0][size], halves[1][size]) for size in sizes)
@@ -73,7 +75,7 @@ def measure(config: CostsConfig) -> dict[str, Any]:
     return {"costs": values, "drift": drift, "has_drifted": drift > _DRIFT}
 
 
-def load_all(config: CostsConfig | PlanCheckConfig, replayed: ReplayedChains) -> tuple[Target, dict[str, Drafter]]:
+def load_all(config: CostsConfig | PlanCheckConfig, replayed: ReplayedDrafts) -> tuple[Target, dict[str, Drafter]]:
     """The target, and the drafters by the names that the replay gives them.
 
     Raises:
@@ -101,18 +103,18 @@ def _cycles(
     config: CostsConfig,
     target: Target,
     drafter: Drafter | None,
-    depth: int,
+    draft: Draft,
     batch: int,
     entries: Sequence[Continuation],
     params: SamplingParams,
 ) -> list[Cycle]:
     """Cycles in which all sequences run, without those that warm up or read prompts."""
     count = config.num_cycles // _HALVES
-    most = (count + _WARM_UP + 2) * (depth + 1) + 1
+    most = (count + _WARM_UP + 2) * (draft.depth + 1) + 1
     chosen = [entries[index % len(entries)].prompt for index in range(batch)]
     longest = min(target.spec.max_positions, max(map(len, chosen)) + most)
     limits = [min(most, longest - len(prompt)) for prompt in chosen]
-    engine = build_engine(target, drafter, depth, batch, longest)
+    engine = build_engine(target, drafter, draft.shape, batch, longest)
     whole = (
         each
         for each in cycles_of(engine, requests_of(chosen, limits, params, range(batch)))
@@ -133,26 +135,33 @@ def _ratio(first: Sequence[Cycle], second: Sequence[Cycle]) -> float:
     return abs(a - b) / min(a, b)
 
 
-def _table(found: dict[tuple[str, int, int], list[Cycle]]) -> dict[str, Any]:
+def _table(found: dict[tuple[Draft, int], list[Cycle]]) -> dict[str, Any]:
     """The YAML file's values."""
     passes: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     drafts: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    trees: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     rest: dict[int, list[float]] = defaultdict(list)
     plain: dict[int, float] = {}
-    for (name, depth, batch), cycles in found.items():
-        if not depth:  # drafting costs more than its parts: engines that never draft are faster in all of them
+    for (draft, batch), cycles in found.items():
+        name, propose = draft.drafter, _middle([each.propose for each in cycles])
+        if (
+            draft.shape is None
+        ):  # drafting costs more than its parts: engines that never draft are faster in all of them
             plain[batch] = _middle([each.seconds for each in cycles])
         for each in cycles:
             passes[batch][each.num_tokens].append(each.verify)
             rest[batch].append(each.rest)
-        if depth:
-            drafts[name][batch][depth] = _middle([each.propose for each in cycles])
+        if draft.is_chain:
+            drafts[name][batch][draft.depth] = propose
+        elif draft.shape is not None:
+            trees[name][draft.tree][batch] = propose
     values = {
         "passes": {
             batch: {size: _middle(own[size]) for size in sorted(own) if size == 1 or len(own[size]) >= _FEWEST}
             for batch, own in passes.items()
         },
         "drafts": {name: {batch: dict(own) for batch, own in by_batch.items()} for name, by_batch in drafts.items()},
+        "trees": {name: {tree: dict(own) for tree, own in by_tree.items()} for name, by_tree in trees.items()},
         "rest": {batch: _middle(own) for batch, own in rest.items()},
         "plain": plain,
     }

@@ -21,7 +21,7 @@ _WORDS = {True: "yes", False: "no", None: "not checked"}
 
 
 def write_plan_page(path: Path, result: Mapping[str, Any]) -> None:
-    """Tokens per second against depth, one plot for each batch."""
+    """Tokens per second against depth, one plot for each batch; trees are single points."""
     rows = result["rows"]
     plots = [_by_depth(rows, batch) for batch in dict.fromkeys(row["batch"] for row in rows)]
     page = render_page("moray.bench.plan", "plan.html.jinja", result=result, plots=plots, is_check=False)
@@ -83,8 +83,8 @@ def _fit(fitted: Mapping[str, float]) -> str:
 def print_plan(result: Mapping[str, Any], console: Console) -> None:
     """The best row of each batch, and of each drafter beside it."""
     table = Table(title="predicted tokens per second", box=box.SIMPLE_HEAD)
-    for heading in ("at a time", "drafter", "depth", "tok/s", "over plain", "tau", "tau to break even", "drafting"):
-        table.add_column(heading, justify="left" if heading == "drafter" else "right")
+    for heading in ("at a time", "drafter", "tree", "tok/s", "over plain", "tau", "tau to break even", "drafting"):
+        table.add_column(heading, justify="left" if heading in ("drafter", "tree") else "right")
     for batch in dict.fromkeys(row["batch"] for row in result["rows"]):
         own = [row for row in result["rows"] if row["batch"] == batch]
         plain = next(row for row in own if not row["depth"])
@@ -93,7 +93,7 @@ def print_plan(result: Mapping[str, Any], console: Console) -> None:
             table.add_row(
                 str(batch),
                 name,
-                str(best["depth"]) if best["depth"] else "",
+                best["tree"],
                 number(best["tokens_per_second"]),
                 times(best["tokens_per_second"] / plain["tokens_per_second"]),
                 number(best["tau"]),
@@ -109,7 +109,7 @@ def print_check(result: Mapping[str, Any], console: Console) -> None:
     for heading in (
         "at a time",
         "drafter",
-        "depth",
+        "tree",
         "predicted tok/s",
         "measured",
         "error",
@@ -117,12 +117,12 @@ def print_check(result: Mapping[str, Any], console: Console) -> None:
         "tau",
         "equal texts",
     ):
-        table.add_column(heading, justify="left" if heading == "drafter" else "right")
+        table.add_column(heading, justify="left" if heading in ("drafter", "tree") else "right")
     for row in result["rows"]:
         table.add_row(
             str(row["batch"]),
             row["drafter"],
-            str(row["depth"]) if row["depth"] else "",
+            row["tree"],
             number(row["tokens_per_second"]),
             number(row["measured_tokens_per_second"]),
             f"{row['error']:+.1%}",
@@ -145,10 +145,13 @@ def _by_depth(rows: Sequence[Mapping[str, Any]], batch: int) -> Plot:
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in own:
         if row["depth"]:
-            curves.setdefault(row["drafter"], []).append((row["depth"], row["tokens_per_second"]))
+            name = row["drafter"] if row["tree"] == f"chain-{row['depth']}" else f"{row['drafter']}, {row['tree']}"
+            curves.setdefault(name, []).append((row["depth"], row["tokens_per_second"]))
     title = f"Tokens per second by depth, {batch} at a time"
     said = [f"plain decoding {plain:.1f}"]
-    said += [f"{name} from {points[0][1]:.1f} to {points[-1][1]:.1f}" for name, points in curves.items()]
+    for name, points in curves.items():
+        first, last = points[0][1], points[-1][1]
+        said.append(f"{name} {first:.1f}" if len(points) == 1 else f"{name} from {first:.1f} to {last:.1f}")
     svg = render_svg(f"batch-{batch}", _curves(curves, plain), 2.6 + legend_height(["plain", *curves]))
     return Plot(f"batch-{batch}", title, f"{title}: {'; '.join(said)}.", svg)
 
@@ -160,7 +163,7 @@ def _curves(curves: Mapping[str, Sequence[tuple[int, float]]], plain: float) -> 
         for index, (name, points) in enumerate(curves.items()):
             depths, speeds = zip(*points, strict=True)
             handles[shorten(name)] = axes.plot(depths, speeds, **line(index))[0]
-        axes.set_xlabel("tokens per chain")
+        axes.set_xlabel("levels drafted")
         axes.set_ylim(bottom=0)
         legend_below(figure, handles)
 

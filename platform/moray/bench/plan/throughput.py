@@ -1,7 +1,7 @@
 """Tokens per second by arithmetic, from acceptance and costs.
 
-    seconds of a cycle    T = draft(k, B) + pass(k + 1, B) + rest(B)        k tokens drafted for each of B sequences
-    tokens per second     B tau(k) / T
+    seconds of a cycle    T = draft(B) + pass(n + 1, B) + rest(B)        n tokens drafted for each of B sequences
+    tokens per second     B tau / T
 
 With a replay, no average is taken: its continuations are decoded again cycle by cycle, B at a time as the engine admits
 them, and each cycle costs what its sequences and their drafts cost. So the end of a batch, where fewer sequences run,
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moray.bench.plan.costs import CycleCostTable
-from moray.bench.replay.chains import ChainMatches
+from moray.bench.plan.replayed import Draft, ReplayedCycle
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one drafter, depth and batch would give."""
+    """What one drafter, tree and batch would give."""
 
     tokens_per_second: float
     """Of cycles; reading prompts is not included."""
@@ -27,39 +27,48 @@ class Prediction:
     """Share of the time that drafting takes."""
 
 
+def draft_seconds(costs: CycleCostTable, draft: Draft, num_rows: int) -> float:
+    """Seconds of drafting once for each of `num_rows` sequences."""
+    if draft.shape is None or draft.is_chain:
+        return costs.draft_seconds(draft.drafter, num_rows, draft.depth)
+    return costs.tree_seconds(draft.drafter, draft.tree, num_rows)
+
+
 def decode(
-    costs: CycleCostTable, drafter: str, depth: int, batch: int, continuations: Sequence[ChainMatches]
+    costs: CycleCostTable, draft: Draft, batch: int, continuations: Sequence[Sequence[ReplayedCycle]]
 ) -> Prediction:
-    """Decode the continuations with chains of `depth`; with 0, plainly."""
-    waiting = deque([list(each.cycles(depth)) for each in continuations if each.matched])
-    running: list[deque[tuple[int, int, int]]] = []
+    """Decode the continuations, given by their cycles."""
+    waiting = deque(each for each in continuations if each)
+    running: list[deque[ReplayedCycle]] = []
     seconds = drafting = 0.0
     tokens = cycles = 0
     while waiting or running:
         while waiting and len(running) < batch:
             running.append(deque(waiting.popleft()))
         now = [own.popleft() for own in running]
-        count, levels = len(now), max(drafted for drafted, _, _ in now)
-        draft = costs.draft_seconds(drafter, count, depth)
-        drafting += draft
-        if depth:
-            seconds += draft + costs.pass_seconds(count, levels + 1) + costs.rest_seconds(count)
-        else:
+        count = len(now)
+        if draft.shape is None:
             seconds += costs.plain_seconds(count)
-        tokens += sum(emitted for _, _, emitted in now)
+        else:
+            spent = draft_seconds(costs, draft, count)
+            drafting += spent
+            most = max(cycle.nodes for cycle in now)
+            seconds += spent + costs.pass_seconds(count, most + 1) + costs.rest_seconds(count)
+        tokens += sum(cycle.emitted for cycle in now)
         cycles += count
         running = [own for own in running if own]
     return Prediction(tokens / seconds, tokens / cycles, drafting / seconds)
 
 
-def expected(costs: CycleCostTable, drafter: str, depth: int, batch: int, rates: Sequence[float]) -> Prediction:
-    """The same for a full batch, from how often tokens of depth 1, 2, ... are accepted if all before them were."""
+def expected(costs: CycleCostTable, draft: Draft, batch: int, rates: Sequence[float]) -> Prediction:
+    """The same for a full batch with chains, from how often tokens of depth 1, 2, ... are accepted if all before them
+    were."""
+    if draft.shape is None:
+        return Prediction(batch / costs.plain_seconds(batch), 1.0, 0.0)
     tau, survival = 1.0, 1.0
-    for rate in rates[:depth]:
+    for rate in rates[: draft.depth]:
         survival *= rate
         tau += survival
-    if not depth:
-        return Prediction(batch / costs.plain_seconds(batch), 1.0, 0.0)
-    draft = costs.draft_seconds(drafter, batch, depth)
-    seconds = draft + costs.pass_seconds(batch, depth + 1) + costs.rest_seconds(batch)
-    return Prediction(batch * tau / seconds, tau, draft / seconds)
+    spent = draft_seconds(costs, draft, batch)
+    seconds = spent + costs.pass_seconds(batch, draft.depth + 1) + costs.rest_seconds(batch)
+    return Prediction(batch * tau / seconds, tau, spent / seconds)

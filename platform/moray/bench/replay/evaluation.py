@@ -124,7 +124,10 @@ def _row(
         "tree": shape.name,
         "tau": tau(made),
         "acceptance": acceptance_by_position(made),
-        "cycles": [{"uid": e.uid, "accepted": g.accepted} for e, g in zip(entries, made, strict=True)],
+        "cycles": [
+            {"uid": e.uid, "accepted": g.accepted, "emitted": g.emitted, "nodes": g.nodes}
+            for e, g in zip(entries, made, strict=True)
+        ],
         "num_tokens": sum(len(g.tokens) for g in made),
         "seconds": time.perf_counter() - begin,
     }

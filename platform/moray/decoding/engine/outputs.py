@@ -48,6 +48,7 @@ def emit(
         num_accepted=min(len(result.tokens), len(emitted)),
         num_path=len(result.path),
         num_levels=0 if tree is None else tree.num_levels,
+        num_nodes=0 if tree is None else tree.num_nodes - 1,
         num_target_layers=0 if draft is None else draft.num_target_layers,
         rejected=result.rejected,
         finish_reason=sequence.ending.finish_reason,

@@ -40,9 +40,9 @@ def test_what_is_planned_from_a_log_is_measured_with_its_target(tmp_path):
     questions = {"questions": str(tmp_path / "questions.jsonl"), "max_new_tokens": 24}
     record(validate(RecordConfig, {"target": target, "output": log, **questions}))
     drafters = [str(tmp_path / "eagle"), {"type": "ngram"}]
-    replayed = replay(
-        validate(ReplayConfig, {"log": log, "drafters": drafters, "trees": [], "max_depth": 3}), Console()
-    )
+    tree = {"type": "dynamic", "depth": 2, "breadth": 2, "nodes": 4}
+    settings = {"log": log, "drafters": drafters, "trees": [tree], "max_depth": 3}
+    replayed = replay(validate(ReplayConfig, settings), Console())
     (tmp_path / "replay.json").write_text(json.dumps(replayed))
 
     costs = str(tmp_path / "costs.yaml")
@@ -52,11 +52,12 @@ def test_what_is_planned_from_a_log_is_measured_with_its_target(tmp_path):
     )
     assert yaml.safe_load((tmp_path / "costs.yaml").read_text()) == measured["costs"]
     assert set(measured["costs"]["drafts"]) == {"eagle", "ngram"}
-    assert {1, 2, 4} <= set(measured["costs"]["passes"][3])
+    assert {1, 2, 4, 5} <= set(measured["costs"]["passes"][3])
+    assert set(measured["costs"]["trees"]["eagle"]["dynamic-2x2-4"]) == {1, 3}
 
     settings = {"costs": costs, "replay": file, "output": str(tmp_path / "plan"), "batches": [1, 3], "max_depth": 3}
     planned = plan(validate(PlanConfig, settings))
-    assert len(planned["rows"]) == 2 * (1 + 2 * 3)
+    assert len(planned["rows"]) == 2 * (1 + 2 * (3 + 1))
     write_plan_page(tmp_path / "plan" / "report.html", planned)
     print_plan(planned, Console())
     assert (tmp_path / "plan" / "report.html").read_text().count("<svg") == 2
@@ -64,17 +65,18 @@ def test_what_is_planned_from_a_log_is_measured_with_its_target(tmp_path):
     result = check(validate(PlanCheckConfig, settings | {"target": target, "depths": [1, 3], "rounds": 1}))
     print_check(result, Console())
     assert (tmp_path / "plan" / "check.html").read_text().count("<svg") == 1
-    measured_rows = {(row["drafter"], row["depth"], row["batch"]) for row in result["rows"]}
-    chosen = {(each["drafter"], each["depth"], each["batch"]) for each in planned["best"]}
+    measured_rows = {(row["drafter"], row["tree"], row["batch"]) for row in result["rows"]}
+    chosen = {(each["drafter"], each["tree"], each["batch"]) for each in planned["best"]}
     assert len(result["rows"]) == len(measured_rows)
     assert chosen <= measured_rows
-    assert len(measured_rows - chosen) <= 2 * (1 + 2 * 2) <= len(measured_rows), "and depths 1 and 3 of both drafters"
+    assert len(measured_rows - chosen) <= 2 * (1 + 2 * 3) <= len(measured_rows), "depths 1 and 3 and a tree of both"
     assert result["costs_threads"] == result["threads"]
-    taus = {(row["drafter"], row["depth"]): row["measured_tau"] for row in result["rows"] if row["batch"] == 1}
+    taus = {(row["drafter"], row["tree"]): row["measured_tau"] for row in result["rows"] if row["batch"] == 1}
     for row in result["rows"]:
         assert row["lossless"]
-        assert row["measured_tau"] == pytest.approx(row["tau"]) == pytest.approx(taus[row["drafter"], row["depth"]])
+        assert row["measured_tau"] == pytest.approx(row["tau"]) == pytest.approx(taus[row["drafter"], row["tree"]])
         assert row["error"] == pytest.approx(row["tokens_per_second"] / row["measured_tokens_per_second"] - 1)
-    assert taus["eagle", 3] > 1.05
+    assert taus["eagle", "chain-3"] > 1.05
+    assert taus["eagle", "dynamic-2x2-4"] > 1.05
     assert [each["batch"] for each in result["choices"]] == [1, 3]
     assert all(each["regret"] >= 0 for each in result["choices"])

@@ -1,16 +1,21 @@
 """Plans by hand: cycles of a chain from where its drafts agree, seconds from tables, the best row."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import yaml
 
 from moray.bench.plan.configs import PlanConfig
 from moray.bench.plan.costs import CycleCostTable
 from moray.bench.plan.planner import plan
+from moray.bench.plan.replayed import PLAIN, Draft, ReplayedCycle, chain, cycles_of_chain
 from moray.bench.plan.throughput import decode, expected
 from moray.bench.replay.chains import ChainMatches, tau_of_chains
 from moray.config import validate
 from moray.errors import ConfigError, DataError
 from moray.provenance import read_json
+from moray.trees.shapes import DynamicShape
 
 COSTS = {
     "passes": {1: {1: 1.0, 3: 2.0}, 3: {1: 2.0, 3: 4.0}},
@@ -18,6 +23,8 @@ COSTS = {
     "rest": {1: 0.1},
 }
 TEXT = ChainMatches("a", [2, 0, 0, 3, 1, 0], [3, 3, 3, 3, 3, 0])
+PLAIN_TEXT = [ReplayedCycle(0, 0, 1)] * 6
+TREE = {"type": "dynamic", "depth": 2, "breadth": 2, "nodes": 3}
 
 
 def test_cycles_of_every_depth_follow_from_the_matches():
@@ -46,29 +53,69 @@ def test_a_batch_costs_what_its_sequences_cost_cycle_by_cycle():
     table = {"passes": {1: {1: 1.0, 2: 1.5}, 2: {1: 1.2, 2: 2.0}}, "drafts": {"moa": {1: {1: 0.5}, 2: {1: 0.75}}}}
     costs = validate(CycleCostTable, table)
     short = ChainMatches("b", [1, 0], [1, 1])
-    alone = decode(costs, "moa", 1, 1, [short])
+    alone = decode(costs, chain("moa", 1), 1, [cycles_of_chain(short, 1)])
     assert alone.tokens_per_second == pytest.approx(2 / (0.5 + 1.5))
     assert alone.tau == 2
-    both = decode(costs, "moa", 1, 2, [TEXT, short])  # 1 cycle of two, 3 of one, the last of them without a draft
+    texts = [cycles_of_chain(each, 1) for each in (TEXT, short)]
+    both = decode(costs, chain("moa", 1), 2, texts)  # 1 cycle of two, 3 of one, the last of them without a draft
     seconds = (0.75 + 2.0) + 2 * (0.5 + 1.5) + (0.5 + 1.0)
     assert both.tokens_per_second == pytest.approx(8 / seconds)
     assert both.draft_share == pytest.approx((0.75 + 3 * 0.5) / seconds)
-    plainly = decode(costs, "plain", 0, 1, [TEXT])
+    plainly = decode(costs, PLAIN, 1, [PLAIN_TEXT])
     assert (plainly.tokens_per_second, plainly.tau, plainly.draft_share) == (1.0, 1.0, 0.0)
 
 
 def test_plain_decoding_has_costs_of_its_own():
     costs = validate(CycleCostTable, COSTS | {"plain": {1: 0.5, 3: 0.9}})
     assert costs.plain_seconds(2) == pytest.approx(0.7)
-    assert decode(costs, "plain", 0, 1, [TEXT]).tokens_per_second == 2.0
-    assert expected(costs, "plain", 0, 1, ()).tokens_per_second == 2.0
+    assert decode(costs, PLAIN, 1, [PLAIN_TEXT]).tokens_per_second == 2.0
+    assert expected(costs, PLAIN, 1, ()).tokens_per_second == 2.0
     assert validate(CycleCostTable, COSTS).plain_seconds(1) == 1.0 + 0.1, "a pass of one token, and the rest"
 
 
 def test_given_rates_give_the_expected_tokens():
-    found = expected(validate(CycleCostTable, COSTS), "moa", 2, 1, [0.5, 0.5, 0.9])
+    found = expected(validate(CycleCostTable, COSTS), chain("moa", 2), 1, [0.5, 0.5, 0.9])
     assert found.tau == 1.75
     assert found.tokens_per_second == pytest.approx(1.75 / (0.5 + 2.0 + 0.1))
+
+
+def test_a_tree_costs_its_nodes_and_what_drafting_it_takes():
+    costs = validate(
+        CycleCostTable, COSTS | {"trees": {"moa": {"dynamic-2x2-3": {1: 0.75}}}, "passes": {1: {1: 1, 5: 3}}}
+    )
+    draft = Draft("moa", validate(DynamicShape, TREE))
+    found = decode(costs, draft, 1, [[ReplayedCycle(3, 2, 3), ReplayedCycle(1, 0, 1)]])
+    assert found.tokens_per_second == pytest.approx(4 / (2 * (0.75 + 0.1) + 2.5 + 1.5))
+    assert found.tau == 2
+    assert costs.can_draft_tree("moa", "dynamic-2x2-3", 4)
+    assert not costs.can_draft_tree("moa", "dynamic-2x2-3", 5), "there are no passes of 6 tokens"
+    with pytest.raises(ConfigError, match=r"costs.trees has no 'dynamic-2x2-3' of 'glide' \(there are: none\)"):
+        costs.tree_seconds("glide", "dynamic-2x2-3", 1)
+
+
+def test_trees_of_a_replay_are_planned_beside_its_chains(tmp_path):
+    cycles = {"uid": "a", "nodes": [3, 3], "accepted": [2, 2], "emitted": [3, 3]}
+    found = {
+        "settings": {"log": "runs/log", "drafters": ["runs/moa"], "trees": [{"type": "chain", "depth": 1}, TREE]},
+        "chains": [{"drafter": "moa", "depth": 2, "continuations": [asdict(TEXT)]}],
+        "rows": [
+            {"drafter": "moa", "tree": "chain-1", "cycles": []},
+            {"drafter": "moa", "tree": "dynamic-2x2-3", "cycles": [cycles]},
+        ],
+    }
+    replay = {"replay": str(tmp_path / "replay.json")}
+    (tmp_path / "replay.json").write_text(json.dumps(found))
+    costs = COSTS | {"passes": {1: {1: 1.0, 4: 1.2}}, "trees": {"moa": {"dynamic-2x2-3": {1: 0.2}}}}
+    rows = planned(tmp_path, costs, **replay)["rows"]
+    assert [row["tree"] for row in rows] == ["", "chain-1", "chain-2", "dynamic-2x2-3"]
+    assert rows[-1]["tokens_per_second"] == pytest.approx(6 / (2 * (0.2 + 1.2 + 0.1)))
+    best = yaml.safe_load((tmp_path / "plan" / "best.yaml").read_text())
+    assert best == {"trees": [TREE], "drafters": ["runs/moa"]}
+    assert len(planned(tmp_path, costs, trees=[], **replay)["rows"]) == 3
+    with pytest.raises(ConfigError, match=r"costs has no trees 'dynamic-2x2-3' of 'moa', .* or give trees=\[\]"):
+        planned(tmp_path, **replay)
+    with pytest.raises(ConfigError, match=r"trees has 'fixed-2', replay .* only dynamic-2x2-3: name one of those"):
+        planned(tmp_path, costs, trees=["fixed-2"], **replay)
 
 
 def planned(tmp_path, costs=COSTS, **values):
