@@ -21,7 +21,11 @@ _COLUMNS = (
     ("draft cost", "time of one draft step over the time of one plain step of the target"),
     ("verify cost", "time of verifying the tree over the time of one plain step of the target"),
     ("lossless", "whether the output was the one of plain decoding, token by token; NO means a defect"),
-    ("state", "finished on the last rung; stopped early for others were better; diverged or failed: see below"),
+    (
+        "state",
+        "finished on the last rung; stopped early because others were better, or for the reason below; diverged or "
+        "failed: see below",
+    ),
 )
 
 
@@ -56,6 +60,7 @@ def render_html(summary: Summary, trials: list[Trial]) -> str:
         "sweeps.reports",
         "report.html.jinja",
         summary=summary,
+        has_break_even=any("break_even_tau" in trial.last for trial in trials),
         objective=WORDS[summary["objective"]],
         sure=how_sure_in_words(summary),
         speedup_spread="middle half of rounds" if is_batched(summary) else "95 %",

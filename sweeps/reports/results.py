@@ -96,7 +96,7 @@ def best_trials(trials: Sequence[Trial], count: int) -> list[Trial]:
 def first_message(trials: Sequence[Trial]) -> str:
     """The first trial's error message as the end of a sentence; empty if no trial has one."""
     bad = [trial for trial in trials if trial.message]
-    return f"; the first of {len(bad)} that went wrong: {bad[0].name}: {bad[0].message}" if bad else ""
+    return f"; the first of {len(bad)} that ended early: {bad[0].name}: {bad[0].message}" if bad else ""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from moray.cluster.training.configs import DistillConfig
 from moray.config import Config, load_config
 from moray.errors import ConfigError
 from moray.targets.spec import TargetConfig
-from moray.trees.shapes import Shape
-from sweeps.tuning.configs import GridSearch, LadderConfig, Objective, Search, check_space
+from moray.trees.shapes import AdaptiveShape, Shape
+from sweeps.tuning.configs import GridSearch, LadderConfig, Objective, OptunaSearch, Search, check_space
 from sweeps.tuning.spaces import Choices, Space, overrides
 
 _OWN_KEYS = {
@@ -91,6 +91,9 @@ class SweepConfig(Config):
     search: Search = GridSearch(type="grid")
     """How trials are chosen: all combinations (grid), at random, or proposed by Optuna."""
     ladder: LadderConfig = LadderConfig()
+    stop_below_break_even: float | None = Field(default=None, gt=0, le=1)
+    """Stop a trial on a rung if its tau is below this share of the tau at which drafts pay, which is measured before
+    anything trains; null for never."""
     training_tokens: int | None = Field(default=None, ge=1)
     """Training tokens of a full trial, counting each batch as full; null for the length that distill sets."""
     objective: Objective = "speedup"
@@ -112,6 +115,17 @@ class SweepConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> "SweepConfig":
         check_space(self.space, self.search, _OWN_KEYS)
+        if self.stop_below_break_even is not None:
+            if isinstance(self.search, OptunaSearch):
+                raise ValueError(
+                    "stop_below_break_even measures all trials before the first one trains, and search.type optuna "
+                    "proposes them later: give grid or random, or leave it out"
+                )
+            if isinstance(self.decoding.tree, AdaptiveShape):
+                raise ValueError(
+                    "stop_below_break_even needs a tree of fixed size, and decoding.tree is adaptive, which drafts "
+                    "only where it pays: give another tree, or leave it out"
+                )
         return self
 
     def trial(self, choices: Choices, output: str = "") -> DistillConfig:

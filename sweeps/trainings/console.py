@@ -17,7 +17,9 @@ def print_summary(summary: Summary, console: Console) -> None:
         padding=(0, 1, 0, 0),
     )
     table.add_column("trial", overflow="fold")
-    for column in ("state", "tokens", "tau", "speed-up", "tok/s", "draft cost", "loss"):
+    has_break_even = any("break_even_tau" in trial["figures"] for trial in summary["trials"])
+    extra = ("tau to break even",) if has_break_even else ()
+    for column in ("state", "tokens", "tau", *extra, "speed-up", "tok/s", "draft cost", "loss"):
         table.add_column(column, justify="right")
     trials = sorted(
         summary["trials"],
@@ -25,7 +27,8 @@ def print_summary(summary: Summary, console: Console) -> None:
     )
     for trial in trials:
         figures = trial["figures"]
-        cells = [number(figures.get(key), 3) for key in ("tau", "speedup")]
+        keys = ("tau", "break_even_tau", "speedup") if has_break_even else ("tau", "speedup")
+        cells = [number(figures.get(key), 3) for key in keys]
         table.add_row(
             trial["name"], trial["state"], f"{trial['training_tokens']:,}", *cells,
             number(figures.get("tokens_per_second"), 0), number(figures.get("draft_cost"), 3),

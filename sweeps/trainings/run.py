@@ -24,13 +24,14 @@ from sweeps.reports.report import write_sweep
 from sweeps.reports.results import Finalist, Trial, best_trials, first_message, how_sure, rank_agreement, read_trials
 from sweeps.reports.summaries import Summary
 from sweeps.reports.views import searched
+from sweeps.trainings.break_even import store_break_even
 from sweeps.trainings.check import check_sweep, concurrency
 from sweeps.trainings.configs import DecodingConfig, SweepConfig
 from sweeps.trainings.ladder import Rung
 from sweeps.trainings.measure import folder_key
-from sweeps.trainings.search import search, train_all
-from sweeps.trainings.trial import measure_on_ray
-from sweeps.tuning.configs import GridSearch
+from sweeps.trainings.search import listed_points, search, train_all
+from sweeps.trainings.trial import decoding_gpus, measure_on_ray
+from sweeps.tuning.configs import GridSearch, OptunaSearch
 from sweeps.tuning.folders import trial_folder, trial_folders
 from sweeps.tuning.progress import SweepProgressActor, follow_sweep
 from sweeps.tuning.records import MeasuredFigures
@@ -74,6 +75,7 @@ def run_sweep(sweep: SweepConfig, console: Console) -> Summary:
                 f"{', '.join(f'{rung.tokens:,.0f}' for rung in rungs)} training tokens",
                 highlight=False,
             )
+            _store_break_even(shipped, console)
             others = sum(not lies_in(one.record["choices"], sweep.space) for one in trial_folders(sweep.output))
             with follow_sweep(progress_actor, sweep.output, total + others, sweep.objective):
                 search(shipped, rungs, progress_actor, concurrent)
@@ -102,6 +104,15 @@ def is_complete(sweep: SweepConfig) -> bool:
 def summary_path(sweep: SweepConfig) -> Path:
     """Path of the summary of a complete sweep."""
     return Path(sweep.output).absolute() / SUMMARY_FILE
+
+
+def _store_break_even(sweep: SweepConfig, console: Console) -> None:
+    """Measure at which tau the drafts of each trial would pay, if the sweep stops trials by it."""
+    if sweep.stop_below_break_even is None or isinstance(sweep.search, OptunaSearch):
+        return
+    with Progress("measuring what drafts cost", console=console):
+        points = listed_points(sweep.space, sweep.search)
+        store_break_even(sweep, points, decoding_gpus(sweep, sweep.trial({})))
 
 
 def _confirm(

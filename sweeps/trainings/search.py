@@ -8,10 +8,21 @@ from moray.cluster.training.distill import free_workers
 from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung
 from sweeps.trainings.trial import run_trial
-from sweeps.tuning.configs import OptunaSearch, RandomSearch
+from sweeps.tuning.configs import GridSearch, OptunaSearch, RandomSearch
 from sweeps.tuning.distinct import DistinctSearcher, Proposal
 from sweeps.tuning.folders import trial_folders
-from sweeps.tuning.spaces import MAX_DRAWS, Choices, Verdict, draw, draw_distinct, folder_name, from_text, grid, lies_in
+from sweeps.tuning.spaces import (
+    MAX_DRAWS,
+    Choices,
+    Space,
+    Verdict,
+    draw,
+    draw_distinct,
+    folder_name,
+    from_text,
+    grid,
+    lies_in,
+)
 from sweeps.tuning.tuner import Plan, as_drawn, optuna_searcher, tune_listed, tune_proposed
 
 
@@ -20,13 +31,17 @@ def search(sweep: SweepConfig, rungs: Sequence[Rung], progress_actor: Any, concu
     plan = _plan(sweep, rungs, progress_actor, concurrent, sweep.ladder.reduction if sweep.ladder.stop else None)
     if isinstance(sweep.search, OptunaSearch):
         tune_proposed(plan, sweep.space, sweep.search.num_trials, _distinct(sweep, sweep.search))
-        return
-    if isinstance(sweep.search, RandomSearch):
-        points = draw_distinct(sweep.space, sweep.search.num_trials, random.Random(sweep.search.seed))
     else:
-        points = list(grid(sweep.space))
-        random.Random(0).shuffle(points)  # otherwise the scheduler would see the values of one key in sequence
-    tune_listed(plan, points)
+        tune_listed(plan, listed_points(sweep.space, sweep.search))
+
+
+def listed_points(space: Space, search: GridSearch | RandomSearch) -> list[Choices]:
+    """The trials of a search that knows all of them before it begins, in their order."""
+    if isinstance(search, RandomSearch):
+        return draw_distinct(space, search.num_trials, random.Random(search.seed))
+    points = list(grid(space))
+    random.Random(0).shuffle(points)  # otherwise the scheduler would see the values of one key in sequence
+    return points
 
 
 def _distinct(sweep: SweepConfig, search: OptunaSearch) -> DistinctSearcher:

@@ -21,6 +21,7 @@ from moray.cluster.training.worker import checkpoint_step, open_run_trackers
 from moray.distill.finite import NONFINITE_FILE
 from moray.distill.tracking.metrics import read_metrics
 from moray.errors import DataError, MorayError, UnreachableError
+from sweeps.trainings.break_even import break_even_of
 from sweeps.trainings.configs import SweepConfig
 from sweeps.trainings.ladder import Rung, steps_at
 from sweeps.trainings.measure import measure
@@ -49,6 +50,8 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_act
     if not has_ended:
         folder.begin(choices)
     known = {row["rung"]: row for row in folder.rows}
+    if not has_ended and not known and end_hopeless(sweep, choices, folder):
+        return
     for rung in rungs:
         row = known.get(rung.number)
         if row is None and has_ended:
@@ -63,7 +66,35 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_act
                 return
         if rung == rungs[-1]:
             folder.end("finished")
+        elif not has_ended:
+            stop_below_break_even(sweep, folder, row)
         tune.report({key: value for key, value in row.items() if key != "answers"})
+        if folder.state == "stopped" and not has_ended:
+            return
+
+
+def end_hopeless(sweep: SweepConfig, choices: Choices, folder: TrialFolder) -> bool:
+    """End a trial whose tree cannot give enough tokens per cycle, even if all drafts are accepted; returns whether."""
+    if sweep.stop_below_break_even is None:
+        return False
+    needed, most = break_even_of(sweep, sweep.trial(choices)), sweep.decoding.tree.depth + 1
+    if needed < most:
+        return False
+    folder.end("stopped", f"not trained: drafts pay above a tau of {needed:.2f}, the tree gives at most {most}")
+    return True
+
+
+def stop_below_break_even(sweep: SweepConfig, folder: TrialFolder, row: TrialRow) -> None:
+    """End a trial whose tau is too far below the one at which its drafts would pay."""
+    needed, tau = row.get("break_even_tau"), row.get("tau")
+    if sweep.stop_below_break_even is None or needed is None or tau is None:
+        return
+    if tau < sweep.stop_below_break_even * needed:
+        folder.end(
+            "stopped",
+            f"tau {tau:.2f} after {row.get('training_tokens', 0):,} tokens is below {sweep.stop_below_break_even:.0%} "
+            f"of {needed:.2f}, above which drafts pay",
+        )
 
 
 def _climb(
@@ -98,6 +129,8 @@ def _climb(
             "objective": objective,
             "seconds": time.time() - begin,
         }
+        if sweep.stop_below_break_even is not None:
+            row["break_even_tau"] = break_even_of(sweep, config)
         folder.add(row)
         _track(config, folder, progress_actor, row)
     finally:

@@ -75,6 +75,8 @@ class RungFigures(Figures, total=False):
     training_seconds: float
     loss: float | None
     simulated_tau: float | None
+    break_even_tau: float
+    """Tau at which drafts would pay; only in sweeps that stop trials by it."""
     seconds: float
     rung_questions: int
     """Questions that the rung asks; only in sweeps over decoding choices."""

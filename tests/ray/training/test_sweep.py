@@ -164,6 +164,23 @@ def test_a_trial_that_diverges_or_cannot_be_made_is_reported_and_the_others_go_o
     assert after == {1e30: "diverged", 0.02: "finished", 0.03: "finished"}
 
 
+def test_a_trial_whose_drafts_cannot_pay_is_stopped_on_its_first_rung(make_sweep: MakeSweep, tmp_path: Path) -> None:
+    """Three drafted tokens cost more than a pass of the tiny target, and six updates teach no drafter that much."""
+    sweep = make_sweep(output=str(tmp_path / "sweep"), space={"optim.lr": [0.02]}, stop_below_break_even=1.0)
+    with pytest.raises(DataError, match=r"not one trial .* was trained to the end; the first of 1 that ended early"):
+        run(sweep)
+    folder = trial_folder(sweep.output, {"optim.lr": 0.02})
+    (needed,) = read_json(Path(sweep.output) / "break_even.json").values()
+    assert folder.state == "stopped"
+    message = folder.record["message"] or ""
+    if needed < 4:
+        (row,) = folder.rows
+        assert (row.get("step"), row.get("break_even_tau")) == (LAST_STEP // 2, needed)
+        assert f"of {needed:.2f}, above which drafts pay" in message
+    else:
+        assert message.startswith("not trained: drafts pay above")
+
+
 @pytest.mark.soak
 def test_a_search_at_random_goes_on_with_another_space_and_tells_mlflow(
     make_sweep: MakeSweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

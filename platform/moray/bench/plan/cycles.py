@@ -1,8 +1,10 @@
 """Cycles of a real engine, timed phase by phase: for costs, and to check what a plan predicts from them."""
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
@@ -11,10 +13,12 @@ from moray.decoding.params import SamplingParams
 from moray.decoding.request import Request, RequestOutput
 from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
+from moray.errors import DataError
 from moray.targets.model import Target
 from moray.trees.shapes import AnyShape, ChainShape
 
 _NAME = "drafter"
+_WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,41 @@ def cycles_of(engine: Engine, requests: Sequence[Request]) -> Iterator[Cycle]:
             has_read=has_read,
         )
         firsts = []
+
+
+def time_cycles(
+    target: Target,
+    drafter: Drafter | None,
+    shape: AnyShape | None,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    count: int,
+) -> list[Cycle]:
+    """About `count` cycles in which all prompts' sequences run, without those that warm up or read prompts.
+
+    Raises:
+        DataError: the target's context is too short for them.
+    """
+    most = (count + _WARM_UP + 2) * (1 + (0 if shape is None else shape.depth)) + 1
+    longest = min(target.spec.max_positions, max(map(len, prompts)) + most)
+    limits = [min(most, longest - len(prompt)) for prompt in prompts]
+    batch = len(prompts)
+    engine = build_engine(target, drafter, shape, batch, longest)
+    whole = (
+        each
+        for each in cycles_of(engine, requests_of(prompts, limits, params, range(batch)))
+        if each.num_rows == batch and not each.has_read
+    )
+    found = list(islice(whole, _WARM_UP, _WARM_UP + count))
+    if not found:
+        raise DataError(
+            f"no cycle of {batch} sequences could be timed: the context of {target.spec.max_positions} tokens is too "
+            "short; give smaller depths, shorter prompts or fewer cycles"
+        )
+    return found
+
+
+def middle(seconds: Sequence[float]) -> float:
+    """Mean of the middle half, so that neither hiccups nor single lucky cycles count."""
+    ordered, quarter = sorted(seconds), len(seconds) // 4
+    return statistics.fmean(ordered[quarter : len(ordered) - quarter])

@@ -3,7 +3,6 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,20 @@ import yaml
 
 from moray.bench.plan.configs import CostsConfig, PlanCheckConfig
 from moray.bench.plan.costs import CycleCostTable
-from moray.bench.plan.cycles import Cycle, build_engine, cycles_of, requests_of
+from moray.bench.plan.cycles import Cycle, middle, time_cycles
 from moray.bench.plan.replayed import PLAIN, Draft, ReplayedDrafts, chain, read_replay
 from moray.bench.recording import check_writable
-from moray.bench.replay.log import Continuation, LogHeader, read_log
+from moray.bench.replay.log import LogHeader, read_log
 from moray.config import validate
-from moray.decoding.params import SamplingParams
 from moray.drafters.base import Drafter
 from moray.drafters.loading import load_drafters
-from moray.errors import DataError, MismatchError
+from moray.errors import MismatchError
 from moray.progress import Progress
 from moray.provenance import machine
 from moray.targets.model import Target
 from moray.text import ChatTokenizer
 
 _HALVES = 2
-_WARM_UP = 2
 _FEWEST = 3
 """Passes of a size that prompt lookup drafted less often than this are no costs to rely on."""
 _DRIFT = 0.1
@@ -62,7 +59,10 @@ def measure(config: CostsConfig) -> dict[str, Any]:
             for size in sizes if half == 0 else reversed(sizes):  # a slow spell must not hit the same sizes twice
                 draft, batch = size
                 drafter = drafters.get(draft.drafter)
-                found[size] = _cycles(config, target, drafter, draft, batch, entries, header.params)
+                prompts = [entries[index % len(entries)].prompt for index in range(batch)]
+                found[size] = time_cycles(
+                    target, drafter, draft.shape, prompts, header.params, config.num_cycles // _HALVES
+                )
                 progress.advance()
             halves.append(found)
     drift = statistics.median(_ratio(halves[0][size], halves[1][size]) for size in sizes)
@@ -99,39 +99,9 @@ def check_log(header: LogHeader, target: Target, log: str) -> None:
         raise MismatchError(f"log '{log}' was written by another target than the one that is given: give that one")
 
 
-def _cycles(
-    config: CostsConfig,
-    target: Target,
-    drafter: Drafter | None,
-    draft: Draft,
-    batch: int,
-    entries: Sequence[Continuation],
-    params: SamplingParams,
-) -> list[Cycle]:
-    """Cycles in which all sequences run, without those that warm up or read prompts."""
-    count = config.num_cycles // _HALVES
-    most = (count + _WARM_UP + 2) * (draft.depth + 1) + 1
-    chosen = [entries[index % len(entries)].prompt for index in range(batch)]
-    longest = min(target.spec.max_positions, max(map(len, chosen)) + most)
-    limits = [min(most, longest - len(prompt)) for prompt in chosen]
-    engine = build_engine(target, drafter, draft.shape, batch, longest)
-    whole = (
-        each
-        for each in cycles_of(engine, requests_of(chosen, limits, params, range(batch)))
-        if each.num_rows == batch and not each.has_read
-    )
-    found = list(islice(whole, _WARM_UP, _WARM_UP + count))
-    if not found:
-        raise DataError(
-            f"no cycle of {batch} sequences could be timed: the context of {target.spec.max_positions} tokens is too "
-            "short; give smaller depths or fewer cycles"
-        )
-    return found
-
-
 def _ratio(first: Sequence[Cycle], second: Sequence[Cycle]) -> float:
     """How much the seconds of the two halves differ, as a share."""
-    a, b = (_middle([each.seconds for each in half]) for half in (first, second))
+    a, b = (middle([each.seconds for each in half]) for half in (first, second))
     return abs(a - b) / min(a, b)
 
 
@@ -143,11 +113,11 @@ def _table(found: dict[tuple[Draft, int], list[Cycle]]) -> dict[str, Any]:
     rest: dict[int, list[float]] = defaultdict(list)
     plain: dict[int, float] = {}
     for (draft, batch), cycles in found.items():
-        name, propose = draft.drafter, _middle([each.propose for each in cycles])
+        name, propose = draft.drafter, middle([each.propose for each in cycles])
         if (
             draft.shape is None
         ):  # drafting costs more than its parts: engines that never draft are faster in all of them
-            plain[batch] = _middle([each.seconds for each in cycles])
+            plain[batch] = middle([each.seconds for each in cycles])
         for each in cycles:
             passes[batch][each.num_tokens].append(each.verify)
             rest[batch].append(each.rest)
@@ -157,19 +127,13 @@ def _table(found: dict[tuple[Draft, int], list[Cycle]]) -> dict[str, Any]:
             trees[name][draft.tree][batch] = propose
     values = {
         "passes": {
-            batch: {size: _middle(own[size]) for size in sorted(own) if size == 1 or len(own[size]) >= _FEWEST}
+            batch: {size: middle(own[size]) for size in sorted(own) if size == 1 or len(own[size]) >= _FEWEST}
             for batch, own in passes.items()
         },
         "drafts": {name: {batch: dict(own) for batch, own in by_batch.items()} for name, by_batch in drafts.items()},
         "trees": {name: {tree: dict(own) for tree, own in by_tree.items()} for name, by_tree in trees.items()},
-        "rest": {batch: _middle(own) for batch, own in rest.items()},
+        "rest": {batch: middle(own) for batch, own in rest.items()},
         "plain": plain,
     }
     validate(CycleCostTable, values)
     return values
-
-
-def _middle(seconds: Sequence[float]) -> float:
-    """Mean of the middle half, so that neither hiccups nor single lucky cycles count."""
-    ordered, quarter = sorted(seconds), len(seconds) // 4
-    return statistics.fmean(ordered[quarter : len(ordered) - quarter])

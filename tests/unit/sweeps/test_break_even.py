@@ -1,0 +1,84 @@
+"""A sweep stops trials whose drafts cannot pay: what they cost is measured first, with random weights."""
+
+import json
+
+import pytest
+from tiny_sweeps import BLOCK, write_questions
+from tiny_targets import save_chat_target
+
+from moray.config import load_config, validate
+from moray.errors import ConfigError
+from moray.provenance import write_json_atomically
+from sweeps.trainings.break_even import BREAK_EVEN_FILE, break_even_of, measure_break_even
+from sweeps.trainings.configs import SweepConfig
+from sweeps.trainings.trial import end_hopeless, stop_below_break_even
+from sweeps.tuning.folders import trial_folder
+
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+SHALLOW, DEEP = (
+    {"type": "independent", "num_layers": layers, "hidden_size": 32, "head_dim": 16, "layer": BLOCK}
+    for layers in (1, 24)
+)
+
+
+def sweep_over(tmp_path, **values):
+    target = {"model": str(save_chat_target(tmp_path / "target")), "device": "cpu"}
+    optim = {"type": "muon", "lr": 0.02, "vector_lr": 0.003}
+    distill = {"target": target, "activations": "runs/activations", "drafter": SHALLOW, "optim": optim}
+    (tmp_path / "distill.yaml").write_text(
+        json.dumps(distill | {"train": {"batch_tokens": 512}, "losses": {"feature": 0.0, "kl": 1.0}})
+    )
+    settings = {
+        "distill": [str(tmp_path / "distill.yaml")],
+        "space": {"drafter": [SHALLOW, DEEP]},
+        "stop_below_break_even": 0.9,
+        "decoding": {
+            "tree": {"type": "chain", "depth": 3},
+            "questions": str(write_questions(tmp_path, "one two three", "four")),
+        },
+        "output": str(tmp_path / "sweep"),
+    }
+    return validate(SweepConfig, settings | values)
+
+
+def test_a_deeper_drafter_has_to_get_more_tokens_accepted(tmp_path):
+    sweep = sweep_over(tmp_path)
+    trials = [sweep.trial({"drafter": drafter}) for drafter in (SHALLOW, DEEP)]
+    found = measure_break_even(sweep.model_dump_json(), [trial.model_dump_json() for trial in trials], 0)
+    (tmp_path / "sweep").mkdir()
+    write_json_atomically(tmp_path / "sweep" / BREAK_EVEN_FILE, dict(found))
+    shallow, deep = (break_even_of(sweep, trial) for trial in trials)
+    assert deep > 2 * shallow > 2, "24 layers against one, beside a target of few layers"
+
+
+def test_a_trial_is_stopped_by_the_tau_that_its_drafts_need(tmp_path):
+    sweep = sweep_over(tmp_path)
+    keys = [
+        json.dumps(sweep.trial({"drafter": each}).drafter.model_dump(mode="json"), sort_keys=True)
+        for each in (SHALLOW, DEEP)
+    ]
+    (tmp_path / "sweep").mkdir()
+    write_json_atomically(tmp_path / "sweep" / BREAK_EVEN_FILE, dict(zip(keys, (2.0, 4.0), strict=True)))
+    shallow, deep = (trial_folder(sweep.output, {"drafter": each}) for each in (SHALLOW, DEEP))
+    for folder, drafter in ((shallow, SHALLOW), (deep, DEEP)):
+        folder.begin({"drafter": drafter})
+    assert not end_hopeless(sweep, {"drafter": SHALLOW}, shallow)
+    assert end_hopeless(sweep, {"drafter": DEEP}, deep)
+    assert deep.record["message"] == "not trained: drafts pay above a tau of 4.00, the tree gives at most 4"
+    row = {"rung": 0, "objective": 1.0, "answers": [], "break_even_tau": 2.0, "training_tokens": 4_000}
+    stop_below_break_even(sweep, shallow, row | {"tau": 1.8})
+    assert shallow.state == "running", "1.8 is 90 % of 2.0"
+    stop_below_break_even(sweep, shallow, row | {"tau": 1.79})
+    assert shallow.state == "stopped"
+    assert shallow.record["message"] == "tau 1.79 after 4,000 tokens is below 90% of 2.00, above which drafts pay"
+    assert not end_hopeless(sweep.model_copy(update={"stop_below_break_even": None}), {"drafter": DEEP}, deep)
+
+
+def test_searches_and_trees_whose_costs_are_not_known_before_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"search\.type optuna proposes them later: give grid or random"):
+        sweep_over(tmp_path, search={"type": "optuna", "num_trials": 2})
+    decoding = {"tree": {"type": "adaptive", "depth": 3}, "questions": "questions.jsonl"}
+    with pytest.raises(ConfigError, match=r"decoding\.tree is adaptive, which drafts only where it pays"):
+        sweep_over(tmp_path, decoding=decoding)
+    assert load_config(SweepConfig, ["configs/sweeps/draft-shapes-demo.yaml"]).stop_below_break_even == 0.8
