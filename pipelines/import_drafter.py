@@ -1,7 +1,8 @@
-"""Import a drafter that others have published: EAGLE, EAGLE-2, EAGLE-3, Medusa, or a Llama model with few layers.
+"""Import a drafter that others have published: EAGLE-1, 2 and 3, Medusa, MoA, or a Llama model with few layers.
 
     python -m pipelines.import_drafter configs/targets/smollm2.yaml source=FOLDER output=runs/smollm2/imported
 
+A MoA drafter also needs target_layers, the number of the target's last layers that it runs (N).
 Afterwards it is decoded, served, evaluated and trained further (init.drafter) like a drafter of our own.
 """
 

@@ -25,6 +25,8 @@ class MoABase(LayeredBase):
     """Curriculum on self-attention: early on, some sequences see no token before the last verified one."""
     layer_stride: int = Field(default=1, ge=1)
     """Layer self-attention reads every n-th layer of the target, counted from the last; 1 for all."""
+    layer_rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary embedding that numbers the target's layers in layer self-attention."""
     layer_self_attention: BlockConfig
     """Sizes of the layer that attends over the target's layers, at every token."""
     self_attention: BlockConfig

@@ -38,7 +38,9 @@ class ImportDrafterConfig(Config):
     """A drafter that others have published, and the target that it was trained for."""
 
     source: str
-    """Folder with a config.json and weights: EAGLE, EAGLE-3, Medusa, or a Llama model."""
+    """Folder with a config.json and weights: EAGLE, EAGLE-3, Medusa, MoA, or a Llama model."""
+    target_layers: int | None = Field(default=None, ge=0)
+    """Number of the target's last layers that a MoA drafter runs (N), which its folder does not say; null otherwise."""
     target: TargetConfig
     """The target that it drafts for; it must have the target's sizes."""
     output: str

@@ -27,8 +27,8 @@ def import_drafter(config: ImportDrafterConfig) -> DrafterConfigBase:
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
         raise DataError(f"output '{output}' exists; name another folder, or remove it")
     tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-    head = TargetHead.load(config.target.model_copy(update={"device": "cpu"}))
-    drafter = read_published(Path(config.source), head)
+    head = TargetHead.load(config.target.model_copy(update={"device": "cpu"}), config.target_layers or 0)
+    drafter = read_published(Path(config.source), head, config.target_layers)
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex}.tmp")
     try:
         save_drafter(temporary, drafter, tokenizer.fingerprint)

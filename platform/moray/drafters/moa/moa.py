@@ -32,7 +32,6 @@ from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache, KVCaches, PastAndPredicted
 from moray.trees.shapes import MAX_DEPTH
 
-_LAYER_ROTARY_THETA = 10_000.0
 _LAYER_NUMBERS = 1 << 26
 """Layer self-attention processes at once as many tokens as have this many numbers in their keys and values: 1,024
 tokens of Llama-3-8B. Its intermediate results per token are about fifteen times as large."""
@@ -96,7 +95,7 @@ class MoA(BatchedDrafter[MoAState]):
         self.to_memory = nn.Linear(spec.kv_width, spec.hidden_size, bias=True)
         self.sa = SelfAttentionLayer(spec.hidden_size, config.self_attention, spec.head_dim, eps)
         self.ca = CrossAttentionLayer(spec.hidden_size, config.cross_attention, spec.head_dim, eps)
-        self.layer_rotary = RotaryTable(layer_head_dim, spec.num_layers, _LAYER_ROTARY_THETA)
+        self.layer_rotary = RotaryTable(layer_head_dim, spec.num_layers, config.layer_rope_theta)
         self.rotary = RotaryTable(spec.head_dim, spec.max_positions + MAX_DEPTH, spec.rope_theta)
         # Residual streams can be 20-30 times as large as a norm's output: predict in units of their rms.
         self.feature_scale: Tensor

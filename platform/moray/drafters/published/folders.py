@@ -18,7 +18,8 @@ from moray.drafters.eagle import Eagle
 from moray.drafters.eagle3 import Eagle3
 from moray.drafters.independent import Independent
 from moray.drafters.medusa import Medusa
-from moray.drafters.published import eagle, eagle3, independent, medusa
+from moray.drafters.moa.moa import MoA
+from moray.drafters.published import eagle, eagle3, independent, medusa, moa
 from moray.drafters.published.layout import Published, Tensors
 from moray.errors import ConfigError, DataError
 from moray.explain import one_line
@@ -59,17 +60,22 @@ def published_form(drafter: Drafter) -> Published:
     return Published(found.config, tensors)
 
 
-def read_published(source: Path, head: TargetHead) -> Drafter:
-    """Build a drafter from a folder of EAGLE, EAGLE-3, Medusa or an ordinary Llama model, in eval mode.
+def read_published(source: Path, head: TargetHead, target_layers: int | None = None) -> Drafter:
+    """Build a drafter from a folder of EAGLE, EAGLE-3, Medusa, MoA or an ordinary Llama model, in eval mode.
+
+    Args:
+        source: the folder.
+        head: of the target, with as many of its last layers as the drafter runs.
+        target_layers: how many those are, for a MoA drafter.
 
     Raises:
-        ConfigError: it belongs to a target of other sizes.
+        ConfigError: it belongs to a target of other sizes, or `target_layers` is missing or not wanted.
         DataError: nothing of the kind is there, it is damaged, or it has parts that are not supported.
     """
     name = str(source)
     described, tensors = _config_of(source), Tensors(_tensors_of(source), name)
     try:
-        config = _configure(described, tensors, head.spec, name)
+        config = _configure(described, tensors, head.spec, name, target_layers)
     except (ValueError, TypeError, AttributeError) as error:  # pydantic's errors are of the first kind
         raise DataError(f"source '{source}': its config.json cannot be used: {one_line(str(error))[:200]}") from None
     drafter = config.build(head)
@@ -95,6 +101,8 @@ def _state_of(tensors: Tensors, drafter: Drafter, name: str) -> dict[str, Tensor
         return eagle.read(tensors, drafter)
     if isinstance(drafter, Medusa):
         return medusa.read(tensors, drafter, name)
+    if isinstance(drafter, MoA):
+        return moa.read(tensors, drafter)
     assert isinstance(drafter, Independent)
     return independent.read(tensors, drafter)
 
@@ -115,7 +123,19 @@ def _check_embeddings(tensors: Tensors, head: TargetHead, source: str) -> None:
                 )
 
 
-def _configure(described: Mapping[str, Any], tensors: Tensors, spec: TargetSpec, name: str) -> DrafterConfigBase:
+def _configure(
+    described: Mapping[str, Any], tensors: Tensors, spec: TargetSpec, name: str, target_layers: int | None
+) -> DrafterConfigBase:
+    is_moa = any(key.startswith(moa.MEMORY) for key in tensors.names)
+    if is_moa != (target_layers is not None):
+        raise ConfigError(
+            f"source '{name}' is a MoA drafter, whose folder does not say how many of the target's last layers it runs "
+            "(N): give target_layers, 0 if it was trained without"
+            if is_moa
+            else f"target_layers is {target_layers}, but source '{name}' is no MoA drafter: leave it out"
+        )
+    if target_layers is not None:
+        return moa.configure(described, spec, name, tensors, target_layers)
     if any(key.startswith("midlayer.") for key in tensors.names):
         return eagle3.configure(described, spec, name)
     if "fc.weight" in tensors:
@@ -126,7 +146,8 @@ def _configure(described: Mapping[str, Any], tensors: Tensors, spec: TargetSpec,
         return independent.configure(described, spec, name)
     raise DataError(
         f"'{name}' is no drafter of a known layout: accepted are EAGLE (fc, layers.0), EAGLE-3 (fc, midlayer), Medusa "
-        "heads, and Llama models; a model of another family is used as {type: pretrained, model: FOLDER}"
+        "heads, MoA (cross_attention), and Llama models; a model of another family is used as "
+        "{type: pretrained, model: FOLDER}"
     )
 
 

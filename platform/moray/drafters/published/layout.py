@@ -61,7 +61,7 @@ class Tensors:
         if strange:
             raise DataError(
                 f"source '{self._source}' has tensor '{strange[0]}', which no drafter of ours has: give a drafter of "
-                "EAGLE, EAGLE-3, Medusa, or a Llama model"
+                "EAGLE, EAGLE-3, Medusa, MoA, or a Llama model"
             )
 
 
