@@ -84,5 +84,6 @@ runs/peers/vllm/.installed: | $(STAMP)
 runs/peers/openvino/.installed: | $(STAMP)
 	$(peer_venv)
 	$(PEER_PIP) -c constraints.txt torch
-	$(PEER_PIP) openvino-genai==2026.4.1 openvino-tokenizers optimum-intel==2.2
+	@# diffusers and einops are imported by optimum-intel's code for EAGLE-3
+	$(PEER_PIP) openvino-genai==2026.4.1 openvino-tokenizers optimum-intel==2.2 diffusers==0.39.0 einops
 	@touch $@

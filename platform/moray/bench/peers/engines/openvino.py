@@ -1,8 +1,9 @@
-"""OpenVINO GenAI: plain, with prompt lookup, or with a draft model."""
+"""OpenVINO GenAI: plain, with prompt lookup, with a draft model, or with an EAGLE-3 head."""
 
 # pyright: reportMissingImports=false
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from moray.bench.peers.answering import Answer, PeerRow, Prepare, Settings, answer_from
+from moray.bench.peers.answering import Answer, Drafted, PeerRow, Prepare, Settings, answer_from
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
+_EAGLE3 = "LlamaForCausalLMEagle3"
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
@@ -23,12 +25,16 @@ def load(settings: Settings) -> tuple[str, Prepare]:
     def prepare(row: PeerRow) -> Answer:
         pipeline, config = _pipeline(row, settings), _config(row, settings)
 
-        def answer(prompt: list[int], max_new_tokens: int) -> list[int]:
+        def answer(prompt: list[int], max_new_tokens: int) -> Drafted:
             config.max_new_tokens = max_new_tokens
             ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
             mask = openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64))
             output = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), config)
-            return [int(token) for token in output.tokens[0]]
+            tokens = [int(token) for token in output.tokens[0]]
+            if row.drafter is None:
+                return Drafted(tokens)
+            sizes = list(output.perf_metrics.raw_metrics.m_batch_sizes)[1:]  # tokens by pass, without the prompt's
+            return Drafted(tokens, len(sizes), sum(sizes) - len(sizes))
 
         return answer
 
@@ -49,6 +55,7 @@ def _pipeline(row: PeerRow, settings: Settings) -> openvino_genai.LLMPipeline:
     if row.drafter == "prompt-lookup":
         options["prompt_lookup"] = True
     elif row.drafter is not None:
+        _check_layers(row.drafter, settings.model)
         options["draft_model"] = openvino_genai.draft_model(_exported(row.drafter, settings.work), "CPU")
     return openvino_genai.LLMPipeline(_exported(settings.model, settings.work), "CPU", **options)
 
@@ -63,6 +70,24 @@ def _config(row: PeerRow, settings: Settings) -> openvino_genai.GenerationConfig
     if row.drafter == "prompt-lookup":
         config.max_ngram_size = 4
     return config
+
+
+def _config_of(folder: str) -> dict[str, object]:
+    return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+
+
+def _is_eagle3(folder: str) -> bool:
+    return _config_of(folder).get("architectures") == [_EAGLE3]
+
+
+def _check_layers(drafter: str, target: str) -> None:
+    """Refuse an EAGLE-3 head that reads other hidden states than GenAI gives it by default."""
+    if not _is_eagle3(drafter):
+        return
+    total = int(str(_config_of(target)["num_hidden_layers"]))
+    read, given = _config_of(drafter)["eagle_aux_hidden_state_layer_ids"], [2, total // 2, total - 3]
+    if read != given:
+        raise ValueError(f"OpenVINO GenAI gives hidden states after {given} layers, and {drafter} reads {read}")
 
 
 def _exported(model: str, work: str) -> str:
@@ -83,6 +108,8 @@ def _exported(model: str, work: str) -> str:
             "--weight-format",
             "fp32",
         ]
+        if _is_eagle3(model):  # its code is a file of optimum-intel, which calls it remote code; ours has none
+            words.append("--trust-remote-code")
         subprocess.run([str(tool), *words, str(made)], check=True)
         made.rename(folder)
     return str(folder)
