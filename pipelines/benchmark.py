@@ -67,12 +67,11 @@ _DEMO_SERVE = _BENCHMARKS / "serve-demo.yaml"
 
 def main(config: DecodeBenchmarkConfig) -> None:
     """Time each phase of a decoding cycle per drafter; by default for the demo's drafters."""
-    from rich.console import Console
-
     from moray.bench.lossless import check_lossless, row_name
+    from moray.console import open_console
     from pipelines.benchmarks.decode import benchmark_decoding, print_benchmark
 
-    console = Console()
+    console = open_console()
     result = reported(config.report, lambda: benchmark_decoding(config, console))
     print_benchmark(result, console)
     check_lossless((row_name(row), row["lossless"]) for row in result["rows"])
@@ -80,44 +79,40 @@ def main(config: DecodeBenchmarkConfig) -> None:
 
 def main_shaped(config: ShapedBenchmarkConfig) -> None:
     """Measure a target with random weights in the shape of a real model, with synthetic acceptance."""
-    from rich.console import Console
-
+    from moray.console import open_console
     from pipelines.benchmarks.shaped import benchmark_shape, print_shaped
 
-    print_shaped(reported(config.report, lambda: benchmark_shape(config)), Console())
+    print_shaped(reported(config.report, lambda: benchmark_shape(config)), open_console())
 
 
 def main_engine(config: EngineBenchmarkConfig) -> None:
     """Measure the speed-up from drafting at several batch sizes; by default on the demo."""
-    from rich.console import Console
-
+    from moray.console import open_console
     from pipelines.benchmarks.engine import benchmark_engine, print_engine_benchmark
 
-    console = Console()
+    console = open_console()
     print_engine_benchmark(reported(config.report, lambda: benchmark_engine(config, console)), console)
 
 
 def main_staleness(config: StalenessConfig) -> None:
     """Measure tau when a drafter's memory lags behind; by default for the demo's MoA and EAGLE."""
-    from rich.console import Console
-
+    from moray.console import open_console
     from pipelines.benchmarks.staleness import benchmark_staleness, print_staleness
 
-    console = Console()
+    console = open_console()
     print_staleness(reported(config.report, lambda: benchmark_staleness(config, console)), console)
 
 
 def main_peers(config: PeersBenchmarkConfig) -> None:
     """Compare Moray with other engines side by side."""
-    from rich.console import Console
-
     from moray.bench.peers.benchmark import benchmark_peers
     from moray.bench.peers.console import print_peers
     from moray.bench.peers.page import render_peers
     from moray.bench.recording import check_writable
+    from moray.console import open_console
     from moray.provenance import write_text_atomically
 
-    console = Console()
+    console = open_console()
     if config.html:
         check_writable(Path(config.html), "html")
     result = reported(config.report, lambda: benchmark_peers(config, console))
@@ -129,12 +124,11 @@ def main_peers(config: PeersBenchmarkConfig) -> None:
 
 def main_tree(config: TreeSearchConfig) -> None:
     """Measure a drafter's hit rates and find its best sparse tree; by default for the demo's Medusa."""
-    from rich.console import Console
-
     from moray.bench.recording import check_writable
+    from moray.console import open_console
     from pipelines.benchmarks.tree_search import print_tree, print_yaml, search_tree, write_tree
 
-    console = Console()
+    console = open_console()
     if config.output:
         check_writable(Path(config.output), "output")
     result = reported(config.report, lambda: search_tree(config, console))
@@ -149,21 +143,19 @@ def main_tree(config: TreeSearchConfig) -> None:
 
 def main_cache(config: CacheBenchmarkConfig) -> None:
     """Measure caching by stage and codec; by default on the demo."""
-    from rich.console import Console
-
+    from moray.console import open_console
     from pipelines.benchmarks.cache import benchmark_cache, print_cache_benchmark
 
-    console = Console()
+    console = open_console()
     print_cache_benchmark(reported(config.report, lambda: benchmark_cache(config, console)), console)
 
 
 def main_train(config: TrainBenchmarkConfig) -> None:
     """Compare training from the cache, online and by the published recipe; by default on the demo."""
-    from rich.console import Console
-
+    from moray.console import open_console
     from pipelines.benchmarks.train import benchmark_training, print_train_benchmark
 
-    console = Console()
+    console = open_console()
     print_train_benchmark(reported(config.report, lambda: benchmark_training(config, console)), console)
 
 
@@ -172,15 +164,14 @@ def main_serve(config: ServeBenchmarkConfig) -> None:
 
     Ctrl-C still prints and writes the levels measured so far; the exit code shows that the run is incomplete.
     """
-    from rich.console import Console
-
     from moray.bench.load.benchmark import benchmark_endpoint
     from moray.bench.load.console import print_load
     from moray.bench.load.page import render_load
     from moray.bench.recording import check_writable
+    from moray.console import open_console
     from moray.provenance import write_text_atomically
 
-    console = Console()
+    console = open_console()
     if config.html:
         check_writable(Path(config.html), "html")
     result = reported(config.report, lambda: benchmark_endpoint(config, console))

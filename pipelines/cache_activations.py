@@ -73,15 +73,14 @@ def _identity(store: Any) -> str | None:
 
 def main_plan(config: CacheActivationsConfig) -> None:
     """Estimate tokens, bytes and hours from a sample for every codec; writes nothing."""
-    from rich.console import Console
-
     from moray.activations.planning.plan_report import Workers, print_plan
+    from moray.console import open_console
     from moray.progress import Progress
 
     capture = config.capture
     workers = Workers(capture.num_targets, capture.threads_per_target, need_gpu=capture.gpus_per_target > 0)
     with Progress("look at a sample of the chats, and run the target on some"):
-        print_plan(config.output, config.target, config.chats, config.cache, workers, Console())
+        print_plan(config.output, config.target, config.chats, config.cache, workers, open_console())
 
 
 def main_verify(config: VerifyCacheConfig) -> None:

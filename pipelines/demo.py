@@ -32,13 +32,12 @@ class DemoConfig(Config):
 
 def main(config: DemoConfig) -> None:
     """Run all stages in one Ray session, then decode one prompt live."""
-    from rich.console import Console
-
     from moray.bench.live import show_live
     from moray.cluster.session import ray_session
+    from moray.console import open_console
 
     stages = [(name, arguments, *load_stage(name, arguments)) for name, *arguments in config.stages]
-    console = Console()
+    console = open_console()
     begin = time.perf_counter()
     seconds: dict[str, float] = {}
     with ray_session(config.ray):

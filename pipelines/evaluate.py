@@ -24,14 +24,13 @@ from moray.commands import Command, run_commands
 
 def main(config: EvaluateConfig) -> None:
     """Load the target and the drafters, ask all questions, then write and print the report."""
-    from rich.console import Console
-
     from moray.bench.evaluation import evaluate
     from moray.bench.lossless import check_lossless, row_name
     from moray.bench.reports.console import print_report
     from moray.bench.reports.report import write_report
+    from moray.console import open_console
 
-    console = Console()
+    console = open_console()
     report = evaluate(config, console)
     json_path, html_path = write_report(report, Path(config.output))
     print_report(report, console)
@@ -41,25 +40,23 @@ def main(config: EvaluateConfig) -> None:
 
 def main_compare(config: CompareConfig) -> None:
     """Print two reports side by side, row by row; ratios are b / a."""
-    from rich.console import Console
-
     from moray.bench.reports.compare import compare, print_comparison, write_comparison
+    from moray.console import open_console
 
     comparison = compare(Path(config.a), Path(config.b))
-    print_comparison(comparison, Console())
+    print_comparison(comparison, open_console())
     if config.report:
         write_comparison(comparison, Path(config.report))
 
 
 def main_sparse(config: SparseEvaluationConfig) -> None:
     """Measure sparse targets beside their dense one: quality on held-out chats, and speed with and without drafts."""
-    from rich.console import Console
-
     from moray.bench.lossless import check_lossless
     from moray.bench.sparse.evaluation import evaluate_sparse
     from moray.bench.sparse.page import render_sparse
+    from moray.console import open_console
 
-    console = Console()
+    console = open_console()
     result = reported(config.report, lambda: evaluate_sparse(config, console))
     if config.report:
         page = Path(config.report).with_suffix(".html")

@@ -20,14 +20,13 @@ def main(config: PlanConfig) -> None:
     """Predict all rows; write plan.json, report.html and best.yaml."""
     from pathlib import Path
 
-    from rich.console import Console
-
     from moray.bench.plan.page import print_plan, write_plan_page
     from moray.bench.plan.planner import plan
+    from moray.console import open_console
 
     result = plan(config)
     write_plan_page(Path(config.output) / "report.html", result)
-    print_plan(result, Console())
+    print_plan(result, open_console())
     print(f"plan: {config.output}")
 
 
@@ -46,16 +45,15 @@ def main_costs(config: CostsConfig) -> None:
 
 def main_check(config: PlanCheckConfig) -> None:
     """Measure the rows of a plan, and compare."""
-    from rich.console import Console
-
     from moray.bench.lossless import check_lossless
     from moray.bench.plan.check import check
     from moray.bench.plan.page import print_check
     from moray.bench.plan.planner import name_of
     from moray.bench.recording import reported
+    from moray.console import open_console
 
     result = reported(config.report, lambda: check(config))
-    print_check(result, Console())
+    print_check(result, open_console())
     if result["costs_threads"] not in (None, result["threads"]):
         print(
             f"warning: costs were measured with {result['costs_threads']} threads, these rows with "
@@ -66,13 +64,12 @@ def main_check(config: PlanCheckConfig) -> None:
 
 def main_shapes(config: ShapesConfig) -> None:
     """Measure what a step of an independent drafter costs by its shape."""
-    from rich.console import Console
-
     from moray.bench.plan.page import print_shapes
     from moray.bench.plan.shapes import measure_shapes
     from moray.bench.recording import reported
+    from moray.console import open_console
 
-    print_shapes(reported(config.report, lambda: measure_shapes(config)), Console())
+    print_shapes(reported(config.report, lambda: measure_shapes(config)), open_console())
     print(f"shapes: {config.output}")
 
 

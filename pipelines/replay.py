@@ -17,11 +17,10 @@ from moray.commands import Command, run_commands
 
 def main(config: ReplayConfig) -> None:
     """Replay drafters and trees over a log, without its target."""
-    from rich.console import Console
-
     from moray.bench.replay.evaluation import replay
+    from moray.console import open_console
 
-    reported(config.report, lambda: replay(config, Console()))
+    reported(config.report, lambda: replay(config, open_console()))
 
 
 def main_record(config: RecordConfig) -> None:

@@ -43,13 +43,12 @@ def main(config: SparsifyConfig) -> None:
 
 def main_predictor(config: PredictorConfig) -> None:
     """Train the predictor of accepted nodes of a sparse target, from drafts of its own answers."""
-    from rich.console import Console
-
     from moray.bench.sparse.predictor import train_predictor
+    from moray.console import open_console
 
     def train() -> dict[str, object]:
         figures = train_predictor(config)
-        Console().print(
+        open_console().print(
             f"predictor at layer {figures['layer']}: AUC {figures['auc']:.3f} on {figures['num_held_out']:,} held-out "
             f"nodes, of which {figures['share_accepted']:.0%} were accepted",
             highlight=False,

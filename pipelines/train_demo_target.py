@@ -13,12 +13,11 @@ from moray.targets.demo.config import DemoTargetConfig
 
 def main(config: DemoTargetConfig) -> None:
     """Train unless the output is complete, then print the result."""
-    from rich.console import Console
-
+    from moray.console import open_console
     from moray.provenance import write_run_yaml
     from moray.targets.demo.make import read_result, train_demo_target
 
-    console = Console()
+    console = open_console()
     result = read_result(config)
     if result is None:
         result = train_demo_target(config, console)

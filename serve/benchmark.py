@@ -32,11 +32,10 @@ _BENCHMARKS = Path(__file__).parents[1] / "configs" / "benchmarks"
 
 def main(config: ScalingBenchmarkConfig) -> None:
     """Measure scaling with targets and drafters, with synthetic costs; by default on the demo."""
-    from rich.console import Console
-
+    from moray.console import open_console
     from serve.bench.scaling import benchmark_scaling, print_scaling
 
-    console = Console()
+    console = open_console()
     print_scaling(reported(config.report, lambda: benchmark_scaling(config, console)), console)
 
 
@@ -45,11 +44,10 @@ def main_side_by_side(config: SideBySideConfig) -> None:
 
     Ctrl-C still prints and writes the levels measured so far; the exit code shows that the run is incomplete.
     """
-    from rich.console import Console
-
+    from moray.console import open_console
     from serve.bench.side_by_side import benchmark_side_by_side, print_side_by_side
 
-    console = Console()
+    console = open_console()
     result = reported(config.report, lambda: benchmark_side_by_side(config, console))
     print_side_by_side(result, console)
     if result["interrupted"]:
@@ -61,12 +59,11 @@ def main_edge(config: EdgeBenchmarkConfig) -> None:
 
     With `--json FILE`, a page with plots is written beside FILE.
     """
-    from rich.console import Console
-
+    from moray.console import open_console
     from serve.bench.edge import benchmark_edge
     from serve.bench.edge_page import render_edge
 
-    console = Console()
+    console = open_console()
     result = reported(config.report, lambda: benchmark_edge(config, console))
     if config.report is not None:
         page = Path(config.report).with_suffix(".html")
@@ -76,21 +73,19 @@ def main_edge(config: EdgeBenchmarkConfig) -> None:
 
 def main_offline(config: EdgeOfflineConfig) -> None:
     """Measure what drafters write alone while their connection is lost; by default with the demo."""
-    from rich.console import Console
-
+    from moray.console import open_console
     from serve.bench.edge_offline import benchmark_offline
 
-    console = Console()
+    console = open_console()
     reported(config.report, lambda: benchmark_offline(config, console))
 
 
 def main_private(config: EdgePrivateConfig) -> None:
     """Measure what it costs an answer that marked text stays on the device; by default with the demo."""
-    from rich.console import Console
-
+    from moray.console import open_console
     from serve.bench.edge_private import benchmark_private
 
-    console = Console()
+    console = open_console()
     reported(config.report, lambda: benchmark_private(config, console))
 
 

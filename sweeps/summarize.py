@@ -27,13 +27,12 @@ def main(config: SummarizeConfig) -> None:
     """Print an overview of the sweeps; sweeps of trainings also get the objective by value."""
     from pathlib import Path
 
-    from rich.console import Console
-
+    from moray.console import open_console
     from moray.provenance import write_json_atomically
     from sweeps.decoding.overview import decoding_overview, is_decoding, print_decoding_overviews
     from sweeps.reports.overview import overview, print_overviews
 
-    console = Console()
+    console = open_console()
     decoding = [folder for folder in config.sweeps if is_decoding(folder)]
     trained = [overview(folder) for folder in config.sweeps if folder not in decoding]
     decoded = [decoding_overview(folder) for folder in decoding]

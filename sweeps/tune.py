@@ -15,17 +15,16 @@ from sweeps.tuning.spaces import corners_of
 
 def main(config: SweepConfig) -> None:
     """Run or resume the sweep, then print the winner."""
-    from rich.console import Console
-
     from moray.bench.lossless import check_lossless
     from moray.cluster.session import ray_session
+    from moray.console import open_console
     from moray.provenance import read_json
     from sweeps.reports.lossless import lossless_rows
     from sweeps.trainings.console import print_summary
 
     for choices in corners_of(config.space):  # reports misspelt keys before Ray starts
         config.trial(choices)
-    console = Console()
+    console = open_console()
     with ray_session(config.ray):
         from sweeps.trainings.run import is_complete, run_sweep, summary_path
 

@@ -20,16 +20,15 @@ def main(config: TuneDecodingConfig) -> None:
     """Run or resume the sweep, then print the winners."""
     from pathlib import Path
 
-    from rich.console import Console
-
     from moray.bench.lossless import check_lossless
     from moray.cluster.session import ray_session
+    from moray.console import open_console
     from moray.provenance import read_json
     from sweeps.decoding.console import print_decoding
     from sweeps.reports.lossless import lossless_rows
     from sweeps.tuning.resume import SUMMARY_FILE
 
-    console = Console()
+    console = open_console()
     with ray_session(config.ray):
         from sweeps.decoding.run import is_complete, run_decoding
 

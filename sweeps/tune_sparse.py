@@ -17,16 +17,15 @@ def main(config: SparseSweepConfig) -> None:
     """Run or resume the sweep, then print its trials."""
     from pathlib import Path
 
-    from rich.console import Console
-
     from moray.cluster.session import ray_session
+    from moray.console import open_console
     from moray.provenance import read_json
     from sweeps.sparse.results import print_sparse_summary
     from sweeps.tuning.resume import SUMMARY_FILE
 
     for choices in corners_of(config.space):  # reports misspelt keys before Ray starts
         config.trial(choices)
-    console = Console()
+    console = open_console()
     with ray_session(config.ray):
         from sweeps.sparse.run import is_complete, run_sparse_sweep
 

@@ -32,6 +32,8 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.table import Column
 
+from moray.console import open_console
+
 LINE_SECONDS = 10.0
 """Seconds between two lines, as docs/guide/own-model.md says."""
 
@@ -84,7 +86,7 @@ class Progress:
             console: where to; None for stdout.
             clock: of lines and speeds.
         """
-        self._console = console or Console()
+        self._console = console or open_console()
         self._clock = clock or Clock()
         self._title, self._unit, self._note = title, unit, note
         self._total, self._done = total, done
