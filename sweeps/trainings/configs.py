@@ -92,8 +92,8 @@ class SweepConfig(Config):
     """How trials are chosen: all combinations (grid), at random, or proposed by Optuna."""
     ladder: LadderConfig = LadderConfig()
     stop_below_break_even: float | None = Field(default=None, gt=0, le=1)
-    """Stop a trial on a rung if its tau is below this share of the tau at which drafts pay, which is measured before
-    anything trains; null for never."""
+    """Stop a trial on a rung if its tau is below this share of the tau at which drafts pay; null for never. That tau is
+    measured before anything trains."""
     training_tokens: int | None = Field(default=None, ge=1)
     """Training tokens of a full trial, counting each batch as full; null for the length that distill sets."""
     objective: Objective = "speedup"

@@ -40,7 +40,8 @@ class ImportDrafterConfig(Config):
     source: str
     """Folder with a config.json and weights: EAGLE, EAGLE-3, Medusa, MoA, or a Llama model."""
     target_layers: int | None = Field(default=None, ge=0)
-    """Number of the target's last layers that a MoA drafter runs (N), which its folder does not say; null otherwise."""
+    """N of a MoA drafter, the number of the target's last layers that it runs; null for other drafters. Its folder does
+    not say it."""
     target: TargetConfig
     """The target that it drafts for; it must have the target's sizes."""
     output: str
