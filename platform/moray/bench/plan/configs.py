@@ -24,7 +24,7 @@ class PlanConfig(Config):
     drafters: tuple[str, ...] = ()
     """Names of the drafters to plan with; empty for all."""
     trees: tuple[str, ...] | None = None
-    """Names of the trees to plan besides chains; null for all of the replay's, [] for none. Such as dynamic-4x4-16."""
+    """Names of the trees to plan besides chains; null for all of the replay's, [] for none. As in dynamic-4x4-16."""
     max_depth: _Depth = 8
     """Chains of every depth up to this are planned, as far as acceptance and costs are known."""
     batches: tuple[_Batch, ...] = Field(default=(1, 4, 16), min_length=1)
@@ -67,7 +67,7 @@ class CostsConfig(Config):
     drafters: tuple[str, ...] = ()
     """Names of the drafters to measure; empty for all."""
     trees: tuple[str, ...] | None = None
-    """Names of the trees to measure besides chains; null for all of the replay's, [] for none. Such as dynamic-4x4-16."""
+    """Names of the trees to measure besides chains; null for all of the replay's, [] for none. As in dynamic-4x4-16."""
     depths: tuple[_Depth, ...] = Field(default=(1, 2, 4, 8), min_length=1)
     """Depths of the chains that are measured; those between them are interpolated."""
     batches: tuple[_Batch, ...] = Field(default=(1, 4, 16), min_length=1)
