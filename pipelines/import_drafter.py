@@ -1,4 +1,4 @@
-"""Import a drafter that others have published: EAGLE-1, 2 and 3, Medusa, MoA, or a Llama model with few layers.
+"""Import a published drafter: EAGLE, EAGLE-2, EAGLE-3, Medusa, MoA, or a Llama model with few layers.
 
     python -m pipelines.import_drafter configs/targets/smollm2.yaml source=FOLDER output=runs/smollm2/imported
 

@@ -48,7 +48,6 @@ def main_check(config: PlanCheckConfig) -> None:
     from moray.bench.lossless import check_lossless
     from moray.bench.plan.check import check
     from moray.bench.plan.page import print_check
-    from moray.bench.plan.planner import name_of
     from moray.bench.recording import reported
     from moray.console import open_console
 
@@ -59,7 +58,7 @@ def main_check(config: PlanCheckConfig) -> None:
             f"warning: costs were measured with {result['costs_threads']} threads, these rows with "
             f"{result['threads']}: give threads={result['costs_threads']}"
         )
-    check_lossless((f"{name_of(row)}, {row['batch']} at a time", row["lossless"]) for row in result["rows"])
+    check_lossless((f"{row['name']}, {row['batch']} at a time", row["lossless"]) for row in result["rows"])
 
 
 def main_shapes(config: ShapesConfig) -> None:

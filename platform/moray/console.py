@@ -9,7 +9,7 @@ _LOG_WIDTH = 160
 
 
 def open_console() -> Console:
-    """Standard output. A file, such as the log of a Ray job, gets 160 columns unless COLUMNS says otherwise; rich
-    itself would cut tables there to 80."""
-    is_log = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=_LOG_WIDTH if is_log else None)
+    """A console on standard output. Where that is no terminal, as in the log of a Ray job, it has 160 columns unless
+    COLUMNS is set; rich's default of 80 would cut tables."""
+    is_redirected = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=_LOG_WIDTH if is_redirected else None)

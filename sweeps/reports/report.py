@@ -23,8 +23,8 @@ _COLUMNS = (
     ("lossless", "whether the output was the one of plain decoding, token by token; NO means a defect"),
     (
         "state",
-        "finished on the last rung; stopped early because others were better, or for the reason below; diverged or "
-        "failed: see below",
+        "finished on the last rung; stopped early, because others were better or for the reason listed below; diverged "
+        "or failed, as listed below",
     ),
 )
 

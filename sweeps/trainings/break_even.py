@@ -28,7 +28,7 @@ _CYCLES = 12
 
 def break_even_of(sweep: SweepConfig, config: DistillConfig) -> float:
     """The tau to break even of a trial's drafter, as `store_break_even` has written it."""
-    return read_json(Path(sweep.output) / BREAK_EVEN_FILE)[_key(config)]
+    return read_json(Path(sweep.output) / BREAK_EVEN_FILE)[drafter_key(config)]
 
 
 def store_break_even(sweep: SweepConfig, points: Sequence[Choices], gpus: float) -> None:
@@ -43,7 +43,7 @@ def store_break_even(sweep: SweepConfig, points: Sequence[Choices], gpus: float)
 
     path = Path(sweep.output) / BREAK_EVEN_FILE
     known: dict[str, float] = read_json(path) if path.is_file() else {}
-    wanted = {_key(config): config for config in map(sweep.trial, points)}
+    wanted = {drafter_key(config): config for config in map(sweep.trial, points)}
     missing = [config.model_dump_json() for key, config in wanted.items() if key not in known]
     if not missing:
         return
@@ -56,31 +56,35 @@ def store_break_even(sweep: SweepConfig, points: Sequence[Choices], gpus: float)
 def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> Mapping[str, float]:
     """Time cycles of these distillations' drafters, with random weights, and of plain decoding, in turns.
 
+    Args:
+        sweep_json: the sweep, as JSON.
+        configs: a distillation for each drafter, as JSON.
+        gpus: number of GPUs; 0 measures on the CPU.
+
+    Returns:
+        Tau to break even by `drafter_key`.
+
     Raises:
         DataError: the target's context is too short for the cycles.
     """
     import torch
 
-    from moray.bench.loading import first_prompts
-    from moray.bench.plan.cycles import middle, time_cycles
-    from moray.bench.specbench import read_questions
+    from moray.bench.loading import first_prompts, load_target
+    from moray.bench.plan.cycles import interquartile_mean, time_cycles
     from moray.decoding.params import SamplingParams
     from moray.targets.head import TargetHead
-    from moray.targets.model import Target
-    from moray.text import ChatTokenizer
 
     sweep = SweepConfig.model_validate_json(sweep_json)
     trials = [DistillConfig.model_validate_json(text) for text in configs]
     decoding = sweep.decoding
-    if decoding.threads is not None:
-        torch.set_num_threads(decoding.threads)
-    config = trials[0].target.model_copy(update={"device": "cuda" if gpus else "cpu"})
-    tokenizer, target = ChatTokenizer.load(config.model, config.template), Target.load(config)
-    questions = read_questions(decoding.questions, decoding.num_questions)
-    texts = first_prompts(questions, tokenizer, decoding.max_context - 1, decoding.questions)
+    device = "cuda" if gpus else "cpu"  # overrides the target's setting, because other GPUs are for the workers
+    target_config = trials[0].target.model_copy(update={"device": device})
+    questions, tokenizer, target = load_target(decoding.evaluation(target_config, ("untrained",)))
+    capacity = min(decoding.max_context, target.spec.max_positions)
+    texts = first_prompts(questions, tokenizer, capacity - 1, decoding.questions)
     prompts = [texts[number % len(texts)] for number in range(decoding.batch_size)]
     plain: list[Cycle] = []
-    drafted: dict[str, list[Cycle]] = {_key(config): [] for config in trials}
+    drafted: dict[str, list[Cycle]] = {drafter_key(config): [] for config in trials}
     for _ in range(_ROUNDS):
         plain += time_cycles(target, None, None, prompts, SamplingParams(), _CYCLES)
         for config in trials:
@@ -89,11 +93,13 @@ def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> 
             drafter = drafter.to(target.device)
             drafter.cast(target.dtype)
             drafter.pack()
-            drafted[_key(config)] += time_cycles(target, drafter, decoding.tree, prompts, SamplingParams(), _CYCLES)
-    seconds = middle([cycle.seconds for cycle in plain])
-    return {key: middle([cycle.seconds for cycle in cycles]) / seconds for key, cycles in drafted.items()}
+            drafted[drafter_key(config)] += time_cycles(
+                target, drafter, decoding.tree, prompts, SamplingParams(), _CYCLES
+            )
+    seconds = interquartile_mean([cycle.seconds for cycle in plain])
+    return {key: interquartile_mean([cycle.seconds for cycle in cycles]) / seconds for key, cycles in drafted.items()}
 
 
-def _key(config: DistillConfig) -> str:
-    """Trials with the same drafter share one measurement."""
+def drafter_key(config: DistillConfig) -> str:
+    """Trials with the same key share one measurement."""
     return json.dumps(config.drafter.model_dump(mode="json"), sort_keys=True)

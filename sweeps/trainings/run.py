@@ -108,8 +108,9 @@ def summary_path(sweep: SweepConfig) -> Path:
 
 def _store_break_even(sweep: SweepConfig, console: Console) -> None:
     """Measure at which tau the drafts of each trial would pay, if the sweep stops trials by it."""
-    if sweep.stop_below_break_even is None or isinstance(sweep.search, OptunaSearch):
+    if sweep.stop_below_break_even is None:
         return
+    assert not isinstance(sweep.search, OptunaSearch), "refused by SweepConfig"
     with Progress("measuring what drafts cost", console=console):
         points = listed_points(sweep.space, sweep.search)
         store_break_even(sweep, points, decoding_gpus(sweep, sweep.trial({})))

@@ -50,7 +50,9 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_act
     if not has_ended:
         folder.begin(choices)
     known = {row["rung"]: row for row in folder.rows}
-    if not has_ended and not known and end_hopeless(sweep, choices, folder):
+    reason = None if has_ended or known else reason_not_to_train(sweep, choices)
+    if reason is not None:
+        folder.end("stopped", reason)
         return
     for rung in rungs:
         row = known.get(rung.number)
@@ -66,35 +68,38 @@ def run_trial(choices: Choices, config: str, rungs: Sequence[Rung], progress_act
                 return
         if rung == rungs[-1]:
             folder.end("finished")
-        elif not has_ended:
-            stop_below_break_even(sweep, folder, row)
+        reason = None if has_ended or rung == rungs[-1] else reason_to_stop(sweep, row)
+        if reason is not None:
+            folder.end("stopped", reason)
         tune.report({key: value for key, value in row.items() if key != "answers"})
-        if folder.state == "stopped" and not has_ended:
+        if reason is not None:
             return
 
 
-def end_hopeless(sweep: SweepConfig, choices: Choices, folder: TrialFolder) -> bool:
-    """End a trial whose tree cannot give enough tokens per cycle, even if all drafts are accepted; returns whether."""
+def reason_not_to_train(sweep: SweepConfig, choices: Choices) -> str | None:
+    """Why a trial cannot break even, even if every draft token is accepted; None if it can."""
     if sweep.stop_below_break_even is None:
-        return False
+        return None
     needed, most = break_even_of(sweep, sweep.trial(choices)), sweep.decoding.tree.depth + 1
     if needed < most:
-        return False
-    folder.end("stopped", f"not trained: drafts pay above a tau of {needed:.2f}, the tree gives at most {most}")
-    return True
+        return None
+    return (
+        f"not trained: its tau to break even is {needed:.2f}, and decoding.tree gives at most {most} tokens per cycle; "
+        "give a deeper tree or a cheaper drafter"
+    )
 
 
-def stop_below_break_even(sweep: SweepConfig, folder: TrialFolder, row: TrialRow) -> None:
-    """End a trial whose tau is too far below the one at which its drafts would pay."""
+def reason_to_stop(sweep: SweepConfig, row: TrialRow) -> str | None:
+    """Why a measured trial is too far below its tau to break even to continue; None if it is not."""
     needed, tau = row.get("break_even_tau"), row.get("tau")
     if sweep.stop_below_break_even is None or needed is None or tau is None:
-        return
-    if tau < sweep.stop_below_break_even * needed:
-        folder.end(
-            "stopped",
-            f"tau {tau:.2f} after {row.get('training_tokens', 0):,} tokens is below {sweep.stop_below_break_even:.0%} "
-            f"of {needed:.2f}, above which drafts pay",
-        )
+        return None
+    if tau >= sweep.stop_below_break_even * needed:
+        return None
+    return (
+        f"tau is {tau:.2f} after {row.get('training_tokens', 0):,} training tokens, below "
+        f"{sweep.stop_below_break_even:.0%} (stop_below_break_even) of its tau to break even, {needed:.2f}"
+    )
 
 
 def _climb(

@@ -176,9 +176,9 @@ def test_a_trial_whose_drafts_cannot_pay_is_stopped_on_its_first_rung(make_sweep
     if needed < 4:
         (row,) = folder.rows
         assert (row.get("step"), row.get("break_even_tau")) == (LAST_STEP // 2, needed)
-        assert f"of {needed:.2f}, above which drafts pay" in message
+        assert message.endswith(f"of its tau to break even, {needed:.2f}")
     else:
-        assert message.startswith("not trained: drafts pay above")
+        assert message.startswith("not trained: its tau to break even is")
 
 
 @pytest.mark.soak

@@ -146,13 +146,17 @@ def test_a_released_moa_that_runs_layers_of_the_target_is_read(tiny, tmp_path):
 
 def test_a_released_moa_that_does_not_fit_is_refused(tiny, tmp_path):
     drafter = published(tiny, tmp_path / "released")
-    with pytest.raises(ConfigError, match=r"does not say how many .* give target_layers, 0 if it was trained without"):
+    with pytest.raises(ConfigError, match=r"does not say how many of .* give target_layers=N, 0 if it runs none"):
         imported(tiny, tmp_path / "released", tmp_path / "out", target_layers=None)
     state = drafter.state_dict()
     for name, change, message in (
-        ("layer_self_attention.", None, "has no layer_self_attention, without which MoA is not supported"),
+        (
+            "layer_self_attention.",
+            None,
+            r"has no tensors layer_self_attention\.\*, and MoA without layer self-attention",
+        ),
         ("self_attention.self_attn.q_proj.bias", torch.zeros(64), "has tensor 'self_attention.self_attn.q_proj.bias'"),
-        ("self_attention.self_attn.q_proj.weight", torch.zeros(32, 64), r"has projections \(32, 64\) and \(16, 64\)"),
+        ("self_attention.self_attn.q_proj.weight", torch.zeros(32, 64), r"has q_proj \(32, 64\) and k_proj \(16, 64\)"),
         ("Ekv2E.bias", None, "has no tensor 'Ekv2E.bias'"),
     ):
         changed = {key: tensor for key, tensor in state.items() if change is not None or not key.startswith(name)}

@@ -9,10 +9,9 @@ from tiny_targets import save_chat_target
 from moray.config import load_config, validate
 from moray.errors import ConfigError
 from moray.provenance import write_json_atomically
-from sweeps.trainings.break_even import BREAK_EVEN_FILE, break_even_of, measure_break_even
+from sweeps.trainings.break_even import BREAK_EVEN_FILE, break_even_of, drafter_key, measure_break_even
 from sweeps.trainings.configs import SweepConfig
-from sweeps.trainings.trial import end_hopeless, stop_below_break_even
-from sweeps.tuning.folders import trial_folder
+from sweeps.trainings.trial import reason_not_to_train, reason_to_stop
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -54,25 +53,22 @@ def test_a_deeper_drafter_has_to_get_more_tokens_accepted(tmp_path):
 
 def test_a_trial_is_stopped_by_the_tau_that_its_drafts_need(tmp_path):
     sweep = sweep_over(tmp_path)
-    keys = [
-        json.dumps(sweep.trial({"drafter": each}).drafter.model_dump(mode="json"), sort_keys=True)
-        for each in (SHALLOW, DEEP)
-    ]
+    keys = [drafter_key(sweep.trial({"drafter": each})) for each in (SHALLOW, DEEP)]
     (tmp_path / "sweep").mkdir()
     write_json_atomically(tmp_path / "sweep" / BREAK_EVEN_FILE, dict(zip(keys, (2.0, 4.0), strict=True)))
-    shallow, deep = (trial_folder(sweep.output, {"drafter": each}) for each in (SHALLOW, DEEP))
-    for folder, drafter in ((shallow, SHALLOW), (deep, DEEP)):
-        folder.begin({"drafter": drafter})
-    assert not end_hopeless(sweep, {"drafter": SHALLOW}, shallow)
-    assert end_hopeless(sweep, {"drafter": DEEP}, deep)
-    assert deep.record["message"] == "not trained: drafts pay above a tau of 4.00, the tree gives at most 4"
+    assert reason_not_to_train(sweep, {"drafter": SHALLOW}) is None
+    assert reason_not_to_train(sweep, {"drafter": DEEP}) == (
+        "not trained: its tau to break even is 4.00, and decoding.tree gives at most 4 tokens per cycle; give a deeper "
+        "tree or a cheaper drafter"
+    )
     row = {"rung": 0, "objective": 1.0, "answers": [], "break_even_tau": 2.0, "training_tokens": 4_000}
-    stop_below_break_even(sweep, shallow, row | {"tau": 1.8})
-    assert shallow.state == "running", "1.8 is 90 % of 2.0"
-    stop_below_break_even(sweep, shallow, row | {"tau": 1.79})
-    assert shallow.state == "stopped"
-    assert shallow.record["message"] == "tau 1.79 after 4,000 tokens is below 90% of 2.00, above which drafts pay"
-    assert not end_hopeless(sweep.model_copy(update={"stop_below_break_even": None}), {"drafter": DEEP}, deep)
+    assert reason_to_stop(sweep, row | {"tau": 1.8}) is None, "1.8 is 90 % of 2.0"
+    assert reason_to_stop(sweep, row | {"tau": 1.79}) == (
+        "tau is 1.79 after 4,000 training tokens, below 90% (stop_below_break_even) of its tau to break even, 2.00"
+    )
+    never = sweep.model_copy(update={"stop_below_break_even": None})
+    assert reason_not_to_train(never, {"drafter": DEEP}) is None
+    assert reason_to_stop(never, row | {"tau": 1.0}) is None
 
 
 def test_searches_and_trees_whose_costs_are_not_known_before_are_refused(tmp_path):

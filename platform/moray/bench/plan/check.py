@@ -14,8 +14,8 @@ from moray.bench.plan.costs import CycleCostTable
 from moray.bench.plan.cycles import build_engine, cycles_of, requests_of
 from moray.bench.plan.measure import check_log, load_all
 from moray.bench.plan.page import write_check_page
-from moray.bench.plan.planner import all_rows, best_row, check_batches, name_of, predict, trees_of
-from moray.bench.plan.replayed import PLAIN, Draft, ReplayedDrafts, chain, read_replay
+from moray.bench.plan.planner import all_rows, best_row, check_batches, predict, trees_of
+from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedDrafts, chain, read_replay
 from moray.bench.recording import record
 from moray.bench.replay.log import Continuation, read_log
 from moray.decoding.params import SamplingParams
@@ -53,7 +53,7 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
     header, entries = read_log(replayed.log)
     entries = _replayed_entries(entries, replayed, config.replay)
     drafts = [PLAIN]
-    for name, deepest in replayed.depth.items():
+    for name, deepest in replayed.max_depths.items():
         drafts += [chain(name, depth) for depth in config.depths if depth <= min(config.max_depth, deepest)]
         drafts += trees_of(costs, replayed, name)
     wanted = [(draft, batch) for draft in drafts for batch in config.batches]
@@ -78,18 +78,18 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
     return result
 
 
-def _choices(config: PlanCheckConfig, costs: CycleCostTable, replayed: ReplayedDrafts) -> Iterator[tuple[Draft, int]]:
+def _choices(
+    config: PlanCheckConfig, costs: CycleCostTable, replayed: ReplayedDrafts
+) -> Iterator[tuple[PlannedDraft, int]]:
     """What the plan chooses at each batch."""
     for batch in config.batches:
-        predicted = list(all_rows(config, costs, replayed, batch))
-        best = best_row(row for _, row in predicted)
-        yield next(draft for draft, row in predicted if row is best), batch
+        yield best_row(list(all_rows(config, costs, replayed, batch)))[0], batch
 
 
 def _decode(
     target: Target,
     drafter: Drafter | None,
-    draft: Draft,
+    draft: PlannedDraft,
     batch: int,
     entries: Sequence[Continuation],
     params: SamplingParams,
@@ -143,13 +143,14 @@ def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, A
     choices = []
     for batch in config.batches:
         own = [row for row in rows if row["batch"] == batch]
-        chosen, fastest = best_row(own), max(own, key=lambda row: row["measured_tokens_per_second"])
+        chosen = max(own, key=lambda row: row["tokens_per_second"])
+        fastest = max(own, key=lambda row: row["measured_tokens_per_second"])
         regret = fastest["measured_tokens_per_second"] / chosen["measured_tokens_per_second"] - 1
         choices.append(
             {
                 "batch": batch,
-                "chosen": name_of(chosen),
-                "fastest": name_of(fastest),
+                "chosen": chosen["name"],
+                "fastest": fastest["name"],
                 "regret": regret,
                 "same_order": _same_order(own),
             }

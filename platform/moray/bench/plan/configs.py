@@ -13,7 +13,7 @@ _Batch = Annotated[int, Field(ge=1, le=1024)]
 
 
 class PlanConfig(Config):
-    """Predict tokens per second of drafters, depths and batches, and choose the best."""
+    """Predict tokens per second of drafters, chains, trees and batches, and choose the best."""
 
     costs: str
     """YAML file of seconds: `pipelines.plan costs` measures one. For another machine, write one by hand."""
@@ -24,7 +24,7 @@ class PlanConfig(Config):
     drafters: tuple[str, ...] = ()
     """Names of the drafters to plan with; empty for all."""
     trees: tuple[str, ...] | None = None
-    """Names of the trees to plan besides chains; null for all of the replay's, [] for none. As in dynamic-4x4-16."""
+    """Names of trees to plan besides chains, such as dynamic-4x4-16; null for all in the replay, [] for none."""
     max_depth: _Depth = 8
     """Chains of every depth up to this are planned, as far as acceptance and costs are known."""
     batches: tuple[_Batch, ...] = Field(default=(1, 4, 16), min_length=1)
@@ -39,6 +39,11 @@ class PlanConfig(Config):
         if (self.replay is None) == (not self.acceptance):
             given = "neither replay nor acceptance is" if self.replay is None else "both replay and acceptance are"
             raise ValueError(f"{given} given; give one of the two")
+        if self.trees and self.replay is None:
+            raise ValueError(
+                f"trees is {list(self.trees)}, but acceptance describes chains alone: give replay in its place, or "
+                "leave trees out"
+            )
         if any(not rates for rates in self.acceptance.values()):
             raise ValueError("acceptance has a drafter without rates; give one rate for each depth, such as [0.7, 0.6]")
         return self
@@ -67,13 +72,13 @@ class CostsConfig(Config):
     drafters: tuple[str, ...] = ()
     """Names of the drafters to measure; empty for all."""
     trees: tuple[str, ...] | None = None
-    """Names of the trees to measure besides chains; null for all of the replay's, [] for none. As in dynamic-4x4-16."""
+    """Names of trees to measure besides chains, as dynamic-4x4-16; null for all in the replay, [] for none."""
     depths: tuple[_Depth, ...] = Field(default=(1, 2, 4, 8), min_length=1)
     """Depths of the chains that are measured; those between them are interpolated."""
     batches: tuple[_Batch, ...] = Field(default=(1, 4, 16), min_length=1)
     """Numbers of sequences that are measured; those between them are interpolated."""
     num_cycles: int = Field(default=24, ge=4)
-    """Cycles per drafter, depth and batch. They are measured in two halves, to see whether the machine drifts."""
+    """Cycles per drafter, chain or tree, and batch. Measured in two halves, to see whether the machine drifts."""
     threads: int | None = Field(default=None, ge=1)
     """Number of torch threads; null leaves it to torch."""
     output: str

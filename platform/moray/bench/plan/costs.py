@@ -42,7 +42,7 @@ class CycleCostTable(Config):
     drafts: dict[str, dict[_Size, _BySize]] = Field(default_factory=dict)
     """Chains, with what the drafter reads of the last cycle: by drafter, number of sequences, tokens of the chain."""
     trees: dict[str, dict[str, _BySize]] = Field(default_factory=dict)
-    """Other trees, drafted likewise: by drafter, name of the tree, number of sequences."""
+    """Trees that are no chains: by drafter, name of the tree, number of sequences."""
     rest: _BySize = Field(default_factory=dict)
     """Everything else in a cycle, by number of sequences."""
     plain: _BySize = Field(default_factory=dict)
@@ -112,7 +112,7 @@ class CycleCostTable(Config):
         )
 
     def tree_seconds(self, drafter: str, tree: str, num_rows: int) -> float:
-        """One tree for each of `num_rows` sequences.
+        """Seconds of drafting this tree once for each of `num_rows` sequences.
 
         Raises:
             ConfigError: the drafter or the tree is not there, or that is larger than any size in the file.

@@ -44,8 +44,8 @@ class Cycle:
 
 
 def build_engine(target: Target, drafter: Drafter | None, shape: AnyShape | None, batch: int, longest: int) -> Engine:
-    """An engine for `batch` sequences of at most `longest` tokens, which drafts trees of this shape; None for no
-    drafts."""
+    """An engine for `batch` sequences of at most `longest` tokens that drafts trees of `shape`. Without a drafter it
+    decodes plainly, and `shape` may be None."""
     shape = shape or ChainShape(type="chain", depth=1)
     drafts = {_NAME: LocalDrafts(drafter, longest, shape.num_expanded)} if drafter is not None else {}
     config = EngineConfig(
@@ -100,16 +100,24 @@ def time_cycles(
     shape: AnyShape | None,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    count: int,
+    num_cycles: int,
 ) -> list[Cycle]:
-    """About `count` cycles in which all prompts' sequences run, without those that warm up or read prompts.
+    """Time decoding cycles, without those that warm up, read a prompt or run fewer sequences than there are prompts.
+
+    Args:
+        target: verifies the drafts.
+        drafter: None for plain decoding.
+        shape: of the draft trees; None for plain decoding.
+        prompts: token ids; one sequence each, all decoded together.
+        params: how tokens are drawn.
+        num_cycles: maximum number of cycles to return.
 
     Raises:
-        DataError: the target's context is too short for them.
+        DataError: the target's context is too short for a single one.
     """
-    most = (count + _WARM_UP + 2) * (1 + (0 if shape is None else shape.depth)) + 1
-    longest = min(target.spec.max_positions, max(map(len, prompts)) + most)
-    limits = [min(most, longest - len(prompt)) for prompt in prompts]
+    max_new_tokens = (num_cycles + _WARM_UP + 2) * (1 + (0 if shape is None else shape.depth)) + 1
+    longest = min(target.spec.max_positions, max(map(len, prompts)) + max_new_tokens)
+    limits = [min(max_new_tokens, longest - len(prompt)) for prompt in prompts]
     batch = len(prompts)
     engine = build_engine(target, drafter, shape, batch, longest)
     whole = (
@@ -117,7 +125,7 @@ def time_cycles(
         for each in cycles_of(engine, requests_of(prompts, limits, params, range(batch)))
         if each.num_rows == batch and not each.has_read
     )
-    found = list(islice(whole, _WARM_UP, _WARM_UP + count))
+    found = list(islice(whole, _WARM_UP, _WARM_UP + num_cycles))
     if not found:
         raise DataError(
             f"no cycle of {batch} sequences could be timed: the context of {target.spec.max_positions} tokens is too "
@@ -126,7 +134,7 @@ def time_cycles(
     return found
 
 
-def middle(seconds: Sequence[float]) -> float:
-    """Mean of the middle half, so that neither hiccups nor single lucky cycles count."""
+def interquartile_mean(seconds: Sequence[float]) -> float:
+    """Mean of the middle half: neither stalls nor single fast cycles count."""
     ordered, quarter = sorted(seconds), len(seconds) // 4
     return statistics.fmean(ordered[quarter : len(ordered) - quarter])

@@ -11,8 +11,8 @@ import yaml
 
 from moray.bench.plan.configs import CostsConfig, PlanCheckConfig
 from moray.bench.plan.costs import CycleCostTable
-from moray.bench.plan.cycles import Cycle, middle, time_cycles
-from moray.bench.plan.replayed import PLAIN, Draft, ReplayedDrafts, chain, read_replay
+from moray.bench.plan.cycles import Cycle, interquartile_mean, time_cycles
+from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedDrafts, chain, read_replay
 from moray.bench.recording import check_writable
 from moray.bench.replay.log import LogHeader, read_log
 from moray.config import validate
@@ -50,9 +50,9 @@ def measure(config: CostsConfig) -> dict[str, Any]:
     for name, drafter in drafters.items():
         deepest = drafter.max_depth or max(config.depths)
         drafts = [chain(name, depth) for depth in sorted({min(depth, deepest) for depth in config.depths})]
-        drafts += [tree.draft for tree in replayed.trees[name]]
+        drafts += [PlannedDraft(name, tree.shape) for tree in replayed.trees[name]]
         sizes += [(draft, batch) for batch in config.batches for draft in drafts]
-    halves: list[dict[tuple[Draft, int], list[Cycle]]] = []
+    halves: list[dict[tuple[PlannedDraft, int], list[Cycle]]] = []
     with Progress("costs", _HALVES * len(sizes), unit="sizes") as progress:
         for half in range(_HALVES):
             found = {}
@@ -101,11 +101,11 @@ def check_log(header: LogHeader, target: Target, log: str) -> None:
 
 def _ratio(first: Sequence[Cycle], second: Sequence[Cycle]) -> float:
     """How much the seconds of the two halves differ, as a share."""
-    a, b = (middle([each.seconds for each in half]) for half in (first, second))
+    a, b = (interquartile_mean([each.seconds for each in half]) for half in (first, second))
     return abs(a - b) / min(a, b)
 
 
-def _table(found: dict[tuple[Draft, int], list[Cycle]]) -> dict[str, Any]:
+def _table(found: dict[tuple[PlannedDraft, int], list[Cycle]]) -> dict[str, Any]:
     """The YAML file's values."""
     passes: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     drafts: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
@@ -113,26 +113,26 @@ def _table(found: dict[tuple[Draft, int], list[Cycle]]) -> dict[str, Any]:
     rest: dict[int, list[float]] = defaultdict(list)
     plain: dict[int, float] = {}
     for (draft, batch), cycles in found.items():
-        name, propose = draft.drafter, middle([each.propose for each in cycles])
-        if (
-            draft.shape is None
-        ):  # drafting costs more than its parts: engines that never draft are faster in all of them
-            plain[batch] = middle([each.seconds for each in cycles])
         for each in cycles:
             passes[batch][each.num_tokens].append(each.verify)
             rest[batch].append(each.rest)
-        if draft.is_chain:
-            drafts[name][batch][draft.depth] = propose
-        elif draft.shape is not None:
-            trees[name][draft.tree][batch] = propose
+        propose = [each.propose for each in cycles]
+        if draft.shape is None:  # timed as a whole, for an engine that never drafts is faster in all parts
+            plain[batch] = interquartile_mean([each.seconds for each in cycles])
+        elif draft.is_chain:
+            drafts[draft.drafter][batch][draft.depth] = interquartile_mean(propose)
+        else:
+            trees[draft.drafter][draft.tree][batch] = interquartile_mean(propose)
     values = {
         "passes": {
-            batch: {size: middle(own[size]) for size in sorted(own) if size == 1 or len(own[size]) >= _FEWEST}
+            batch: {
+                size: interquartile_mean(own[size]) for size in sorted(own) if size == 1 or len(own[size]) >= _FEWEST
+            }
             for batch, own in passes.items()
         },
         "drafts": {name: {batch: dict(own) for batch, own in by_batch.items()} for name, by_batch in drafts.items()},
         "trees": {name: {tree: dict(own) for tree, own in by_tree.items()} for name, by_tree in trees.items()},
-        "rest": {batch: middle(own) for batch, own in rest.items()},
+        "rest": {batch: interquartile_mean(own) for batch, own in rest.items()},
         "plain": plain,
     }
     validate(CycleCostTable, values)

@@ -145,7 +145,7 @@ def _by_depth(rows: Sequence[Mapping[str, Any]], batch: int) -> Plot:
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in own:
         if row["depth"]:
-            name = row["drafter"] if row["tree"] == f"chain-{row['depth']}" else f"{row['drafter']}, {row['tree']}"
+            name = row["drafter"] if row["is_chain"] else row["name"]
             curves.setdefault(name, []).append((row["depth"], row["tokens_per_second"]))
     title = f"Tokens per second by depth, {batch} at a time"
     said = [f"plain decoding {plain:.1f}"]

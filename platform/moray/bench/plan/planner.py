@@ -1,6 +1,6 @@
 """The plan: every drafter, tree and batch predicted, and the best of each batch."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,14 @@ import yaml
 
 from moray.bench.plan.configs import PlanConfig
 from moray.bench.plan.costs import CycleCostTable
-from moray.bench.plan.replayed import PLAIN, Draft, ReplayedDrafts, chain, read_replay
-from moray.bench.plan.throughput import Prediction, decode, expected
+from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedDrafts, chain, read_replay
+from moray.bench.plan.throughput import Prediction, expected, simulate
 from moray.drafters.configs import UsableConfig
 from moray.errors import ConfigError
 from moray.provenance import write_json_atomically
+
+Row = tuple[PlannedDraft, dict[str, Any]]
+"""What is drafted, and its prediction as in plan.json."""
 
 
 def plan(config: PlanConfig) -> dict[str, Any]:
@@ -23,31 +26,30 @@ def plan(config: PlanConfig) -> dict[str, Any]:
         ConfigError: a batch is beyond the costs, or a drafter has none.
     """
     costs = CycleCostTable.load(config.costs)
-    rows, best, entries = list[dict[str, Any]](), list[dict[str, Any]](), None
-    drafts: dict[str, Draft] = {}
     replayed = None
     if config.replay is not None:
         replayed = read_replay(config.replay, config.drafters, config.trees, config.num_continuations)
         check_batches(config, replayed)
-        entries = replayed.entries
+    batches: list[list[Row]] = []
     for batch in config.batches:
-        predicted = (
+        rows = list(
             _rows_of_rates(config, costs, batch) if replayed is None else all_rows(config, costs, replayed, batch)
         )
-        own = []
-        for draft, row in predicted:
-            drafts[draft.name] = draft
-            own.append(row)
-        plain = own[0]["tokens_per_second"]
-        for row in own:
+        plain = rows[0][1]["tokens_per_second"]
+        for _, row in rows:
             row["break_even_tau"] = row["tau"] * plain / row["tokens_per_second"]
-        rows += own
-        best.append(best_row(own))
-    result = {"rows": rows, "best": best, "machine": costs.machine, "settings": config.model_dump(mode="json")}
+        batches.append(rows)
+    best = [best_row(rows) for rows in batches]
+    result = {
+        "rows": [row for rows in batches for _, row in rows],
+        "best": [row for _, row in best],
+        "machine": costs.machine,
+        "settings": config.model_dump(mode="json"),
+    }
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     write_json_atomically(folder / "plan.json", result)
-    _write_best(folder / "best.yaml", best[0]["batch"], drafts[name_of(best[0])], entries)
+    _write_best(folder / "best.yaml", config.batches[0], best[0][0], None if replayed is None else replayed.entries)
     return result
 
 
@@ -65,19 +67,14 @@ def check_batches(config: PlanConfig, replayed: ReplayedDrafts) -> None:
         )
 
 
-def best_row(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def best_row(rows: Sequence[Row]) -> Row:
     """The row of most tokens per second; plain decoding is one of them."""
-    return max(rows, key=lambda row: row["tokens_per_second"])
+    return max(rows, key=lambda row: row[1]["tokens_per_second"])
 
 
-def name_of(row: Mapping[str, Any]) -> str:
-    """The same as `Draft.name`."""
-    return f"{row['drafter']}, {row['tree']}" if row["tree"] else row["drafter"]
-
-
-def predict(costs: CycleCostTable, replayed: ReplayedDrafts, draft: Draft, batch: int) -> dict[str, Any]:
+def predict(costs: CycleCostTable, replayed: ReplayedDrafts, draft: PlannedDraft, batch: int) -> dict[str, Any]:
     """One row."""
-    return _row(draft, batch, decode(costs, draft, batch, replayed.cycles(draft)))
+    return _row(draft, batch, simulate(costs, draft, batch, replayed.cycles(draft)))
 
 
 def depths_of(costs: CycleCostTable, drafter: str, most: int) -> Iterable[int]:
@@ -94,34 +91,32 @@ def depths_of(costs: CycleCostTable, drafter: str, most: int) -> Iterable[int]:
     return found
 
 
-def trees_of(costs: CycleCostTable, replayed: ReplayedDrafts, drafter: str) -> Iterator[Draft]:
-    """Trees of a drafter, all of which need costs.
+def trees_of(costs: CycleCostTable, replayed: ReplayedDrafts, drafter: str) -> Iterator[PlannedDraft]:
+    """The replayed trees of a drafter.
 
     Raises:
-        ConfigError: one has none.
+        ConfigError: a tree has no costs; names it.
     """
     for tree in replayed.trees[drafter]:
-        shape = tree.draft.shape
-        if shape is None or not costs.can_draft_tree(drafter, shape.name, shape.num_nodes):
+        shape = tree.shape
+        if not costs.can_draft_tree(drafter, shape.name, shape.num_nodes):
             raise ConfigError(
-                f"costs has no trees '{tree.draft.tree}' of '{drafter}', or no passes of so many tokens: measure both, "
-                "or give trees=[] to plan chains alone"
+                f"costs has no trees.{drafter}.{shape.name}, or no passes of {shape.num_nodes + 1} tokens: measure "
+                "both with `pipelines.plan costs`, or give trees=[] to plan chains alone"
             )
-        yield tree.draft
+        yield PlannedDraft(drafter, shape)
 
 
-def all_rows(
-    config: PlanConfig, costs: CycleCostTable, replayed: ReplayedDrafts, batch: int
-) -> Iterator[tuple[Draft, dict[str, Any]]]:
+def all_rows(config: PlanConfig, costs: CycleCostTable, replayed: ReplayedDrafts, batch: int) -> Iterator[Row]:
     """All rows of one batch, plain decoding first."""
     yield PLAIN, predict(costs, replayed, PLAIN, batch)
-    for name, deepest in replayed.depth.items():
+    for name, deepest in replayed.max_depths.items():
         drafts = [chain(name, depth) for depth in depths_of(costs, name, min(config.max_depth, deepest))]
         for draft in [*drafts, *trees_of(costs, replayed, name)]:
             yield draft, predict(costs, replayed, draft, batch)
 
 
-def _rows_of_rates(config: PlanConfig, costs: CycleCostTable, batch: int) -> Iterator[tuple[Draft, dict[str, Any]]]:
+def _rows_of_rates(config: PlanConfig, costs: CycleCostTable, batch: int) -> Iterator[Row]:
     yield PLAIN, _row(PLAIN, batch, expected(costs, PLAIN, batch, ()))
     for name in config.drafters or tuple(config.acceptance):
         if name not in config.acceptance:
@@ -134,12 +129,19 @@ def _rows_of_rates(config: PlanConfig, costs: CycleCostTable, batch: int) -> Ite
             yield draft, _row(draft, batch, expected(costs, draft, batch, rates))
 
 
-def _row(draft: Draft, batch: int, prediction: Prediction) -> dict[str, Any]:
-    about = {"drafter": draft.drafter, "tree": draft.tree, "depth": draft.depth, "batch": batch}
-    return about | asdict(prediction)
+def _row(draft: PlannedDraft, batch: int, prediction: Prediction) -> dict[str, Any]:
+    return {
+        "name": draft.name,
+        "drafter": draft.drafter,
+        "tree": draft.tree,
+        "depth": draft.depth,
+        "is_chain": draft.is_chain,
+        "batch": batch,
+        **asdict(prediction),
+    }
 
 
-def _write_best(path: Path, batch: int, best: Draft, entries: Mapping[str, str | UsableConfig] | None) -> None:
+def _write_best(path: Path, batch: int, best: PlannedDraft, entries: Mapping[str, str | UsableConfig] | None) -> None:
     """Settings of the best row of the first batch, to give to `pipelines.evaluate` after its own files."""
     if best.shape is None:
         text = f"# For {batch} at a time, plain decoding is the fastest: no drafter pays here.\n"

@@ -1,4 +1,4 @@
-"""What is drafted in a plan's cycles, and what a replay says of it."""
+"""Drafts that a plan compares, and their cycles as a replay recorded them. Knows acceptance, not costs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,12 @@ class ReplayedCycle(NamedTuple):
 
     nodes: int
     """Draft tokens that the pass verifies."""
-    accepted: int
     emitted: int
-    """Tokens of the answer."""
+    """Tokens that the cycle adds to the answer, the target's own included."""
 
 
 @dataclass(frozen=True)
-class Draft:
+class PlannedDraft:
     """What one row of a plan drafts in each cycle."""
 
     drafter: str
@@ -50,23 +49,23 @@ class Draft:
 
     @property
     def name(self) -> str:
-        """For tables and messages."""
+        """Drafter and tree, for tables and messages."""
         return self.drafter if self.shape is None else f"{self.drafter}, {self.tree}"
 
 
-PLAIN = Draft("plain", None)
+PLAIN = PlannedDraft("plain", None)
 
 
-def chain(drafter: str, depth: int) -> Draft:
+def chain(drafter: str, depth: int) -> PlannedDraft:
     """A chain of this depth."""
-    return Draft(drafter, ChainShape(type="chain", depth=depth))
+    return PlannedDraft(drafter, ChainShape(type="chain", depth=depth))
 
 
 @dataclass(frozen=True)
 class ReplayedTree:
     """A tree that is no chain, with its cycles in each continuation."""
 
-    draft: Draft
+    shape: AnyShape
     cycles: list[list[ReplayedCycle]]
 
 
@@ -77,26 +76,26 @@ class ReplayedDrafts:
     log: str
     entries: dict[str, str | UsableConfig]
     """By drafter: its folder, or its configuration."""
-    depth: dict[str, int]
-    """By drafter: depth up to which its chains were replayed."""
+    max_depths: dict[str, int]
+    """By drafter: the deepest chain that was replayed."""
     continuations: dict[str, list[ChainMatches]]
-    """By drafter."""
+    """By drafter: where its chains agree with each continuation."""
     trees: dict[str, list[ReplayedTree]]
-    """By drafter."""
+    """By drafter: its other trees."""
 
-    def cycles(self, draft: Draft) -> list[list[ReplayedCycle]]:
+    def cycles(self, draft: PlannedDraft) -> list[list[ReplayedCycle]]:
         """The cycles of each continuation. Those of plain decoding emit a token each."""
         if draft.shape is None:
             texts = next(iter(self.continuations.values()))
-            return [[ReplayedCycle(0, 0, 1)] * len(each.matched) for each in texts]
+            return [[ReplayedCycle(0, 1)] * len(each.matched) for each in texts]
         if draft.is_chain:
             return [cycles_of_chain(each, draft.depth) for each in self.continuations[draft.drafter]]
-        return next(each.cycles for each in self.trees[draft.drafter] if each.draft == draft)
+        return next(each.cycles for each in self.trees[draft.drafter] if each.shape == draft.shape)
 
 
 def cycles_of_chain(matches: ChainMatches, depth: int) -> list[ReplayedCycle]:
     """The cycles of chains of this depth in one continuation."""
-    return [ReplayedCycle(*each) for each in matches.cycles(depth)]
+    return [ReplayedCycle(nodes, emitted) for nodes, _, emitted in matches.cycles(depth)]
 
 
 def read_replay(
@@ -114,19 +113,42 @@ def read_replay(
         ConfigError: there is no such file, it has no chains of all depths, or a drafter or tree is not in it.
         DataError: it is damaged.
     """
+    found, settings = _parse(path)
+    _check_names(path, found, settings, drafters, trees)
+    chosen = drafters or tuple(found.continuations)
+    wanted = {shape.name for shape in settings.trees} if trees is None else set(trees)
+    cut = slice(num_continuations)
+    for name in chosen:
+        if not any(each.matched for each in found.continuations[name][cut]):
+            raise ConfigError(f"replay '{path}' has no continuation of two tokens or more: record longer answers")
+    return ReplayedDrafts(
+        found.log,
+        {name: found.entries[name] for name in chosen},
+        {name: found.max_depths[name] for name in chosen},
+        {name: found.continuations[name][cut] for name in chosen},
+        {
+            name: [
+                ReplayedTree(each.shape, each.cycles[cut]) for each in found.trees[name] if each.shape.name in wanted
+            ]
+            for name in chosen
+        },
+    )
+
+
+def _parse(path: str) -> tuple[ReplayedDrafts, ReplayConfig]:
+    """Everything in the file."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         chains, settings = found.get("chains", []), validate(ReplayConfig, found["settings"])
         names = [row["drafter"] for row in chains]
-        entries = dict(zip(names, settings.drafters, strict=True)) if chains else {}
-        depth = {row["drafter"]: int(row["depth"]) for row in chains}
-        continuations = {
-            row["drafter"]: [ChainMatches(**each) for each in row["continuations"]][:num_continuations]
-            for row in chains
-        }
-        rows = found.get("rows", [])
         shapes = {shape.name: shape for shape in settings.trees if not isinstance(shape, ChainShape)}
-        replayed = {name: _trees(name, rows, shapes, trees, num_continuations) for name in names}
+        drafts = ReplayedDrafts(
+            settings.log,
+            dict(zip(names, settings.drafters, strict=True)) if chains else {},
+            {row["drafter"]: int(row["depth"]) for row in chains},
+            {row["drafter"]: [ChainMatches(**each) for each in row["continuations"]] for row in chains},
+            {name: _trees_of(name, found.get("rows", []), shapes) for name in names},
+        )
     except OSError as error:
         raise ConfigError(
             f"replay '{path}' cannot be read ({error.strerror}); `pipelines.replay --json` makes one"
@@ -135,48 +157,40 @@ def read_replay(
         raise DataError(
             f"replay '{path}' is not what `pipelines.replay --json` writes ({one_line(str(error))}): replay again"
         ) from None
-    if len(shapes) < sum(not isinstance(shape, ChainShape) for shape in settings.trees):
+    return drafts, settings
+
+
+def _trees_of(drafter: str, rows: Sequence[dict[str, Any]], shapes: Mapping[str, AnyShape]) -> list[ReplayedTree]:
+    """The trees of one drafter."""
+    return [
+        ReplayedTree(
+            shapes[row["tree"]],
+            [
+                [ReplayedCycle(*each) for each in zip(text["nodes"], text["emitted"], strict=True)]
+                for text in row["cycles"]
+            ],
+        )
+        for row in rows
+        if row["drafter"] == drafter and row["tree"] in shapes
+    ]
+
+
+def _check_names(
+    path: str, found: ReplayedDrafts, settings: ReplayConfig, drafters: Sequence[str], trees: Sequence[str] | None
+) -> None:
+    """Refuse a file without chains, and drafters and trees that are not in it."""
+    shapes = [shape.name for shape in settings.trees if not isinstance(shape, ChainShape)]
+    if len(set(shapes)) < len(shapes):
         raise ConfigError(f"replay '{path}' has two trees of the same name: replay them one at a time")
-    if not chains:
+    if not found.continuations:
         raise ConfigError(f"replay '{path}' has no chains of all depths: replay with max_depth=8")
     for name in trees or ():
         if name not in shapes:
             known = ", ".join(shapes) or "none"
             raise ConfigError(f"trees has '{name}', replay '{path}' only {known}: name one of those, or replay it too")
     for name in drafters:
-        if name not in continuations:
+        if name not in found.continuations:
+            known = ", ".join(found.continuations)
             raise ConfigError(
-                f"drafters has '{name}', replay '{path}' only {', '.join(names)}: name one of those, or replay it too"
+                f"drafters has '{name}', replay '{path}' only {known}: name one of those, or replay it too"
             )
-    chosen = drafters or names
-    for name in chosen:
-        if not any(each.matched for each in continuations[name]):
-            raise ConfigError(f"replay '{path}' has no continuation of two tokens or more: record longer answers")
-    return ReplayedDrafts(
-        settings.log,
-        {name: entries[name] for name in chosen},
-        {name: depth[name] for name in chosen},
-        {name: continuations[name] for name in chosen},
-        {name: replayed[name] for name in chosen},
-    )
-
-
-def _trees(
-    drafter: str,
-    rows: Sequence[dict[str, Any]],
-    shapes: Mapping[str, AnyShape],
-    trees: Sequence[str] | None,
-    num_continuations: int | None,
-) -> list[ReplayedTree]:
-    """The trees of one drafter."""
-    found = []
-    for row in rows:
-        name = row["tree"]
-        if row["drafter"] != drafter or name not in shapes or (trees is not None and name not in trees):
-            continue
-        cycles = [
-            [ReplayedCycle(*each) for each in zip(text["nodes"], text["accepted"], text["emitted"], strict=True)]
-            for text in row["cycles"][:num_continuations]
-        ]
-        found.append(ReplayedTree(Draft(drafter, shapes[name]), cycles))
-    return found

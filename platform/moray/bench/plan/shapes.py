@@ -99,7 +99,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 @torch.inference_mode()
 def _chain(drafter: Drafter, context: int, depth: int) -> Callable[[], object]:
-    """Draft a chain after `context` tokens."""
+    """PlannedDraft a chain after `context` tokens."""
     state = drafter.new_state(context + depth + 1, depth)
     tokens = torch.arange(context, device=drafter.head.weight.device) % drafter.spec.vocab_size
     drafter.extend(state, tokens, {})

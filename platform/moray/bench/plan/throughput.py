@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moray.bench.plan.costs import CycleCostTable
-from moray.bench.plan.replayed import Draft, ReplayedCycle
+from moray.bench.plan.replayed import PlannedDraft, ReplayedCycle
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,10 @@ class Prediction:
     """Share of the time that drafting takes."""
 
 
-def draft_seconds(costs: CycleCostTable, draft: Draft, num_rows: int) -> float:
-    """Seconds of drafting once for each of `num_rows` sequences."""
-    if draft.shape is None or draft.is_chain:
-        return costs.draft_seconds(draft.drafter, num_rows, draft.depth)
-    return costs.tree_seconds(draft.drafter, draft.tree, num_rows)
-
-
-def decode(
-    costs: CycleCostTable, draft: Draft, batch: int, continuations: Sequence[Sequence[ReplayedCycle]]
+def simulate(
+    costs: CycleCostTable, draft: PlannedDraft, batch: int, continuations: Sequence[Sequence[ReplayedCycle]]
 ) -> Prediction:
-    """Decode the continuations, given by their cycles."""
+    """Predict decoding these continuations, which are given by their cycles, `batch` at a time."""
     waiting = deque(each for each in continuations if each)
     running: list[deque[ReplayedCycle]] = []
     seconds = drafting = 0.0
@@ -50,7 +43,7 @@ def decode(
         if draft.shape is None:
             seconds += costs.plain_seconds(count)
         else:
-            spent = draft_seconds(costs, draft, count)
+            spent = _draft_seconds(costs, draft, count)
             drafting += spent
             most = max(cycle.nodes for cycle in now)
             seconds += spent + costs.pass_seconds(count, most + 1) + costs.rest_seconds(count)
@@ -60,15 +53,28 @@ def decode(
     return Prediction(tokens / seconds, tokens / cycles, drafting / seconds)
 
 
-def expected(costs: CycleCostTable, draft: Draft, batch: int, rates: Sequence[float]) -> Prediction:
-    """The same for a full batch with chains, from how often tokens of depth 1, 2, ... are accepted if all before them
-    were."""
+def expected(costs: CycleCostTable, draft: PlannedDraft, batch: int, rates: Sequence[float]) -> Prediction:
+    """Predict a full batch of chains from rates of acceptance.
+
+    Args:
+        costs: seconds of a cycle's parts.
+        draft: a chain, or plain decoding.
+        batch: number of sequences.
+        rates: how often tokens of depth 1, 2, ... are accepted if all before them were.
+    """
     if draft.shape is None:
         return Prediction(batch / costs.plain_seconds(batch), 1.0, 0.0)
     tau, survival = 1.0, 1.0
     for rate in rates[: draft.depth]:
         survival *= rate
         tau += survival
-    spent = draft_seconds(costs, draft, batch)
+    spent = _draft_seconds(costs, draft, batch)
     seconds = spent + costs.pass_seconds(batch, draft.depth + 1) + costs.rest_seconds(batch)
     return Prediction(batch * tau / seconds, tau, spent / seconds)
+
+
+def _draft_seconds(costs: CycleCostTable, draft: PlannedDraft, num_rows: int) -> float:
+    """Seconds of drafting once for each of `num_rows` sequences."""
+    if draft.is_chain:
+        return costs.draft_seconds(draft.drafter, num_rows, draft.depth)
+    return costs.tree_seconds(draft.drafter, draft.tree, num_rows)

@@ -47,6 +47,13 @@ def layer_state(
     return state | ({"input_norm.weight": read("input_layernorm.weight")} if has_input_norm else {})
 
 
+def cross_layer_state(read: Callable[[str], Tensor], head_dim: int) -> dict[str, Float[Tensor, "*any"]]:
+    """As `layer_state`, for our `CrossAttentionLayer`: queries apart from keys and values."""
+    state = layer_state(read, head_dim)
+    qkv, num_rows = state.pop("attention.qkv_proj.weight"), len(read("self_attn.q_proj.weight"))
+    return state | {"attention.q_proj.weight": qkv[:num_rows], "attention.kv_proj.weight": qkv[num_rows:]}
+
+
 @torch.no_grad()
 def layer_tensors(layer: SelfAttentionLayer) -> dict[str, Tensor]:
     """A layer's weights by their names in `LAYER_TENSORS`: the reverse of `layer_state`."""

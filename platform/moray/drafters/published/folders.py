@@ -66,10 +66,11 @@ def read_published(source: Path, head: TargetHead, target_layers: int | None = N
     Args:
         source: the folder.
         head: of the target, with as many of its last layers as the drafter runs.
-        target_layers: how many those are, for a MoA drafter.
+        target_layers: number of the target's last layers that a MoA drafter runs; None for any other drafter.
 
     Raises:
-        ConfigError: it belongs to a target of other sizes, or `target_layers` is missing or not wanted.
+        ConfigError: it belongs to a target of other sizes, or `target_layers` is missing for a MoA drafter or given for
+            another one.
         DataError: nothing of the kind is there, it is damaged, or it has parts that are not supported.
     """
     name = str(source)
@@ -126,15 +127,15 @@ def _check_embeddings(tensors: Tensors, head: TargetHead, source: str) -> None:
 def _configure(
     described: Mapping[str, Any], tensors: Tensors, spec: TargetSpec, name: str, target_layers: int | None
 ) -> DrafterConfigBase:
-    is_moa = any(key.startswith(moa.MEMORY) for key in tensors.names)
-    if is_moa != (target_layers is not None):
+    is_moa = any(key.startswith(moa.CROSS_ATTENTION) for key in tensors.names)
+    if is_moa and target_layers is None:
         raise ConfigError(
-            f"source '{name}' is a MoA drafter, whose folder does not say how many of the target's last layers it runs "
-            "(N): give target_layers, 0 if it was trained without"
-            if is_moa
-            else f"target_layers is {target_layers}, but source '{name}' is no MoA drafter: leave it out"
+            f"target_layers is not given, but source '{name}' is a MoA drafter, whose folder does not say how many of "
+            "the target's last layers it runs: give target_layers=N, 0 if it runs none"
         )
     if target_layers is not None:
+        if not is_moa:
+            raise ConfigError(f"target_layers is {target_layers}, but source '{name}' is no MoA drafter: leave it out")
         return moa.configure(described, spec, name, tensors, target_layers)
     if any(key.startswith("midlayer.") for key in tensors.names):
         return eagle3.configure(described, spec, name)

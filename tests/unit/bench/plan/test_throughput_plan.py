@@ -9,8 +9,8 @@ import yaml
 from moray.bench.plan.configs import PlanConfig
 from moray.bench.plan.costs import CycleCostTable
 from moray.bench.plan.planner import plan
-from moray.bench.plan.replayed import PLAIN, Draft, ReplayedCycle, chain, cycles_of_chain
-from moray.bench.plan.throughput import decode, expected
+from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedCycle, chain, cycles_of_chain
+from moray.bench.plan.throughput import expected, simulate
 from moray.bench.replay.chains import ChainMatches, tau_of_chains
 from moray.config import validate
 from moray.errors import ConfigError, DataError
@@ -23,7 +23,7 @@ COSTS = {
     "rest": {1: 0.1},
 }
 TEXT = ChainMatches("a", [2, 0, 0, 3, 1, 0], [3, 3, 3, 3, 3, 0])
-PLAIN_TEXT = [ReplayedCycle(0, 0, 1)] * 6
+PLAIN_TEXT = [ReplayedCycle(0, 1)] * 6
 TREE = {"type": "dynamic", "depth": 2, "breadth": 2, "nodes": 3}
 
 
@@ -53,22 +53,22 @@ def test_a_batch_costs_what_its_sequences_cost_cycle_by_cycle():
     table = {"passes": {1: {1: 1.0, 2: 1.5}, 2: {1: 1.2, 2: 2.0}}, "drafts": {"moa": {1: {1: 0.5}, 2: {1: 0.75}}}}
     costs = validate(CycleCostTable, table)
     short = ChainMatches("b", [1, 0], [1, 1])
-    alone = decode(costs, chain("moa", 1), 1, [cycles_of_chain(short, 1)])
+    alone = simulate(costs, chain("moa", 1), 1, [cycles_of_chain(short, 1)])
     assert alone.tokens_per_second == pytest.approx(2 / (0.5 + 1.5))
     assert alone.tau == 2
     texts = [cycles_of_chain(each, 1) for each in (TEXT, short)]
-    both = decode(costs, chain("moa", 1), 2, texts)  # 1 cycle of two, 3 of one, the last of them without a draft
+    both = simulate(costs, chain("moa", 1), 2, texts)  # 1 cycle of two, 3 of one, the last of them without a draft
     seconds = (0.75 + 2.0) + 2 * (0.5 + 1.5) + (0.5 + 1.0)
     assert both.tokens_per_second == pytest.approx(8 / seconds)
     assert both.draft_share == pytest.approx((0.75 + 3 * 0.5) / seconds)
-    plainly = decode(costs, PLAIN, 1, [PLAIN_TEXT])
+    plainly = simulate(costs, PLAIN, 1, [PLAIN_TEXT])
     assert (plainly.tokens_per_second, plainly.tau, plainly.draft_share) == (1.0, 1.0, 0.0)
 
 
 def test_plain_decoding_has_costs_of_its_own():
     costs = validate(CycleCostTable, COSTS | {"plain": {1: 0.5, 3: 0.9}})
     assert costs.plain_seconds(2) == pytest.approx(0.7)
-    assert decode(costs, PLAIN, 1, [PLAIN_TEXT]).tokens_per_second == 2.0
+    assert simulate(costs, PLAIN, 1, [PLAIN_TEXT]).tokens_per_second == 2.0
     assert expected(costs, PLAIN, 1, ()).tokens_per_second == 2.0
     assert validate(CycleCostTable, COSTS).plain_seconds(1) == 1.0 + 0.1, "a pass of one token, and the rest"
 
@@ -83,8 +83,8 @@ def test_a_tree_costs_its_nodes_and_what_drafting_it_takes():
     costs = validate(
         CycleCostTable, COSTS | {"trees": {"moa": {"dynamic-2x2-3": {1: 0.75}}}, "passes": {1: {1: 1, 5: 3}}}
     )
-    draft = Draft("moa", validate(DynamicShape, TREE))
-    found = decode(costs, draft, 1, [[ReplayedCycle(3, 2, 3), ReplayedCycle(1, 0, 1)]])
+    draft = PlannedDraft("moa", validate(DynamicShape, TREE))
+    found = simulate(costs, draft, 1, [[ReplayedCycle(3, 3), ReplayedCycle(1, 1)]])
     assert found.tokens_per_second == pytest.approx(4 / (2 * (0.75 + 0.1) + 2.5 + 1.5))
     assert found.tau == 2
     assert costs.can_draft_tree("moa", "dynamic-2x2-3", 4)
@@ -112,8 +112,10 @@ def test_trees_of_a_replay_are_planned_beside_its_chains(tmp_path):
     best = yaml.safe_load((tmp_path / "plan" / "best.yaml").read_text())
     assert best == {"trees": [TREE], "drafters": ["runs/moa"]}
     assert len(planned(tmp_path, costs, trees=[], **replay)["rows"]) == 3
-    with pytest.raises(ConfigError, match=r"costs has no trees 'dynamic-2x2-3' of 'moa', .* or give trees=\[\]"):
+    with pytest.raises(ConfigError, match=r"costs has no trees.moa.dynamic-2x2-3, .* or give trees=\[\]"):
         planned(tmp_path, **replay)
+    with pytest.raises(ConfigError, match="but acceptance describes chains alone"):
+        planned(tmp_path, costs, trees=["fixed-2"], acceptance={"moa": [0.5]})
     with pytest.raises(ConfigError, match=r"trees has 'fixed-2', replay .* only dynamic-2x2-3: name one of those"):
         planned(tmp_path, costs, trees=["fixed-2"], **replay)
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino
@@ -31,9 +32,9 @@ def load(settings: Settings) -> tuple[str, Prepare]:
             mask = openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64))
             output = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), config)
             tokens = [int(token) for token in output.tokens[0]]
-            if row.drafter is None:
+            if row.drafter in (None, "prompt-lookup"):  # it does not say which passes had something looked up
                 return Drafted(tokens)
-            sizes = list(output.perf_metrics.raw_metrics.m_batch_sizes)[1:]  # tokens by pass, without the prompt's
+            sizes = list(output.perf_metrics.raw_metrics.m_batch_sizes)[1:]  # tokens of each pass but the prompt's
             return Drafted(tokens, len(sizes), sum(sizes) - len(sizes))
 
         return answer
@@ -55,7 +56,8 @@ def _pipeline(row: PeerRow, settings: Settings) -> openvino_genai.LLMPipeline:
     if row.drafter == "prompt-lookup":
         options["prompt_lookup"] = True
     elif row.drafter is not None:
-        _check_layers(row.drafter, settings.model)
+        if _is_eagle3(row.drafter):
+            _check_eagle3_layers(row.drafter, settings.model)
         options["draft_model"] = openvino_genai.draft_model(_exported(row.drafter, settings.work), "CPU")
     return openvino_genai.LLMPipeline(_exported(settings.model, settings.work), "CPU", **options)
 
@@ -72,7 +74,7 @@ def _config(row: PeerRow, settings: Settings) -> openvino_genai.GenerationConfig
     return config
 
 
-def _config_of(folder: str) -> dict[str, object]:
+def _config_of(folder: str) -> dict[str, Any]:
     return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
 
 
@@ -80,14 +82,15 @@ def _is_eagle3(folder: str) -> bool:
     return _config_of(folder).get("architectures") == [_EAGLE3]
 
 
-def _check_layers(drafter: str, target: str) -> None:
+def _check_eagle3_layers(drafter: str, target: str) -> None:
     """Refuse an EAGLE-3 head that reads other hidden states than GenAI gives it by default."""
-    if not _is_eagle3(drafter):
-        return
-    total = int(str(_config_of(target)["num_hidden_layers"]))
-    read, given = _config_of(drafter)["eagle_aux_hidden_state_layer_ids"], [2, total // 2, total - 3]
+    total = _config_of(target)["num_hidden_layers"]
+    read, given = _config_of(drafter).get("eagle_aux_hidden_state_layer_ids"), [2, total // 2, total - 3]
     if read != given:
-        raise ValueError(f"OpenVINO GenAI gives hidden states after {given} layers, and {drafter} reads {read}")
+        raise ValueError(
+            f"drafter '{drafter}' has eagle_aux_hidden_state_layer_ids {read}; OpenVINO GenAI accepts {given} for this "
+            "target: train an EAGLE-3 that reads those layers"
+        )
 
 
 def _exported(model: str, work: str) -> str:
@@ -108,7 +111,7 @@ def _exported(model: str, work: str) -> str:
             "--weight-format",
             "fp32",
         ]
-        if _is_eagle3(model):  # its code is a file of optimum-intel, which calls it remote code; ours has none
+        if _is_eagle3(model):  # makes optimum-intel load its own code for EAGLE-3; our exports contain none
             words.append("--trust-remote-code")
         subprocess.run([str(tool), *words, str(made)], check=True)
         made.rename(folder)
