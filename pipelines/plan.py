@@ -27,6 +27,8 @@ def main(config: PlanConfig) -> None:
     result = plan(config)
     write_plan_page(Path(config.output) / "report.html", result)
     print_plan(result, open_console())
+    if result["not_planned"]:
+        print(f"not planned, because costs has no trees of this kind: {'; '.join(result['not_planned'])}")
     print(f"plan: {config.output}")
 
 

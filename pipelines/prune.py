@@ -18,6 +18,7 @@ def main(config: PruneConfig) -> None:
 
     from moray.activations.format.manifest import read_manifest
     from moray.activations.format.store import CacheStore
+    from moray.activations.reading.chats import chat_tokens
     from moray.activations.reading.token_counts import token_counts
     from moray.cluster.training.resume import check_same_target
     from moray.distill.pruning.prune import check_prunable, prune
@@ -26,12 +27,12 @@ def main(config: PruneConfig) -> None:
 
     spec, store = check_prunable(config), CacheStore(config.activations)
     check_same_target(read_manifest(store), spec, config.activations, config.target)
-    parts = sorted(store.names("tokens", ".parquet"))
-    every = (chat.as_py() for name in parts for chat in store.read_table(f"tokens/{name}", ["tokens"]).column("tokens"))
     counts = torch.from_numpy(token_counts(store, spec.vocab_size))
     fingerprint = ChatTokenizer.load(config.target.model, config.target.template).fingerprint
     with Progress("measure importance", config.num_chats, unit="chats") as progress:
-        layers = prune(config, islice(every, config.num_chats), counts, fingerprint, lambda: progress.advance(1))
+        layers = prune(
+            config, islice(chat_tokens(store), config.num_chats), counts, fingerprint, lambda: progress.advance(1)
+        )
     print(f"pruned: {config.output} (layers {', '.join(map(str, layers))} of {spec.num_layers})")
 
 

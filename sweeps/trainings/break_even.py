@@ -1,9 +1,12 @@
 """The tau at which each trial's drafts would pay, measured before anything trains.
 
-What a cycle costs depends on the sizes of a drafter, not on its weights ("Decoding Speculative Decoding", arXiv
+What a draft costs depends on the sizes of a drafter, not on its weights ("Decoding Speculative Decoding", arXiv
 2402.01528), so drafters with random weights are timed beside plain decoding while the machine is otherwise idle:
 
     tau to break even = seconds of a cycle with drafts / seconds of a plain one
+
+Hardly any random draft is accepted, so the drafter reads about one verified token per cycle. It is a lower bound for
+drafters that read more of them.
 """
 
 import json
@@ -81,7 +84,7 @@ def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> 
     target_config = trials[0].target.model_copy(update={"device": device})
     questions, tokenizer, target = load_target(decoding.evaluation(target_config, ("untrained",)))
     capacity = min(decoding.max_context, target.spec.max_positions)
-    texts = first_prompts(questions, tokenizer, capacity - 1, decoding.questions)
+    texts = first_prompts(questions, tokenizer, capacity - decoding.max_new_tokens, decoding.questions)
     prompts = [texts[number % len(texts)] for number in range(decoding.batch_size)]
     plain: list[Cycle] = []
     drafted: dict[str, list[Cycle]] = {drafter_key(config): [] for config in trials}

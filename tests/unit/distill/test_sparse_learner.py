@@ -18,6 +18,7 @@ from moray.distill.configs import AdamWConfig, LinearSchedule, LossConfig, Train
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Replicas
+from moray.distill.sparse.calibrate import measure_share
 from moray.distill.sparse.configs import SparseConfig
 from moray.distill.sparse.evicted_attention import attend_evicted
 from moray.distill.sparse.learner import SparseLearner
@@ -78,6 +79,29 @@ def test_the_merged_target_computes_what_was_trained(tiny, tmp_path, num_bits, m
     assert found.routes is not None
     assert 0.3 < found.routes[1:].float().mean() < 0.95
     torch.testing.assert_close(found.last[0], trained, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("num_bits", [None, 4])
+def test_routers_are_shifted_until_the_share_is_met(tiny, tmp_path, num_bits, monkeypatch):
+    """As trained, the routers of this target run most layers; calibrated on some chats, others get the share too."""
+    config = SPARSE.model_copy(update={"router_bits": num_bits, "share": 0.7})
+    learner = learner_of(tiny, config, spread=30.0).eval()
+    monkeypatch.setattr("moray.distill.sparse.merge.ChatTokenizer", NoTokenizer)
+    chats = [tiny.prompt(seed, 60) for seed in range(12)]
+    for name, own in (("trained", ()), ("calibrated", chats[:8])):
+        write_sparse_target(tmp_path / name, tiny.config, config, learner, own)
+    trained, calibrated = (
+        Target.load(TargetConfig(model=str(tmp_path / name), device="cpu")) for name in ("trained", "calibrated")
+    )
+    assert isinstance(trained, SparseTarget)
+    assert isinstance(calibrated, SparseTarget)
+    assert abs(measure_share(trained, chats[8:]) - 0.7) > 0.06
+    assert measure_share(calibrated, chats[:8]) == pytest.approx(0.7, abs=0.01)
+    assert measure_share(calibrated, chats[8:]) == pytest.approx(0.7, abs=0.06)
+    shifts = {float((calibrated.routers[n].outer.bias - router.outer.bias)[1]) for n, router in trained.routers.items()}
+    assert max(shifts) - min(shifts) < 1e-5, "all by the same constant"
+    for n, router in trained.routers.items():
+        assert torch.equal(router.outer.weight, calibrated.routers[n].outer.weight)
 
 
 class NoTokenizer:

@@ -55,7 +55,7 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
     drafts = [PLAIN]
     for name, deepest in replayed.max_depths.items():
         drafts += [chain(name, depth) for depth in config.depths if depth <= min(config.max_depth, deepest)]
-        drafts += trees_of(costs, replayed, name)
+        drafts += trees_of(config, costs, replayed, name)
     wanted = [(draft, batch) for draft in drafts for batch in config.batches]
     wanted += [choice for choice in _choices(config, costs, replayed) if choice not in wanted]
     rows = [predict(costs, replayed, *size) for size in wanted]  # before anything is loaded, for this may fail

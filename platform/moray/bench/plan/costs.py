@@ -10,6 +10,7 @@ rest: {1: 0.001}        everything else in a cycle, by sequences; left out for n
 plain: {1: 0.021}       a whole cycle of plain decoding, by sequences; left out for a pass of one token and the rest
 """
 
+import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from pydantic import Field, field_validator
 from moray.config import Config, validate
 from moray.errors import ConfigError
 from moray.explain import one_line
+from moray.trees.shapes import AnyShape, SparseShape
 
 _Size = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]
@@ -42,7 +44,7 @@ class CycleCostTable(Config):
     drafts: dict[str, dict[_Size, _BySize]] = Field(default_factory=dict)
     """Chains, with what the drafter reads of the last cycle: by drafter, number of sequences, tokens of the chain."""
     trees: dict[str, dict[str, _BySize]] = Field(default_factory=dict)
-    """Trees that are no chains: by drafter, name of the tree, number of sequences."""
+    """Trees that are no chains: by drafter, key of the tree (`tree_key`), number of sequences."""
     rest: _BySize = Field(default_factory=dict)
     """Everything else in a cycle, by number of sequences."""
     plain: _BySize = Field(default_factory=dict)
@@ -111,13 +113,13 @@ class CycleCostTable(Config):
             lambda own: _at(own, depth, f"drafts.{drafter}, tokens"),
         )
 
-    def tree_seconds(self, drafter: str, tree: str, num_rows: int) -> float:
+    def tree_seconds(self, drafter: str, shape: AnyShape, num_rows: int) -> float:
         """Seconds of drafting this tree once for each of `num_rows` sequences.
 
         Raises:
             ConfigError: the drafter or the tree is not there, or that is larger than any size in the file.
         """
-        own = self.trees.get(drafter, {})
+        own, tree = self.trees.get(drafter, {}), tree_key(shape)
         if tree not in own:
             known = ", ".join(own) or "none"
             raise ConfigError(
@@ -139,9 +141,10 @@ class CycleCostTable(Config):
             return self.pass_seconds(num_rows, 1) + self.rest_seconds(num_rows)
         return _at(self.plain, num_rows, "plain, sequences")
 
-    def can_draft_tree(self, drafter: str, tree: str, num_nodes: int) -> bool:
+    def can_draft_tree(self, drafter: str, shape: AnyShape) -> bool:
         """Whether this tree has costs, drafts and passes alike."""
-        return tree in self.trees.get(drafter, {}) and all(max(own) > num_nodes for own in self.passes.values())
+        has_passes = all(max(own) > shape.num_nodes for own in self.passes.values())
+        return has_passes and tree_key(shape) in self.trees.get(drafter, {})
 
     def can_draft(self, drafter: str, depth: int) -> bool:
         """Whether chains of this depth have costs, drafts and passes alike."""
@@ -151,6 +154,13 @@ class CycleCostTable(Config):
             and all(max(own) >= depth for own in drafts.values())
             and all(max(own) >= depth + 1 for own in self.passes.values())
         )
+
+
+def tree_key(shape: AnyShape) -> str:
+    """Name of a tree, which for a sparse one also tells its paths: `sparse-26` may be any of 26 nodes."""
+    if not isinstance(shape, SparseShape):
+        return shape.name
+    return f"{shape.name}-{hashlib.sha256(repr(shape.paths).encode()).hexdigest()[:6]}"
 
 
 def _at(points: Mapping[int, float], size: int, what: str) -> float:

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from moray.bench.plan.configs import CostsConfig, PlanCheckConfig
-from moray.bench.plan.costs import CycleCostTable
+from moray.bench.plan.costs import CycleCostTable, tree_key
 from moray.bench.plan.cycles import Cycle, interquartile_mean, time_cycles
 from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedDrafts, chain, read_replay
 from moray.bench.recording import check_writable
@@ -122,7 +122,7 @@ def _table(found: dict[tuple[PlannedDraft, int], list[Cycle]]) -> dict[str, Any]
         elif draft.is_chain:
             drafts[draft.drafter][batch][draft.depth] = interquartile_mean(propose)
         else:
-            trees[draft.drafter][draft.tree][batch] = interquartile_mean(propose)
+            trees[draft.drafter][tree_key(draft.shape)][batch] = interquartile_mean(propose)
     values = {
         "passes": {
             batch: {

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from moray.bench.plan.configs import PlanConfig
-from moray.bench.plan.costs import CycleCostTable
+from moray.bench.plan.costs import CycleCostTable, tree_key
 from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedDrafts, chain, read_replay
 from moray.bench.plan.throughput import Prediction, expected, simulate
 from moray.drafters.configs import UsableConfig
@@ -40,7 +40,9 @@ def plan(config: PlanConfig) -> dict[str, Any]:
             row["break_even_tau"] = row["tau"] * plain / row["tokens_per_second"]
         batches.append(rows)
     best = [best_row(rows) for rows in batches]
+    planned = {row["name"] for rows in batches for _, row in rows}
     result = {
+        "not_planned": [name for name in _names_of_trees(replayed) if name not in planned],
         "rows": [row for rows in batches for _, row in rows],
         "best": [row for _, row in best],
         "machine": costs.machine,
@@ -51,6 +53,11 @@ def plan(config: PlanConfig) -> dict[str, Any]:
     write_json_atomically(folder / "plan.json", result)
     _write_best(folder / "best.yaml", config.batches[0], best[0][0], None if replayed is None else replayed.entries)
     return result
+
+
+def _names_of_trees(replayed: ReplayedDrafts | None) -> list[str]:
+    trees = {} if replayed is None else replayed.trees
+    return [PlannedDraft(name, tree.shape).name for name, own in trees.items() for tree in own]
 
 
 def check_batches(config: PlanConfig, replayed: ReplayedDrafts) -> None:
@@ -91,20 +98,23 @@ def depths_of(costs: CycleCostTable, drafter: str, most: int) -> Iterable[int]:
     return found
 
 
-def trees_of(costs: CycleCostTable, replayed: ReplayedDrafts, drafter: str) -> Iterator[PlannedDraft]:
-    """The replayed trees of a drafter.
+def trees_of(
+    config: PlanConfig, costs: CycleCostTable, replayed: ReplayedDrafts, drafter: str
+) -> Iterator[PlannedDraft]:
+    """The replayed trees of a drafter that have costs.
 
     Raises:
-        ConfigError: a tree has no costs; names it.
+        ConfigError: a tree that `config.trees` names has none.
     """
     for tree in replayed.trees[drafter]:
         shape = tree.shape
-        if not costs.can_draft_tree(drafter, shape.name, shape.num_nodes):
+        if costs.can_draft_tree(drafter, shape):
+            yield PlannedDraft(drafter, shape)
+        elif config.trees is not None:
             raise ConfigError(
-                f"costs has no trees.{drafter}.{shape.name}, or no passes of {shape.num_nodes + 1} tokens: measure "
-                "both with `pipelines.plan costs`, or give trees=[] to plan chains alone"
+                f"costs has no trees.{drafter}.{tree_key(shape)}, or no passes of {shape.num_nodes + 1} tokens: "
+                "measure both with `pipelines.plan costs`, or leave the tree out of trees"
             )
-        yield PlannedDraft(drafter, shape)
 
 
 def all_rows(config: PlanConfig, costs: CycleCostTable, replayed: ReplayedDrafts, batch: int) -> Iterator[Row]:
@@ -112,7 +122,7 @@ def all_rows(config: PlanConfig, costs: CycleCostTable, replayed: ReplayedDrafts
     yield PLAIN, predict(costs, replayed, PLAIN, batch)
     for name, deepest in replayed.max_depths.items():
         drafts = [chain(name, depth) for depth in depths_of(costs, name, min(config.max_depth, deepest))]
-        for draft in [*drafts, *trees_of(costs, replayed, name)]:
+        for draft in [*drafts, *trees_of(config, costs, replayed, name)]:
             yield draft, predict(costs, replayed, draft, batch)
 
 

@@ -161,7 +161,7 @@ def _parse(path: str) -> tuple[ReplayedDrafts, ReplayConfig]:
 
 
 def _trees_of(drafter: str, rows: Sequence[dict[str, Any]], shapes: Mapping[str, AnyShape]) -> list[ReplayedTree]:
-    """The trees of one drafter."""
+    """The trees of one drafter; replays of earlier versions do not say how many nodes their cycles had."""
     return [
         ReplayedTree(
             shapes[row["tree"]],
@@ -171,7 +171,7 @@ def _trees_of(drafter: str, rows: Sequence[dict[str, Any]], shapes: Mapping[str,
             ],
         )
         for row in rows
-        if row["drafter"] == drafter and row["tree"] in shapes
+        if row["drafter"] == drafter and row["tree"] in shapes and all("nodes" in text for text in row["cycles"])
     ]
 
 
@@ -184,9 +184,10 @@ def _check_names(
         raise ConfigError(f"replay '{path}' has two trees of the same name: replay them one at a time")
     if not found.continuations:
         raise ConfigError(f"replay '{path}' has no chains of all depths: replay with max_depth=8")
+    replayed = {each.shape.name for own in found.trees.values() for each in own}
     for name in trees or ():
-        if name not in shapes:
-            known = ", ".join(shapes) or "none"
+        if name not in replayed:
+            known = ", ".join(replayed) or "none"
             raise ConfigError(f"trees has '{name}', replay '{path}' only {known}: name one of those, or replay it too")
     for name in drafters:
         if name not in found.continuations:

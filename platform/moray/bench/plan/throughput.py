@@ -75,6 +75,7 @@ def expected(costs: CycleCostTable, draft: PlannedDraft, batch: int, rates: Sequ
 
 def _draft_seconds(costs: CycleCostTable, draft: PlannedDraft, num_rows: int) -> float:
     """Seconds of drafting once for each of `num_rows` sequences."""
+    assert draft.shape is not None
     if draft.is_chain:
         return costs.draft_seconds(draft.drafter, num_rows, draft.depth)
-    return costs.tree_seconds(draft.drafter, draft.tree, num_rows)
+    return costs.tree_seconds(draft.drafter, draft.shape, num_rows)

@@ -1,7 +1,10 @@
 """Turns a finished run of pipelines.sparsify into a target."""
 
+from itertools import islice
 from pathlib import Path
 
+from moray.activations.format.store import CacheStore
+from moray.activations.reading.chats import chat_tokens
 from moray.cluster.training.configs import SparsifyConfig
 from moray.distill.sparse.learner import SparseLearner
 from moray.distill.sparse.merge import write_sparse_target
@@ -19,5 +22,6 @@ def write_target(config: SparsifyConfig) -> None:
     folder = Path(config.output)
     learner = SparseLearner(config.sparse, TargetHead.load(config.target, config.num_head_layers))
     load_weights(folder, learner)
+    chats = list(islice(chat_tokens(CacheStore(config.activations)), config.sparse.calibration_chats))
     with Progress("write the sparse target"):
-        write_sparse_target(folder, config.target, config.sparse, learner)
+        write_sparse_target(folder, config.target, config.sparse, learner, chats)

@@ -42,6 +42,10 @@ def configure(
             f"source '{source}' has no tensors layer_self_attention.*, and MoA without layer self-attention is not "
             "supported: give a drafter that was trained with it"
         )
+    if config.get("hidden_act", "silu") != "silu":
+        raise DataError(
+            f"source '{source}': its config.json has hidden_act {config['hidden_act']!r}; 'silu' is accepted"
+        )
     num_heads = integer(config, "num_attention_heads", source)
     widths = {
         LAYER_SELF_ATTENTION: (spec.kv_width, max(1, spec.kv_width // num_heads)),

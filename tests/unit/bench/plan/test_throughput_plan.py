@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from moray.bench.plan.configs import PlanConfig
-from moray.bench.plan.costs import CycleCostTable
+from moray.bench.plan.costs import CycleCostTable, tree_key
 from moray.bench.plan.planner import plan
 from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedCycle, chain, cycles_of_chain
 from moray.bench.plan.throughput import expected, simulate
@@ -15,7 +15,7 @@ from moray.bench.replay.chains import ChainMatches, tau_of_chains
 from moray.config import validate
 from moray.errors import ConfigError, DataError
 from moray.provenance import read_json
-from moray.trees.shapes import DynamicShape
+from moray.trees.shapes import DynamicShape, SparseShape
 
 COSTS = {
     "passes": {1: {1: 1.0, 3: 2.0}, 3: {1: 2.0, 3: 4.0}},
@@ -87,10 +87,15 @@ def test_a_tree_costs_its_nodes_and_what_drafting_it_takes():
     found = simulate(costs, draft, 1, [[ReplayedCycle(3, 3), ReplayedCycle(1, 1)]])
     assert found.tokens_per_second == pytest.approx(4 / (2 * (0.75 + 0.1) + 2.5 + 1.5))
     assert found.tau == 2
-    assert costs.can_draft_tree("moa", "dynamic-2x2-3", 4)
-    assert not costs.can_draft_tree("moa", "dynamic-2x2-3", 5), "there are no passes of 6 tokens"
+    assert costs.can_draft_tree("moa", validate(DynamicShape, TREE))
+    assert not costs.can_draft_tree("moa", validate(DynamicShape, TREE | {"nodes": 5})), (
+        "there are no passes of 6 tokens"
+    )
+    sparse = [validate(SparseShape, {"type": "sparse", "paths": paths}) for paths in ([[0], [1]], [[0], [0, 0]])]
+    assert [shape.name for shape in sparse] == ["sparse-2"] * 2
+    assert tree_key(sparse[0]) != tree_key(sparse[1])
     with pytest.raises(ConfigError, match=r"costs.trees has no 'dynamic-2x2-3' of 'glide' \(there are: none\)"):
-        costs.tree_seconds("glide", "dynamic-2x2-3", 1)
+        costs.tree_seconds("glide", validate(DynamicShape, TREE), 1)
 
 
 def test_trees_of_a_replay_are_planned_beside_its_chains(tmp_path):
@@ -112,8 +117,10 @@ def test_trees_of_a_replay_are_planned_beside_its_chains(tmp_path):
     best = yaml.safe_load((tmp_path / "plan" / "best.yaml").read_text())
     assert best == {"trees": [TREE], "drafters": ["runs/moa"]}
     assert len(planned(tmp_path, costs, trees=[], **replay)["rows"]) == 3
-    with pytest.raises(ConfigError, match=r"costs has no trees.moa.dynamic-2x2-3, .* or give trees=\[\]"):
-        planned(tmp_path, **replay)
+    without = planned(tmp_path, **replay)
+    assert (len(without["rows"]), without["not_planned"]) == (3, ["moa, dynamic-2x2-3"])
+    with pytest.raises(ConfigError, match=r"costs has no trees.moa.dynamic-2x2-3, .* or leave the tree out of trees"):
+        planned(tmp_path, trees=["dynamic-2x2-3"], **replay)
     with pytest.raises(ConfigError, match="but acceptance describes chains alone"):
         planned(tmp_path, costs, trees=["fixed-2"], acceptance={"moa": [0.5]})
     with pytest.raises(ConfigError, match=r"trees has 'fixed-2', replay .* only dynamic-2x2-3: name one of those"):

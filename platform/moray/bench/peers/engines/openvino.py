@@ -17,7 +17,7 @@ import openvino_genai
 from moray.bench.peers.answering import Answer, Drafted, PeerRow, Prepare, Settings, answer_from
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
-_EAGLE3 = "LlamaForCausalLMEagle3"
+_EAGLE3, _LAYER_IDS = "LlamaForCausalLMEagle3", "eagle_aux_hidden_state_layer_ids"
 
 
 def load(settings: Settings) -> tuple[str, Prepare]:
@@ -85,17 +85,20 @@ def _is_eagle3(folder: str) -> bool:
 def _check_eagle3_layers(drafter: str, target: str) -> None:
     """Refuse an EAGLE-3 head that reads other hidden states than GenAI gives it by default."""
     total = _config_of(target)["num_hidden_layers"]
-    read, given = _config_of(drafter).get("eagle_aux_hidden_state_layer_ids"), [2, total // 2, total - 3]
-    if read != given:
+    config, given = _config_of(drafter), [2, total // 2, total - 3]
+    read = config.get(_LAYER_IDS) or [number + 1 for number in config.get("eagle_config", {}).get(_LAYER_IDS, [])]
+    if read and read != given:
         raise ValueError(
-            f"drafter '{drafter}' has eagle_aux_hidden_state_layer_ids {read}; OpenVINO GenAI accepts {given} for this "
+            f"drafter '{drafter}' has {_LAYER_IDS} {read}; OpenVINO GenAI accepts {given} for this "
             "target: train an EAGLE-3 that reads those layers"
         )
 
 
 def _exported(model: str, work: str) -> str:
     """Export the model to OpenVINO's format with float32 weights; the run-time precision is set separately."""
-    name = hashlib.sha256(str(Path(model).resolve()).encode()).hexdigest()[:16]
+    files = [Path(model) / "config.json", *sorted(Path(model).glob("*.safetensors"))]
+    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    name = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]  # a new one for an export that was replaced
     folder = Path(work) / f"openvino-{name}"
     if not folder.is_dir():
         made = folder.with_name(f"{folder.name}.tmp")
