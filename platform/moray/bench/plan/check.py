@@ -11,7 +11,7 @@ import torch
 
 from moray.bench.plan.configs import PlanCheckConfig
 from moray.bench.plan.costs import CycleCostTable
-from moray.bench.plan.cycles import build_engine, cycles_of, requests_of
+from moray.bench.plan.cycles import build_engine, cycles_of, interquartile_mean, requests_of, time_cycles
 from moray.bench.plan.measure import check_log, load_all
 from moray.bench.plan.page import write_check_page
 from moray.bench.plan.planner import all_rows, best_row, check_batches, predict, trees_of
@@ -24,6 +24,8 @@ from moray.errors import ConfigError, DataError
 from moray.progress import Progress
 from moray.targets.model import Target
 
+_PLAIN_CYCLES = 8
+
 
 @dataclass(frozen=True)
 class _Measured:
@@ -33,6 +35,8 @@ class _Measured:
     seconds: float
     cycles: int
     is_same_text: bool
+    slowdown: float
+    """Seconds of plain cycles just before and after it, over those in the costs: how much slower the machine was."""
 
 
 def check(config: PlanCheckConfig) -> dict[str, Any]:
@@ -69,7 +73,7 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
             for index in order:
                 draft, batch = wanted[index]
                 drafter = drafters.get(draft.drafter)
-                found[index].append(_decode(target, drafter, draft, batch, entries, header.params))
+                found[index].append(_measure(target, drafter, draft, batch, entries, header.params, costs))
                 progress.advance()
     rows = [row | _compared(row, own, is_exact=is_exact) for row, own in zip(rows, found, strict=True)]
     result = _summary(rows, config) | {"costs_threads": costs.threads, "threads": torch.get_num_threads()}
@@ -86,16 +90,19 @@ def _choices(
         yield best_row(list(all_rows(config, costs, replayed, batch)))[0], batch
 
 
-def _decode(
+def _measure(
     target: Target,
     drafter: Drafter | None,
     draft: PlannedDraft,
     batch: int,
     entries: Sequence[Continuation],
     params: SamplingParams,
+    costs: CycleCostTable,
 ) -> _Measured:
-    """Decode all continuations; what is not a cycle, such as reading prompts, is not timed."""
+    """Decode all continuations, with plain cycles of the same batch before and after. What is not a cycle, such as
+    reading prompts, is not timed."""
     prompts = [entry.prompt for entry in entries]
+    beside = time_cycles(target, None, None, prompts[:batch], params, _PLAIN_CYCLES)
     most = [len(entry.tokens) for entry in entries]
     longest = max(len(prompt) + count for prompt, count in zip(prompts, most, strict=True))
     engine = build_engine(target, drafter, draft.shape, batch, longest)
@@ -106,9 +113,11 @@ def _decode(
         cycles += each.num_rows
         for update in each.updates:
             texts[update.number] += update.tokens
+    beside += time_cycles(target, None, None, prompts[:batch], params, _PLAIN_CYCLES)
+    slowdown = interquartile_mean([each.seconds for each in beside]) / costs.plain_seconds(batch)
     pairs = zip(texts.values(), entries, strict=True)
     same = all(tuple(text) == entry.tokens for text, entry in pairs if len(entry.tokens) > 1)
-    return _Measured(sum(most) - len(most), seconds, cycles, same)
+    return _Measured(sum(most) - len(most), seconds, cycles, same, slowdown)
 
 
 def _replayed_entries(entries: Sequence[Continuation], replayed: ReplayedDrafts, path: str) -> list[Continuation]:
@@ -128,8 +137,12 @@ def _compared(row: dict[str, Any], measured: Sequence[_Measured], *, is_exact: b
     """What was measured for a row, and how far the prediction is off. In 16-bit formats other texts prove nothing."""
     speeds = [each.tokens / each.seconds for each in measured]
     speed = statistics.median(speeds)
+    adjusted = statistics.median(each.tokens / each.seconds * each.slowdown for each in measured)
     return {
         "measured_tokens_per_second": speed,
+        "slowdown": statistics.median(each.slowdown for each in measured),
+        "adjusted_tokens_per_second": adjusted,
+        "adjusted_error": row["tokens_per_second"] / adjusted - 1,
         "spread": (max(speeds) - min(speeds)) / speed,
         "measured_tau": measured[0].tokens / measured[0].cycles,
         "error": row["tokens_per_second"] / speed - 1,
@@ -138,14 +151,20 @@ def _compared(row: dict[str, Any], measured: Sequence[_Measured], *, is_exact: b
 
 
 def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, Any]:
-    """Errors over all rows, and what the plan's choice costs at each batch."""
+    """Errors over all rows, and what the plan's choice costs at each batch.
+
+    Speeds are compared as if the machine had been as fast for each row as when its costs were measured; plain decoding,
+    by which that is judged, does not count for these errors.
+    """
     errors = sorted(abs(row["error"]) for row in rows)
+    adjusted = sorted(abs(row["adjusted_error"]) for row in rows if row["depth"]) or [0.0]
+    slowdowns = [row["slowdown"] for row in rows]
     choices = []
     for batch in config.batches:
         own = [row for row in rows if row["batch"] == batch]
         chosen = max(own, key=lambda row: row["tokens_per_second"])
-        fastest = max(own, key=lambda row: row["measured_tokens_per_second"])
-        regret = fastest["measured_tokens_per_second"] / chosen["measured_tokens_per_second"] - 1
+        fastest = max(own, key=lambda row: row["adjusted_tokens_per_second"])
+        regret = fastest["adjusted_tokens_per_second"] / chosen["adjusted_tokens_per_second"] - 1
         choices.append(
             {
                 "batch": batch,
@@ -160,6 +179,9 @@ def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, A
         "choices": choices,
         "median_error": statistics.median(errors),
         "worst_error": errors[-1],
+        "median_adjusted_error": statistics.median(adjusted),
+        "worst_adjusted_error": adjusted[-1],
+        "slowdown": [min(slowdowns), max(slowdowns)],
     } | record(config)
 
 
@@ -168,7 +190,7 @@ def _same_order(rows: list[dict[str, Any]]) -> float:
     pairs = list(combinations(rows, 2))
     agree = sum(
         (a["tokens_per_second"] > b["tokens_per_second"])
-        == (a["measured_tokens_per_second"] > b["measured_tokens_per_second"])
+        == (a["adjusted_tokens_per_second"] > b["adjusted_tokens_per_second"])
         for a, b in pairs
     )
     return agree / len(pairs) if pairs else 1.0

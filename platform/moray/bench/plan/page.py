@@ -113,6 +113,8 @@ def print_check(result: Mapping[str, Any], console: Console) -> None:
         "predicted tok/s",
         "measured",
         "error",
+        "slowdown",
+        "adjusted error",
         "spread",
         "tau",
         "equal texts",
@@ -126,12 +128,20 @@ def print_check(result: Mapping[str, Any], console: Console) -> None:
             number(row["tokens_per_second"]),
             number(row["measured_tokens_per_second"]),
             f"{row['error']:+.1%}",
+            number(row["slowdown"]),
+            f"{row['adjusted_error']:+.1%}",
             f"{row['spread']:.1%}",
             number(row["measured_tau"]),
             _WORDS[row["lossless"]],
         )
     console.print(table)
+    low, high = result["slowdown"]
     console.print(f"error: median {result['median_error']:.1%}, worst {result['worst_error']:.1%}")
+    console.print(
+        f"plain cycles beside the rows took {low:.2f} to {high:.2f} times as long as in the costs (slowdown); adjusted "
+        f"for that, the error of rows with drafts is {result['median_adjusted_error']:.1%} in the median, at most "
+        f"{result['worst_adjusted_error']:.1%}"
+    )
     for each in result["choices"]:
         console.print(
             f"{each['batch']} at a time: predicted best of these {each['chosen']}, measured {each['fastest']}, "
