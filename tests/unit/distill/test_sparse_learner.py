@@ -84,7 +84,7 @@ def test_the_merged_target_computes_what_was_trained(tiny, tmp_path, num_bits, m
 @pytest.mark.parametrize("num_bits", [None, 4])
 def test_routers_are_shifted_until_the_share_is_met(tiny, tmp_path, num_bits, monkeypatch):
     """As trained, the routers of this target run most layers; calibrated on some chats, others get the share too."""
-    config = SPARSE.model_copy(update={"router_bits": num_bits, "share": 0.7})
+    config = SPARSE.model_copy(update={"router_bits": num_bits, "share": 0.5})
     learner = learner_of(tiny, config, spread=30.0).eval()
     monkeypatch.setattr("moray.distill.sparse.merge.ChatTokenizer", NoTokenizer)
     chats = [tiny.prompt(seed, 60) for seed in range(12)]
@@ -95,9 +95,9 @@ def test_routers_are_shifted_until_the_share_is_met(tiny, tmp_path, num_bits, mo
     )
     assert isinstance(trained, SparseTarget)
     assert isinstance(calibrated, SparseTarget)
-    off, shifted = (abs(measure_share(target, chats[8:]) - 0.7) for target in (trained, calibrated))
-    assert shifted < off > 0.06, "on other chats too, which differ much for these random weights"
-    assert measure_share(calibrated, chats[:8]) == pytest.approx(0.7, abs=0.01)
+    off, shifted = (abs(measure_share(target, chats[8:]) - 0.5) for target in (trained, calibrated))
+    assert shifted < off > 0.1, "on other chats too, which differ much for these random weights"
+    assert measure_share(calibrated, chats[:8]) == pytest.approx(0.5, abs=0.01)
     shifts = {float((calibrated.routers[n].outer.bias - router.outer.bias)[1]) for n, router in trained.routers.items()}
     assert max(shifts) - min(shifts) < 1e-5, "all by the same constant"
     for n, router in trained.routers.items():

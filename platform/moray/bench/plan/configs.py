@@ -24,7 +24,7 @@ class PlanConfig(Config):
     drafters: tuple[str, ...] = ()
     """Names of the drafters to plan with; empty for all."""
     trees: tuple[str, ...] | None = None
-    """Names of trees to plan besides chains, such as dynamic-4x4-16; null for all in the replay, [] for none."""
+    """Names of trees to plan besides chains, as dynamic-4x4-16; null for all in the replay, [] for none."""
     max_depth: _Depth = 8
     """Chains of every depth up to this are planned, as far as acceptance and costs are known."""
     batches: tuple[_Batch, ...] = Field(default=(1, 4, 16), min_length=1)

@@ -1,9 +1,11 @@
 """Shifts the routers of a trained sparse target so that it runs the share of its layers that was asked for.
 
 Training draws each decision with noise, and decoding takes the likelier one. The shares of the two differ by a few
-hundredths. All routers get the same constant added to their logit for running, found by bisection on real chats.
+hundredths. All routers get the same constant added to their logit for running, which linear interpolation finds on real
+chats.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,9 +13,10 @@ import torch
 from moray.targets.sparse.routing import RUNS
 from moray.targets.sparse.target import SparseTarget
 
-_WIDEST = 4.0
-"""Largest shift of a logit. At the start of training the two logits of a router differ by 1.9."""
-_NUM_STEPS = 9
+_FIRST_STEP = 0.5
+"""First shift of a logit that is tried. At the start of training the two logits of a router differ by 1.9."""
+_TOLERANCE = 0.003
+_MAX_PASSES = 12
 
 
 @torch.inference_mode()
@@ -27,16 +30,26 @@ def calibrate_share(target: SparseTarget, chats: Sequence[Sequence[int]], share:
     """
     biases = {layer: float(router.outer.bias[RUNS]) for layer, router in target.routers.items()}
 
-    def measured(shift: float) -> float:
+    def excess(shift: float) -> float:
         for layer, router in target.routers.items():
             router.outer.bias[RUNS] = biases[layer] + shift
-        return measure_share(target, chats)
+        return measure_share(target, chats) - share
 
-    low, high = -_WIDEST, _WIDEST
-    for _ in range(_NUM_STEPS):
-        shift = (low + high) / 2
-        low, high = (shift, high) if measured(shift) < share else (low, shift)
-    return measured((low + high) / 2)
+    here, found = 0.0, excess(0.0)
+    near = (here, found)
+    far: tuple[float, float] | None = None  # on the other side of the share
+    for _ in range(_MAX_PASSES):
+        if abs(found) <= _TOLERANCE:
+            break
+        if far is None:
+            here -= math.copysign(max(_FIRST_STEP, abs(here)), found)
+        else:
+            here = near[0] - near[1] * (far[0] - near[0]) / (far[1] - near[1])
+        found = excess(here)
+        if (found > 0) != (near[1] > 0):
+            far = near
+        near = (here, found)
+    return share + found
 
 
 @torch.inference_mode()

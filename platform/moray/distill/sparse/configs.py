@@ -23,8 +23,8 @@ class SparseConfig(DrafterConfigBase):
     """Share of all layers that a token should run through, those without routers included."""
     share_weight: float = Field(default=5.0, ge=0)
     """Weight of the mean difference between a token's share and `share`. It rises to this over the run, as a sine."""
-    calibration_chats: int = Field(default=16, ge=0)
-    """Chats of the cache on which trained routers are shifted until `share` is met; 0 leaves them as trained."""
+    calibration_chats: int = Field(default=8, ge=0)
+    """Chats of the cache on which routers are shifted until `share` is met; 0 leaves them as trained."""
     ce_weight: float = Field(default=0.0, ge=0)
     """Weight of the cross-entropy of the chats' own responses; 0 leaves it out. Published: 1, without losses.kl."""
     lora_rank: int = Field(default=8, ge=0)
