@@ -56,8 +56,6 @@ def _pipeline(row: PeerRow, settings: Settings) -> openvino_genai.LLMPipeline:
     if row.drafter == "prompt-lookup":
         options["prompt_lookup"] = True
     elif row.drafter is not None:
-        if _is_eagle3(row.drafter):
-            _check_eagle3_layers(row.drafter, settings.model)
         options["draft_model"] = openvino_genai.draft_model(_exported(row.drafter, settings.work), "CPU")
     return openvino_genai.LLMPipeline(_exported(settings.model, settings.work), "CPU", **options)
 
@@ -82,16 +80,23 @@ def _is_eagle3(folder: str) -> bool:
     return _config_of(folder).get("architectures") == [_EAGLE3]
 
 
-def _check_eagle3_layers(drafter: str, target: str) -> None:
-    """Refuse an EAGLE-3 head that reads other hidden states than GenAI gives it by default."""
-    total = _config_of(target)["num_hidden_layers"]
-    config, given = _config_of(drafter), [2, total // 2, total - 3]
-    read = config.get(_LAYER_IDS) or [number + 1 for number in config.get("eagle_config", {}).get(_LAYER_IDS, [])]
-    if read and read != given:
-        raise ValueError(
-            f"drafter '{drafter}' has {_LAYER_IDS} {read}; OpenVINO GenAI accepts {given} for this "
-            "target: train an EAGLE-3 that reads those layers"
-        )
+def _name_layers(made: Path, drafter: str) -> None:
+    """Tell GenAI which hidden states an EAGLE-3 head reads: its ids count from 0, ours the layers that have run.
+
+    Without them it takes the outputs of the layers 2, half of them, and all but 3, one later than other engines do.
+    """
+    config = _config_of(drafter)
+    inner = config.get("eagle_config", {}).get(_LAYER_IDS)
+    ids = inner or [number - 1 for number in config.get(_LAYER_IDS, [])]
+    if not ids:
+        return
+    model = openvino.Core().read_model(made / "openvino_model.xml")
+    model.set_rt_info(", ".join(map(str, ids)), ["hidden_layers_list"])
+    renamed = made / "with-layers.xml"
+    openvino.save_model(model, renamed, compress_to_fp16=False)
+    del model  # it maps the file that is replaced
+    renamed.replace(made / "openvino_model.xml")
+    renamed.with_suffix(".bin").replace(made / "openvino_model.bin")
 
 
 def _exported(model: str, work: str) -> str:
@@ -117,6 +122,8 @@ def _exported(model: str, work: str) -> str:
         if _is_eagle3(model):  # makes optimum-intel load its own code for EAGLE-3; our exports contain none
             words.append("--trust-remote-code")
         subprocess.run([str(tool), *words, str(made)], check=True)
+        if _is_eagle3(model):
+            _name_layers(made, model)
         made.rename(folder)
     return str(folder)
 
