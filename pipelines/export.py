@@ -6,6 +6,8 @@ The folder holds everything a drafter replica needs, including the target's froz
 in place of the training run's folder.
 """
 
+from pathlib import Path
+
 from moray.config import run_entry_point
 from moray.distill.export.config import ExportConfig
 
@@ -13,12 +15,17 @@ from moray.distill.export.config import ExportConfig
 def main(config: ExportConfig) -> None:
     """Check that the drafter belongs to the target, then write the folder."""
     from moray.distill.export.export import export_drafter
+    from moray.drafters.checkpoint import read_contract
+    from moray.drafters.published.folders import limits_in_engines
     from moray.progress import Progress
 
     with Progress(f"export {config.drafter}"):
         folder = export_drafter(config)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
     print(f"exported: {folder} ({size:,.1f} MiB)")
+    if config.format == "hf":
+        for line in limits_in_engines(read_contract(Path(config.drafter)).drafter):
+            print(f"warning: {line}")
 
 
 CONFIG = ExportConfig

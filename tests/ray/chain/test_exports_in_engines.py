@@ -17,7 +17,7 @@ CONFIGS = REPOSITORY / "configs"
 DRAFTERS = {
     "eagle3": [],
     "eagle": ["drafter.bias=false", "drafter.reads_first_token=false", "drafter.draft_vocab_size=null"],
-    "medusa": ["drafter.draft_vocab_size=null"],  # vLLM 0.32 loads no reduced vocabulary
+    "medusa": ["drafter.projections=frozen"],  # vLLM 0.32 loads no projections of its own over a reduced vocabulary
     "independent": [],
 }
 DEPTH = 3

@@ -26,7 +26,7 @@ from moray.drafters.checkpoint import load_drafter, save_drafter
 from moray.drafters.config_base import BlockConfig, DrafterConfigBase
 from moray.drafters.configs import Eagle3Config, EagleConfig, IndependentConfig, MedusaConfig, NgramConfig
 from moray.drafters.learner import DraftView
-from moray.drafters.published.folders import published_form
+from moray.drafters.published.folders import limits_in_engines, published_form
 from moray.errors import ConfigError, DataError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
@@ -41,6 +41,7 @@ CONFIGS: dict[str, DrafterConfigBase] = {
     "eagle": EagleConfig(type="eagle", layer=LAYER, bias=False, reads_first_token=False),
     "medusa": MedusaConfig(type="medusa", num_heads=2, num_blocks=2),
     "medusa, reduced": MedusaConfig(type="medusa", num_heads=2, draft_vocab_size=90),
+    "medusa, frozen and reduced": MedusaConfig(type="medusa", num_heads=2, projections="frozen", draft_vocab_size=90),
     "independent": IndependentConfig(type="independent", **SIZES),
     "independent, narrow": IndependentConfig(type="independent", **SIZES | {"hidden_size": 48, "head_dim": 12}),
 }
@@ -178,7 +179,7 @@ def test_eagle_is_what_other_engines_compute(tiny, tmp_path):
     torch.testing.assert_close(logits_of(tiny, drafter)[0][1:], logits, atol=5e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["medusa", "medusa, reduced"])
+@pytest.mark.parametrize("name", ["medusa", "medusa, reduced", "medusa, frozen and reduced"])
 def test_medusa_is_what_other_engines_compute(tiny, tmp_path, name):
     drafter = made(tiny, CONFIGS[name])
     described, tensors = read_back(exported(tiny, drafter, tmp_path))
@@ -189,7 +190,7 @@ def test_medusa_is_what_other_engines_compute(tiny, tmp_path, name):
         for block in range(described["num_hidden_layers"]):
             prefix = f"blocks.{head}.layers.{block}"
             x = x + F.silu(F.linear(x, tensors[f"{prefix}.weight"], tensors[f"{prefix}.bias"]))
-        logits = F.linear(x, tensors[f"lm_heads.{head}.weight"])
+        logits = F.linear(x, tensors[f"lm_heads.{0 if described['original_lm_head'] else head}.weight"])
         torch.testing.assert_close(found[head + 1 :, known], logits[: -head - 1], atol=2e-5, rtol=2e-5)
 
 
@@ -238,6 +239,23 @@ def test_the_layouts_of_the_authors_are_read(tiny, tmp_path):
     torch.save(tensors | {"embed_tokens.weight": torch.zeros(262, 64)}, folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"its embed_tokens.weight is not the target's"):
         imported(tiny, folder, tmp_path / "other")
+
+
+def test_what_an_engine_cannot_load_is_said_with_the_export(tiny, tmp_path):
+    whole, frozen, own = (CONFIGS[name] for name in ("medusa", "medusa, frozen and reduced", "medusa, reduced"))
+    assert limits_in_engines(whole) == limits_in_engines(frozen) == []
+    (limit,) = limits_in_engines(own)
+    assert "vLLM 0.32 cannot load" in limit
+    assert limit in (exported(tiny, made(tiny, own), tmp_path) / "README.md").read_text()
+
+
+def test_a_shared_projection_of_another_target_is_refused(tiny, tmp_path):
+    folder = exported(tiny, made(tiny, CONFIGS["medusa, frozen and reduced"]), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_heads.0.weight"] += 1.0
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(DataError, match=r"its lm_heads\.0\.weight is not the target's lm_head"):
+        imported(tiny, folder, tmp_path / "imported")
 
 
 class _Command:

@@ -14,6 +14,7 @@ from torch import Tensor
 from moray.drafters.base import Drafter
 from moray.drafters.checkpoint import fill
 from moray.drafters.config_base import DrafterConfigBase
+from moray.drafters.configs import EagleConfig, MedusaConfig
 from moray.drafters.eagle import Eagle
 from moray.drafters.eagle3 import Eagle3
 from moray.drafters.independent import Independent
@@ -58,6 +59,21 @@ def published_form(drafter: Drafter) -> Published:
         )
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in found.tensors.items()}
     return Published(found.config, tensors)
+
+
+def limits_in_engines(config: DrafterConfigBase) -> list[str]:
+    """What other engines cannot do with the published form of a drafter, one line each."""
+    if not isinstance(config, (EagleConfig, MedusaConfig)) or config.draft_vocab_size is None:
+        return []
+    size = config.draft_vocab_size
+    if isinstance(config, EagleConfig):
+        return [f"draft_vocab_size is {size}, which has no effect in vLLM: it scores the whole vocabulary"]
+    if config.projections == "frozen":
+        return []
+    return [
+        f"draft_vocab_size is {size}, and vLLM 0.32 cannot load heads that have projections of their own over a "
+        "reduced vocabulary: train with drafter.projections=frozen, or with drafter.draft_vocab_size=null"
+    ]
 
 
 def read_published(source: Path, head: TargetHead, target_layers: int | None = None) -> Drafter:

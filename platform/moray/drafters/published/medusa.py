@@ -1,6 +1,7 @@
 """Medusa heads: as vLLM reads them, and as their authors publish them.
 
-vLLM       blocks.{head}.layers.{block}.{weight,bias}, lm_heads.{head}.weight, token_map for a reduced vocabulary
+vLLM       blocks.{head}.layers.{block}.{weight,bias}, lm_heads.{head}.weight, token_map for a reduced vocabulary;
+           with original_lm_head in config.json only lm_heads.0.weight, which all heads share
 authors    {head}.{block}.linear.{weight,bias}, {head}.{blocks}.weight
 """
 
@@ -22,8 +23,9 @@ _AUTHORS = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 
 
 def write(drafter: Medusa) -> Published:
-    """The form that vLLM reads."""
+    """The form that vLLM reads; frozen projections, which all heads share, are written once."""
     spec, config = drafter.spec, drafter.config
+    projections = [drafter.vocabulary.rows] if drafter.projections is None else list(drafter.projections)
     described: dict[str, Any] = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -34,15 +36,14 @@ def write(drafter: Medusa) -> Published:
         "medusa_fc_bias": True,
         "truncated_vocab_size": drafter.vocabulary.size,
         "max_position_embeddings": spec.max_positions,
+        "original_lm_head": drafter.projections is None,
     }
     tensors: dict[str, Tensor] = {}
     for block, (weight, bias) in enumerate(zip(drafter.block_weights, drafter.block_biases, strict=True)):
         for head in range(config.num_heads):
             tensors[f"blocks.{head}.layers.{block}.weight"] = weight[head]
             tensors[f"blocks.{head}.layers.{block}.bias"] = bias[head, 0]
-    for head in range(config.num_heads):
-        own = drafter.vocabulary.rows if drafter.projections is None else drafter.projections[head]
-        tensors[f"lm_heads.{head}.weight"] = own
+    tensors |= {f"lm_heads.{head}.weight": own for head, own in enumerate(projections)}
     if drafter.vocabulary.tokens is not None:
         tensors["token_map"] = drafter.vocabulary.tokens
     return Published(described, tensors)
@@ -56,7 +57,7 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors:
         DataError: it holds no heads.
     """
     names = _names(tensors)
-    heads = {int(name.split(".")[1]) for name in names if name.startswith("lm_heads.")}
+    heads = {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
     blocks = {int(name.split(".")[3]) for name in names if name.startswith("blocks.")}
     if heads != set(range(len(heads))) or blocks != set(range(len(blocks))) or not heads or not blocks:
         raise DataError(
@@ -70,6 +71,7 @@ def configure(config: Mapping[str, Any], spec: TargetSpec, source: str, tensors:
         type="medusa",
         num_heads=len(heads),
         num_blocks=len(blocks),
+        projections="frozen" if config.get("original_lm_head") else "own",
         draft_vocab_size=None if size == spec.vocab_size else size,
     )
 
@@ -78,14 +80,16 @@ def read(tensors: Tensors, drafter: Medusa, source: str) -> dict[str, Tensor]:
     """The weights of a published drafter by our names; blocks without a bias get zeros.
 
     Raises:
-        DataError: a tensor is missing.
+        DataError: a tensor is missing, or the projection that all heads share is not the target's.
     """
     names, heads = _names(tensors), range(drafter.config.num_heads)
 
     def take(name: str) -> Tensor:
         return tensors.take(names.get(name, name))
 
-    found = {"projections": torch.stack([take(f"lm_heads.{head}.weight") for head in heads])}
+    found: dict[str, Tensor] = {}
+    if drafter.config.projections == "own":
+        found["projections"] = torch.stack([take(f"lm_heads.{head}.weight") for head in heads])
     for block in range(drafter.config.num_blocks):
         own = [f"blocks.{head}.layers.{block}" for head in heads]
         weights = [take(f"{name}.weight") for name in own]
@@ -96,6 +100,14 @@ def read(tensors: Tensors, drafter: Medusa, source: str) -> dict[str, Tensor]:
         found[f"block_biases.{block}"] = torch.stack(biases)[:, None]
     if drafter.vocabulary.is_reduced:
         found["vocabulary.tokens"] = draft_tokens(take("token_map"), drafter.vocabulary.size, drafter.spec, source)
+    if drafter.config.projections == "frozen":
+        tokens = found.get("vocabulary.tokens", torch.arange(drafter.spec.vocab_size))
+        rows = drafter.head.weight.index_select(0, tokens.to(drafter.head.weight.device)).float().cpu()
+        if not torch.allclose(take("lm_heads.0.weight"), rows, rtol=0.02, atol=1e-3):
+            raise DataError(
+                f"source '{source}' has original_lm_head, but its lm_heads.0.weight is not the target's lm_head: give "
+                "the target that it was trained for"
+            )
     return found
 
 
