@@ -148,6 +148,21 @@ def test_the_share_loss_is_the_published_one(tiny):
     assert math.isclose(5 * math.sin(math.pi / 4), 3.5355, abs_tol=1e-4)
 
 
+def test_noise_falls_to_nothing_when_it_is_told_to(tiny):
+    config = SPARSE.model_copy(update={"noise_until": 0.5, "lora_dropout": 0.0})
+    learner = learner_of(tiny, config, spread=1.0)
+    batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 40)], 4, learner.needs)
+    with torch.no_grad():
+        decoded = learner.eval()(batch, view_of(batch)).predictions[0].hidden
+        found = {
+            progress: learner.train()(batch, view_of(batch, progress)).predictions[0].hidden
+            for progress in (0.0, 0.5, 1.0)
+        }
+    assert not torch.equal(found[0.0], decoded)
+    assert torch.equal(found[0.5], decoded), "from there on training sees what decoding decides"
+    assert torch.equal(found[1.0], decoded)
+
+
 def test_training_reaches_the_share_and_stays_near_the_dense_target(tiny, tmp_path, monkeypatch):
     learner = learner_of(tiny)
     text = tiny.hugging_face(tiny.prompt(), 40)

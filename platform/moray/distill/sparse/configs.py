@@ -1,5 +1,7 @@
 """What a sparse target is trained to be. Torch-free."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from moray.drafters.config_base import DrafterConfigBase
@@ -21,8 +23,13 @@ class SparseConfig(DrafterConfigBase):
     """The first tokens of a sequence run through every layer, so that no layer is ever without keys."""
     share: float = Field(default=0.5, gt=0, le=1)
     """Share of all layers that a token should run through, those without routers included."""
+    share_of: Literal["token", "batch"] = "token"
+    """What should run the share: every token, as published, or the mean of a batch, so that tokens may differ."""
     share_weight: float = Field(default=5.0, ge=0)
-    """Weight of the mean difference between a token's share and `share`. It rises to this over the run, as a sine."""
+    """Weight of the difference between the share of `share_of` and `share`. It rises to this over the run, as a sine."""
+    noise_until: float | None = Field(default=None, gt=0, le=1)
+    """Share of the training over which the noise of the decisions falls to 0; null keeps all noise, as published. With
+    it, the rest of the training sees the decisions that decoding will take."""
     calibration_chats: int = Field(default=8, ge=0)
     """Chats of the cache on which routers are shifted until `share` is met; 0 leaves them as trained."""
     ce_weight: float = Field(default=0.0, ge=0)

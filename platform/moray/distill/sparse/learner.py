@@ -1,9 +1,11 @@
 """Trains routers and low-rank changes of a frozen target, on whole sequences (D-LLM, NeurIPS 2024).
 
-    decision    w = 1 if the router runs the layer for a token; drawn with Gumbel noise, straight-through gradient
+    decision    w = 1 if the router runs the layer for a token; drawn with Gumbel noise, which may fall to 0 during
+                training (`noise_until`); straight-through gradient
     layer       x' = w Block(x) + (1 - w) x, with attention that hides skipped tokens (`evicted_attention`)
     losses      KL to the dense target's cached hidden states (`losses.kl`), optionally cross-entropy of the responses,
-                and lambda * mean |share of a token - share wanted|, lambda = share_weight * sin(pi / 2 * progress)
+                and lambda * mean |share of a token - share wanted| (or of the batch's mean, with `share_of`),
+                lambda = share_weight * sin(pi / 2 * progress)
 
 Training computes every layer for every token, so it costs as much as training the dense target.
 """
@@ -92,11 +94,13 @@ class SparseLearner(Learner):
         x = self.head.embed(batch.tokens)
         rotary = self.head.rotation(x, positions)
         always = positions < self.config.initial_tokens
+        until = self.config.noise_until
+        noise = 1.0 if until is None else max(0.0, 1 - view.progress / until)
         total = x.new_zeros(batch_size, seq, dtype=torch.float32)
         for index in range(self.spec.num_layers):
             if index in self.config.dropped_layers:
                 continue
-            runs = self._route(index, x, always, generator)
+            runs = self._route(index, x, always, generator, noise)
             total = total + runs
             x = self.run_block(self._layer, index, x, rotary, runs)
         last = self.head.norm(x)
@@ -106,18 +110,30 @@ class SparseLearner(Learner):
         return DraftOutput((Prediction(last, view.start, self.vocabulary.logits),), penalty=penalty)
 
     def _route(
-        self, index: int, x: Float[Tensor, "batch seq hidden"], always: Tensor, generator: torch.Generator
+        self,
+        index: int,
+        x: Float[Tensor, "batch seq hidden"],
+        always: Tensor,
+        generator: torch.Generator,
+        noise: float,
     ) -> Float[Tensor, "batch seq"]:
-        """1.0 where the layer runs. In training the decision is drawn, and its gradient is that of the probability."""
+        """1.0 where the layer runs. In training the decision is drawn, and its gradient is that of the probability.
+
+        Args:
+            index: of the layer.
+            x: what enters the layer.
+            always: tokens that run through every layer.
+            generator: of the noise.
+            noise: factor of the Gumbel noise, 0 to 1.
+        """
         if str(index) not in self.routers:
             return torch.ones(x.shape[:2], device=x.device)
         router = self.routers[str(index)]
         assert isinstance(router, Router)
         with torch.autocast(x.device.type, enabled=False):
             logits = router(x)
-            if self.training:
-                noise = torch.empty_like(logits).exponential_(generator=generator).log()
-                logits = logits - noise
+            if self.training and noise:
+                logits = logits - noise * torch.empty_like(logits).exponential_(generator=generator).log()
             soft = (logits / _TEMPERATURE).softmax(dim=-1)[..., RUNS]
         hard = (soft > 0.5).float()
         return torch.where(always, 1.0, hard + soft - soft.detach())
@@ -153,7 +169,9 @@ class SparseLearner(Learner):
             return shares.new_zeros(())
         position = torch.arange(shares.shape[1], device=shares.device)
         counted = (position < batch.lengths[:, None]) & ~always
-        difference = ((shares - self.config.share).abs() * counted).sum() / counted.sum().clamp(min=1)
+        excess, num_counted = (shares - self.config.share) * counted, counted.sum().clamp(min=1)
+        is_of_batch = self.config.share_of == "batch"
+        difference = (excess.sum().abs() if is_of_batch else excess.abs().sum()) / num_counted
         weight = self.config.share_weight * math.sin(math.pi / 2 * view.progress)
         return weight * difference * loss_positions(batch).sum()
 
