@@ -148,6 +148,19 @@ def test_the_share_loss_is_the_published_one(tiny):
     assert math.isclose(5 * math.sin(math.pi / 4), 3.5355, abs_tol=1e-4)
 
 
+def test_tokens_may_differ_if_the_batch_runs_the_share(tiny):
+    """Of a batch's share, only the mean counts: half of the tokens too high and half too low costs nothing."""
+    shares = torch.tensor([[1.0, 1.0, 0.9, 0.3], [1.0, 1.0, 0.3, 0.9]])
+    batch = batch_of(tiny.target, [tiny.prompt(0, 4), tiny.prompt(1, 4)], 2, learner_of(tiny).needs)
+    always = torch.arange(4).expand(2, -1) < 2
+    found = {}
+    for kind in ("token", "batch"):
+        learner = learner_of(tiny, SPARSE.model_copy(update={"share_of": kind}))
+        found[kind] = float(learner._share_loss(shares, batch, always, view_of(batch)))
+    assert found["batch"] == pytest.approx(0, abs=1e-5)
+    assert found["token"] == pytest.approx(5.0 * 0.3 * 4, abs=1e-5)
+
+
 def test_noise_falls_to_nothing_when_it_is_told_to(tiny):
     config = SPARSE.model_copy(update={"noise_until": 0.5, "lora_dropout": 0.0})
     learner = learner_of(tiny, config, spread=1.0)

@@ -26,7 +26,7 @@ class SparseConfig(DrafterConfigBase):
     share_of: Literal["token", "batch"] = "token"
     """What should run the share: every token, as published, or the mean of a batch, so that tokens may differ."""
     share_weight: float = Field(default=5.0, ge=0)
-    """Weight of the difference between the share of `share_of` and `share`. It rises to this over the run, as a sine."""
+    """Weight of the difference to `share`, of what `share_of` names. It rises to this over the run, as a sine."""
     noise_until: float | None = Field(default=None, gt=0, le=1)
     """Share of the training over which the noise of the decisions falls to 0; null keeps all noise, as published. With
     it, the rest of the training sees the decisions that decoding will take."""
