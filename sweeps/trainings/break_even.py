@@ -70,12 +70,10 @@ def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> 
     Raises:
         DataError: the target's context is too short for the cycles.
     """
-    import torch
-
     from moray.bench.loading import first_prompts, load_target
     from moray.bench.plan.cycles import interquartile_mean, time_cycles
     from moray.decoding.params import SamplingParams
-    from moray.targets.head import TargetHead
+    from moray.drafters.loading import untrained_drafter
 
     sweep = SweepConfig.model_validate_json(sweep_json)
     trials = [DistillConfig.model_validate_json(text) for text in configs]
@@ -91,11 +89,7 @@ def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> 
     for _ in range(_ROUNDS):
         plain += time_cycles(target, None, None, prompts, SamplingParams(), _CYCLES)
         for config in trials:
-            torch.manual_seed(0)
-            drafter = config.drafter.build(TargetHead.of(target, config.drafter.num_target_layers)).eval()
-            drafter = drafter.to(target.device)
-            drafter.cast(target.dtype)
-            drafter.pack()
+            drafter = untrained_drafter(config.drafter, target)
             drafted[drafter_key(config)] += time_cycles(
                 target, drafter, decoding.tree, prompts, SamplingParams(), _CYCLES
             )

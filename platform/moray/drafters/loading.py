@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from moray.drafters.base import Drafter
 from moray.drafters.checkpoint import drafter_files, load_drafter, read_contract
+from moray.drafters.config_base import DrafterConfigBase
 from moray.drafters.configs import PretrainedConfig, ReadyConfig, TrainedConfig, UsableConfig
 from moray.errors import ConfigError, MismatchError
 from moray.progress import Progress
@@ -68,6 +71,15 @@ def build_drafters(
             print(f"drafter {name}: {chosen}")
         drafters[name] = drafter
     return drafters
+
+
+def untrained_drafter(config: DrafterConfigBase, target: Target, seed: int = 0) -> Drafter:
+    """A drafter with random weights on the target's device and in its precision, to time what its sizes cost."""
+    torch.manual_seed(seed)
+    drafter = config.build(TargetHead.of(target, config.num_target_layers)).eval().to(target.device)
+    drafter.cast(target.dtype)
+    drafter.pack()
+    return drafter
 
 
 def fingerprints_of(entries: tuple[str | UsableConfig, ...]) -> dict[str, str]:

@@ -21,9 +21,9 @@ from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
 from moray.drafters.configs import IndependentConfig
+from moray.drafters.loading import untrained_drafter
 from moray.errors import ConfigError
 from moray.progress import Progress
-from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.trees.shapes import ChainShape
 from moray.trees.tree import chain_of
@@ -55,12 +55,8 @@ def measure_shapes(config: ShapesConfig) -> dict[str, Any]:
     runs: dict[str, Callable[[], object]] = {}
     sizes: dict[str, int] = {}
     for number, shape in enumerate(shapes):
-        torch.manual_seed(number)
-        drafter = shape.build(TargetHead.of(target)).eval()
+        drafter = untrained_drafter(shape, target, number)
         sizes[name_of(shape)] = drafter.num_parameters
-        drafter = drafter.to(target.device)
-        drafter.cast(target.dtype)
-        drafter.pack()
         runs[name_of(shape)] = _chain(drafter, config.context, config.step_depth)
     passes = {size: _pass(target, config.context, size) for size in sorted({1, *(d + 1 for d in config.chain_depths)})}
     seconds = _in_turns(runs, passes, config.rounds, target.device)
