@@ -147,8 +147,9 @@ class TrainConfig(Config):
     """Seed of the initial weights, the order of batches and the masks."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum norm of the gradient; a larger gradient is scaled down to it."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the forward pass, by autocast; float16 uses a loss scale; weights stay float32."""
+    precision: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """Dtype of the forward pass, by autocast; auto takes the faster one of float32 and bfloat16, which the first worker
+    measures at every start. float16 uses a loss scale; weights stay float32."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more work. Only the inputs of each block
     of layers are kept; the gradients are the same."""

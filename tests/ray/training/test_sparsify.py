@@ -19,7 +19,9 @@ from moray.text import ChatTokenizer
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def test_the_share_of_layers_falls_to_what_was_asked_for(tiny_target: Path, tiny_cache: Path, tmp_path: Path) -> None:
+def test_the_share_of_layers_falls_to_what_was_asked_for(
+    tiny_target: Path, tiny_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from moray.cluster.training.distill import distill
 
     values = {
@@ -29,11 +31,19 @@ def test_the_share_of_layers_falls_to_what_was_asked_for(tiny_target: Path, tiny
         "sparse": {"first_layer": 1, "router_size": 16, "lora_rank": 2, "share": 0.6, "share_weight": 20.0},
         "losses": {"feature": 0.0, "kl": 1.0},
         "optim": {"type": "adamw", "lr": 0.01},
-        "train": {"epochs": 4, "max_steps": 40, "batch_tokens": 512, "save_steps": 20, "logging_steps": 4},
+        "train": {
+            "epochs": 4,
+            "max_steps": 40,
+            "batch_tokens": 512,
+            "save_steps": 20,
+            "logging_steps": 4,
+            "precision": "auto",
+        },
     }
     config = validate(SparsifyConfig, values)
     assert not is_complete(config)
     distill(config)
+    assert "train.precision: " in "".join(capfd.readouterr()), "what was chosen is said"
     assert is_complete(config), "the same command finds it complete"
     assert all(row["loss"] < 100 for row in read_metrics(tmp_path / "sparse"))
     write_target(config)
