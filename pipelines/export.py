@@ -16,7 +16,7 @@ def main(config: ExportConfig) -> None:
     """Check that the drafter belongs to the target, then write the folder."""
     from moray.distill.export.export import export_drafter
     from moray.drafters.checkpoint import read_contract
-    from moray.drafters.published.folders import limits_in_engines
+    from moray.drafters.published.folders import engine_limitations
     from moray.progress import Progress
 
     with Progress(f"export {config.drafter}"):
@@ -24,7 +24,7 @@ def main(config: ExportConfig) -> None:
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
     print(f"exported: {folder} ({size:,.1f} MiB)")
     if config.format == "hf":
-        for line in limits_in_engines(read_contract(Path(config.drafter)).drafter):
+        for line in engine_limitations(read_contract(Path(config.drafter)).drafter):
             print(f"warning: {line}")
 
 

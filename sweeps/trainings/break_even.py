@@ -73,7 +73,7 @@ def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> 
     from moray.bench.loading import first_prompts, load_target
     from moray.bench.plan.cycles import interquartile_mean, time_cycles
     from moray.decoding.params import SamplingParams
-    from moray.drafters.loading import untrained_drafter
+    from moray.drafters.loading import build_untrained_drafter
 
     sweep = SweepConfig.model_validate_json(sweep_json)
     trials = [DistillConfig.model_validate_json(text) for text in configs]
@@ -89,7 +89,7 @@ def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> 
     for _ in range(_ROUNDS):
         plain += time_cycles(target, None, None, prompts, SamplingParams(), _CYCLES)
         for config in trials:
-            drafter = untrained_drafter(config.drafter, target)
+            drafter = build_untrained_drafter(config.drafter, target)
             drafted[drafter_key(config)] += time_cycles(
                 target, drafter, decoding.tree, prompts, SamplingParams(), _CYCLES
             )

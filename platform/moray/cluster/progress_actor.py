@@ -14,7 +14,6 @@ from moray.errors import MorayError
 from moray.progress import Progress
 
 _POLL_SECONDS = 0.5
-_WARNING = "warning: "
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class ProgressActor:
     def __init__(self) -> None:
         self._latest = RunProgress()
         self._failure: MorayError | None = None
-        self._lines: list[str] = []
+        self._warnings: list[str] = []
 
     def start(self, step: int, total: int) -> None:
         """A worker group has started, or started again, at `step` of `total`."""
@@ -50,18 +49,14 @@ class ProgressActor:
         """A worker met an error that will come again however often it is restarted."""
         self._failure = self._failure or error
 
-    def say(self, text: str) -> None:
-        """Something to tell the user; said once however often it comes."""
-        if text not in self._lines:
-            self._lines.append(text)
-
     def warn(self, text: str) -> None:
-        """A problem that does not end the run."""
-        self.say(f"{_WARNING}{text}")
+        """Something to tell the user that does not end the run; said once however often it comes."""
+        if text not in self._warnings:
+            self._warnings.append(text)
 
-    def lines(self, first: int) -> list[str]:
-        """All that was said, from the line `first` on."""
-        return self._lines[first:]
+    def warnings(self, first: int) -> list[str]:
+        """All warnings from the `first` on."""
+        return self._warnings[first:]
 
     def failure(self) -> MorayError | None:
         """The error that ended the run, if one did."""
@@ -79,19 +74,19 @@ def follow(progress_actor: Any, title: str) -> Iterator[None]:
     with Progress(title, unit="updates", note="starting workers") as progress:
 
         def poll() -> None:
-            num_lines, stopped = 0, False
+            num_warnings, stopped = 0, False
             while not stopped:
                 stopped = stop.wait(_POLL_SECONDS)
                 try:
                     latest: RunProgress = ray.get(progress_actor.latest.remote(), timeout=5)
-                    lines: Any = ray.get(progress_actor.lines.remote(num_lines), timeout=5)
+                    warnings: Any = ray.get(progress_actor.warnings.remote(num_warnings), timeout=5)
                 except ray.exceptions.GetTimeoutError:
                     continue  # on a busy machine the actor may be slow to answer
                 except ray.exceptions.RayError:
                     return  # the cluster is going down: the run itself reports why
-                for text in lines:
-                    progress.say(text, style="yellow" if text.startswith(_WARNING) else "")
-                num_lines += len(lines)
+                for text in warnings:
+                    progress.say(f"warning: {text}", style="yellow")
+                num_warnings += len(warnings)
                 if latest.total is not None:
                     progress.update(total=latest.total, done=latest.step, note=training_note(latest.metrics))
 

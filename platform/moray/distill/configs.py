@@ -148,8 +148,9 @@ class TrainConfig(Config):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum norm of the gradient; a larger gradient is scaled down to it."""
     precision: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    """Dtype of the forward pass, by autocast; auto takes the faster one of float32 and bfloat16, which the first worker
-    measures at every start. float16 uses a loss scale; weights stay float32."""
+    """Dtype of the forward pass, by autocast; weights stay float32, and float16 uses a loss scale. With auto, a GPU
+    gets bfloat16 if it supports it, a CPU only if it multiplies at least 1.1 times as fast in it; the run keeps the
+    choice."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more work. Only the inputs of each block
     of layers are kept; the gradients are the same."""

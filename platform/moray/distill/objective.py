@@ -25,6 +25,10 @@ class Objective(nn.Module):
         super().__init__()
         self.drafter = drafter
         self._losses = losses
+        if train.precision == "auto":
+            raise ConfigError(
+                "train.precision is auto, which pipelines.distill replaces: give float32 or bfloat16 here"
+            )
         self._dtype = None if train.precision == "float32" else getattr(torch, train.precision)
         device_type = next(drafter.parameters()).device.type
         if self._dtype is torch.float16 and not _has_float16(device_type):

@@ -6,32 +6,39 @@ from statistics import median
 import torch
 
 _SIZE = 1024
-"""Rows, inputs and outputs of the products that are timed; those of training have sizes of this order."""
+"""Side of the square matrices that are timed, in elements; matrices in training are about this large."""
 _ROUNDS = 5
-_GAIN = 1.1
-"""How many times as fast bfloat16 must be: below that, float32 is the more exact one for the same time."""
+_MIN_SPEEDUP = 1.1
+"""Below this speed-up float32 is kept, because it is more accurate."""
 
 
 def choose_precision(device: torch.device) -> tuple[str, str]:
-    """The faster of float32 and bfloat16 on this device, with the current number of threads.
+    """Choose between float32 and bfloat16.
 
-    CPUs without bfloat16 instructions, and some with them, multiply float32 faster.
+    A GPU gets bfloat16 if it supports it natively. A CPU gets it only if a matrix multiplication, timed with the
+    current number of threads, is faster in it: many CPUs are slower in bfloat16, even some with instructions for it.
 
     Returns:
         the value for `train.precision`, and one line for the log.
     """
-    if device.type != "cpu":
-        has_bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-        name = "bfloat16" if has_bfloat16 else "float32"
-        return name, f"train.precision: {name}, for the GPU has {'' if has_bfloat16 else 'no '}bfloat16"
-    gain = _gain_of_bfloat16()
-    name = "bfloat16" if gain >= _GAIN else "float32"
-    return name, f"train.precision: {name}; products in bfloat16 are {gain:.2f} times as fast as in float32 here"
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16", "train.precision: bfloat16 (the GPU supports it)"
+        return "float32", "train.precision: float32 (the GPU has no native bfloat16)"
+    if not _has_bfloat16_instructions():
+        return "float32", "train.precision: float32 (this CPU has no bfloat16 instructions)"
+    speedup = _bfloat16_speedup()
+    name = "bfloat16" if speedup >= _MIN_SPEEDUP else "float32"
+    return name, f"train.precision: {name} (bfloat16 multiplies {speedup:.2f} times as fast as float32 on this CPU)"
+
+
+def _has_bfloat16_instructions() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @torch.no_grad()
-def _gain_of_bfloat16() -> float:
-    """Seconds of a product in float32 over those in bfloat16, taken in turns."""
+def _bfloat16_speedup() -> float:
+    """How many times as fast as in float32 a matrix multiplication is: medians of calls in turns."""
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
     operands = {dtype: torch.ones(_SIZE, _SIZE, dtype=dtype) for dtype in seconds}
     for _ in range(_ROUNDS + 1):

@@ -73,8 +73,11 @@ def build_drafters(
     return drafters
 
 
-def untrained_drafter(config: DrafterConfigBase, target: Target, seed: int = 0) -> Drafter:
-    """A drafter with random weights on the target's device and in its precision, to time what its sizes cost."""
+def build_untrained_drafter(config: DrafterConfigBase, target: Target, seed: int = 0) -> Drafter:
+    """Build a drafter with random weights, packed, on the target's device and in its dtype, to time its cost.
+
+    It seeds torch's global generator.
+    """
     torch.manual_seed(seed)
     drafter = config.build(TargetHead.of(target, config.num_target_layers)).eval().to(target.device)
     drafter.cast(target.dtype)

@@ -17,7 +17,9 @@ CONFIGS = REPOSITORY / "configs"
 DRAFTERS = {
     "eagle3": [],
     "eagle": ["drafter.bias=false", "drafter.reads_first_token=false", "drafter.draft_vocab_size=null"],
-    "medusa": ["drafter.projections=frozen"],  # vLLM 0.32 loads no projections of its own over a reduced vocabulary
+    "medusa": [
+        "drafter.projections=frozen"
+    ],  # one lm_head per head over a reduced vocabulary: vLLM 0.32 cannot load it
     "independent": [],
 }
 DEPTH = 3

@@ -1,6 +1,7 @@
 """A target is made sparse on Ray Train: routers learn to skip, and the folder loads as any other target."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from moray.cluster.training.resume import is_complete
 from moray.cluster.training.sparsify import write_target
 from moray.config import validate
 from moray.distill.tracking.metrics import read_metrics
+from moray.provenance import read_run_yaml
 from moray.targets.model import Target
 from moray.targets.sparse.target import SparseTarget
 from moray.targets.spec import TargetConfig
@@ -24,7 +26,7 @@ def test_the_share_of_layers_falls_to_what_was_asked_for(
 ) -> None:
     from moray.cluster.training.distill import distill
 
-    values = {
+    values: dict[str, Any] = {
         "target": {"model": str(tiny_target)},
         "activations": str(tiny_cache),
         "output": str(tmp_path / "sparse"),
@@ -43,7 +45,11 @@ def test_the_share_of_layers_falls_to_what_was_asked_for(
     config = validate(SparsifyConfig, values)
     assert not is_complete(config)
     distill(config)
-    assert "train.precision: " in "".join(capfd.readouterr()), "what was chosen is said"
+    assert "sparse: train.precision: " in "".join(capfd.readouterr()), "the chosen precision is printed"
+    recorded = read_run_yaml(tmp_path / "sparse")["config"]["train"]["precision"]
+    assert recorded in ("float32", "bfloat16"), "a run keeps the precision that it began with"
+    explicit = validate(SparsifyConfig, values | {"train": values["train"] | {"precision": recorded}})
+    assert is_complete(explicit)
     assert is_complete(config), "the same command finds it complete"
     assert all(row["loss"] < 100 for row in read_metrics(tmp_path / "sparse"))
     write_target(config)

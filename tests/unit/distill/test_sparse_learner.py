@@ -148,21 +148,29 @@ def test_the_share_loss_is_the_published_one(tiny):
     assert math.isclose(5 * math.sin(math.pi / 4), 3.5355, abs_tol=1e-4)
 
 
-def test_tokens_may_differ_if_the_batch_runs_the_share(tiny):
-    """Of a batch's share, only the mean counts: half of the tokens too high and half too low costs nothing."""
+def test_the_share_loss_of_a_batch_depends_only_on_the_mean(tiny):
+    """If half of the tokens are above the share and half are below it by as much, the loss is 0."""
     shares = torch.tensor([[1.0, 1.0, 0.9, 0.3], [1.0, 1.0, 0.3, 0.9]])
     batch = batch_of(tiny.target, [tiny.prompt(0, 4), tiny.prompt(1, 4)], 2, learner_of(tiny).needs)
     always = torch.arange(4).expand(2, -1) < 2
     found = {}
     for kind in ("token", "batch"):
-        learner = learner_of(tiny, SPARSE.model_copy(update={"share_of": kind}))
+        learner = learner_of(tiny, SPARSE.model_copy(update={"share_per": kind}))
         found[kind] = float(learner._share_loss(shares, batch, always, view_of(batch)))
     assert found["batch"] == pytest.approx(0, abs=1e-5)
     assert found["token"] == pytest.approx(5.0 * 0.3 * 4, abs=1e-5)
 
 
-def test_noise_falls_to_nothing_when_it_is_told_to(tiny):
-    config = SPARSE.model_copy(update={"noise_until": 0.5, "lora_dropout": 0.0})
+def test_a_target_in_bfloat16_trains_without_autocast(tiny):
+    narrow = tiny.config.model_copy(update={"dtype": "bfloat16"})
+    learner = SparseLearner(SPARSE, TargetHead.load(narrow, tiny.target.spec.num_layers)).train()
+    batch = batch_of(tiny.target, [tiny.prompt(0, 12)], 4, learner.needs)
+    learner(batch, view_of(batch)).predictions[0].hidden.sum().backward()
+    assert all(change.down.grad is not None for one in learner.changes for change in one)
+
+
+def test_gumbel_noise_is_zero_after_its_decay(tiny):
+    config = SPARSE.model_copy(update={"noise_decay_share": 0.5, "lora_dropout": 0.0})
     learner = learner_of(tiny, config, spread=1.0)
     batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 40)], 4, learner.needs)
     with torch.no_grad():
@@ -172,7 +180,7 @@ def test_noise_falls_to_nothing_when_it_is_told_to(tiny):
             for progress in (0.0, 0.5, 1.0)
         }
     assert not torch.equal(found[0.0], decoded)
-    assert torch.equal(found[0.5], decoded), "from there on training sees what decoding decides"
+    assert torch.equal(found[0.5], decoded), "from here on training takes the decisions of decoding"
     assert torch.equal(found[1.0], decoded)
 
 

@@ -26,7 +26,7 @@ from moray.drafters.checkpoint import load_drafter, save_drafter
 from moray.drafters.config_base import BlockConfig, DrafterConfigBase
 from moray.drafters.configs import Eagle3Config, EagleConfig, IndependentConfig, MedusaConfig, NgramConfig
 from moray.drafters.learner import DraftView
-from moray.drafters.published.folders import limits_in_engines, published_form
+from moray.drafters.published.folders import engine_limitations, published_form
 from moray.errors import ConfigError, DataError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
@@ -241,10 +241,12 @@ def test_the_layouts_of_the_authors_are_read(tiny, tmp_path):
         imported(tiny, folder, tmp_path / "other")
 
 
-def test_what_an_engine_cannot_load_is_said_with_the_export(tiny, tmp_path):
+def test_export_lists_what_vllm_cannot_load(tiny, tmp_path):
     whole, frozen, own = (CONFIGS[name] for name in ("medusa", "medusa, frozen and reduced", "medusa, reduced"))
-    assert limits_in_engines(whole) == limits_in_engines(frozen) == []
-    (limit,) = limits_in_engines(own)
+    assert engine_limitations(whole) == engine_limitations(frozen) == []
+    (ignored,) = engine_limitations(CONFIGS["eagle"].model_copy(update={"draft_vocab_size": 90}))
+    assert "vLLM ignores it" in ignored
+    (limit,) = engine_limitations(own)
     assert "vLLM 0.32 cannot load" in limit
     assert limit in (exported(tiny, made(tiny, own), tmp_path) / "README.md").read_text()
 
@@ -254,7 +256,7 @@ def test_a_shared_projection_of_another_target_is_refused(tiny, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_heads.0.weight"] += 1.0
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(DataError, match=r"its lm_heads\.0\.weight is not the target's lm_head"):
+    with pytest.raises(DataError, match=r"lm_heads\.0\.weight is not the target's lm_head"):
         imported(tiny, folder, tmp_path / "imported")
 
 

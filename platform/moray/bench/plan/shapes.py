@@ -21,7 +21,7 @@ from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
 from moray.drafters.configs import IndependentConfig
-from moray.drafters.loading import untrained_drafter
+from moray.drafters.loading import build_untrained_drafter
 from moray.errors import ConfigError
 from moray.progress import Progress
 from moray.targets.model import Target
@@ -55,7 +55,7 @@ def measure_shapes(config: ShapesConfig) -> dict[str, Any]:
     runs: dict[str, Callable[[], object]] = {}
     sizes: dict[str, int] = {}
     for number, shape in enumerate(shapes):
-        drafter = untrained_drafter(shape, target, number)
+        drafter = build_untrained_drafter(shape, target, number)
         sizes[name_of(shape)] = drafter.num_parameters
         runs[name_of(shape)] = _chain(drafter, config.context, config.step_depth)
     passes = {size: _pass(target, config.context, size) for size in sorted({1, *(d + 1 for d in config.chain_depths)})}

@@ -23,6 +23,7 @@ from moray.cluster.progress_actor import ProgressActor, follow
 from moray.cluster.training.configs import TrainingConfig
 from moray.cluster.training.data_shards import num_workers, run_data_shards
 from moray.cluster.training.live import open_source
+from moray.cluster.training.precision import resolve_precision
 from moray.cluster.training.resume import begin_or_resume, is_complete, withdraw
 from moray.cluster.training.validate import check_validation, validate_last, validation_of
 from moray.cluster.training.worker import (
@@ -52,6 +53,7 @@ def distill(config: TrainingConfig) -> Path:
         DataError: no complete cache, a missing column, or a loss or gradient that is not finite.
     """
     is_complete(config)  # raises what speaks against it
+    config = resolve_precision(config)
     check_trackers(config.trackers)
     num_asked_workers = num_workers(config)
     check_validation(config)
@@ -84,6 +86,7 @@ def train_until(config: TrainingConfig, stop_step: int, progress_actor: Any) -> 
     newest = newest_checkpoint(output)
     if newest is not None and checkpoint_step(newest) >= stop_step:
         return newest
+    config = resolve_precision(config)
     num_asked_workers = num_workers(config)
     free_workers()  # of one before that died here
     _check_initial(config)

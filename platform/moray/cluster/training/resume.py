@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import TypeVar
 
 from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.schema import column_values
@@ -15,6 +16,8 @@ from moray.provenance import RUN_FILE, read_run_yaml
 from moray.targets.spec import TargetConfig, TargetSpec, read_spec
 from moray.text import ChatTokenizer, fingerprint_parts
 
+_Config = TypeVar("_Config", bound=TrainingConfig)
+
 
 def is_complete(config: TrainingConfig) -> bool:
     """Whether the result of this configuration is there already; refuses what cannot begin or go on.
@@ -24,8 +27,17 @@ def is_complete(config: TrainingConfig) -> bool:
         DataError: there is no complete cache.
     """
     folder = Path(config.output).absolute()
-    check_run(folder, config, run_fingerprints(config))
+    check_run(folder, with_recorded_precision(config), run_fingerprints(config))
     return (folder / "drafter.json").is_file()
+
+
+def with_recorded_precision(config: _Config) -> _Config:
+    """With train.precision=auto, a run that has begun keeps the precision that it began with."""
+    output = Path(config.output).absolute()
+    if config.train.precision != "auto" or not (output / RUN_FILE).is_file():
+        return config
+    recorded = read_run_yaml(output)["config"].get("train", {}).get("precision", config.train.precision)
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": recorded})})
 
 
 def begin_or_resume(config: TrainingConfig) -> None:

@@ -29,7 +29,6 @@ from moray.distill.initial import initialise
 from moray.distill.loop import Progress, Span, train
 from moray.distill.optim import Optimiser
 from moray.distill.parallel import Parallel, Replicas
-from moray.distill.precision import choose_precision
 from moray.distill.step import data_shards_of
 from moray.distill.tracking.metrics import MetricsWriter
 from moray.distill.tracking.sinks import Sink, open_trackers
@@ -121,7 +120,6 @@ def _train(settings: WorkerSettings) -> None:
     worker = _Worker(context.get_world_rank(), context.get_world_size())
     manifest = open_source(config)
     device = get_device()
-    config = _with_precision(config, device, worker, progress_actor)
     drafter = build_learner(config, manifest, device.type).to(device)
     plans = plan_data_shards(config, manifest, drafter.needs, settings.num_data_shards)
     newest = newest_checkpoint(output)
@@ -160,22 +158,6 @@ def _train(settings: WorkerSettings) -> None:
     finally:  # the figures up to an error are those that people need
         if writer is not None:
             writer.close()
-
-
-def _with_precision(
-    config: TrainingConfig, device: torch.device, worker: _Worker, progress_actor: Any
-) -> TrainingConfig:
-    """The configuration with the number format that the first worker chose, if it leaves the choice open."""
-    if config.train.precision != "auto":
-        return config
-    name, reason = choose_precision(device)
-    is_narrow = torch.tensor(name == "bfloat16", dtype=torch.uint8, device=device)
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast(is_narrow, 0)
-    if worker.is_first:
-        progress_actor.say.remote(reason)
-    chosen = "bfloat16" if is_narrow.item() else "float32"
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": chosen})})
 
 
 def _resume(

@@ -12,7 +12,7 @@ from moray.distill.tracking.metrics import read_metrics, read_validation
 from moray.drafters.base import Drafter
 from moray.drafters.checkpoint import drafter_files
 from moray.drafters.contract import Contract
-from moray.drafters.published.folders import limits_in_engines
+from moray.drafters.published.folders import engine_limitations
 from moray.errors import DataError
 from moray.explain import one_line
 from moray.provenance import RUN_FILE, read_json, read_run_yaml, sha256_of_files
@@ -132,8 +132,8 @@ def _engines(config: ExportConfig, drafter: Drafter, base: str | None) -> str:
         f"{name}:\n\n{command.replace('TARGET', target).replace('DEPTH', depth)}"
         for name, command in _ENGINES[kind.type].items()
     ]
-    limits = "".join(f"- {line}\n" for line in limits_in_engines(kind))
-    return "## Use\n\n" + "\n".join(parts) + (f"\nLimits:\n\n{limits}" if limits else "")
+    limits = "".join(f"- {line}\n" for line in engine_limitations(kind))
+    return "## Use\n\n" + "\n".join(parts) + (f"\nLimitations:\n\n{limits}" if limits else "")
 
 
 def _training(folder: Path) -> str:

@@ -1,8 +1,8 @@
 """Shifts the routers of a trained sparse target so that it runs the share of its layers that was asked for.
 
-Training draws each decision with noise, and decoding takes the likelier one. The shares of the two differ by a few
-hundredths. All routers get the same constant added to their logit for running, which linear interpolation finds on real
-chats.
+Training draws each decision with noise, and decoding takes the likelier one. Unless the noise decays early
+(`sparse.noise_decay_share`), the shares of the two differ by a few hundredths. All routers get the same constant added
+to their logit for running, which linear interpolation finds on real chats.
 """
 
 import math

@@ -22,14 +22,16 @@ class SparseConfig(DrafterConfigBase):
     initial_tokens: int = Field(default=2, ge=1)
     """The first tokens of a sequence run through every layer, so that no layer is ever without keys."""
     share: float = Field(default=0.5, gt=0, le=1)
-    """Share of all layers that a token should run through, those without routers included."""
-    share_of: Literal["token", "batch"] = "token"
-    """What should run the share: every token, as published, or the mean of a batch, so that tokens may differ."""
+    """Mean share of all layers that a token should run through, those without routers included."""
+    share_per: Literal["token", "batch"] = "token"
+    """What the loss compares with `share`: each token's share, as published, or the mean of a batch's tokens. With
+    batch, some tokens may run through more layers than others."""
     share_weight: float = Field(default=5.0, ge=0)
-    """Weight of the difference to `share`, of what `share_of` names. It rises to this over the run, as a sine."""
-    noise_until: float | None = Field(default=None, gt=0, le=1)
-    """Share of the training over which the noise of the decisions falls to 0; null keeps all noise, as published. With
-    it, the rest of the training sees the decisions that decoding will take."""
+    """Weight of the absolute difference from `share` in the loss. It rises from 0 to this value over the run, along a
+    quarter of a sine wave."""
+    noise_decay_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of the updates, from the start, over which the routers' noise falls linearly to 0; null keeps all noise, as
+    published. After that, training takes the likelier decision, as decoding does."""
     calibration_chats: int = Field(default=8, ge=0)
     """Chats of the cache on which routers are shifted until `share` is met; 0 leaves them as trained."""
     ce_weight: float = Field(default=0.0, ge=0)

@@ -1,11 +1,12 @@
 """Trains routers and low-rank changes of a frozen target, on whole sequences (D-LLM, NeurIPS 2024).
 
     decision    w = 1 if the router runs the layer for a token; drawn with Gumbel noise, which may fall to 0 during
-                training (`noise_until`); straight-through gradient
+                training (`noise_decay_share`); straight-through gradient
     layer       x' = w Block(x) + (1 - w) x, with attention that hides skipped tokens (`evicted_attention`)
     losses      KL to the dense target's cached hidden states (`losses.kl`), optionally cross-entropy of the responses,
-                and lambda * mean |share of a token - share wanted| (or of the batch's mean, with `share_of`),
-                lambda = share_weight * sin(pi / 2 * progress)
+                and that of the share, with lambda = share_weight * sin(pi / 2 * progress):
+                share_per=token   lambda * mean over tokens of |share of the token - share|
+                share_per=batch   lambda * |mean share of the batch's tokens - share|
 
 Training computes every layer for every token, so it costs as much as training the dense target.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from moray.batch import TapNeeds, TrainBatch
@@ -41,6 +42,7 @@ class LowRank(nn.Module):
         self._dropout = dropout
 
     def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any out"]:
+        x = x.to(self.down.dtype)  # outside autocast, the target may be narrower
         return F.dropout(F.linear(F.linear(x, self.down), self.up), self._dropout, self.training)
 
     @property
@@ -94,13 +96,13 @@ class SparseLearner(Learner):
         x = self.head.embed(batch.tokens)
         rotary = self.head.rotation(x, positions)
         always = positions < self.config.initial_tokens
-        until = self.config.noise_until
-        noise = 1.0 if until is None else max(0.0, 1 - view.progress / until)
+        decay = self.config.noise_decay_share
+        noise_scale = 1.0 if decay is None else max(0.0, 1 - view.progress / decay)
         total = x.new_zeros(batch_size, seq, dtype=torch.float32)
         for index in range(self.spec.num_layers):
             if index in self.config.dropped_layers:
                 continue
-            runs = self._route(index, x, always, generator, noise)
+            runs = self._route(index, x, always, generator, noise_scale)
             total = total + runs
             x = self.run_block(self._layer, index, x, rotary, runs)
         last = self.head.norm(x)
@@ -113,18 +115,18 @@ class SparseLearner(Learner):
         self,
         index: int,
         x: Float[Tensor, "batch seq hidden"],
-        always: Tensor,
+        always: Bool[Tensor, "batch seq"],
         generator: torch.Generator,
-        noise: float,
+        noise_scale: float,
     ) -> Float[Tensor, "batch seq"]:
         """1.0 where the layer runs. In training the decision is drawn, and its gradient is that of the probability.
 
         Args:
-            index: of the layer.
-            x: what enters the layer.
-            always: tokens that run through every layer.
-            generator: of the noise.
-            noise: factor of the Gumbel noise, 0 to 1.
+            index: the layer's index, from 0.
+            x: the layer's input.
+            always: True for tokens that run through every layer.
+            generator: source of the Gumbel noise.
+            noise_scale: factor of the noise, from 0 (none) to 1 (all).
         """
         if str(index) not in self.routers:
             return torch.ones(x.shape[:2], device=x.device)
@@ -132,8 +134,8 @@ class SparseLearner(Learner):
         assert isinstance(router, Router)
         with torch.autocast(x.device.type, enabled=False):
             logits = router(x)
-            if self.training and noise:
-                logits = logits - noise * torch.empty_like(logits).exponential_(generator=generator).log()
+            if self.training and noise_scale:
+                logits = logits - noise_scale * torch.empty_like(logits).exponential_(generator=generator).log()
             soft = (logits / _TEMPERATURE).softmax(dim=-1)[..., RUNS]
         hard = (soft > 0.5).float()
         return torch.where(always, 1.0, hard + soft - soft.detach())
@@ -164,14 +166,15 @@ class SparseLearner(Learner):
     def _share_loss(
         self, shares: Float[Tensor, "batch seq"], batch: TrainBatch, always: Tensor, view: DraftView
     ) -> Tensor:
-        """Over this batch's tokens, times the number of positions that the other losses sum over."""
+        """The weighted difference from `share`, per token or of the batch's mean. It is multiplied by the number of
+        loss positions, because the other losses are sums over them."""
         if not self.config.has_routers:
             return shares.new_zeros(())
         position = torch.arange(shares.shape[1], device=shares.device)
         counted = (position < batch.lengths[:, None]) & ~always
-        excess, num_counted = (shares - self.config.share) * counted, counted.sum().clamp(min=1)
-        is_of_batch = self.config.share_of == "batch"
-        difference = (excess.sum().abs() if is_of_batch else excess.abs().sum()) / num_counted
+        excess = (shares - self.config.share) * counted
+        total = excess.sum().abs() if self.config.share_per == "batch" else excess.abs().sum()
+        difference = total / counted.sum().clamp(min=1)
         weight = self.config.share_weight * math.sin(math.pi / 2 * view.progress)
         return weight * difference * loss_positions(batch).sum()
 

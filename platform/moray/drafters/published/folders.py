@@ -61,18 +61,21 @@ def published_form(drafter: Drafter) -> Published:
     return Published(found.config, tensors)
 
 
-def limits_in_engines(config: DrafterConfigBase) -> list[str]:
+def engine_limitations(config: DrafterConfigBase) -> list[str]:
     """What other engines cannot do with the published form of a drafter, one line each."""
     if not isinstance(config, (EagleConfig, MedusaConfig)) or config.draft_vocab_size is None:
         return []
     size = config.draft_vocab_size
     if isinstance(config, EagleConfig):
-        return [f"draft_vocab_size is {size}, which has no effect in vLLM: it scores the whole vocabulary"]
+        return [
+            f"drafter.draft_vocab_size is {size}, but vLLM ignores it and scores the whole vocabulary: train with "
+            "drafter.draft_vocab_size=null for the same drafts in both"
+        ]
     if config.projections == "frozen":
         return []
     return [
-        f"draft_vocab_size is {size}, and vLLM 0.32 cannot load heads that have projections of their own over a "
-        "reduced vocabulary: train with drafter.projections=frozen, or with drafter.draft_vocab_size=null"
+        f"drafter.draft_vocab_size is {size} and drafter.projections is own, but vLLM 0.32 cannot load one lm_head per "
+        "Medusa head over a reduced vocabulary: train with drafter.projections=frozen or drafter.draft_vocab_size=null"
     ]
 
 

@@ -23,7 +23,7 @@ _AUTHORS = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 
 
 def write(drafter: Medusa) -> Published:
-    """The form that vLLM reads; frozen projections, which all heads share, are written once."""
+    """The form that vLLM reads. Frozen projections are shared by all heads, so they are written once, as lm_heads.0."""
     spec, config = drafter.spec, drafter.config
     projections = [drafter.vocabulary.rows] if drafter.projections is None else list(drafter.projections)
     described: dict[str, Any] = {
@@ -43,7 +43,7 @@ def write(drafter: Medusa) -> Published:
         for head in range(config.num_heads):
             tensors[f"blocks.{head}.layers.{block}.weight"] = weight[head]
             tensors[f"blocks.{head}.layers.{block}.bias"] = bias[head, 0]
-    tensors |= {f"lm_heads.{head}.weight": own for head, own in enumerate(projections)}
+    tensors |= {f"lm_heads.{head}.weight": weight for head, weight in enumerate(projections)}
     if drafter.vocabulary.tokens is not None:
         tensors["token_map"] = drafter.vocabulary.tokens
     return Published(described, tensors)
@@ -103,10 +103,10 @@ def read(tensors: Tensors, drafter: Medusa, source: str) -> dict[str, Tensor]:
     if drafter.config.projections == "frozen":
         tokens = found.get("vocabulary.tokens", torch.arange(drafter.spec.vocab_size))
         rows = drafter.head.weight.index_select(0, tokens.to(drafter.head.weight.device)).float().cpu()
-        if not torch.allclose(take("lm_heads.0.weight"), rows, rtol=0.02, atol=1e-3):
+        if not torch.allclose(take("lm_heads.0.weight"), rows, rtol=0.02, atol=1e-3):  # either may be in bfloat16
             raise DataError(
-                f"source '{source}' has original_lm_head, but its lm_heads.0.weight is not the target's lm_head: give "
-                "the target that it was trained for"
+                f"source '{source}': its config.json says original_lm_head, but lm_heads.0.weight is not the target's "
+                "lm_head: set target.model to the target that the heads were trained for"
             )
     return found
 
