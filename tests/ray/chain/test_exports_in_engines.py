@@ -17,9 +17,7 @@ CONFIGS = REPOSITORY / "configs"
 DRAFTERS = {
     "eagle3": [],
     "eagle": ["drafter.bias=false", "drafter.reads_first_token=false", "drafter.draft_vocab_size=null"],
-    "medusa": [
-        "drafter.projections=frozen"
-    ],  # one lm_head per head over a reduced vocabulary: vLLM 0.32 cannot load it
+    "medusa": ["drafter.projections=frozen"],  # vLLM 0.32 cannot load heads over a reduced vocabulary
     "independent": [],
 }
 DEPTH = 3

@@ -12,7 +12,7 @@ from moray.distill.tracking.metrics import read_metrics, read_validation
 from moray.drafters.base import Drafter
 from moray.drafters.checkpoint import drafter_files
 from moray.drafters.contract import Contract
-from moray.drafters.published.folders import engine_limitations
+from moray.drafters.published.folders import engine_limitations, engines_can_load
 from moray.errors import DataError
 from moray.explain import one_line
 from moray.provenance import RUN_FILE, read_json, read_run_yaml, sha256_of_files
@@ -68,7 +68,7 @@ def model_card(config: ExportConfig, contract: Contract, drafter: Drafter, expor
     kind = contract.drafter.type
     base = config.base_model or (config.target.model if _is_hub_name(config.target.model) else None)
     front: dict[str, Any] = {"license": config.license, "base_model": base, "library_name": "moray"}
-    engines = list(_ENGINES[kind]) if config.format == "hf" else []
+    engines = list(_ENGINES[kind]) if config.format == "hf" and engines_can_load(drafter.config) else []
     tags = ["speculative-decoding", "draft-model" if engines else "drafter", kind, *engines, "moray"]
     front |= {"pipeline_tag": "text-generation", "tags": tags}
     front = {key: value for key, value in front.items() if value is not None}
@@ -130,7 +130,7 @@ def _engines(config: ExportConfig, drafter: Drafter, base: str | None) -> str:
     depth = str(drafter.max_depth or 5)  # Medusa proposes with all its heads
     parts = [
         f"{name}:\n\n{command.replace('TARGET', target).replace('DEPTH', depth)}"
-        for name, command in _ENGINES[kind.type].items()
+        for name, command in (_ENGINES[kind.type].items() if engines_can_load(kind) else ())
     ]
     limits = "".join(f"- {line}\n" for line in engine_limitations(kind))
     return "## Use\n\n" + "\n".join(parts) + (f"\nLimitations:\n\n{limits}" if limits else "")

@@ -66,17 +66,21 @@ def engine_limitations(config: DrafterConfigBase) -> list[str]:
     if not isinstance(config, (EagleConfig, MedusaConfig)) or config.draft_vocab_size is None:
         return []
     size = config.draft_vocab_size
-    if isinstance(config, EagleConfig):
+    if not engines_can_load(config):
         return [
-            f"drafter.draft_vocab_size is {size}, but vLLM ignores it and scores the whole vocabulary: train with "
-            "drafter.draft_vocab_size=null for the same drafts in both"
+            f"drafter.draft_vocab_size is {size} and drafter.projections is own, but vLLM 0.32 cannot load heads over a "
+            "reduced vocabulary: train with drafter.projections=frozen or drafter.draft_vocab_size=null"
         ]
-    if config.projections == "frozen":
-        return []
     return [
-        f"drafter.draft_vocab_size is {size} and drafter.projections is own, but vLLM 0.32 cannot load one lm_head per "
-        "Medusa head over a reduced vocabulary: train with drafter.projections=frozen or drafter.draft_vocab_size=null"
+        f"drafter.draft_vocab_size is {size}, but vLLM scores the whole vocabulary: train with "
+        "drafter.draft_vocab_size=null for the same drafts in both"
     ]
+
+
+def engines_can_load(config: DrafterConfigBase) -> bool:
+    """Whether the engines of the layout can load the published form: vLLM 0.32 loads no Medusa heads over a reduced
+    vocabulary."""
+    return not isinstance(config, MedusaConfig) or config.projections == "frozen" or config.draft_vocab_size is None
 
 
 def read_published(source: Path, head: TargetHead, target_layers: int | None = None) -> Drafter:

@@ -23,9 +23,14 @@ _AUTHORS = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 
 
 def write(drafter: Medusa) -> Published:
-    """The form that vLLM reads. Frozen projections are shared by all heads, so they are written once, as lm_heads.0."""
+    """The form that vLLM reads.
+
+    Frozen projections are the target's lm_head. They are written once, as lm_heads.0, and whole: vLLM 0.32 loads no
+    token_map.
+    """
     spec, config = drafter.spec, drafter.config
-    projections = [drafter.vocabulary.rows] if drafter.projections is None else list(drafter.projections)
+    is_frozen = drafter.projections is None
+    projections = [drafter.head.weight] if drafter.projections is None else list(drafter.projections)
     described: dict[str, Any] = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -34,9 +39,9 @@ def write(drafter: Medusa) -> Published:
         "num_heads": config.num_heads,
         "num_hidden_layers": config.num_blocks,
         "medusa_fc_bias": True,
-        "truncated_vocab_size": drafter.vocabulary.size,
+        "truncated_vocab_size": len(projections[0]),
         "max_position_embeddings": spec.max_positions,
-        "original_lm_head": drafter.projections is None,
+        "original_lm_head": is_frozen,
     }
     tensors: dict[str, Tensor] = {}
     for block, (weight, bias) in enumerate(zip(drafter.block_weights, drafter.block_biases, strict=True)):
@@ -44,7 +49,7 @@ def write(drafter: Medusa) -> Published:
             tensors[f"blocks.{head}.layers.{block}.weight"] = weight[head]
             tensors[f"blocks.{head}.layers.{block}.bias"] = bias[head, 0]
     tensors |= {f"lm_heads.{head}.weight": weight for head, weight in enumerate(projections)}
-    if drafter.vocabulary.tokens is not None:
+    if drafter.vocabulary.tokens is not None and not is_frozen:
         tensors["token_map"] = drafter.vocabulary.tokens
     return Published(described, tensors)
 
@@ -101,9 +106,8 @@ def read(tensors: Tensors, drafter: Medusa, source: str) -> dict[str, Tensor]:
     if drafter.vocabulary.is_reduced:
         found["vocabulary.tokens"] = draft_tokens(take("token_map"), drafter.vocabulary.size, drafter.spec, source)
     if drafter.config.projections == "frozen":
-        tokens = found.get("vocabulary.tokens", torch.arange(drafter.spec.vocab_size))
-        rows = drafter.head.weight.index_select(0, tokens.to(drafter.head.weight.device)).float().cpu()
-        if not torch.allclose(take("lm_heads.0.weight"), rows, rtol=0.02, atol=1e-3):  # either may be in bfloat16
+        theirs, ours = take("lm_heads.0.weight"), drafter.vocabulary.rows.float().cpu()
+        if not torch.allclose(theirs, ours, rtol=0.02, atol=1e-3):  # either may have been rounded to bfloat16
             raise DataError(
                 f"source '{source}': its config.json says original_lm_head, but lm_heads.0.weight is not the target's "
                 "lm_head: set target.model to the target that the heads were trained for"
