@@ -68,8 +68,8 @@ def engine_limitations(config: DrafterConfigBase) -> list[str]:
     size = config.draft_vocab_size
     if not engines_can_load(config):
         return [
-            f"drafter.draft_vocab_size is {size} and drafter.projections is own, but vLLM 0.32 cannot load heads over a "
-            "reduced vocabulary: train with drafter.projections=frozen or drafter.draft_vocab_size=null"
+            f"drafter.draft_vocab_size is {size} and drafter.projections is own, but vLLM 0.32 cannot load such heads "
+            "over a reduced vocabulary: train with drafter.projections=frozen or drafter.draft_vocab_size=null"
         ]
     return [
         f"drafter.draft_vocab_size is {size}, but vLLM scores the whole vocabulary: train with "
