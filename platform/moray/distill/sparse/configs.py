@@ -24,14 +24,14 @@ class SparseConfig(DrafterConfigBase):
     share: float = Field(default=0.5, gt=0, le=1)
     """Mean share of all layers that a token should run through, those without routers included."""
     share_per: Literal["token", "batch"] = "token"
-    """What the loss compares with `share`: each token's share, as published, or the mean of a batch's tokens. With
-    batch, some tokens may run through more layers than others."""
+    """Which share the loss compares with `share`: each token's, as published, or the mean of a batch.
+    With batch, some tokens may run through more layers than others."""
     share_weight: float = Field(default=5.0, ge=0)
     """Weight of the absolute difference from `share` in the loss. It rises from 0 to this value over the run, along a
     quarter of a sine wave."""
     noise_decay_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the updates, from the start, over which the routers' noise falls linearly to 0; null keeps all noise, as
-    published. After that, training takes the likelier decision, as decoding does."""
+    """Share of the updates in which the routers' noise falls to 0; null keeps it, as published.
+    After that, training takes the likelier decision, as decoding does."""
     calibration_chats: int = Field(default=8, ge=0)
     """Chats of the cache on which routers are shifted until `share` is met; 0 leaves them as trained."""
     ce_weight: float = Field(default=0.0, ge=0)

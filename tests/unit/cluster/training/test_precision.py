@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moray.distill import precision
-from moray.distill.precision import choose_precision
+from moray.cluster.training import precision
+from moray.cluster.training.precision import choose_precision
 
 CPU = torch.device("cpu")
 
