@@ -17,7 +17,7 @@ from moray.cluster.errors import own_errors
 from moray.cluster.progress_actor import ProgressActor
 from moray.cluster.training.configs import DistillConfig
 from moray.cluster.training.distill import hand_out, train_until
-from moray.cluster.training.precision import resolve_precision
+from moray.cluster.training.resume import with_recorded_precision
 from moray.cluster.training.worker import checkpoint_step, open_run_trackers
 from moray.distill.finite import NONFINITE_FILE
 from moray.distill.tracking.metrics import read_metrics
@@ -112,12 +112,12 @@ def _climb(
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"max_steps": steps_at(last.tokens, config)})}
     )
-    config = resolve_precision(config)
     progress_actor: Any = ProgressActor.options(num_cpus=0, scheduling_strategy=_DRIVER).remote()  # type: ignore[attr-defined]
     sweep_board.watch.remote(folder.path.name, progress_actor, rung.number)
     try:
         checkpoint = train_until(config, steps_at(rung.tokens, config), progress_actor)
         hand_out(checkpoint, folder.path)
+        config = with_recorded_precision(config)
         trained = read_metrics(folder.path)[-1]
         sweep_board.watch.remote(folder.path.name, None, rung.number)
         figures = measure_on_ray(sweep, config, (str(folder.path),))[folder.path.name]

@@ -177,9 +177,11 @@ def test_gumbel_noise_is_zero_after_its_decay(tiny):
         decoded = learner.eval()(batch, view_of(batch)).predictions[0].hidden
         found = {
             progress: learner.train()(batch, view_of(batch, progress)).predictions[0].hidden
-            for progress in (0.0, 0.5, 1.0)
+            for progress in (0.0, 0.25, 0.5, 1.0)
         }
     assert not torch.equal(found[0.0], decoded)
+    assert not torch.equal(found[0.25], decoded)
+    assert not torch.equal(found[0.25], found[0.0]), "it falls bit by bit"
     assert torch.equal(found[0.5], decoded), "from here on training takes the decisions of decoding"
     assert torch.equal(found[1.0], decoded)
 

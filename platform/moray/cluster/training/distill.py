@@ -53,9 +53,9 @@ def distill(config: TrainingConfig) -> Path:
         DataError: no complete cache, a missing column, or a loss or gradient that is not finite.
     """
     is_complete(config)  # raises what speaks against it
-    config = resolve_precision(config)
     check_trackers(config.trackers)
     num_asked_workers = num_workers(config)
+    config = resolve_precision(config)
     check_validation(config)
     _check_initial(config)
     begin_or_resume(config)
@@ -86,9 +86,9 @@ def train_until(config: TrainingConfig, stop_step: int, progress_actor: Any) -> 
     newest = newest_checkpoint(output)
     if newest is not None and checkpoint_step(newest) >= stop_step:
         return newest
-    config = resolve_precision(config)
     num_asked_workers = num_workers(config)
     free_workers()  # of one before that died here
+    config = resolve_precision(config)
     _check_initial(config)
     begin_or_resume(config)
     _count_tokens(config)
