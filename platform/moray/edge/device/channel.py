@@ -53,11 +53,17 @@ class Channel:
         """Send a message.
 
         Raises:
-            UnreachableError: the connection is broken.
+            UnreachableError: the connection is broken, or the server has no room.
+            MismatchError: the server has closed it, because device and server do not belong together.
+            DataError: the server has closed it, because it refuses the request.
         """
         text = encode_up(message)
         self._stats.num_bytes_up += len(text)
-        self.link.send(text)
+        try:
+            self.link.send(text)
+        except UnreachableError:
+            self._raise_waiting_refusal()
+            raise
 
     def receive(self, seconds: float) -> Verified | None:
         """The next message of a sequence; None if none comes within so many seconds.
@@ -96,6 +102,19 @@ class Channel:
         if silent > self._offline_after_seconds:
             raise UnreachableError(f"nothing heard of the server for {self._offline_after_seconds:g} s")
         return silent
+
+    def _raise_waiting_refusal(self) -> None:
+        """Raise the refusal that has arrived but has not been read, if there is one: a server that refuses closes the
+        connection at once, often before the device sends its next message."""
+        while True:
+            try:
+                message = self._next(0)
+            except UnreachableError:
+                return
+            if message is None:
+                return
+            if isinstance(message, Refused):
+                raise _refusal(message)
 
     def _next(self, seconds: float) -> DownMessage | None:
         frame = self.link.receive(seconds)
