@@ -24,6 +24,7 @@ from moray.targets.head import TargetHead
 from moray.text import ChatTokenizer
 from serve.config import ServeConfig
 from serve.lease_table import LeaseTable
+from serve.loading_thread import run_in_ending_thread
 from serve.metrics.publisher import Publisher
 from serve.metrics.readings import read_host
 from serve.metrics.sink import Nowhere, Sink
@@ -51,12 +52,7 @@ class DrafterReplica:
             torch.set_num_threads(config.threads)
         if config.engine.synthetic.is_on:
             _LOGGER.warning(config.engine.synthetic.notice)
-        head = TargetHead.load(config.target, num_head_layers(tuple(config.pooled.values())))
-        tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-        drafters = {
-            name: build_drafters((entry,), lambda _: head, tokenizer).popitem()[1]
-            for name, entry in config.pooled.items()
-        }
+        head, drafters = run_in_ending_thread(lambda: _load(config))
         for name, drafter in drafters.items():
             fit_shape(config.engine.tree, name, drafter.max_depth, head.spec.vocab_size)
         if config.run_ahead:
@@ -99,6 +95,15 @@ class DrafterReplica:
         """Called by Serve, which replaces the replica if this raises: the thread that answers targets has ended."""
         if not self._server.is_alive:
             raise RuntimeError("the thread that answers target replicas has ended")
+
+
+def _load(config: ServeConfig) -> tuple[TargetHead, dict[str, Drafter]]:
+    head = TargetHead.load(config.target, num_head_layers(tuple(config.pooled.values())))
+    tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
+    drafters = {
+        name: build_drafters((entry,), lambda _: head, tokenizer).popitem()[1] for name, entry in config.pooled.items()
+    }
+    return head, drafters
 
 
 def _warn_who_cannot_run_ahead(drafters: Mapping[str, Drafter], config: ServeConfig) -> None:

@@ -27,6 +27,7 @@ from serve.api.failures import describe
 from serve.config import ServeConfig
 from serve.engine_thread import Admission, EngineThread
 from serve.lease_client import LeaseClient
+from serve.loading_thread import run_in_ending_thread
 from serve.metrics.publisher import Publisher
 from serve.metrics.readings import read_engine
 from serve.metrics.sink import Nowhere, Sink
@@ -76,16 +77,11 @@ class TargetReplica:
             _LOGGER.warning(config.engine.synthetic.notice)
         self._config = config
         self._ends_process = ends_process
-        self._target = Target.load(config.target)
+        self._target, self._tokenizer, self._drafters = run_in_ending_thread(lambda: _load(config))
         if self._target.kernels is not None and self._target.kernels.reason:
             _LOGGER.info(self._target.kernels.reason)
-        self._tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
-        self._drafters = {
-            name: load_drafters((entry,), self._target, self._tokenizer).popitem()[1]
-            for name, entry in config.drafters.items()
-        }
         self._places = LeaseClient(drafters) if drafters is not None else None
-        self._engine = self._new_engine()
+        self._engine = run_in_ending_thread(self._new_engine)
         self._sparse = _sparse(self._target)
         self._served = self._common_with_devices()
         self._publisher = Publisher(sink or Nowhere(), lambda: read_engine(self._engine))
@@ -177,6 +173,15 @@ class TargetReplica:
         self._target.check_ranks()
         if self._thread is not None and self._thread.failure is not None:
             raise RuntimeError("the engine has failed") from self._thread.failure
+
+
+def _load(config: ServeConfig) -> tuple[Target, ChatTokenizer, dict[str, Drafter]]:
+    target = Target.load(config.target)
+    tokenizer = ChatTokenizer.load(config.target.model, config.target.template)
+    drafters = {
+        name: load_drafters((entry,), target, tokenizer).popitem()[1] for name, entry in config.drafters.items()
+    }
+    return target, tokenizer, drafters
 
 
 def _sparse(target: Target) -> Sparse | None:
