@@ -19,7 +19,7 @@ import numpy as np
 
 from moray.chat_template import ChatTemplate, Message, Span
 from moray.errors import ConfigError, DataError
-from moray.gguf import folder_of
+from moray.models import folder_of
 from moray.special_tokens import SpecialTokens, without_marks
 from moray.token_bytes import TokenBytes
 

@@ -17,6 +17,6 @@ def test_targets_of_this_suite_differ(tiny):
 
 
 def test_every_supported_family_is_tested():
-    from moray.targets.spec import FAMILIES
+    from moray.models.families import FAMILIES
 
     assert {options["family"] for options in TARGETS.values()} == set(FAMILIES)

@@ -16,11 +16,12 @@ from moray.batch import TapNeeds, Taps
 from moray.drafters.base import Drafter, Memory
 from moray.drafters.common.slots import DraftSlots
 from moray.drafters.configs import PretrainedConfig
+from moray.models.families import FAMILIES
 from moray.targets.head import TargetHead
 from moray.targets.kv_cache import KVCache
 from moray.targets.model import Target
 from moray.targets.other_families import OtherCausalLM
-from moray.targets.spec import FAMILIES, TargetConfig, model_type_of
+from moray.targets.spec import TargetConfig, model_type_of
 
 
 @dataclass

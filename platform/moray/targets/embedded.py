@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 from moray.errors import DataError
-from moray.gguf.convert import converted_folder, hash_file
+from moray.models.gguf_file import converted_folder, hash_file
 from moray.progress import Progress
 
 NAME = "SmolLM2-135M-Instruct"

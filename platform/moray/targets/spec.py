@@ -6,18 +6,16 @@ Torch-free. Weights, devices and forward passes are in `moray.targets.model`.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from moray.config import Config
 from moray.errors import ConfigError
 from moray.explain import one_line
-from moray.gguf import folder_of
+from moray.models import folder_of
+from moray.models.families import FAMILIES, check_family
 from moray.targets.stored import read_model_config, weight_files
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose attention works with our mask, positions and cache unmodified (checked by tests)."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 """Types of rotary embedding in which a token's rotation within the context depends only on its position, however long
@@ -100,7 +98,8 @@ class RoutingSpec(Config):
 class TargetSpec(Config):
     """Sizes of a target that a drafter needs, and the fingerprint of its weights."""
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3"]
+    family: Annotated[str, AfterValidator(check_family)]
+    """`model_type` of its config.json; see `moray.models.families`."""
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -277,10 +276,11 @@ def _rope_scaling(whose: str, parameters: dict[str, Any]) -> str:
 
 def _sliding_layers(whose: str, config: Any) -> tuple[int, ...]:
     """Layers whose window is shorter than the context, determined for each family as transformers does."""
-    if config.model_type == "llama":
+    windows = FAMILIES[config.model_type].windows
+    if windows == "never":
         return ()
     window = config.sliding_window
-    kinds = getattr(config, "layer_types", None) if config.model_type != "mistral" else None
+    kinds = getattr(config, "layer_types", None) if windows == "layer_types" else None
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
     strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]

@@ -23,7 +23,7 @@ from moray.bench.peers.page import render_peers
 from moray.bench.peers.process import MODULES, EngineProcess
 from moray.config import validate
 from moray.errors import ConfigError, DataError
-from moray.gguf.convert import _halves
+from moray.models.gguf_file import _halves
 from moray.targets.spec import read_spec
 
 

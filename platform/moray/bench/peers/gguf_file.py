@@ -6,11 +6,10 @@ from typing import Any, Literal
 import numpy as np
 
 from moray.errors import ConfigError
-from moray.gguf.convert import OUTER, PARTS
+from moray.models.families import FAMILIES
+from moray.models.gguf_file import OUTER, PARTS
 from moray.progress import Progress
 from moray.targets.spec import TargetSpec
-
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
 def write_gguf(folder: Path, spec: TargetSpec, dtype: Literal["float32", "bfloat16"], path: Path) -> None:
@@ -36,7 +35,7 @@ def write_gguf(folder: Path, spec: TargetSpec, dtype: Literal["float32", "bfloat
     temporary = path.with_suffix(".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        writer = GGUFWriter(temporary, _ARCHITECTURES[spec.family])
+        writer = GGUFWriter(temporary, FAMILIES[spec.family].gguf_architecture)
         _write_header(writer, spec)
         for name, values in _tensors(folder, spec):
             _add(writer, name, values, kind if values.ndim > 1 else GGMLQuantizationType.F32)
@@ -90,7 +89,7 @@ def _tensors(folder: Path, spec: TargetSpec) -> Any:
                         "peers with engine llama-cpp"
                     )
                 heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}.get(part)
-                if heads is not None and _ARCHITECTURES[spec.family] == "llama":
+                if heads is not None and FAMILIES[spec.family].gguf_rotates_neighbours:
                     values = _neighbours(values, heads)
                 yield f"blk.{layer}.{layer_names[part]}.{kind}", values
 

@@ -1,4 +1,5 @@
-"""GGUF files as models: `convert` makes an ordinary Hugging Face folder of one, `tokenizer` its tokenizer."""
+"""Which families of models are supported (`families`), and GGUF files as models: `gguf_file` makes an ordinary Hugging
+Face folder of one, `gguf_tokenizer` its tokenizer."""
 
 from pathlib import Path
 
@@ -12,6 +13,6 @@ def folder_of(model: str) -> Path | None:
     file = Path(model)
     if file.suffix != ".gguf" or not file.is_file():
         return None
-    from moray.gguf.convert import converted_folder
+    from moray.models.gguf_file import converted_folder
 
     return converted_folder(file)

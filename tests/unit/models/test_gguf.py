@@ -15,8 +15,8 @@ from tiny_targets import save_target
 from transformers import AutoModelForCausalLM
 
 from moray.errors import ConfigError
-from moray.gguf import folder_of
-from moray.gguf.convert import RECORD
+from moray.models import folder_of
+from moray.models.gguf_file import RECORD
 from moray.targets.loading import load_causal_lm
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig, read_spec

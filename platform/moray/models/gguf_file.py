@@ -18,6 +18,7 @@ import numpy as np
 
 from moray.errors import ConfigError
 from moray.explain import one_line
+from moray.models.families import FAMILIES, gguf_architectures
 from moray.progress import Progress
 
 RECORD = "gguf.json"
@@ -26,8 +27,6 @@ RECORD = "gguf.json"
 _FORMAT = 1
 """Of the conversion: a folder of another number is made again."""
 _SHARD_BYTES = 2 << 30
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""Model types of transformers by general.architecture. Mistral's files call themselves llama, and are the same."""
 PARTS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -127,7 +126,7 @@ def _convert(file: Path, folder: Path, record: dict[str, Any], field: str) -> No
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} is no GGUF file that can be read: {one_line(str(error))}; fetch it again") from None
     sizes, config = _model_config(header, reader.tensors, where)
-    from moray.gguf.tokenizer import save_tokenizer
+    from moray.models.gguf_tokenizer import save_tokenizer
 
     made = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=file.parent))
     try:
@@ -155,8 +154,9 @@ def _convert(file: Path, folder: Path, record: dict[str, Any], field: str) -> No
 def _model_config(header: Mapping[str, Any], tensors: list[Any], where: str) -> tuple[_Sizes, dict[str, Any]]:
     """transformers' config.json of what the header describes."""
     architecture = str(header.get("general.architecture"))
-    if architecture not in _FAMILIES:
-        raise ConfigError(f"{where} is of the architecture '{architecture}'; supported are {', '.join(_FAMILIES)}")
+    families = gguf_architectures()
+    if architecture not in families:
+        raise ConfigError(f"{where} is of the architecture '{architecture}'; supported are {', '.join(families)}")
     given = {
         name.removeprefix(f"{architecture}."): value
         for name, value in header.items()
@@ -183,10 +183,10 @@ def _model_config(header: Mapping[str, Any], tensors: list[Any], where: str) -> 
             raise ConfigError(
                 f"{where} has {architecture}.{name} = {given[name]}; supported is {head_dim}, the width of a head"
             )
-    sizes = _Sizes(_FAMILIES[architecture], heads, int(given.get("attention.head_count_kv", heads)), head_dim)
+    sizes = _Sizes(families[architecture], heads, int(given.get("attention.head_count_kv", heads)), head_dim)
     rope = {"rope_theta": float(given.get("rope.freq_base", 10_000.0))} | _rope_scaling(given, tensors, sizes, where)
     config: dict[str, Any] = {
-        "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[sizes.family] + "ForCausalLM"],
+        "architectures": [FAMILIES[sizes.family].causal_lm],
         "model_type": sizes.family,
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
@@ -202,7 +202,7 @@ def _model_config(header: Mapping[str, Any], tensors: list[Any], where: str) -> 
         "hidden_act": "silu",
         "dtype": "float32",
     }
-    if sizes.family != "qwen2":  # whose biases are part of the family
+    if not FAMILIES[sizes.family].has_fixed_biases:
         config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     for name, ours in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
         if (value := header.get(f"tokenizer.ggml.{name}_token_id")) is not None:
@@ -294,7 +294,7 @@ def _weights(tensors: list[Any], sizes: _Sizes, where: str) -> Iterator[tuple[st
                 f"{one_line(str(error))}"
             ) from None
         heads = {"q_proj": sizes.num_heads, "k_proj": sizes.num_kv_heads}.get(name.split(".")[-2])
-        if heads is not None and sizes.family == "llama":
+        if heads is not None and FAMILIES[sizes.family].gguf_rotates_neighbours:
             values = _halves(values, heads)
         yield name, np.ascontiguousarray(values)
 
@@ -312,7 +312,7 @@ def _name(name: str, where: str) -> str:
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a query or key projection as transformers rotates them: the first half of a head against the second.
 
-    Files of the architecture llama have neighbours rotated against each other.
+    See `Family.gguf_rotates_neighbours`.
     """
     rows = values.shape[0] // heads
     return values.reshape(heads, rows // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
