@@ -23,13 +23,17 @@ from moray.trees.tree import TokenTree, chain_of
 _LENGTH = 128
 """Assumed length of every row, in tokens."""
 _REPEATS = 5
+_MAX_SECONDS = 60.0
+"""Once measuring has taken so long, no size is run again: other work on the machine must not keep a server from
+starting for minutes."""
 
 
 def measure_costs(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> CostTable:
     """Time passes and drafts for 1, 2, 4, ... and `max_rows` sequences, with each of the drafter's N.
 
     Drafts are timed in this process, wherever they are made later. Each size is run a few times, sizes in turn, and the
-    fastest run counts, because other work on the machine only ever adds time.
+    fastest run counts, because other work on the machine only ever adds time. Where that takes longer than a minute,
+    sizes are run fewer times, but each at least once after a warm-up.
     """
     rows, layer_counts = _powers(max_rows), drafter.layer_counts
     sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
@@ -95,8 +99,10 @@ def _draft(
 
 @torch.inference_mode()
 def _fastest(runs: list[Callable[[], None]], device: torch.device) -> list[float]:
-    best = [float("inf")] * len(runs)
+    best, began = [float("inf")] * len(runs), time.perf_counter()
     for turn in range(_REPEATS + 1):
+        if turn > 1 and time.perf_counter() - began > _MAX_SECONDS:
+            break
         for index, run in enumerate(runs):
             synchronise(device)
             begin = time.perf_counter()
