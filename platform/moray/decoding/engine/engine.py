@@ -264,7 +264,6 @@ class Engine:
                 sequence.draft_scheduler.expect(sequence.number, self._scheduler.num_active)
 
     def _release(self, numbers: Collection[int]) -> None:
-        """Give up the rows of sequences that have ended or were cancelled, and close their drafts."""
         if not numbers:
             return
         for sequence in self._scheduler.active:
