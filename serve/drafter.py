@@ -65,7 +65,7 @@ class DrafterReplica:
             run_ahead=config.run_ahead,
             cost=config.engine.synthetic.draft,
         )
-        self._places = LeaseTable(self.host, config.session_idle_seconds)
+        self._lease_table = LeaseTable(self.host, config.session_idle_seconds)
         self._publisher = Publisher(sink or Nowhere(), lambda: read_host(self.host))
         secret = secrets.token_hex(32)
         host = host or _node_address()
@@ -79,13 +79,13 @@ class DrafterReplica:
     async def lease(self, session: str) -> AsyncGenerator[Endpoint]:
         """Reserve a slot for a sequence until the caller stops listening, dies, or leaves the sequence idle."""
         self._publisher.start()
-        with self._places.lend(session):
+        with self._lease_table.lend(session):
             yield self.endpoint
-            await self._places.until_unused(session)
+            await self._lease_table.until_unused(session)
 
     async def describe(self) -> dict[str, int]:
         """Report how busy this replica is."""
-        return {"num_sessions": self.host.num_sessions, "num_leases": len(self._places)}
+        return {"num_sessions": self.host.num_sessions, "num_leases": len(self._lease_table)}
 
     def close(self) -> None:
         """Stop listening."""

@@ -20,21 +20,21 @@ class LeaseTable:
         self._idle_seconds = idle_seconds
         self._newest: dict[str, object] = {}
         """The newest lease by session; a session may request a new lease before its old one has ended."""
-        self._num_held = 0
+        self._num_leases = 0
 
     def __len__(self) -> int:
-        return self._num_held
+        return self._num_leases
 
     @contextmanager
     def lend(self, session: str) -> Iterator[None]:
         """Hold a lease for a sequence for the duration of the context."""
         lease = self._newest[session] = object()
-        self._num_held += 1
+        self._num_leases += 1
         self._host.open(session)
         try:
             yield
         finally:
-            self._num_held -= 1
+            self._num_leases -= 1
             if self._newest.get(session) is lease:
                 del self._newest[session]
                 self._host.close(session)

@@ -77,7 +77,9 @@ def not_ready() -> ApiError:
 
 def overloaded() -> ApiError:
     """The error while every target replica is full."""
-    return ApiError(429, "all places are taken", code="queue_full", retry_after=RETRY_AFTER_SECONDS)
+    return ApiError(
+        429, "the server is at capacity: try again later", code="queue_full", retry_after=RETRY_AFTER_SECONDS
+    )
 
 
 def _is_loss(error: Exception) -> bool:

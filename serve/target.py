@@ -80,7 +80,7 @@ class TargetReplica:
         self._target, self._tokenizer, self._drafters = run_in_ending_thread(lambda: _load(config))
         if self._target.kernels is not None and self._target.kernels.reason:
             _LOGGER.info(self._target.kernels.reason)
-        self._places = LeaseClient(drafters) if drafters is not None else None
+        self._lease_client = LeaseClient(drafters) if drafters is not None else None
         self._engine = run_in_ending_thread(self._new_engine)
         self._sparse = _sparse(self._target)
         self._served = self._common_with_devices()
@@ -91,8 +91,8 @@ class TargetReplica:
     def running(self) -> EngineThread:
         """The engine's thread, started on first use, because constructors run without an event loop."""
         if self._thread is None:
-            if self._places is not None:
-                self._places.start()
+            if self._lease_client is not None:
+                self._lease_client.start()
             self._thread = EngineThread(self._engine, self._config.max_waiting, self._end)
             self._publisher.start()
         return self._thread
@@ -128,9 +128,9 @@ class TargetReplica:
 
     def _source(self, name: str, drafter: Drafter) -> DraftSource:
         config, engine = self._config, self._config.engine
-        if self._places is not None and name in config.pooled:
+        if self._lease_client is not None and name in config.pooled:
             timeout, max_inflight = config.draft_timeout_ms / 1000, 2 * engine.num_micro_batches
-            return RemoteDrafts(drafter, name, self._places, timeout=timeout, max_inflight=max_inflight)
+            return RemoteDrafts(drafter, name, self._lease_client, timeout=timeout, max_inflight=max_inflight)
         most = engine.max_positions_of(self._target.spec.max_positions)
         return LocalDrafts(drafter, most, engine.tree.num_expanded, engine.synthetic.draft)
 
@@ -148,7 +148,7 @@ class TargetReplica:
             drafters=tuple(engine.draft_schedulers),
             num_open=0 if self._thread is None else self._thread.num_open,
             num_running=engine.num_running,
-            num_leases=0 if self._places is None else self._places.num_leases,
+            num_leases=0 if self._lease_client is None else self._lease_client.num_leases,
             edge=self._served,
             sparse=self._sparse,
         )

@@ -15,7 +15,6 @@ FOLDERS = {"platform", "pipelines", "serve", "sweeps", "configs", "tests", "docs
 OUTPUTS = {"runs", "dist", "__pycache__"}
 MAX_LINES = 400
 MAX_MODULES = 15
-"""Still to be divided into rooms."""
 PAGES = ["README.md", *sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))]
 YAMLS = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.y*ml"))
 

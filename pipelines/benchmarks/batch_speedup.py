@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moray.bench.spread import quartiles
 from moray.decoding.batch import answer_batch
@@ -32,6 +32,38 @@ _DRAFTING_PHASES = ("propose", "observe", "tell")
 _CYCLE_PHASES = (*_DRAFTING_PHASES, "verify", "accept", "commit")
 
 
+@dataclass(frozen=True)
+class BatchSpeedup:
+    """Both sides at one batch size."""
+
+    batch: int
+    """Sequences that run together."""
+    num_prompts: int
+    num_tokens: int
+    """Tokens of all plain answers of one round."""
+    rounds: int
+    round_seconds: list[tuple[float, float]]
+    """(plain, drafted) seconds of every round."""
+    plain_tokens_per_second: float
+    """Median over the rounds."""
+    drafted_tokens_per_second: float
+    """Median over the rounds."""
+    speedup_vs_plain: float
+    """Median over the rounds of the ratio of both sides' tokens per second."""
+    speedup_quartiles: tuple[float, float]
+    """25 % and 75 % points of that ratio."""
+    tau: float | None
+    draft_share: float | None
+    """Share of the cycles' time that drafting takes; None on a GPU, whose phases are not timed."""
+    rows_per_pass: dict[str, float | None]
+    """Mean number of sequences in a target pass, by side."""
+    lossless: bool | None
+    """Whether all answers are equal; None where a difference proves nothing, as in 16-bit formats."""
+    equal_share: float | None
+    """Share of the answers that equal the plain ones; None with an acceptance method whose answers may differ. Sums in
+    float32 depend on a batch's shape, so a near tie may turn: a share just below 1 is that, a low one is a defect."""
+
+
 def measure_batch_speedup(
     target: Target,
     drafter: Drafter,
@@ -43,7 +75,7 @@ def measure_batch_speedup(
     params: SamplingParams,
     *,
     rounds: int = 3,
-) -> dict[str, Any]:
+) -> BatchSpeedup:
     """Decode all prompts plainly, then with drafts, and repeat this `rounds` times.
 
     The sides take turns so that a slow spell of the machine slows both.
@@ -61,49 +93,21 @@ def measure_batch_speedup(
         params: greedy, or how tokens are drawn.
         rounds: how often both sides are timed.
 
-    Returns:
-        round_seconds: (plain, drafted) seconds of every round.
-        speedup_vs_plain, speedup_quartiles: median, and 25 % and 75 % points, over the rounds, of the ratio of both
-            sides' tokens per second.
-        equal_share: share of the answers that equal the plain ones; None with an acceptance method whose answers may
-            differ. Sums in float32 depend on a batch's shape, so a near tie may turn: a share just below 1 is that, a
-            low one is a defect.
-        lossless: whether all answers are equal; None where a difference proves nothing, as in 16-bit formats.
-        rows_per_pass: mean number of sequences in a target pass, by side.
-        draft_share: share of the cycles' time that drafting takes; None on a GPU, whose phases are not timed.
-
     Raises:
         ConfigError: the drafter cannot draft this shape, or `rounds` or `batch` is below 1.
         DataError: there are fewer prompts than `batch`, or one does not fit into the target's context.
     """
     _check(prompts, max_new_tokens, batch, rounds, target)
     shape = _fitted(shape, drafter, target)
-    capacity = max(map(len, prompts)) + max_new_tokens
-    config = _engine_config(shape, capacity, batch)
+    config = _engine_config(shape, max(map(len, prompts)) + max_new_tokens, batch)
     plain = _Side(Engine(target, config, eos_ids), params)
-    drafts = LocalDrafts(drafter, capacity, shape.num_expanded)
-    drafted = _Side(Engine(target, config, eos_ids, drafts={_NAME: drafts}), params)
-    drafted.engine.measure_costs({_NAME: drafter})
+    drafted = _Side(_drafting_engine(target, drafter, config, eos_ids), params)
     for side in (plain, drafted):  # the first call of anything is slow
         side.decode(prompts[:batch], min(_WARM_UP_TOKENS, max_new_tokens))
     timed = [
         _Round(plain.decode(prompts, max_new_tokens), drafted.decode(prompts, max_new_tokens)) for _ in range(rounds)
     ]
-    low, median, high = quartiles([each.speedup for each in timed])
-    return {
-        "batch": batch,
-        "num_prompts": len(prompts),
-        "num_tokens": timed[0].plain.num_tokens,
-        "rounds": rounds,
-        "round_seconds": [(each.plain.seconds, each.drafted.seconds) for each in timed],
-        "plain_tokens_per_second": statistics.median(each.plain.tokens_per_second for each in timed),
-        "drafted_tokens_per_second": statistics.median(each.drafted.tokens_per_second for each in timed),
-        "speedup_vs_plain": median,
-        "speedup_quartiles": (low, high),
-        "tau": tau([answer for each in timed for answer in each.drafted.answers]) or None,
-        "draft_share": _draft_share([each.drafted for each in timed]) if target.device.type == "cpu" else None,
-        "rows_per_pass": {"plain": timed[0].plain.rows_per_pass, "drafted": timed[0].drafted.rows_per_pass},
-    } | _comparison(timed, target, params)
+    return _figures(timed, batch, target, params)
 
 
 @dataclass(frozen=True)
@@ -197,17 +201,56 @@ def _engine_config(shape: AnyShape, capacity: int, batch: int) -> EngineConfig:
     )
 
 
-def _comparison(timed: Sequence[_Round], target: Target, params: SamplingParams) -> dict[str, Any]:
-    """Share of the drafted answers that equal the plain ones, over all rounds."""
+def _drafting_engine(target: Target, drafter: Drafter, config: EngineConfig, eos_ids: Collection[int]) -> Engine:
+    """An engine whose drafts come from this process, with its costs measured."""
+    assert config.max_model_len is not None
+    drafts = LocalDrafts(drafter, config.max_model_len, config.tree.num_expanded)
+    engine = Engine(target, config, eos_ids, drafts={_NAME: drafts})
+    engine.measure_costs({_NAME: drafter})
+    return engine
+
+
+def _figures(timed: Sequence[_Round], batch: int, target: Target, params: SamplingParams) -> BatchSpeedup:
+    """The figures of all rounds."""
+    first = timed[0]
+    low, median, high = quartiles([each.speedup for each in timed])
+    equal_share = _equal_share(timed, params)
+    return BatchSpeedup(
+        batch=batch,
+        num_prompts=len(first.plain.answers),
+        num_tokens=first.plain.num_tokens,
+        rounds=len(timed),
+        round_seconds=[(each.plain.seconds, each.drafted.seconds) for each in timed],
+        plain_tokens_per_second=statistics.median(each.plain.tokens_per_second for each in timed),
+        drafted_tokens_per_second=statistics.median(each.drafted.tokens_per_second for each in timed),
+        speedup_vs_plain=median,
+        speedup_quartiles=(low, high),
+        tau=tau([answer for each in timed for answer in each.drafted.answers]) or None,
+        draft_share=_draft_share([each.drafted for each in timed]) if target.device.type == "cpu" else None,
+        rows_per_pass={"plain": first.plain.rows_per_pass, "drafted": first.drafted.rows_per_pass},
+        lossless=_lossless(equal_share, target),
+        equal_share=equal_share,
+    )
+
+
+def _equal_share(timed: Sequence[_Round], params: SamplingParams) -> float | None:
+    """Share of the drafted answers that equal the plain ones, over all rounds; None if they may differ."""
     if not (params.is_greedy or params.acceptance_method == "gumbel_coupled"):
-        return {"lossless": None, "equal_share": None}
+        return None
     equal = [
         plain.tokens == drafted.tokens
         for each in timed
         for plain, drafted in zip(each.plain.answers, each.drafted.answers, strict=True)
     ]
+    return sum(equal) / len(equal)
+
+
+def _lossless(equal_share: float | None, target: Target) -> bool | None:
+    """Whether all answers are equal; None where a difference proves nothing."""
+    if equal_share == 1.0:
+        return True
     is_exact = str(target.dtype) == "torch.float32"
-    return {"lossless": all(equal) or (False if is_exact else None), "equal_share": sum(equal) / len(equal)}
+    return False if is_exact and equal_share is not None else None
 
 
 def _draft_share(decoded: Sequence[_Decoded]) -> float | None:

@@ -8,7 +8,8 @@ their memory:
     step          level 0: t5  level 1: t6  level 2: t7  level 3: d1  level 4: d2     drafted from t7 on
     counted       d1 d2 d3 up to the first mismatch with the answer; the next root is the true token after the match
 
-The answers are known, and the drafter alone runs: nothing is decoded here, so the engine's loop has no part in it.
+After that the answers are fixed: the target only reads each one again for its memory, and acceptance is a comparison of
+tokens. Nothing is verified or sampled, so this uses the reference decoder and not the engine.
 
 Running ahead drafts with memory like this (see `decoding.remote.ahead`); a lag of 0 is ordinary decoding.
 """

@@ -13,7 +13,7 @@ its traceback. Exit codes of every command:
 
 
 class MorayError(Exception):
-    """Base of all errors a user can cause or mend. Picklable: built from its message alone."""
+    """Base of all errors a user can cause or fix. Picklable: built from its message alone."""
 
     exit_code = 1
 

@@ -42,7 +42,7 @@ def explain(config_class: type[BaseModel], error: ValidationError) -> str:
     found = [p for p in found if p["type"] != "too_short" or p["loc"] not in parents]
     # Of a union of a text and mappings, a mapping was meant for the mappings.
     problems = [p for p in found if p["type"] != "string_type" or not isinstance(p["input"], dict)] or found
-    # A misspelt required key is both unknown and missing; the unknown one shows what to mend.
+    # A misspelt required key is both unknown and missing; the unknown one shows what to fix.
     problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
     keys = {_locate(config_class, problem["loc"])[0] for problem in problems}  # a plain union fails once per member
     more = {1: "", 2: " (and 1 more problem)"}.get(len(keys), f" (and {len(keys) - 1} more problems)")

@@ -1,12 +1,11 @@
 """Special tokens that are spelt out in the contents of messages: text there, and nothing else.
 
-Tokenizers take `<|im_end|>` for the end of a turn wherever it stands, so whoever writes it into a message could write
-the turns of others. Templates join and cut contents, so it is their renderings that are compared: one of the contents
-as they are, one in which no special token can begin in a content. Where both hold the same special tokens nothing is
-done at all; otherwise the second is tokenised. What the tokenizer does not call special, such as `<think>` often, is
-left alone unless the template writes it around a user's turn; so are plain words of a template, such as Vicuna's
-`USER:`, and tokens of one character.
-"""
+Tokenizers take `<|im_end|>` for the end of a turn wherever it stands, so a user who writes it into a message could
+write the turns of others. Templates join and cut contents, so it is their renderings that are compared: one of the
+contents as they are, one in which no special token can begin in a content. Where both hold the same special tokens
+nothing is done at all; otherwise the second is tokenised. What the tokenizer does not call special, such as `<think>`
+often, is left alone unless the template writes it around a user's turn; so are plain words of a template, such as
+Vicuna's `USER:`, and tokens of one character."""
 
 import json
 import re

@@ -301,9 +301,9 @@ _ERRORS: dict[int, str] = {
     404: "There is no such model, or nothing at this path",
     405: "The path knows no such method",
     413: "The body is too large",
-    429: "All places are taken, or too many requests: `Retry-After` says when to come again",
+    429: "The server is at capacity, or this client has sent too many requests: `Retry-After` says when to try again",
     500: "The server has failed",
-    503: "No target is ready: `Retry-After` says when to come again",
+    503: "No target is ready: `Retry-After` says when to try again",
 }
 
 

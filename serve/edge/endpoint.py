@@ -210,7 +210,7 @@ class EdgeGateway(Backend):
         try:
             async for event in stream:
                 if event is Admission.REFUSED:
-                    raise RefusedError("full", "all places are taken: try again later", _RETRY_MS)
+                    raise RefusedError("full", "the server is at capacity: try again later", _RETRY_MS)
                 if event is Admission.ADMITTED:
                     offering = asyncio.create_task(self._pass_on(session, place))
                     continue

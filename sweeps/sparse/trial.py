@@ -62,15 +62,15 @@ def run_sparse_trial(choices: Choices, config: str, progress_actor: Any) -> None
 
 
 def _train_and_measure(
-    sweep: SparseSweepConfig, config: SparsifyConfig, folder: TrialFolder, sweep_board: Any
+    sweep: SparseSweepConfig, config: SparsifyConfig, folder: TrialFolder, sweep_progress: Any
 ) -> TrialRow:
     begin, name = time.time(), folder.path.name
     num_updates = run_length(config, read_manifest(CacheStore(config.activations)), outline_learner(config))
     progress_actor: Any = ProgressActor.options(num_cpus=0, scheduling_strategy=_DRIVER).remote()  # type: ignore[attr-defined]
-    sweep_board.watch.remote(name, progress_actor, 0)
+    sweep_progress.watch.remote(name, progress_actor, 0)
     try:
         hand_out(train_until(config, num_updates, progress_actor), folder.path)
-        sweep_board.watch.remote(name, None, 0)
+        sweep_progress.watch.remote(name, None, 0)
         quality = sweep.quality
         task: Any = ray.remote(write_and_measure).options(
             num_cpus=quality.cpus, num_gpus=quality.gpus, scheduling_strategy=_DRIVER
@@ -79,7 +79,7 @@ def _train_and_measure(
             figures: Any = ray.get(task.remote(config.model_dump_json(), quality.model_dump_json()))
     finally:
         ray.kill(progress_actor)
-        sweep_board.forget.remote(name)
+        sweep_progress.forget.remote(name)
     trained = read_metrics(folder.path)[-1]
     row: dict[str, Any] = {
         "rung": 0,

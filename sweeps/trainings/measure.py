@@ -66,20 +66,20 @@ def _batch_figures(
     (shape,) = config.trees
     assert not isinstance(shape, AdaptiveShape), "refused by DecodingConfig"
     fitting = [prompt for prompt in prompts if len(prompt) + config.max_new_tokens <= config.max_context]
-    row = measure_batch_speedup(
+    measured = measure_batch_speedup(
         target, drafter, shape, fitting, config.max_new_tokens, batch_size, eos_ids, config.sampling, rounds=rounds
     )
-    emitted, tokens = row["tau"] or 0.0, row["num_tokens"]
+    emitted, tokens = measured.tau or 0.0, measured.num_tokens
     return {
-        "tau": row["tau"],
+        "tau": measured.tau,
         "tau_spread": None,
-        "speedup": row["speedup_vs_plain"],
-        "speedup_spread": row["speedup_quartiles"],
-        "tokens_per_second": row["drafted_tokens_per_second"],
-        "equal_share": row["equal_share"],
-        "num_prompts": row["num_prompts"],
+        "speedup": measured.speedup_vs_plain,
+        "speedup_spread": list(measured.speedup_quartiles),
+        "tokens_per_second": measured.drafted_tokens_per_second,
+        "equal_share": measured.equal_share,
+        "num_prompts": measured.num_prompts,
         "num_tokens": tokens,
-        "answers": [Answer(tokens, after, before, 1, emitted).row() for before, after in row["round_seconds"]],
+        "answers": [Answer(tokens, after, before, 1, emitted).row() for before, after in measured.round_seconds],
     }
 
 

@@ -104,7 +104,7 @@ def reason_to_stop(sweep: SweepConfig, row: TrialRow) -> str | None:
 
 
 def _climb(
-    sweep: SweepConfig, config: DistillConfig, folder: TrialFolder, rungs: tuple[Rung, Rung], sweep_board: Any
+    sweep: SweepConfig, config: DistillConfig, folder: TrialFolder, rungs: tuple[Rung, Rung], sweep_progress: Any
 ) -> TrialRow:
     """Train up to the first of the two rungs and measure there; the second is the last rung of the ladder."""
     begin = time.time()
@@ -113,13 +113,13 @@ def _climb(
         update={"train": config.train.model_copy(update={"max_steps": steps_at(last.tokens, config)})}
     )
     progress_actor: Any = ProgressActor.options(num_cpus=0, scheduling_strategy=_DRIVER).remote()  # type: ignore[attr-defined]
-    sweep_board.watch.remote(folder.path.name, progress_actor, rung.number)
+    sweep_progress.watch.remote(folder.path.name, progress_actor, rung.number)
     try:
         checkpoint = train_until(config, steps_at(rung.tokens, config), progress_actor)
         hand_out(checkpoint, folder.path)
         config = with_recorded_precision(config)
         trained = read_metrics(folder.path)[-1]
-        sweep_board.watch.remote(folder.path.name, None, rung.number)
+        sweep_progress.watch.remote(folder.path.name, None, rung.number)
         figures = measure_on_ray(sweep, config, (str(folder.path),))[folder.path.name]
         objective = figures.get(sweep.objective)
         if objective is None:
@@ -142,7 +142,7 @@ def _climb(
         _track(config, folder, progress_actor, row)
     finally:
         ray.kill(progress_actor)
-        sweep_board.forget.remote(folder.path.name)
+        sweep_progress.forget.remote(folder.path.name)
     return row
 
 

@@ -41,7 +41,7 @@ class Figures(TypedDict, total=False):
     """None if the text need not equal plain decoding's."""
     num_prompts: int
     num_tokens: int
-    equal_share: float
+    equal_share: float | None
     """Share of answers that equal plain decoding's; only with a batch size above 1."""
 
 

@@ -98,10 +98,10 @@ def check_same_trainings(output: Path, trial: Config, names: Sequence[str], of: 
 
 
 def begin_or_resume_sweep(output: Path, sweep: Config, fingerprints: Mapping[str, str]) -> None:
-    """Claim the folder for a sweep; call this inside `alone`, after `is_done` and all checks.
+    """Record that the folder belongs to a sweep; call this inside `alone`, after `is_done` and all checks.
 
     Raises:
-        MismatchError: another sweep has claimed the folder first.
+        MismatchError: the folder belongs to another sweep.
     """
     check_sweep_folder(output, sweep, fingerprints)
     (output / SUMMARY_FILE).unlink(missing_ok=True)

@@ -124,7 +124,7 @@ def test_an_answer_that_is_never_taken_up_again_ends(config, monkeypatch):
 
 def test_a_new_request_looks_for_a_place_twice(config):
     async def test(gateway, targets, expected):
-        with pytest.raises(ApiError, match="all places are taken") as caught:
+        with pytest.raises(ApiError, match="the server is at capacity") as caught:
             await anext(gateway.generate(REQUEST))
         assert (caught.value.status, targets.num_calls) == (429, 2)
         targets.calls = [targets.replica.generate, targets.free.generate]
@@ -143,7 +143,7 @@ def test_those_behind_one_that_found_no_place_are_refused_unasked_for_a_moment(c
         gateway.refuse_while_full()
         with pytest.raises(ApiError):
             await anext(gateway.generate(REQUEST))
-        with pytest.raises(ApiError, match="all places are taken") as caught:
+        with pytest.raises(ApiError, match="the server is at capacity") as caught:
             gateway.refuse_while_full()
         assert (caught.value.status, caught.value.retry_after) == (429, 1)
         now[0] += 0.5

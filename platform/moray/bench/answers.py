@@ -96,7 +96,7 @@ class AnswerLog:
 
 @contextmanager
 def open_answers(config: EvaluateConfig, fingerprints: Mapping[str, str]) -> Iterator[AnswerLog]:
-    """Open the answers of an evaluation, or start with none; creates and claims `config.output`.
+    """Open the answers of an evaluation, or start with none; creates `config.output` and records whose it is.
 
     Raises:
         MismatchError: the folder holds another evaluation's answers, or a run of another kind.
@@ -119,7 +119,7 @@ def open_answers(config: EvaluateConfig, fingerprints: Mapping[str, str]) -> Ite
         if whole:
             _check_owner(folder, config, fingerprints)
         else:
-            _check_unclaimed(folder)
+            _check_not_taken(folder)
             write_run_yaml(folder, config, config.sampling.seed, fingerprints)
         recorded = [_read_line(line, f"{path}:{number}") for number, line in enumerate(whole, start=1)]
         file.truncate(sum(map(len, whole)))
@@ -145,7 +145,7 @@ def read_answers(path: Path) -> Iterator[AnsweredTurn]:
         ) from None
 
 
-def _check_unclaimed(folder: Path) -> None:
+def _check_not_taken(folder: Path) -> None:
     """Refuse a folder whose run.yaml belongs to another kind of run, because overwriting it would break resuming it."""
     if (folder / RUN_FILE).is_file() and "questions" not in read_run_yaml(folder).get("config", {}):
         raise MismatchError(f"output '{folder}' holds a run that is no evaluation; give another folder")

@@ -1,4 +1,4 @@
-"""Ray Serve for as long as a benchmark runs, and for nobody else: it ends with all applications that it has."""
+"""Ray Serve for one benchmark alone: when the benchmark ends, Serve ends with all its applications."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def check_own_ray(config: RayConfig) -> None:
 
 @contextmanager
 def own_serve() -> Iterator[None]:
-    """Serve within an open session; ended afterwards, whoever starts it.
+    """Serve within an open session; ended afterwards in any case.
 
     Raises:
         ConfigError: it runs there already.

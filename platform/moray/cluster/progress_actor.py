@@ -63,7 +63,7 @@ class ProgressActor:
         return self._failure
 
     def latest(self) -> RunProgress:
-        """What was pinned last."""
+        """The latest report."""
         return self._latest
 
 

@@ -61,7 +61,7 @@ class ParquetCursor:
     def _seek(self, group: int) -> None:
         groups = list(range(group, len(self._group_starts)))
         self._batches = iter(self._file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups))
-        self._batch: Any = None  # the rows of the last batch that nobody has asked for yet
+        self._batch: Any = None  # the rows of the last batch that have not been asked for yet
         self._position = self._group_starts[group] if self._group_starts else 0
 
 

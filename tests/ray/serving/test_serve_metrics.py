@@ -79,7 +79,7 @@ class Told:
 
 @pytest.fixture(scope="module")
 def told(url):
-    """Requests of all kinds: answered, refused for what they ask for, and refused for want of a place."""
+    """Requests of all kinds: answered, refused for what they ask for, and refused at capacity."""
     told = Told(url)
     for number in range(NUM_ANSWERED):
         text = told.ask(number, speculation={"drafter": ("same", "other")[number % 2]})

@@ -36,20 +36,20 @@ def test_both_sides_give_the_target_s_own_text(tiny, batch, params):
     decoder = PlainDecoder(tiny.target, 100)
     prompts = [tiny.prompt(seed, 4 + 9 * seed) for seed in range(4)]
     answers = [decoder.generate(p, params, 20, (5, 17), sequence=i).tokens for i, p in enumerate(prompts)]
-    assert figures["num_tokens"] == sum(map(len, answers))
-    assert (figures["lossless"], figures["equal_share"]) == (True, 1.0)
-    assert (figures["batch"], figures["num_prompts"], figures["rounds"]) == (batch, 4, 2)
+    assert figures.num_tokens == sum(map(len, answers))
+    assert (figures.lossless, figures.equal_share) == (True, 1.0)
+    assert (figures.batch, figures.num_prompts, figures.rounds) == (batch, 4, 2)
     for side in ("plain", "drafted"):
-        assert 1 <= figures["rows_per_pass"][side] <= batch
+        assert 1 <= figures.rows_per_pass[side] <= batch
     if batch == 1:
-        assert figures["rows_per_pass"] == {"plain": 1, "drafted": 1}
+        assert figures.rows_per_pass == {"plain": 1, "drafted": 1}
 
 
 def test_tau_and_rows_are_those_of_the_target_as_its_own_drafter(tiny):
     figures = measure(tiny, 4, noise=0.0, count=21)
-    assert figures["tau"] == CHAIN.depth + 1
-    assert figures["rows_per_pass"] == {"plain": 4, "drafted": 4}
-    assert 0 < figures["draft_share"] < 1
+    assert figures.tau == CHAIN.depth + 1
+    assert figures.rows_per_pass == {"plain": 4, "drafted": 4}
+    assert 0 < figures.draft_share < 1
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -58,14 +58,14 @@ def test_an_adaptive_tree_is_chosen_for_the_batch(tiny, batch):
     prompts = [tiny.prompt(seed, 4 + 9 * seed) for seed in range(4)]
     shape = AdaptiveShape(type="adaptive", depth=3, breadth=2, nodes=6)
     figures = measure_batch_speedup(tiny.target, Rehearsed(tiny.target, 0.5), shape, prompts, 20, batch, (), GREEDY)
-    assert figures["lossless"] is True
+    assert figures.lossless is True
 
 
 def test_rows_stay_filled_to_the_batch_size_and_no_further(tiny):
     """Six prompts of which the memory for two of the longest would hold more of the short ones."""
     figures = measure(tiny, 2, count=20, num_prompts=6, rounds=1)
-    assert figures["rows_per_pass"]["plain"] == 2
-    assert 1.5 < figures["rows_per_pass"]["drafted"] <= 2
+    assert figures.rows_per_pass["plain"] == 2
+    assert 1.5 < figures.rows_per_pass["drafted"] <= 2
 
 
 def test_the_sides_take_turns_and_the_median_counts(tiny, monkeypatch):
@@ -84,10 +84,10 @@ def test_the_sides_take_turns_and_the_median_counts(tiny, monkeypatch):
     monkeypatch.setattr(batch_speedup._Side, "decode", decode)
     figures = measure(tiny, 2, rounds=3)
     assert turns == ["plain", "drafted"] * 3
-    assert figures["speedup_vs_plain"] == pytest.approx(3)
-    assert figures["speedup_quartiles"] == pytest.approx((2.5, 6.5))
-    assert figures["plain_tokens_per_second"] == pytest.approx(figures["num_tokens"] / 3)
-    assert figures["drafted_tokens_per_second"] == pytest.approx(figures["num_tokens"])
+    assert figures.speedup_vs_plain == pytest.approx(3)
+    assert figures.speedup_quartiles == pytest.approx((2.5, 6.5))
+    assert figures.plain_tokens_per_second == pytest.approx(figures.num_tokens / 3)
+    assert figures.drafted_tokens_per_second == pytest.approx(figures.num_tokens)
 
 
 def test_other_text_is_found(tiny, monkeypatch):
@@ -101,14 +101,14 @@ def test_other_text_is_found(tiny, monkeypatch):
 
     monkeypatch.setattr(batch_speedup, "answer_batch", wrong)
     figures = measure(tiny, 2)
-    assert (figures["lossless"], figures["equal_share"]) == (False, 0.75)
+    assert (figures.lossless, figures.equal_share) == (False, 0.75)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "typical"])
 def test_where_texts_may_differ_nothing_is_claimed(tiny, rule):
     figures = measure(tiny, 2, params=SamplingParams(temperature=0.8, acceptance_method=rule), rounds=1)
-    assert (figures["lossless"], figures["equal_share"]) == (None, None)
-    assert figures["speedup_vs_plain"] > 0
+    assert (figures.lossless, figures.equal_share) == (None, None)
+    assert figures.speedup_vs_plain > 0
 
 
 def test_what_cannot_be_measured_is_refused(tiny):

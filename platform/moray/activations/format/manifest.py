@@ -81,7 +81,7 @@ def write_layout(
     """Note how a cache is laid out whose shards need not be there: targets make what is read while a drafter trains.
 
     Args:
-        store: the cache, claimed and tokenised.
+        store: the cache, tokenised; its run.yaml says whose it is.
         row_groups: lengths of the chats by planned shard and row group.
         hidden_rms: by hidden column, of a sample.
         counts: chats read, dropped and bad.

@@ -135,7 +135,7 @@ def _check_manifest(store: CacheStore, found: CacheScan, findings: Findings) -> 
 
 
 def repair(store: CacheStore, findings: Findings) -> int:
-    """Un-commit damaged shards and parts; returns how many. The plan and the manifest mend themselves."""
+    """Un-commit damaged shards and parts; returns how many. The next caching run updates the plan and the manifest."""
     for name in findings.shards:
         store.uncommit(name)
     for name in findings.parts:

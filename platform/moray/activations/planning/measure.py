@@ -22,7 +22,7 @@ def written_bytes(store: CacheStore) -> int:
     """Bytes of the tokenised parts and of the shards that count."""
     try:
         committed = sum(shard.bytes for shard in store.committed().values())
-    except DataError:  # a marker is damaged: whoever reads it next names it
+    except DataError:  # a marker is damaged: the next reader reports it
         committed = 0
     selector = pafs.FileSelector(store.path("tokens"), allow_not_found=True)
     return committed + sum(int(info.size or 0) for info in store.filesystem.get_file_info(selector))

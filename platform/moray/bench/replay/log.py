@@ -10,7 +10,7 @@ A log that was imported without its target has no taps and no head.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,9 +116,3 @@ def write_target(
 def count_tokens(entries: Sequence[Continuation]) -> int:
     """Tokens of all continuations, without their prompts."""
     return sum(len(entry.tokens) for entry in entries)
-
-
-def texts_of(entries: Sequence[Continuation]) -> Iterator[tuple[int, ...]]:
-    """Prompt and tokens of each continuation."""
-    for entry in entries:
-        yield (*entry.prompt, *entry.tokens)

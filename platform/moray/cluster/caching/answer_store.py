@@ -6,7 +6,7 @@
     part-00000.yaml     the part counts; how many rows were bad, dropped, cut
     summary.yaml        the same over all parts: nothing is missing
 
-Whoever reads the folder as chats sees the .jsonl files alone: all else is YAML.
+A reader of the folder as chats sees the .jsonl files alone: all else is YAML.
 """
 
 import json
@@ -117,7 +117,7 @@ class AnswerStore(CacheStore):
         """Write a file so that it is there whole or not at all.
 
         Raises:
-            DataError: it cannot be written, such as for want of room.
+            DataError: it cannot be written, such as when the disk is full.
         """
         try:
             self.write_text(name, text)

@@ -3,8 +3,8 @@
     stream   nothing is written: every epoch runs the target again, over just the taps that the drafter reads
     hybrid   a window's missing shards are written whole, then read: later epochs and runs find them
 
-Both keep the order, the batches and the format of a cache that is read, so that whoever takes the windows cannot
-tell the difference.
+Both keep the order, the batches and the format of a cache that is read, so that a consumer of the windows cannot tell
+the difference.
 """
 
 import uuid

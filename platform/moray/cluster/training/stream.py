@@ -34,7 +34,7 @@ class Reader:
 def stream_updates(reader: Reader, plans: Mapping[int, EpochPlan]) -> Iterator[list[DataShardBatch]]:
     """The batches of some data shards of (the rest of) an epoch, update after update, exactly in plan order.
 
-    Whoever takes a list should empty it: its batches are views that keep whole windows alive.
+    The caller should empty each list: its batches are views that keep whole windows alive.
 
     Ray tasks read windows of row groups with the needed columns alone; tensors are made here, on the consumer's side,
     so that activations travel encoded. Memory is bounded: one open window per data shard and `reader.prefetch` more.

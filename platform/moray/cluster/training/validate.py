@@ -1,8 +1,8 @@
 """Validation on Ray: checkpoints are validated by tasks beside training, one at a time, and the last one in any case.
 
 Ray Train starts the task of a checkpoint that was reported with `validation=True`, keeps the checkpoint until it has
-been validated, and takes up what a kill cut short when the run goes on. What it cannot promise (its list of
-checkpoints may be lost, a task may fail unseen) is mended at the end for the checkpoint that counts.
+been validated, and takes up what a kill cut short when the run goes on. It cannot promise everything (its list of
+checkpoints may be lost, a task may fail unseen), so the checkpoint that counts is validated at the end if need be.
 """
 
 import os

@@ -174,7 +174,7 @@ def _resume(
 
 def _is_listed(checkpoint: ray.train.Checkpoint) -> bool:
     """Whether Ray knows the checkpoint that a run goes on from. Its list lags behind: one that was whole when workers
-    died, or whose list was lost, must be reported again, or nobody would validate it and remove it later."""
+    died, or whose list was lost, must be reported again, or it would never be validated and removed."""
     listed = ray.train.get_checkpoint()
     return listed is not None and Path(listed.path).name == Path(checkpoint.path).name
 

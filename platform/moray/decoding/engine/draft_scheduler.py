@@ -106,7 +106,7 @@ class DraftScheduler:
         if plan is None:
             return None, []
         if self.controller.is_trying:  # prefer sequences that already have a drafter, then those it knows best
-            idle = sorted(idle, key=lambda row: self._effort(running[row]))
+            idle = sorted(idle, key=lambda row: self._catch_up_cost(running[row]))
             idle = idle[: max(0, NUM_TRIED - self._num_under_way(running))]
         for row in idle:
             self.source.open(running[row].number)
@@ -116,7 +116,7 @@ class DraftScheduler:
             self._are_too_few = plan is None
         return plan, ready
 
-    def _effort(self, sequence: EngineSequence) -> tuple[bool, int]:
+    def _catch_up_cost(self, sequence: EngineSequence) -> tuple[bool, int]:
         """Orders sequences by what a draft takes: whether a drafter must be found for it, and tokens to be sent."""
         number = sequence.number
         return not self.source.can_draft(number), sequence.length - self.source.num_known(number)

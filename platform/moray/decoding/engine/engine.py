@@ -205,8 +205,8 @@ class Engine:
             if sequence.number == number:
                 waiting.remove(sequence)
                 return
-        if any(sequence.number == number for sequence in self._scheduler.held):
-            self._settle({number})
+        if any(sequence.number == number for sequence in self._scheduler.active):
+            self._release({number})
 
     @property
     def has_exact_phases(self) -> bool:
@@ -226,7 +226,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Sequences that hold rows."""
-        return self._scheduler.num_held
+        return self._scheduler.num_active
 
     @property
     def num_waiting(self) -> int:
@@ -255,21 +255,21 @@ class Engine:
             self._park()
         updates, self._updates = self._updates, []
         ended = {update.number for update in updates if update.finish_reason is not None}
-        self._settle(ended)
+        self._release(ended)
         return updates
 
     def _admit(self) -> None:
         for sequence in self._scheduler.admit():
             if sequence.draft_scheduler is not None:
-                sequence.draft_scheduler.expect(sequence.number, self._scheduler.num_held)
+                sequence.draft_scheduler.expect(sequence.number, self._scheduler.num_active)
 
-    def _settle(self, gone: Collection[int]) -> None:
-        if not gone:
+    def _release(self, numbers: Collection[int]) -> None:
+        if not numbers:
             return
-        for sequence in self._scheduler.held:
-            if sequence.number in gone and sequence.draft_scheduler is not None:
+        for sequence in self._scheduler.active:
+            if sequence.number in numbers and sequence.draft_scheduler is not None:
                 sequence.draft_scheduler.source.close(sequence.number)
-        self._scheduler.settle(gone)
+        self._scheduler.update_rows(released=numbers)
 
     def _read(self) -> None:
         """Read the next chunk of every prompt; choose the first token of sequences whose prompt is complete."""
@@ -291,8 +291,8 @@ class Engine:
             last = torch.stack([output.last[row, counts[row] - 1] for row in ready])
             begun = [reading[row] for row in ready]
             self._begin(begun, self.target.logits(last))
-            self._settle({s.number for s in begun if s.ending.finish_reason is not None})
-            self._scheduler.settle(begun={s.number for s in begun})
+            self._release({s.number for s in begun if s.ending.finish_reason is not None})
+            self._scheduler.update_rows(begun={s.number for s in begun})
 
     def _join(self) -> None:
         """Let sequences join the cycles as soon as the others would not have to wait for their first drafts."""
@@ -301,7 +301,7 @@ class Engine:
             count = len(scheduler.decoding)
             self._request_drafts(range(len(scheduler.running), count), -(-count // num_micro_batches))
             most = min(num_micro_batches, len(scheduler.running))
-            scheduler.settle(joined={s.number for s in scheduler.starting if self._may_join(s, most)})
+            scheduler.update_rows(joined={s.number for s in scheduler.starting if self._may_join(s, most)})
 
     def _may_join(self, sequence: EngineSequence, max_cycles: int) -> bool:
         """Whether a sequence that is starting takes part in the next cycle."""
@@ -314,7 +314,7 @@ class Engine:
         """Let paced sequences whose offers are answered wait for the next one."""
         waiting = {s.number for s in self._scheduler.running if s.pace is not None and not self._may_join(s, 0)}
         if waiting:
-            self._scheduler.settle(parked=waiting)
+            self._scheduler.update_rows(parked=waiting)
 
     def _begin(self, sequences: list[EngineSequence], logits: Float[Tensor, "rows vocab"]) -> None:
         """Choose the first tokens of sequences whose prompts have been read."""

@@ -35,7 +35,7 @@ class Scheduler:
         self._is_second = True
 
     @property
-    def num_held(self) -> int:
+    def num_active(self) -> int:
         """Sequences that have a row."""
         return len(self.running) + len(self.starting) + len(self.reading)
 
@@ -45,14 +45,14 @@ class Scheduler:
         return [*self.running, *self.starting]
 
     @property
-    def held(self) -> list[EngineSequence]:
+    def active(self) -> list[EngineSequence]:
         """All sequences that have a row, by row."""
         return [*self.decoding, *self.reading]
 
     @property
     def used_share(self) -> float:
         """Share of all slots that belongs to rows in use."""
-        return self.num_held * self._cache.width / self._cache.num_slots
+        return self.num_active * self._cache.width / self._cache.num_slots
 
     def admit(self) -> list[EngineSequence]:
         """Admit waiting sequences as long as there are slots for them; return those admitted."""
@@ -60,8 +60,8 @@ class Scheduler:
         if self._config.batch_admissions and count < min(len(self.running) // _GATHER_SHARE, len(self.waiting)):
             return []
         chosen = [self.waiting.popleft() for _ in range(count)]
-        if chosen and (width > self._cache.width or self.num_held + len(chosen) > self._cache.num_rows):
-            self._cache.arrange(width, self.num_held, self._num_used_slots)
+        if chosen and (width > self._cache.width or self.num_active + len(chosen) > self._cache.num_rows):
+            self._cache.arrange(width, self.num_active, self._num_used_slots)
         self.reading += chosen
         return chosen
 
@@ -76,30 +76,30 @@ class Scheduler:
 
     def _fitting(self) -> tuple[int, int]:
         """Row width that the sequences which can be admitted need, and how many they are."""
-        width, count = max(map(self._width, self.held), default=0), 0
-        for sequence in islice(self.waiting, self._config.max_num_seqs - self.num_held):
+        width, count = max(map(self._width, self.active), default=0), 0
+        for sequence in islice(self.waiting, self._config.max_num_seqs - self.num_active):
             wider = max(width, self._width(sequence))
-            if (self.num_held + count + 1) * wider > self._cache.num_slots:
+            if (self.num_active + count + 1) * wider > self._cache.num_slots:
                 break
             width, count = wider, count + 1
         return width, count
 
     @property
     def can_admit(self) -> bool:
-        """Whether there is a place for a waiting sequence."""
+        """Whether there is a row for a waiting sequence."""
         return self._fitting()[1] > 0
 
-    def settle(
+    def update_rows(
         self,
-        gone: Collection[int] = (),
+        released: Collection[int] = (),
         begun: Collection[int] = (),
         joined: Collection[int] = (),
         parked: Collection[int] = (),
     ) -> None:
-        """Remove the sequences in `gone` and close the gaps; move those in `begun` from reading to starting, those in
-        `joined` from starting to running, and those in `parked` back."""
-        before, num_slots = self.held, self._num_used_slots
-        left = [[s for s in part if s.number not in gone] for part in (self.running, self.starting, self.reading)]
+        """Take the sequences in `released` out of their rows and close the gaps; move those in `begun` from reading to
+        starting, those in `joined` from starting to running, and those in `parked` back."""
+        before, num_slots = self.active, self._num_used_slots
+        left = [[s for s in part if s.number not in released] for part in (self.running, self.starting, self.reading)]
         running = [s for s in left[0] if s.number not in parked] + [s for s in left[1] if s.number in joined]
         starting = [s for s in left[0] if s.number in parked] + [s for s in left[1] if s.number not in joined]
         starting += [s for s in left[2] if s.number in begun]
@@ -108,7 +108,7 @@ class Scheduler:
         self.running = _placed(running, 0, rows)
         self.starting = _placed(starting, len(running), rows)
         self.reading = _placed(reading, len(running) + len(starting), rows)
-        moves = {rows[s.number]: row for row, s in enumerate(self.held) if rows[s.number] != row}
+        moves = {rows[s.number]: row for row, s in enumerate(self.active) if rows[s.number] != row}
         self._cache.reorder(moves, num_slots)
 
     def _width(self, sequence: EngineSequence) -> int:

@@ -12,13 +12,13 @@ This module knows nothing of what drafts cost.
 
 from collections.abc import Sequence
 
-FORGET = 0.97
+DECAY = 0.97
 """Factor on the weight of a cycle for every cycle after it: about the last 30 count."""
 PRIOR_WEIGHT = 2.0
 """Weight of the prior for a level never tried, or not tried for a long time, so that it is tried again."""
 _PRIOR_REFUSALS = 0.3
-_FORGET_LAYER_COUNT = 0.995
-"""Like `FORGET`, for comparing values of N: their differences are smaller than the noise of 30 cycles, and last
+_DECAY_LAYER_COUNT = 0.995
+"""Like `DECAY`, for comparing values of N: their differences are smaller than the noise of 30 cycles, and last
 longer."""
 _PRIOR_LEVELS = 20.0
 """Weight, in levels, of the average over all values of N against those of one N: about four of its drafts."""
@@ -32,9 +32,9 @@ class _LayerCount:
     def __init__(self) -> None:
         self.reached = self.refused = 0.0
 
-    def forget(self) -> None:
-        self.reached *= _FORGET_LAYER_COUNT
-        self.refused *= _FORGET_LAYER_COUNT
+    def decay(self) -> None:
+        self.reached *= _DECAY_LAYER_COUNT
+        self.refused *= _DECAY_LAYER_COUNT
 
 
 class Acceptance:
@@ -60,11 +60,11 @@ class Acceptance:
         """
         expected, own = self._refusals(num_target_layers), self._layer_counts[num_target_layers]
         for each in self._layer_counts.values():
-            each.forget()
-        forget = FORGET**cycles
+            each.decay()
+        decay = DECAY**cycles
         for level in range(len(self._expected)):
-            self._expected[level] *= forget
-            self._refused[level] *= forget
+            self._expected[level] *= decay
+            self._refused[level] *= decay
             if level < num_levels and level <= num_accepted:
                 self._expected[level] += expected
                 self._refused[level] += level == num_accepted

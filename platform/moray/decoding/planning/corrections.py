@@ -1,6 +1,6 @@
 """Adjusts the costs measured at start-up to the times of later cycles."""
 
-from moray.decoding.planning.acceptance import FORGET
+from moray.decoding.planning.acceptance import DECAY
 
 _COST_WEIGHT = 8.0
 """Weight of the measured cost, in cycles, against the cycles since then."""
@@ -30,8 +30,8 @@ class Correction:
 
     def decay(self) -> None:
         """A cycle has passed: what is not tried for a long time returns to its measured cost."""
-        self._ratios *= FORGET
-        self._count *= FORGET
+        self._ratios *= DECAY
+        self._count *= DECAY
 
 
 class CostScale:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moray.decoding.planning.acceptance import FORGET
+from moray.decoding.planning.acceptance import DECAY
 from moray.decoding.planning.corrections import Correction, CostScale
 from moray.decoding.planning.costs import CostTable
 
@@ -111,7 +111,7 @@ class CycleCosts:
         self._draft.decay()
         for own in self._draft_of.values():
             own.decay()
-        self._requests = {size: FORGET * seconds for size, seconds in self._requests.items()}
+        self._requests = {size: DECAY * seconds for size, seconds in self._requests.items()}
 
     def _verify_seconds(self, num_rows: int, num_nodes: int) -> float:
         """The measured time, scaled."""

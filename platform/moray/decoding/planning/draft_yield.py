@@ -1,6 +1,6 @@
 """What became of drafts, apart from acceptance by level: how many were empty, and which nodes pruning kept."""
 
-from moray.decoding.planning.acceptance import FORGET, PRIOR_WEIGHT
+from moray.decoding.planning.acceptance import DECAY, PRIOR_WEIGHT
 
 
 class DraftYield:
@@ -31,22 +31,22 @@ class DraftYield:
 
     def record_draft(self, *, is_empty: bool, cycles: float = 1.0) -> None:
         """Record one draft; earlier ones age by `cycles`, a fraction of one if a pass verifies several drafts."""
-        forget = FORGET**cycles
-        self._num_answered = self._num_answered * forget + 1.0
-        self._num_filled = self._num_filled * forget + (not is_empty)
+        decay = DECAY**cycles
+        self._num_answered = self._num_answered * decay + 1.0
+        self._num_filled = self._num_filled * decay + (not is_empty)
 
     def record_nodes(
         self, num_levels: int, num_nodes: int, num_accepted: int, promised: float, cycles: float = 1.0
     ) -> None:
         """Record one verified draft; `num_nodes` is 0 if scores did not decide how many nodes were verified."""
-        forget = FORGET**cycles
-        self._promised = self._promised * forget + promised
-        self._kept = self._kept * forget + (num_accepted if num_nodes else 0)
-        self._levels = self._levels * forget + (num_levels if num_nodes else 0)
-        self._nodes = self._nodes * forget + num_nodes
+        decay = DECAY**cycles
+        self._promised = self._promised * decay + promised
+        self._kept = self._kept * decay + (num_accepted if num_nodes else 0)
+        self._levels = self._levels * decay + (num_levels if num_nodes else 0)
+        self._nodes = self._nodes * decay + num_nodes
 
     def decay(self) -> None:
         """Let all shares return towards what is believed at first."""
-        self._num_answered, self._num_filled = self._num_answered * FORGET, self._num_filled * FORGET
-        self._promised, self._kept = self._promised * FORGET, self._kept * FORGET
-        self._levels, self._nodes = self._levels * FORGET, self._nodes * FORGET
+        self._num_answered, self._num_filled = self._num_answered * DECAY, self._num_filled * DECAY
+        self._promised, self._kept = self._promised * DECAY, self._kept * DECAY
+        self._levels, self._nodes = self._levels * DECAY, self._nodes * DECAY

@@ -13,7 +13,7 @@ not pay for a long bad one. Two things are not limited: reading long prompts int
 over a whole answer (see `_MOST_AT_ONCE`), and costs that were measured wrongly at start-up.
 """
 
-_FORGET = 0.999
+_DECAY = 0.999
 """Factor on the balance for every cycle: about the last 1,000 count."""
 _FIRST_LIMIT = 4.0
 """Plain passes that drafting may lose at first."""
@@ -38,8 +38,8 @@ class LossBudget:
 
     def record_cycle(self) -> None:
         """Record that a cycle is over."""
-        self._balance *= _FORGET
-        self._limit = _LAST_LIMIT + (self._limit - _LAST_LIMIT) * _FORGET
+        self._balance *= _DECAY
+        self._limit = _LAST_LIMIT + (self._limit - _LAST_LIMIT) * _DECAY
         if self._balance > -self._limit / 2:
             self._is_spent = False
 

@@ -30,7 +30,7 @@ Drawn = tuple[SamplingParams, int, int | None]
 
 
 @dataclass(frozen=True)
-class Told:
+class VerifiedUpdate:
     """Verified tokens, as `Drafter.extend` takes them."""
 
     tokens: Int[Tensor, " new"]
@@ -66,25 +66,25 @@ class Session:
     """Verified tokens received."""
     num_expanded: int = 0
     """Nodes of the last tree sent that the state holds, counted from the root."""
-    late: Told | None = None
+    late: VerifiedUpdate | None = None
     """The last of the known tokens, which the state has not taken in yet."""
     guess: Guess | None = None
     ahead: "Ahead | None" = None
     """What currently drafts ahead for it."""
 
-    def learn(self, drafter: Drafter, told: Told, *, is_late: bool = False) -> None:
-        """Take in verified tokens: at once, or, with `is_late`, when `settle` is called."""
-        self.settle(drafter)
-        self.known += told.tokens.shape[0]
-        self.late = told
+    def learn(self, drafter: Drafter, update: VerifiedUpdate, *, is_late: bool = False) -> None:
+        """Take in verified tokens: at once, or, with `is_late`, when `take_in_late` is called."""
+        self.take_in_late(drafter)
+        self.known += update.tokens.shape[0]
+        self.late = update
         if not is_late:
-            self.settle(drafter)
+            self.take_in_late(drafter)
 
-    def settle(self, drafter: Drafter) -> None:
+    def take_in_late(self, drafter: Drafter) -> None:
         """Let the state take in late tokens, which ends what was drafted ahead."""
         if self.late is not None:
-            told, self.late = self.late, None
-            drafter.extend(self.state, told.tokens, told.memory, min(told.num_kept, self.num_expanded))
+            update, self.late = self.late, None
+            drafter.extend(self.state, update.tokens, update.memory, min(update.num_kept, self.num_expanded))
             self.num_expanded = 0
 
 
@@ -157,7 +157,7 @@ class Ahead:
     def _begin(self) -> SelectMany:
         """Do the preparations that can wait until the reply has been sent; return how the next tokens are picked."""
         for session in self.sessions:
-            session.settle(self._drafter)
+            session.take_in_late(self._drafter)
         device, size = self._drafter.head.weight.device, self._drafter.spec.vocab_size
         self._chains = self._chains.to(device)
         samplers = [Sampler(params, size, device, sequence) for params, sequence, _ in self._drawn]

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moray.decoding.remote.ahead import Ahead, Drawn, Session, Told, can_run_ahead
+from moray.decoding.remote.ahead import Ahead, Drawn, Session, VerifiedUpdate, can_run_ahead
 from moray.decoding.remote.messages import DraftedTree, DraftReply, DraftRequest, Entry, check_request, described
 from moray.decoding.sampling.batched_select import picks_of
 from moray.decoding.sampling.sampler import Sampler
@@ -246,11 +246,11 @@ class DraftHost:
         session.guess = session.ahead = None
         drafter = self._drafters[session.drafter]
         device = drafter.head.weight.device
-        session.settle(drafter)
+        session.take_in_late(drafter)
         if entry.tokens:
             known = {name: rows.to(device) for name, rows in memory.items()}
-            told = Told(torch.tensor(entry.tokens, device=device), known, entry.num_kept)
-            session.learn(drafter, told, is_late=is_late)
+            update = VerifiedUpdate(torch.tensor(entry.tokens, device=device), known, entry.num_kept)
+            session.learn(drafter, update, is_late=is_late)
 
     def _drafts(self, jobs: Mapping[int, _HostedJob]) -> dict[int, dict[str, Any]]:
         """Make the requested drafts, as fields of `DraftedTree`."""

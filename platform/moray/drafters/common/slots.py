@@ -85,7 +85,7 @@ class DraftSlots:
             num_kept: how many of them, from the first on, are already in their slots (see `Drafter.extend`).
             remember: remember(some, start) computes keys and values of some tokens, whose slots begin at `start`.
         """
-        self._settle()
+        self._commit_computed()
         if self._pending.shape[0]:  # no draft has computed them
             self._remember(self._pending, remember)
         self._commit(num_kept)
@@ -109,7 +109,7 @@ class DraftSlots:
         self, nodes: Int[Tensor, " nodes"], ancestors: Bool[Tensor, "nodes expanded"] | None, depth: int
     ) -> Expansion:
         """Add nodes at `depth` of the current tree; depth 0 starts a new tree with its root."""
-        self._settle()
+        self._commit_computed()
         if depth > 0:
             start, position = self.length + self._num_expanded, self.length + depth
             self._num_expanded += nodes.shape[0]
@@ -129,7 +129,7 @@ class DraftSlots:
         self._pending, self._is_computed = self._none, False
         self._mask.reset()
 
-    def _settle(self) -> None:
+    def _commit_computed(self) -> None:
         """Commit the pending tokens if they were computed with the root."""
         if self._is_computed:
             self._is_computed = False

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.decoding.params import SamplingParams
-from moray.decoding.remote.ahead import Ahead, Drawn, Session, Told
+from moray.decoding.remote.ahead import Ahead, Drawn, Session, VerifiedUpdate
 from moray.decoding.sampling.batched_select import picks_of
 from moray.decoding.sampling.sampler import Sampler
 from moray.drafters.base import Drafter, Memory
@@ -79,7 +79,7 @@ class DeviceDrafter:
         num_kept = 0 if self._tree is None else min(self._tree.num_kept(len(tokens) - 1), len(tokens))
         self._tree = None
         known = {name: rows[None].to(self._device) for name, rows in memory.items()}
-        session.learn(self.drafter, Told(torch.tensor(tokens, device=self._device), known, num_kept))
+        session.learn(self.drafter, VerifiedUpdate(torch.tensor(tokens, device=self._device), known, num_kept))
 
     @torch.inference_mode()
     def recall(self, begins: Mapping[int, int], layers: Mapping[int, Float[Tensor, "tokens width"]]) -> bool:

@@ -17,7 +17,7 @@ from moray.decoding.planning.acceptance import Acceptance
 from moray.edge.device.bandwidth import Bandwidth
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
-_FORGET_REPLY, _FORGET_DRAFT = 0.9, 0.99
+_DECAY_REPLY, _DECAY_DRAFT = 0.9, 0.99
 """Factors on the weight of a cycle's times for every cycle after it: the network changes sooner than the drafter."""
 _DOUBT = 1e-3
 """Added to the variance of the levels: while all drafts are equally deep, nothing is known of the slope."""
@@ -25,22 +25,22 @@ _SPREAD_CYCLES = 16
 """Cycles over which the cost of missing keys and values is spread."""
 
 
-class _Line:
+class _LineFit:
     """seconds = base + slope * levels, fitted to the latest cycles; neither is negative."""
 
-    def __init__(self, forget: float, *, is_proportional: bool) -> None:
+    def __init__(self, decay: float, *, is_proportional: bool) -> None:
         """
         Args:
-            forget: factor on the weight of a cycle for every cycle after it.
+            decay: factor on the weight of a cycle for every cycle after it.
             is_proportional: whether seconds are taken to be in proportion to the levels while all drafts are equally
                 deep; else they are taken not to depend on them.
         """
-        self._forget, self._is_proportional = forget, is_proportional
+        self._decay, self._is_proportional = decay, is_proportional
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, levels: int, seconds: float) -> None:
         for name, value in (("weight", 1), ("x", levels), ("y", seconds), ("xx", levels**2), ("xy", levels * seconds)):
-            setattr(self, f"_{name}", self._forget * getattr(self, f"_{name}") + value)
+            setattr(self, f"_{name}", self._decay * getattr(self, f"_{name}") + value)
 
     def at(self, levels: int) -> float:
         if not self._weight:
@@ -86,8 +86,8 @@ class CyclePlanner:
         self._layer_bytes = layer_bytes
         self._bandwidth = bandwidth or Bandwidth()
         self._acceptance = Acceptance(shape.depth, self._layer_counts)
-        self._reply = _Line(_FORGET_REPLY, is_proportional=False)
-        self._drafts: dict[int, _Line] = {}
+        self._reply = _LineFit(_DECAY_REPLY, is_proportional=False)
+        self._drafts: dict[int, _LineFit] = {}
         """Times of drafting, by N."""
 
     @property
@@ -140,7 +140,7 @@ class CyclePlanner:
     def record_draft(self, levels: int, seconds: float, num_target_layers: int = 0) -> None:
         """Record the time that a draft took, unless it is the first one with this N, which is slower."""
         if num_target_layers not in self._drafts:
-            self._drafts[num_target_layers] = _Line(_FORGET_DRAFT, is_proportional=True)
+            self._drafts[num_target_layers] = _LineFit(_DECAY_DRAFT, is_proportional=True)
         else:
             self._drafts[num_target_layers].add(levels, seconds)
 

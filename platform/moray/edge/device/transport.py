@@ -66,7 +66,7 @@ class WebSocketLink(Link):
             url: ws://HOST:PORT/v1/edge on this machine, wss://... elsewhere.
             key: bearer key.
             ca_file: PEM file with the certificates to trust; None for the system's.
-            allows_plain: accept ws:// for another machine too, on a network that nobody else uses.
+            allows_plain: accept ws:// for another machine too, on a private network.
 
         Raises:
             ConfigError: the URL is not accepted.

@@ -1,7 +1,7 @@
 """The server's part of the protocol, for all sessions of one process. Does no input or output itself.
 
-Whoever holds the connections passes in what arrives, and a function that sends; a `Backend` has the target. So the same
-code runs behind a WebSocket and in tests.
+The caller holds the connections and passes in what arrives and a function that sends; a `Backend` has the target. So
+the same code runs behind a WebSocket and in tests.
 """
 
 import logging

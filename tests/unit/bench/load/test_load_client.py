@@ -22,7 +22,7 @@ from moray.bench.specbench import Question
 from moray.config import validate
 from moray.errors import ConfigError, DataError, UnreachableError
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[4]
 QUESTIONS = [Question(str(number), "c", (f"question {number}",)) for number in range(3)]
 USAGE = {
     "prompt_tokens": 5,

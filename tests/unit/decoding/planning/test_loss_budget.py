@@ -6,7 +6,7 @@ from moray.decoding.planning.controller import SpeculationController
 from moray.decoding.planning.costs import CostTable
 from moray.decoding.planning.loss_budget import LossBudget
 from moray.trees.shapes import AdaptiveShape
-from tests.unit.decoding.test_controller_of_many import costs_of
+from tests.unit.decoding.planning.test_controller_of_many import costs_of
 
 
 def test_a_budget_loses_one_percent_in_the_long_run():

@@ -167,7 +167,7 @@ def test_what_cannot_be_measured_is_refused(given, message):
 
 
 def test_the_command_takes_an_address_beside_a_file(monkeypatch):
-    monkeypatch.chdir(Path(__file__).resolve().parents[3])
+    monkeypatch.chdir(Path(__file__).resolve().parents[4])
     words = ["serve", "--url", "http://b:2/v1", "--json", "a.json", "--html", "a.html", "num_requests=3"]
     command, config = load_command(benchmark.COMMANDS, words)
     assert command.config_class is ServeBenchmarkConfig
