@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,14 +21,14 @@ from serve.target import TargetReplica
 THREADS = Path("/proc/self/task")
 
 
-def num_threads() -> int:
-    return len([*THREADS.iterdir()])
+def threads() -> set[str]:
+    return {thread.name for thread in THREADS.iterdir()}
 
 
-def compute() -> int:
+def compute() -> set[str]:
     """Run a parallel loop; returns the process's threads while its workers exist."""
     torch.ones(1 << 20).exp_()
-    return num_threads()
+    return threads()
 
 
 @pytest.mark.skipif("OpenMP not found" in torch.__config__.parallel_info(), reason="torch without OpenMP")
@@ -36,10 +37,11 @@ def test_the_workers_end_with_the_thread():
     configured = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        before = num_threads()
-        assert run_in_ending_thread(compute) >= before + 2
+        before = threads()
+        new = run_in_ending_thread(compute) - before
+        assert len(new) >= 2
         deadline = time.monotonic() + 10
-        while num_threads() > before:
+        while new & threads():
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
@@ -52,13 +54,13 @@ def test_an_error_is_raised_where_the_function_was_called_for():
 
 
 def test_replicas_load_and_measure_in_threads_that_have_ended(chat_target, monkeypatch):
-    computed: dict[str, threading.Thread] = {}
+    computed: dict[str, list[threading.Thread]] = defaultdict(list)
 
     def note(owner: type, name: str) -> None:
         real: Callable[..., object] = getattr(owner, name)
 
         def noting(*args: object, **settings: object) -> object:
-            computed[f"{owner.__name__}.{name}"] = threading.current_thread()
+            computed[f"{owner.__name__}.{name}"].append(threading.current_thread())
             return real(*args, **settings)
 
         monkeypatch.setattr(owner, name, staticmethod(noting) if name == "load" else noting)
@@ -76,4 +78,5 @@ def test_replicas_load_and_measure_in_threads_that_have_ended(chat_target, monke
     TargetReplica(config)
     DrafterReplica(config, "127.0.0.1").close()
     assert computed.keys() == {"Target.load", "Engine.measure_costs", "TargetHead.load"}
-    assert not any(thread.is_alive() for thread in computed.values())
+    assert len(computed["Target.load"]) == 3  # the target, and the drafter once in each replica
+    assert not any(thread.is_alive() for noted in computed.values() for thread in noted)

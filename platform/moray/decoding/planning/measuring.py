@@ -24,16 +24,16 @@ _LENGTH = 128
 """Assumed length of every row, in tokens."""
 _REPEATS = 5
 _MAX_SECONDS = 60.0
-"""Once measuring has taken so long, no size is run again: other work on the machine must not keep a server from
-starting for minutes."""
+"""From the first timed run on. After that only sizes that were never timed are run, so that other work on the machine
+does not keep a server from starting for many minutes."""
 
 
 def measure_costs(target: Target, drafter: Drafter, shape: AdaptiveShape, max_rows: int) -> CostTable:
     """Time passes and drafts for 1, 2, 4, ... and `max_rows` sequences, with each of the drafter's N.
 
     Drafts are timed in this process, wherever they are made later. Each size is run a few times, sizes in turn, and the
-    fastest run counts, because other work on the machine only ever adds time. Where that takes longer than a minute,
-    sizes are run fewer times, but each at least once after a warm-up.
+    fastest run counts, because other work on the machine only ever adds time. On a busy machine, where that would
+    take longer than a minute, sizes are run fewer times, but each at least once after a warm-up.
     """
     rows, layer_counts = _powers(max_rows), drafter.layer_counts
     sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
@@ -99,17 +99,19 @@ def _draft(
 
 @torch.inference_mode()
 def _fastest(runs: list[Callable[[], None]], device: torch.device) -> list[float]:
-    best, began = [float("inf")] * len(runs), time.perf_counter()
-    for turn in range(_REPEATS + 1):
-        if turn > 1 and time.perf_counter() - began > _MAX_SECONDS:
-            break
+    best = [float("inf")] * len(runs)
+    for run in runs:
+        run()  # warms up
+    synchronise(device)
+    began = time.perf_counter()
+    for turn in range(_REPEATS):
         for index, run in enumerate(runs):
-            synchronise(device)
             begin = time.perf_counter()
+            if turn and begin - began > _MAX_SECONDS:
+                return best
             run()
             synchronise(device)
-            if turn:  # the first turn warms up
-                best[index] = min(best[index], time.perf_counter() - begin)
+            best[index] = min(best[index], time.perf_counter() - begin)
     return best
 
 

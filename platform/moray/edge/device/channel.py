@@ -98,7 +98,11 @@ class Channel:
         Raises:
             UnreachableError: they are too many.
         """
-        silent = self.link.silent_seconds
+        try:
+            silent = self.link.silent_seconds
+        except UnreachableError:
+            self._raise_waiting_refusal()
+            raise
         if silent > self._offline_after_seconds:
             raise UnreachableError(f"nothing heard of the server for {self._offline_after_seconds:g} s")
         return silent

@@ -22,7 +22,7 @@ def costs_of(verify: list[tuple[int, float]], draft: list[tuple[int, float]]) ->
 
 CHEAP = costs_of(verify=[(1, 1.0), (64, 1.3)], draft=[(1, 0.05), (8, 0.4)])
 DEAR = costs_of(verify=[(1, 1.0), (2, 1.9), (64, 40.0)], draft=[(1, 0.9), (8, 7.2)])
-FORGET, PRIOR_RATE, PRIOR_WEIGHT, MIN_GAIN = 0.97, 0.7, 2.0, 1.02
+DECAY, PRIOR_RATE, PRIOR_WEIGHT, MIN_GAIN = 0.97, 0.7, 2.0, 1.02
 
 
 def controller(shape: AdaptiveShape, costs: Costs) -> SpeculationController:
@@ -243,7 +243,7 @@ def expected_rates(history: list[tuple[int, int]], depth: int) -> list[float]:
     """Acceptance by level, summed up from all cycles at once: age weights, then shrinking to the level before."""
     rates, belief = [], PRIOR_RATE
     for level in range(depth):
-        weights = [FORGET**age for age in range(len(history) - 1, -1, -1)]
+        weights = [DECAY**age for age in range(len(history) - 1, -1, -1)]
         reached = [
             w for w, (drafted, accepted) in zip(weights, history, strict=True) if level < drafted and level <= accepted
         ]
@@ -332,7 +332,7 @@ def after_cycles(costs: Costs, accepted: int, cycles: int) -> tuple[SpeculationC
     for _ in range(cycles):
         count = own.nodes_worth_verifying(FOUR_LEVELS, [log_probs], 1)
         own.record(4, accepted, 0, count, 0.5 * count)
-        promised, kept = promised * FORGET + 0.5 * count, kept * FORGET + accepted
+        promised, kept = promised * DECAY + 0.5 * count, kept * DECAY + accepted
     return own, (kept + PRIOR_WEIGHT) / (promised + PRIOR_WEIGHT)
 
 

@@ -4,12 +4,15 @@ from collections import deque
 
 import pytest
 
+from moray.decoding.remote.frames import pack_frame
 from moray.edge.device.channel import Channel, TryLaterError
 from moray.edge.device.stats import EdgeStats
 from moray.edge.device.transport import Link
-from moray.edge.messages import Cancel
+from moray.edge.messages import Cancel, Resumed
 from moray.edge.server.server import RefusedError
 from moray.errors import MismatchError, UnreachableError
+
+EARLIER = pack_frame(Resumed(last_seq=3))
 
 
 class ClosedLink(Link):
@@ -28,21 +31,24 @@ class ClosedLink(Link):
 
     @property
     def silent_seconds(self) -> float:
-        return 0.0
+        raise UnreachableError("closed")
 
     def close(self) -> None:
         pass
 
 
 @pytest.mark.parametrize(
-    ("refusal", "error", "said"),
+    ("frames", "error", "said"),
     [
-        (RefusedError("text", "another tokenizer"), MismatchError, "another tokenizer"),
-        (RefusedError("full", "no room", retry_ms=2000), TryLaterError, "no room"),
-        (None, UnreachableError, "closed"),
+        ((RefusedError("text", "another tokenizer").frame,), MismatchError, "another tokenizer"),
+        ((EARLIER, RefusedError("text", "another tokenizer").frame), MismatchError, "another tokenizer"),
+        ((RefusedError("full", "no room", retry_ms=2000).frame,), TryLaterError, "no room"),
+        ((EARLIER,), UnreachableError, "closed"),
+        ((), UnreachableError, "closed"),
     ],
 )
-def test_a_message_to_a_server_that_has_refused_raises_its_reason(refusal, error, said):
-    frames = () if refusal is None else (refusal.frame,)
+def test_a_message_to_a_server_that_has_refused_raises_its_reason(frames, error, said):
     with pytest.raises(error, match=said):
         Channel(ClosedLink(*frames), EdgeStats(), 10).send(Cancel())
+    with pytest.raises(error, match=said):
+        Channel(ClosedLink(*frames), EdgeStats(), 10).check_silence()
