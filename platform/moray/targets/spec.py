@@ -31,9 +31,9 @@ class TargetConfig(Config):
     """Which target to load, and how."""
 
     model: str
-    """Folder of a Hugging Face model, its hub name, or a GGUF file of the families llama, qwen2 and qwen3. A GGUF file is
-    converted once, into a folder next to it. A folder's weights are model.safetensors or the shards in its index; other
-    weight files are not read."""
+    """Folder of a Hugging Face model, its hub name, or a GGUF file of the families llama, qwen2 and qwen3. A GGUF file
+    is converted once, into a folder next to it. A folder's weights are model.safetensors or the shards in its index;
+    other weight files are not read."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of the weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
