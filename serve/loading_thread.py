@@ -7,9 +7,8 @@ replica in one thread, and the replica computes in another one: the first thread
 for good. A team ends with its thread.
 """
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -17,15 +16,5 @@ Result = TypeVar("Result")
 
 def run_in_ending_thread(function: Callable[[], Result]) -> Result:
     """Call a function in a new thread, wait until that thread has ended, and return or raise what the function did."""
-    outcome: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=run, name="loading")
-    thread.start()
-    thread.join()
-    return outcome.result()
+    with ThreadPoolExecutor(1, "loading") as threads:
+        return threads.submit(function).result()

@@ -22,8 +22,8 @@ _Config = TypeVar("_Config", bound=TrainingConfig)
 
 def resolve_precision(config: _Config) -> _Config:
     """The configuration with an explicit precision: the one that the run in `config.output` began with, or the faster
-    one, measured once with the resources of a worker. Needs a Ray session that has
-    them."""
+    one, measured once with the resources of a worker. Needs a Ray session
+    that has them."""
     config = with_recorded_precision(config)
     if config.train.precision != "auto":
         return config
