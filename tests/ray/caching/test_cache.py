@@ -59,6 +59,28 @@ def _all_rows(folder: Path) -> list[dict[str, Any]]:
     return [row for name in names for row in pq.read_table(folder / "shards" / f"{name}.parquet").to_pylist()]
 
 
+def test_rows_that_a_task_yields_arrive_while_it_runs(tmp_path: Path) -> None:
+    """The task ends only when its first rows have arrived, or after a minute, when its last row is -1. Ray Data's
+    iterator fetches one row ahead."""
+    from moray.cluster.caching.rows import Batch, TokensRow, batch_of, dataset_of, rows_from
+
+    arrived = tmp_path / "arrived"
+
+    def count(batch: Batch) -> Iterator[Batch]:
+        yield batch_of([TokensRow(1)])
+        yield batch_of([TokensRow(2)])
+        deadline = time.monotonic() + 60
+        while not arrived.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield batch_of([TokensRow(3 if arrived.exists() else -1)])
+
+    tokens = []
+    for row in rows_from(dataset_of([TokensRow(0)]).map_batches(count, batch_size=1), TokensRow):
+        tokens.append(row.tokens)
+        arrived.touch()
+    assert tokens == [1, 2, 3]
+
+
 def test_cache_holds_every_chat_once_and_its_totals_are_right(
     tiny_cache: Path, tiny_target: Path, chats_file: Path
 ) -> None:

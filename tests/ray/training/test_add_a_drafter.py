@@ -1,5 +1,5 @@
 """The drafter of docs/developer/add-a-drafter.md, as a package of its own: found, trained, saved, decoded with and
-served; a sweep over it passes all checks before its start."""
+served, and swept with Ray Tune."""
 
 import os
 import re
@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import yaml
+from rich.console import Console
 
 target_folder, cache, questions, output = sys.argv[1:]
 
@@ -33,8 +34,8 @@ from moray.decoding.request import Request
 from moray.distill.tracking.metrics import read_metrics
 from serve.config import ServeConfig
 from serve.target import TargetReplica
-from sweeps.trainings.check import check_sweep
 from sweeps.trainings.configs import SweepConfig
+from sweeps.trainings.run import run_sweep
 from moray.trees.shapes import ChainShape, DynamicShape
 
 values = {
@@ -48,8 +49,22 @@ values = {
     "train": {"max_steps": 40, "batch_tokens": 1024, "save_steps": 20, "logging_steps": 1},
     "workers": {"num_workers": 1},
 }
+shared = Path(output).with_suffix(".yaml")
+shared.write_text(yaml.safe_dump({key: value for key, value in values.items() if key != "output"}))
+sweep = {
+    "distill": [str(shared)],
+    "space": {"drafter.state_size": [16, 32]},
+    "ladder": {"rungs": 1},
+    "training_tokens": 8 * 1024,
+    "decoding": {"questions": questions, "tree": {"type": "adaptive", "depth": 3}, "max_new_tokens": 12, "rounds": 1},
+    "confirm": {"finalists": 1, "seeds": 1},
+    "output": output + "-sweep",
+}
 with ray_session(RayConfig(num_cpus=3)):
     folder = distill(validate(DistillConfig, values))
+    summary = run_sweep(validate(SweepConfig, sweep), Console(stderr=True))
+assert [trial["state"] for trial in summary["trials"]] == ["finished", "finished"], summary["trials"]
+assert summary["winner"]["choices"]["drafter.state_size"] in (16, 32)
 losses = [row["loss"] for row in read_metrics(folder)]
 assert sum(losses[-3:]) < 0.95 * sum(losses[:3]), losses
 
@@ -78,12 +93,6 @@ async def served():
 
 assert asyncio.run(served()) == plain.generation.tokens[:20]
 
-shared = Path(output).with_suffix(".yaml")
-shared.write_text(yaml.safe_dump({key: value for key, value in values.items() if key != "output"}))
-sweep = {"distill": [str(shared)], "space": {"drafter.state_size": [16, 32]}, "output": "unused"}
-settings = {"questions": questions, "tree": {"type": "adaptive", "depth": 3}}
-rungs = check_sweep(validate(SweepConfig, sweep | {"decoding": settings}))
-assert rungs
 print("done")
 """
 
@@ -133,7 +142,7 @@ def test_the_page_is_short_and_complete():
     assert sum(code.count("\n") for code in files.values()) < MAX_LINES
 
 
-def test_the_page_s_drafter_is_trained_decoded_with_served_and_fit_for_a_sweep(
+def test_the_page_s_drafter_is_trained_decoded_with_served_and_swept(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
     install(tmp_path / "site")

@@ -42,7 +42,14 @@ class ShardExtender:
         self._attempts = Attempts(store, "shards")
 
     def extend(self, shard: str) -> ShardInfo:
-        """Write one shard anew and commit it; one that has all columns is left alone.
+        """`extend_in_batches`, all of them."""
+        for _ in self.extend_in_batches(shard):
+            pass
+        return self._store.read_marker(shard)
+
+    def extend_in_batches(self, shard: str) -> Iterator[int]:
+        """Write one shard anew, yielding the tokens of each row group once it is written, and commit it after the
+        last; a shard that has all columns is left alone.
 
         Bounded memory: one row group at a time. What was there keeps its bytes, and its file and marker until the new
         ones are whole: between these two, a file beside them tells `finish_replaced` how to go on.
@@ -58,14 +65,15 @@ class ShardExtender:
                 "perhaps: give a smaller num_targets and run the same command again"
             )
         with self._attempts.clearing(shard):
-            return self._extend(shard)
+            yield from self._extend(shard)
 
-    def _extend(self, shard: str) -> ShardInfo:
+    def _extend(self, shard: str) -> Iterator[int]:
         finish_replaced(self._store, shard)
         info = self._store.read_marker(shard)
         stored = self._stored(shard)
         if list(stored.items()) == list(self._columns.items()):
-            return info
+            yield info.tokens
+            return
         kept = [name for name in self._columns if stored.get(name) == self._columns[name]]
         new = [name for name in self._columns if name not in kept]
         squares: dict[str, float] = {}
@@ -73,13 +81,13 @@ class ShardExtender:
             with shard_writer(sink, self._schema, self._config.compression) as writer:
                 for table in self._row_groups(info, kept, new, squares):
                     writer.write_table(table, row_group_size=table.num_rows)
+                    yield int(sum(table.column("num_tokens").to_pylist()))
             sums = info.hidden_square_sums | squares
             sums = {name: sums[name] for name in self._columns if name in sums}
             info = replace(info, bytes=sink.num_bytes, sha256=sink.sha256, hidden_square_sums=sums)
             self._store.write_json(f"shards/{shard}{NEXT}", info.__dict__)
         self._store.commit(info)
         self._store.delete(f"shards/{shard}{NEXT}")
-        return info
 
     def _stored(self, shard: str) -> dict[str, Column]:
         """Codec and width of the columns that a shard has.

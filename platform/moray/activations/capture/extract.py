@@ -1,6 +1,6 @@
 """From planned chats to a shard of activations: run the target, encode, write, commit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -105,7 +105,14 @@ class ShardWriter:
         self._part: pa.Table | None = None
 
     def write(self, plan: ShardPlan) -> ShardInfo:
-        """Write and commit one shard; bounded memory: one batch at a time.
+        """`write_in_batches`, all of them."""
+        for _ in self.write_in_batches(plan):
+            pass
+        return self._store.read_marker(plan.name)
+
+    def write_in_batches(self, plan: ShardPlan) -> Iterator[int]:
+        """Write one shard in bounded memory; yields the tokens of each batch once it is written, and commits the shard
+        after the last.
 
         Raises:
             DataError: the target produced a value that is not finite, or its replicas die over this shard.
@@ -118,9 +125,9 @@ class ShardWriter:
                 "and another output"
             )
         with self._attempts.clearing(plan.name):
-            return self._write(plan)
+            yield from self._write(plan)
 
-    def _write(self, plan: ShardPlan) -> ShardInfo:
+    def _write(self, plan: ShardPlan) -> Iterator[int]:
         part = self._read_part(plan.part)
         squares = dict.fromkeys(self._encoder.hidden, 0.0)
         row_groups: list[list[int]] = []
@@ -131,11 +138,11 @@ class ShardWriter:
                     table = self._run(batch, squares)
                     writer.write_table(table, row_group_size=len(rows))
                     row_groups.append(table.column("num_tokens").to_pylist())
+                    yield sum(row_groups[-1])
             num_bytes, digest = sink.num_bytes, sink.sha256
         tokens = sum(map(sum, row_groups))
         info = ShardInfo(plan.name, sum(map(len, row_groups)), tokens, num_bytes, digest, row_groups, squares)
         self._store.commit(info)
-        return info
 
     def compute(self, plan: ShardPlan, batch: int) -> pa.Table:
         """One row group of a planned shard, as it would be written.

@@ -5,6 +5,7 @@ shards and bytes is known before the target runs: a cache that does not fit is r
 batch, and a resumed job knows which shards are missing.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import ray.data
@@ -24,7 +25,7 @@ from moray.cluster.caching.calibration import calibration, forget_calibration
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.disk_full import Goal, told_if_cache_full
 from moray.cluster.caching.extend import add_columns
-from moray.cluster.caching.rows import Batch, ShardPlanRow, TokensRow, batch_of, dataset_of, rows_from, rows_of
+from moray.cluster.caching.rows import Batch, ShardPlanRow, TokensRow, dataset_of, rows_from, rows_of, token_rows
 from moray.cluster.caching.tokenise import tokenise
 from moray.cluster.errors import own_errors
 from moray.cluster.lost_ranks import exit_on_lost_rank
@@ -197,9 +198,10 @@ class _ShardActor:
         torch.set_num_threads(threads)
         self._writer = ShardWriter(Target.load(target, packs=False), store, cache)
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Batch) -> Iterator[Batch]:
         with exit_on_lost_rank():
-            return batch_of([TokensRow(self._writer.write(row.plan).tokens) for row in rows_of(batch, ShardPlanRow)])
+            for row in rows_of(batch, ShardPlanRow):
+                yield from token_rows(self._writer.write_in_batches(row.plan))
 
 
 def _run_target(

@@ -1,5 +1,6 @@
 """Columns added to a cache on Ray Data: every actor holds one target and writes shard after shard anew."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import ray.data
@@ -15,7 +16,7 @@ from moray.activations.planning.plan import count_work, forecast
 from moray.cluster.caching.calibration import calibration, forget_calibration
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.caching.disk_full import Goal
-from moray.cluster.caching.rows import Batch, ShardRow, TokensRow, batch_of, dataset_of, rows_from, rows_of
+from moray.cluster.caching.rows import Batch, ShardRow, TokensRow, dataset_of, rows_from, rows_of, token_rows
 from moray.cluster.lost_ranks import exit_on_lost_rank
 from moray.progress import Progress
 from moray.targets.spec import TargetConfig
@@ -70,9 +71,10 @@ class _ExtendActor:
         torch.set_num_threads(threads)
         self._extender = ShardExtender(Target.load(target, packs=False), store, cache)
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Batch) -> Iterator[Batch]:
         with exit_on_lost_rank():
-            return batch_of([TokensRow(self._extender.extend(row.shard).tokens) for row in rows_of(batch, ShardRow)])
+            for row in rows_of(batch, ShardRow):
+                yield from token_rows(self._extender.extend_in_batches(row.shard))
 
 
 def _extend_all(store: CacheStore, growth: Growth, wanted: CacheSpec, capture: CaptureConfig) -> None:

@@ -5,7 +5,8 @@ they get into the dataclasses below and what they return back into a batch, so t
 out. A field is a column; a value that Arrow has no type for (a chunk, a plan, a summary) travels pickled.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from moray.activations.format.records import PartSummary
 from moray.activations.planning.shards import ShardPlan
 from moray.cluster.caching.answer_store import AnswerSummary
 from moray.data.ultrachat import ChatChunk
+
+_ROW_SECONDS = 1.0
 
 Batch = dict[str, np.ndarray]
 """Rows as Ray Data hands them to a function and takes them back: an array for each column."""
@@ -70,7 +73,7 @@ class ShardRow(TableRow):
 
 @dataclass(frozen=True)
 class TokensRow(TableRow):
-    """A shard that the target has run over: how many tokens that were."""
+    """Tokens that the target has run over since the last such row of the same shard."""
 
     tokens: int
 
@@ -90,8 +93,28 @@ class JoinedRow(TableRow):
 
 
 def dataset_of(rows: Sequence[TableRow]) -> ray.data.Dataset:
-    """A data set of rows of one kind, each a block of its own: one task or one call of an actor."""
-    return ray.data.from_items([_columns(row) for row in rows], override_num_blocks=len(rows))
+    """A data set of rows of one kind, each a block of its own: one task or one call of an actor.
+
+    So are the rows that a batch function yields: they reach the driver at once, not when the function returns.
+    """
+    dataset = ray.data.from_items([_columns(row) for row in rows], override_num_blocks=len(rows))
+    dataset.context.target_max_block_size = 1  # bytes; Ray Data collects smaller outputs until a task ends
+    return dataset
+
+
+def token_rows(counts: Iterable[int]) -> Iterator[Batch]:
+    """Batches of one `TokensRow`, at most one a second, that together say what `counts` says.
+
+    One for each count would make a fast target wait: Ray Data lets a task be only a few blocks ahead of the driver.
+    """
+    tokens, sent = 0, time.monotonic()
+    for count in counts:
+        tokens += count
+        if (now := time.monotonic()) - sent >= _ROW_SECONDS:
+            yield batch_of([TokensRow(tokens)])
+            tokens, sent = 0, now
+    if tokens:
+        yield batch_of([TokensRow(tokens)])
 
 
 def rows_of(batch: Batch, kind: type[AnyRow]) -> list[AnyRow]:

@@ -268,6 +268,17 @@ def test_calibration_batches_are_spread_over_all_shards() -> None:
     assert len(calibration_batches(plan_shards("part-00000", [5, 6], CacheConfig(), 1))) == 1
 
 
+def test_a_shard_is_written_batch_by_batch_and_committed_at_the_end(folder: Path, store: CacheStore) -> None:
+    config = CacheConfig(batch_tokens=64)
+    plan = plan_shards("part-00000", LENGTHS, config, 100)[0]
+    counts = []
+    for tokens in ShardWriter(Target.load(TargetConfig(model=str(folder))), store, config).write_in_batches(plan):
+        counts.append(tokens)
+        assert not store.committed()
+    assert counts == [sum(LENGTHS[row] for row in rows) for rows in plan.batches]
+    assert store.committed()[plan.name].tokens == sum(LENGTHS)
+
+
 def test_a_value_that_its_codec_cannot_hold_is_refused(folder: Path, store: CacheStore) -> None:
     """Finite in the target, infinite as float16."""
     target = Target.load(TargetConfig(model=str(folder)))

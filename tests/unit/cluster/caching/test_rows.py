@@ -1,19 +1,23 @@
 """Rows become batches and come back with Python's own values, as Ray Data hands them on."""
 
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 
 from moray.activations.planning.shards import ShardPlan
+from moray.cluster.caching import rows
 from moray.cluster.caching.rows import GroupRow, JoinedRow, ShardPlanRow, TokensRow, batch_of, rows_of
 
 
 def test_rows_come_back_as_they_were() -> None:
     plans = [ShardPlan("part-00000", f"00000-0000{i}", [[0, 1], [2]]) for i in range(2)]
-    for rows in (
+    for sent in (
         [ShardPlanRow(plan) for plan in plans],
         [GroupRow(["a", "b"]), GroupRow(["c", "d"])],  # of equal lengths: NumPy would make a table of them
         [JoinedRow(3)],
     ):
-        assert rows_of(batch_of(rows), type(rows[0])) == rows
+        assert rows_of(batch_of(sent), type(sent[0])) == sent
 
 
 def test_values_are_python_s_own_whatever_an_array_holds() -> None:
@@ -24,3 +28,19 @@ def test_values_are_python_s_own_whatever_an_array_holds() -> None:
     (group,) = rows_of({"shards": names}, GroupRow)
     assert group == GroupRow(["a", "b"])
     assert [type(name) for name in group.shards] == [str, str]
+
+
+def test_tokens_are_told_once_a_second_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(rows.time, "monotonic", lambda: now)
+
+    def counts() -> Iterator[int]:
+        nonlocal now
+        for count in (5, 7, 11, 13):
+            now += 0.6
+            yield count
+
+    told = [row.tokens for batch in rows.token_rows(counts()) for row in rows_of(batch, TokensRow)]
+    assert told == [12, 24]
+    assert [*rows.token_rows([])] == []
+    assert [row.tokens for batch in rows.token_rows([3]) for row in rows_of(batch, TokensRow)] == [3]
