@@ -71,7 +71,7 @@ def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> 
         DataError: the target's context is too short for the cycles.
     """
     from moray.bench.loading import first_prompts, load_target
-    from moray.bench.plan.cycles import interquartile_mean, time_cycles
+    from moray.bench.plan.cycles import time_cycles, trimmed_mean
     from moray.decoding.params import SamplingParams
     from moray.drafters.loading import build_untrained_drafter
 
@@ -93,8 +93,8 @@ def measure_break_even(sweep_json: str, configs: Sequence[str], gpus: float) -> 
             drafted[drafter_key(config)] += time_cycles(
                 target, drafter, decoding.tree, prompts, SamplingParams(), _CYCLES
             )
-    seconds = interquartile_mean([cycle.seconds for cycle in plain])
-    return {key: interquartile_mean([cycle.seconds for cycle in cycles]) / seconds for key, cycles in drafted.items()}
+    seconds = trimmed_mean([cycle.seconds for cycle in plain])
+    return {key: trimmed_mean([cycle.seconds for cycle in cycles]) / seconds for key, cycles in drafted.items()}
 
 
 def drafter_key(config: DistillConfig) -> str:

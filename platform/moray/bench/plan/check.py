@@ -11,7 +11,7 @@ import torch
 
 from moray.bench.plan.configs import PlanCheckConfig
 from moray.bench.plan.costs import CycleCostTable
-from moray.bench.plan.cycles import build_engine, cycles_of, interquartile_mean, requests_of, time_cycles
+from moray.bench.plan.cycles import build_engine, cycles_of, requests_of, time_cycles, trimmed_mean
 from moray.bench.plan.measure import check_log, load_all
 from moray.bench.plan.page import write_check_page
 from moray.bench.plan.planner import all_rows, best_row, check_batches, predict, trees_of
@@ -114,7 +114,7 @@ def _measure(
         for update in each.updates:
             texts[update.number] += update.tokens
     beside += time_cycles(target, None, None, prompts[:batch], params, _PLAIN_CYCLES)
-    slowdown = interquartile_mean([each.seconds for each in beside]) / costs.plain_seconds(batch)
+    slowdown = trimmed_mean([each.seconds for each in beside]) / costs.plain_seconds(batch)
     pairs = zip(texts.values(), entries, strict=True)
     same = all(tuple(text) == entry.tokens for text, entry in pairs if len(entry.tokens) > 1)
     return _Measured(sum(most) - len(most), seconds, cycles, same, slowdown)

@@ -11,7 +11,7 @@ import yaml
 
 from moray.bench.plan.configs import CostsConfig, PlanCheckConfig
 from moray.bench.plan.costs import CycleCostTable, tree_key
-from moray.bench.plan.cycles import Cycle, interquartile_mean, time_cycles
+from moray.bench.plan.cycles import Cycle, time_cycles, trimmed_mean
 from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedDrafts, chain, read_replay
 from moray.bench.recording import check_writable
 from moray.bench.replay.log import LogHeader, read_log
@@ -52,17 +52,19 @@ def measure(config: CostsConfig) -> dict[str, Any]:
         drafts = [chain(name, depth) for depth in sorted({min(depth, deepest) for depth in config.depths})]
         drafts += [PlannedDraft(name, tree.shape) for tree in replayed.trees[name]]
         sizes += [(draft, batch) for batch in config.batches for draft in drafts]
+
+    def timed(draft: PlannedDraft, batch: int) -> list[Cycle]:
+        drafter = drafters.get(draft.drafter)
+        prompts = [entries[index % len(entries)].prompt for index in range(batch)]
+        return time_cycles(target, drafter, draft.shape, prompts, header.params, config.num_cycles // _HALVES)
+
     halves: list[dict[tuple[PlannedDraft, int], list[Cycle]]] = []
     with Progress("costs", _HALVES * len(sizes), unit="sizes") as progress:
+        timed(*sizes[0])  # does not count: the first cycles after loading are slower
         for half in range(_HALVES):
             found = {}
             for size in sizes if half == 0 else reversed(sizes):  # a slow spell must not hit the same sizes twice
-                draft, batch = size
-                drafter = drafters.get(draft.drafter)
-                prompts = [entries[index % len(entries)].prompt for index in range(batch)]
-                found[size] = time_cycles(
-                    target, drafter, draft.shape, prompts, header.params, config.num_cycles // _HALVES
-                )
+                found[size] = timed(*size)
                 progress.advance()
             halves.append(found)
     drift = statistics.median(_ratio(halves[0][size], halves[1][size]) for size in sizes)
@@ -101,7 +103,7 @@ def check_log(header: LogHeader, target: Target, log: str) -> None:
 
 def _ratio(first: Sequence[Cycle], second: Sequence[Cycle]) -> float:
     """How much the seconds of the two halves differ, as a share."""
-    a, b = (interquartile_mean([each.seconds for each in half]) for half in (first, second))
+    a, b = (trimmed_mean([each.seconds for each in half]) for half in (first, second))
     return abs(a - b) / min(a, b)
 
 
@@ -118,21 +120,19 @@ def _table(found: dict[tuple[PlannedDraft, int], list[Cycle]]) -> dict[str, Any]
             rest[batch].append(each.rest)
         propose = [each.propose for each in cycles]
         if draft.shape is None:  # timed as a whole, for an engine that never drafts is faster in all parts
-            plain[batch] = interquartile_mean([each.seconds for each in cycles])
+            plain[batch] = trimmed_mean([each.seconds for each in cycles])
         elif draft.is_chain:
-            drafts[draft.drafter][batch][draft.depth] = interquartile_mean(propose)
+            drafts[draft.drafter][batch][draft.depth] = trimmed_mean(propose)
         else:
-            trees[draft.drafter][tree_key(draft.shape)][batch] = interquartile_mean(propose)
+            trees[draft.drafter][tree_key(draft.shape)][batch] = trimmed_mean(propose)
     values = {
         "passes": {
-            batch: {
-                size: interquartile_mean(own[size]) for size in sorted(own) if size == 1 or len(own[size]) >= _FEWEST
-            }
+            batch: {size: trimmed_mean(own[size]) for size in sorted(own) if size == 1 or len(own[size]) >= _FEWEST}
             for batch, own in passes.items()
         },
         "drafts": {name: {batch: dict(own) for batch, own in by_batch.items()} for name, by_batch in drafts.items()},
         "trees": {name: {tree: dict(own) for tree, own in by_tree.items()} for name, by_tree in trees.items()},
-        "rest": {batch: interquartile_mean(own) for batch, own in rest.items()},
+        "rest": {batch: trimmed_mean(own) for batch, own in rest.items()},
         "plain": plain,
     }
     validate(CycleCostTable, values)
