@@ -8,6 +8,7 @@ import yaml
 
 from moray.bench.plan.configs import PlanConfig
 from moray.bench.plan.costs import CycleCostTable, tree_key
+from moray.bench.plan.cycles import trimmed_mean
 from moray.bench.plan.planner import plan
 from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedCycle, chain, cycles_of_chain
 from moray.bench.plan.throughput import expected, simulate
@@ -25,6 +26,12 @@ COSTS = {
 TEXT = ChainMatches("a", [2, 0, 0, 3, 1, 0], [3, 3, 3, 3, 3, 0])
 PLAIN_TEXT = [ReplayedCycle(0, 1)] * 6
 TREE = {"type": "dynamic", "depth": 2, "breadth": 2, "nodes": 3}
+
+
+def test_a_tenth_at_each_end_does_not_count():
+    usual = [1.0] * 8 + [3.0] * 2  # slow cycles that happen again and again do
+    assert trimmed_mean([*usual, 100.0, 0.0]) == pytest.approx(1.4)
+    assert trimmed_mean([2.0, 4.0]) == 3.0
 
 
 def test_cycles_of_every_depth_follow_from_the_matches():
