@@ -201,7 +201,7 @@ class _ShardActor:
     def __call__(self, batch: Batch) -> Iterator[Batch]:
         with exit_on_lost_rank():
             for row in rows_of(batch, ShardPlanRow):
-                yield from token_rows(self._writer.write_in_batches(row.plan))
+                yield from token_rows(self._writer.write_in_batches(row.plan), len(row.plan.batches))
 
 
 def _run_target(

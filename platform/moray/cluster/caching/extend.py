@@ -69,12 +69,14 @@ class _ExtendActor:
         from moray.targets.model import Target
 
         torch.set_num_threads(threads)
+        self._store = store
         self._extender = ShardExtender(Target.load(target, packs=False), store, cache)
 
     def __call__(self, batch: Batch) -> Iterator[Batch]:
         with exit_on_lost_rank():
             for row in rows_of(batch, ShardRow):
-                yield from token_rows(self._extender.extend_in_batches(row.shard))
+                num_batches = len(self._store.read_marker(row.shard).row_groups)
+                yield from token_rows(self._extender.extend_in_batches(row.shard), num_batches)
 
 
 def _extend_all(store: CacheStore, growth: Growth, wanted: CacheSpec, capture: CaptureConfig) -> None:

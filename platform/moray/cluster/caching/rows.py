@@ -5,7 +5,6 @@ they get into the dataclasses below and what they return back into a batch, so t
 out. A field is a column; a value that Arrow has no type for (a chunk, a plan, a summary) travels pickled.
 """
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
@@ -18,7 +17,7 @@ from moray.activations.planning.shards import ShardPlan
 from moray.cluster.caching.answer_store import AnswerSummary
 from moray.data.ultrachat import ChatChunk
 
-_ROW_SECONDS = 1.0
+_ROWS_PER_SHARD = 8
 
 Batch = dict[str, np.ndarray]
 """Rows as Ray Data hands them to a function and takes them back: an array for each column."""
@@ -102,17 +101,22 @@ def dataset_of(rows: Sequence[TableRow]) -> ray.data.Dataset:
     return dataset
 
 
-def token_rows(counts: Iterable[int]) -> Iterator[Batch]:
-    """Batches of one `TokensRow`, at most one a second, that together say what `counts` says.
+def token_rows(counts: Iterable[int], num_counts: int) -> Iterator[Batch]:
+    """At most eight batches of one `TokensRow`, which together say what `counts` says.
 
-    One for each count would make a fast target wait: Ray Data lets a task be only a few blocks ahead of the driver.
+    One for each count would make a fast target wait: Ray Data lets a task be only a few blocks ahead of the driver. A
+    task that is repeated after the death of its actor must yield the same rows again, so no clock decides.
+
+    Args:
+        counts: tokens of each batch of a shard.
+        num_counts: how many batches there are at most.
     """
-    tokens, sent = 0, time.monotonic()
-    for count in counts:
+    every, tokens = -(-num_counts // _ROWS_PER_SHARD), 0
+    for number, count in enumerate(counts, start=1):
         tokens += count
-        if (now := time.monotonic()) - sent >= _ROW_SECONDS:
+        if number % every == 0:
             yield batch_of([TokensRow(tokens)])
-            tokens, sent = 0, now
+            tokens = 0
     if tokens:
         yield batch_of([TokensRow(tokens)])
 

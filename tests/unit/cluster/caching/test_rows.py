@@ -1,13 +1,9 @@
 """Rows become batches and come back with Python's own values, as Ray Data hands them on."""
 
-from collections.abc import Iterator
-
 import numpy as np
-import pytest
 
 from moray.activations.planning.shards import ShardPlan
-from moray.cluster.caching import rows
-from moray.cluster.caching.rows import GroupRow, JoinedRow, ShardPlanRow, TokensRow, batch_of, rows_of
+from moray.cluster.caching.rows import GroupRow, JoinedRow, ShardPlanRow, TokensRow, batch_of, rows_of, token_rows
 
 
 def test_rows_come_back_as_they_were() -> None:
@@ -30,17 +26,10 @@ def test_values_are_python_s_own_whatever_an_array_holds() -> None:
     assert [type(name) for name in group.shards] == [str, str]
 
 
-def test_tokens_are_told_once_a_second_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(rows.time, "monotonic", lambda: now)
+def test_tokens_are_told_eight_times_a_shard_at_most_and_all_of_them() -> None:
+    def told(counts: list[int]) -> list[int]:
+        return [row.tokens for batch in token_rows(counts, len(counts)) for row in rows_of(batch, TokensRow)]
 
-    def counts() -> Iterator[int]:
-        nonlocal now
-        for count in (5, 7, 11, 13):
-            now += 0.6
-            yield count
-
-    told = [row.tokens for batch in rows.token_rows(counts()) for row in rows_of(batch, TokensRow)]
-    assert told == [12, 24]
-    assert [*rows.token_rows([])] == []
-    assert [row.tokens for batch in rows.token_rows([3]) for row in rows_of(batch, TokensRow)] == [3]
+    assert told([]) == []
+    assert told([5, 7, 11]) == [5, 7, 11]
+    assert told([1] * 20) == [3] * 6 + [2]
