@@ -11,8 +11,8 @@ def taps_of(target: Target, tokens: Tensor, needs: TapNeeds) -> Taps:
     """Taps of whole sequences [batch, seq] by one forward pass."""
     batch, seq = tokens.shape
     cache = target.new_cache(seq, batch)
-    mask = torch.ones(seq, seq, dtype=torch.bool).tril()[None, None]
-    positions = torch.arange(seq).expand(batch, seq)
+    mask = torch.ones(seq, seq, dtype=torch.bool, device=target.device).tril()[None, None]
+    positions = torch.arange(seq, device=target.device).expand(batch, seq)
     output = target.forward(tokens, positions, mask, cache, needs.hidden_depths)
     cache.commit(seq)
     kv = cache.flat(0, seq)[:, :, list(needs.kv_layers)].clone() if needs.kv_layers else None
@@ -27,4 +27,6 @@ def batch_of(target: Target, sequences: list[list[int]], prompt_length: int, nee
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)
         response[row, prompt_length : len(sequence)] = True
-    return TrainBatch(tokens, response, torch.tensor([len(s) for s in sequences]), taps_of(target, tokens, needs))
+    lengths = torch.tensor([len(s) for s in sequences])
+    tokens, response, lengths = (each.to(target.device) for each in (tokens, response, lengths))
+    return TrainBatch(tokens, response, lengths, taps_of(target, tokens, needs))

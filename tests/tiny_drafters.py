@@ -111,8 +111,8 @@ def build(tiny: TinyTarget, config: DrafterConfigBase, seed: int = 0) -> Drafter
     if isinstance(config, PretrainedConfig):
         config = config.model_copy(update={"model": str(noisy_copy(tiny))})
     torch.manual_seed(seed)
-    drafter = config.build(TargetHead.of(tiny.target, config.num_target_layers))
-    text = torch.tensor([tiny.prompt(length=32)])
+    drafter = config.build(TargetHead.of(tiny.target, config.num_target_layers)).to(tiny.target.device)
+    text = torch.tensor([tiny.prompt(length=32)], device=tiny.target.device)
     sample = taps_of(tiny.target, text, drafter.needs)
     drafter.set_scale({depth: float(hidden.square().mean().sqrt()) for depth, hidden in sample.hidden.items()})
     learnt = torch.tensor(tiny.hugging_face(tiny.prompt(), 40))  # what the tests teach drafters

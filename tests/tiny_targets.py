@@ -1,5 +1,6 @@
 """Tiny real targets of every supported family, made and saved to disk in no time."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from moray.targets.sparse.routing import Router, build_routers, save_routers
 from moray.targets.sparse.target import SparseTarget
 from moray.targets.spec import RoutingSpec, TargetConfig, read_spec
 
+DEVICE: Any = os.environ.get("MORAY_TEST_DEVICE", "cpu")
+"""Where the targets of the contract tests run: cpu, or cuda."""
 VOCABULARY = 97
 MAX_POSITIONS = 512
 TARGETS: dict[str, dict[str, Any]] = {
@@ -68,7 +71,7 @@ class TinyTarget:
 
     @property
     def config(self) -> TargetConfig:
-        return TargetConfig(model=str(self.folder), device="cpu")
+        return TargetConfig(model=str(self.folder), device=DEVICE)
 
     def prompt(self, seed: int = 0, length: int = 9) -> list[int]:
         generator = torch.Generator().manual_seed(1000 + seed)
@@ -100,7 +103,7 @@ def load_target(folder: Path, name: str = "llama", **sizes: Any) -> TinyTarget:
     """Save a target and load it as users do."""
     options = dict(TARGETS[name])
     save_target(folder, options.pop("family"), **options | sizes)
-    return TinyTarget(name, folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
+    return TinyTarget(name, folder, Target.load(TargetConfig(model=str(folder), device=DEVICE)))
 
 
 def make_sparse(folder: Path, seed: int = 0, num_bits: int | None = None, last_layers: int = 0) -> Path:
@@ -116,13 +119,13 @@ def make_sparse(folder: Path, seed: int = 0, num_bits: int | None = None, last_l
     for layer, router in routers.items():  # the first layers first, for the others see what they let through
         assert isinstance(router, Router)
         save_routers(folder, routers, routing)
-        target = Target.load(TargetConfig(model=str(folder), device="cpu"), packs=False)
+        target = Target.load(TargetConfig(model=str(folder), device=DEVICE), packs=False)
         assert isinstance(target, SparseTarget)
         read: list[torch.Tensor] = []
         loaded = target.routers[int(layer)]
         margin = loaded.margin
         loaded.margin = lambda x, read=read, margin=margin: (read.append(x[0]), margin(x))[1]
-        target.forward(text, positions, None, target.new_cache(256))
+        target.forward(text.to(DEVICE), positions.to(DEVICE), None, target.new_cache(256))
         router.outer.bias.data[1] -= margin(read[0]).median()
     save_routers(folder, routers, routing)
     return folder
@@ -132,7 +135,7 @@ def load_sparse_target(folder: Path, num_bits: int | None = None, last_layers: i
     """A random target of four layers with random routers, loaded as users do."""
     save_target(folder, **sizes)
     make_sparse(folder, num_bits=num_bits, last_layers=last_layers)
-    return TinyTarget("sparse", folder, Target.load(TargetConfig(model=str(folder), device="cpu")))
+    return TinyTarget("sparse", folder, Target.load(TargetConfig(model=str(folder), device=DEVICE)))
 
 
 def save_chat_target(folder: Path, seed: int = 0) -> Path:
