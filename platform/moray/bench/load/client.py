@@ -4,7 +4,6 @@ The client usually shares its machine with the server, so it does no more per ch
 retries, and never logs or writes the API key.
 """
 
-import contextlib
 import json
 import os
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from moray.bench.load.chunks import MAX_ERROR, error_message, read_chunk, take_chunk
 from moray.bench.load.config import ServeBenchmarkConfig
 from moray.bench.load.events import EventReader
 from moray.bench.load.request import RequestRecord
@@ -22,7 +22,6 @@ from moray.errors import ConfigError, DataError, UnreachableError
 from moray.explain import one_line
 
 _TOO_MANY = 429
-_MAX_ERROR = 300
 
 
 class Client:
@@ -107,7 +106,7 @@ class Client:
         try:
             async with self._session.post(self._config.url + self._path, json=body) as response:
                 if response.status != 200:
-                    text = _message(await response.text())
+                    text = error_message(await response.text())
                     record.outcome = "rejected" if response.status == _TOO_MANY else "failed"
                     record.error = f"{response.status}: {text}"
                 else:
@@ -126,54 +125,13 @@ async def _follow(response: aiohttp.ClientResponse, record: RequestRecord, began
             if data == b"[DONE]":
                 is_over = True
                 continue
-            seen = _take(_read(data), record, now, texts, seen)
+            seen = take_chunk(read_chunk(data), record, now, texts, seen)
     record.text = "".join(texts)
     if not is_over and record.finish_reason is None:
         raise DataError("the stream ended before the answer did")
     if not record.has_usage:
         record.num_output = len(record.times)
     record.outcome = "ok"
-
-
-def _read(data: bytes) -> dict[str, Any]:
-    try:
-        chunk = json.loads(data)
-    except ValueError:
-        chunk = None
-    if not isinstance(chunk, dict):
-        raise DataError(f"a chunk is not a JSON object: {data[:80].decode(errors='replace')}")
-    if chunk.get("error"):
-        raise DataError(f"in the stream: {_message(data.decode(errors='replace'))}")
-    return chunk
-
-
-def _take(chunk: dict[str, Any], record: RequestRecord, now: float, texts: list[str], seen: int) -> int:
-    """Add a chunk to the record; returns how many tokens the server has counted so far."""
-    usage = chunk.get("usage")
-    if usage:
-        record.has_usage = True
-        record.num_input, record.num_output = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-        details = usage.get("completion_tokens_details") or {}
-        record.num_accepted = details.get("accepted_prediction_tokens")
-        record.num_rejected = details.get("rejected_prediction_tokens")
-    choices = chunk.get("choices")
-    if not choices:
-        return seen
-    choice = choices[0]
-    delta = choice.get("delta") or {}
-    text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
-    record.end = now
-    record.finish_reason = choice.get("finish_reason") or record.finish_reason
-    counted = (chunk.get("speculation") or {}).get("num_tokens") or (record.num_output - seen if usage else None)
-    if text:
-        record.times.append(now)
-        texts.append(text)
-        # The first chunk decides: servers report token counts for every chunk or for none.
-        record.sizes_are_tokens = counted is not None if len(record.times) == 1 else record.sizes_are_tokens
-        record.sizes.append(counted or 0 if record.sizes_are_tokens else len(text))
-    elif record.sizes_are_tokens and counted and record.sizes:
-        record.sizes[-1] += counted  # tokens whose text is still held back
-    return record.num_output if usage else seen
 
 
 def _headers(variable: str | None) -> dict[str, str]:
@@ -186,14 +144,7 @@ def _headers(variable: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _message(text: str) -> str:
-    """Extract the message of an error, in OpenAI's format or any other."""
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        text = str(json.loads(text)["error"]["message"])
-    return one_line(text)[:_MAX_ERROR]
-
-
 def _worded(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no end within timeout_s"
-    return one_line(str(error))[:_MAX_ERROR] or type(error).__name__
+    return one_line(str(error))[:MAX_ERROR] or type(error).__name__
