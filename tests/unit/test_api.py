@@ -38,7 +38,7 @@ def test_the_readme_s_lines_run(folder, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert code.count("\n") <= 12
     code = code.replace("runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", str(folder))
-    exec(code.replace("runs/smollm2/moa", str(folder / "drafter")), {})
+    exec(code.replace("runs/smollm2/eagle", str(folder / "drafter")), {})
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"\d+ tokens in \d+ target passes, \d\.\d\d per pass, not counting the prompt's pass", last)
 

@@ -235,7 +235,11 @@ def _targets(config: TrainingConfig, worker: _Worker) -> LiveTargets | None:
 def plan_data_shards(
     config: TrainingConfig, manifest: Manifest, needs: TapNeeds, num_data_shards: int
 ) -> list[list[EpochPlan]]:
-    """Every epoch's plan of every data shard."""
+    """Every epoch's plan of every data shard.
+
+    Raises:
+        DataError: a data shard gets no batch.
+    """
     batch_tokens = config.train.batch_tokens
     window_bytes = (config.workers.window_mib << 20) // config.train.gradient_accumulation_steps
     window_tokens = max(batch_tokens, window_bytes // bytes_per_token(needs, manifest.columns))
@@ -245,6 +249,14 @@ def plan_data_shards(
         lengths = whole_shards(manifest.lengths) if makes_shards else manifest.lengths
         data_shards = plan_epoch(lengths, batch_tokens, config.train.seed, epoch, num_data_shards, window_tokens)
         plans.append([by_row_groups(plan, manifest.lengths) for plan in data_shards] if makes_shards else data_shards)
+    if not any(data_shards[0].num_steps for data_shards in plans):
+        num_row_groups = sum(map(len, manifest.lengths.values()))
+        raise DataError(
+            f"the cache has {num_row_groups} row groups ({manifest.num_tokens:,} tokens), too few for "
+            f"{num_data_shards} data shards (workers times batches in an update): lower workers.num_workers or "
+            "train.gradient_accumulation_steps, cache more chats, or cache them again with a lower cache.batch_tokens, "
+            "the size of a row group"
+        )
     return plans
 
 
@@ -252,12 +264,6 @@ def _span(
     plans: list[list[EpochPlan]], config: TrainingConfig, first: Progress, num_data_shards: int, stop_step: int | None
 ) -> Span:
     total = sum(data_shards[0].num_steps for data_shards in plans)
-    if total == 0:
-        raise DataError(
-            f"the cache holds too few chats for {config.train.batch_tokens} tokens in each of {num_data_shards} data "
-            "shards; give another output, and a lower train.batch_tokens, workers.num_workers or "
-            "train.gradient_accumulation_steps, or more chats"
-        )
     per_epoch = -(-total // len(plans))
     return Span(first, min(total, config.train.max_steps or total), per_epoch, len(plans), num_data_shards, stop_step)
 
