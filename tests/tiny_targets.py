@@ -126,7 +126,7 @@ def make_sparse(folder: Path, seed: int = 0, num_bits: int | None = None, last_l
         margin = loaded.margin
         loaded.margin = lambda x, read=read, margin=margin: (read.append(x[0]), margin(x))[1]
         target.forward(text.to(DEVICE), positions.to(DEVICE), None, target.new_cache(256))
-        router.outer.bias.data[1] -= margin(read[0]).median()
+        router.outer.bias.data[1] -= margin(read[0]).median().item()
     save_routers(folder, routers, routing)
     return folder
 

@@ -25,7 +25,7 @@ def run_length(config: TrainingConfig, manifest: Manifest, drafter: Learner) -> 
     """Updates of a distillation from a complete cache.
 
     Raises:
-        DataError: the cache lacks a column that the drafter reads.
+        DataError: the cache lacks a column that the drafter reads, or has too few row groups.
     """
     needed_columns(drafter.needs, manifest.columns)
     plans = plan_data_shards(

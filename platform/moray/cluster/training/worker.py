@@ -243,19 +243,18 @@ def plan_data_shards(
     batch_tokens = config.train.batch_tokens
     window_bytes = (config.workers.window_mib << 20) // config.train.gradient_accumulation_steps
     window_tokens = max(batch_tokens, window_bytes // bytes_per_token(needs, manifest.columns))
-    plans = []
+    plans, lengths, makes_shards = [], manifest.lengths, False
     for epoch in range(config.train.epochs):
         makes_shards = config.source.type == "hybrid" and epoch == 0
         lengths = whole_shards(manifest.lengths) if makes_shards else manifest.lengths
         data_shards = plan_epoch(lengths, batch_tokens, config.train.seed, epoch, num_data_shards, window_tokens)
         plans.append([by_row_groups(plan, manifest.lengths) for plan in data_shards] if makes_shards else data_shards)
     if not any(data_shards[0].num_steps for data_shards in plans):
-        num_row_groups = sum(map(len, manifest.lengths.values()))
+        what, size = ("shards", "cache.shard_mib") if makes_shards else ("row groups", "cache.batch_tokens")
         raise DataError(
-            f"the cache has {num_row_groups} row groups ({manifest.num_tokens:,} tokens), too few for "
+            f"the cache's {what} ({sum(map(len, lengths.values()))}, {manifest.num_tokens:,} tokens) are too few for "
             f"{num_data_shards} data shards (workers times batches in an update): lower workers.num_workers or "
-            "train.gradient_accumulation_steps, cache more chats, or cache them again with a lower cache.batch_tokens, "
-            "the size of a row group"
+            f"train.gradient_accumulation_steps, cache more chats, or cache them again with a lower {size}"
         )
     return plans
 

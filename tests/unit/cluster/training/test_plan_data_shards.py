@@ -37,7 +37,9 @@ def config_of(**train: int) -> DistillConfig:
 
 def test_every_data_shard_needs_a_row_group_of_its_own():
     one = manifest_of([[40, 30, 50, 20]])
-    with pytest.raises(DataError, match=r"has 1 row groups \(140 tokens\).* 2 data shards .*lower cache\.batch_tokens"):
+    with pytest.raises(
+        DataError, match=r"row groups \(1, 140 tokens\) are too few for 2 data .*lower cache\.batch_tokens"
+    ):
         plan_data_shards(config_of(), one, NEEDS, 2)
     assert plan_data_shards(config_of(), one, NEEDS, 1)[0][0].num_steps >= 2
 
