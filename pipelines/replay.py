@@ -4,8 +4,8 @@
     python -m pipelines.replay configs/replay/smollm2.yaml
     python -m pipelines.replay import prompts=hellaswag.json outputs=llama-65b.txt tokenizer=FOLDER output=runs/log
 
-A log holds the target's continuations, what drafters read of them, and the target's head and tokenizer. Replaying runs
-the same loop as decoding does, so the acceptance of every cycle is that of live decoding. It says nothing of speed.
+A log holds the target's continuations, what drafters read of them, and the target's head and tokenizer. The acceptance
+of every cycle is that of live decoding. A replay says nothing of speed.
 """
 
 import sys

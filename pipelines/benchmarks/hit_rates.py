@@ -17,10 +17,11 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from moray.batch import Taps
+from moray.bench.replay.ranks import ranks_below
 from moray.bench.specbench import Question
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
@@ -63,6 +64,7 @@ class HitCounter:
         self._ranks = ranks
         self._select = Sampler(_GREEDY, target.spec.vocab_size, target.device).selector(0, self._levels, False)
         self._state = drafter.new_state(capacity, self._levels)
+        self._candidates = torch.arange(ranks, device=target.device)
         self._hits = torch.zeros(self._levels, ranks, dtype=torch.long, device=target.device)
         self._counted = [0] * self._levels
         self._num_known = 0  # tokens of the current text that the drafter has seen
@@ -98,15 +100,12 @@ class HitCounter:
 
     def _count_below(self, text: Int[Tensor, " seq"], root: int) -> None:
         """Draft below one root along the true tokens; the drafter has seen everything before the root."""
-        for level in range(min(self._levels, text.shape[0] - 1 - root)):
+        levels = min(self._levels, text.shape[0] - 1 - root)
+        ranks = ranks_below(self._drafter, self._state, text, root, levels, self._select, self._ranks)
+        reached = ranks.shape[0]
+        for level in range(min(levels, reached + 1)):  # one more than reached: nothing was proposed there, a miss
             self._counted[level] += 1
-            logits: Float[Tensor, "1 vocab"] | None = self._drafter.step(
-                self._state, text[root + level : root + level + 1], None, level
-            )
-            if logits is None:
-                return
-            candidates, _, _ = self._select(logits, level, self._ranks)
-            self._hits[level] += candidates[0] == text[root + level + 1]
+        self._hits[:reached] += ranks[:, None] == self._candidates
 
     @property
     def measured(self) -> HitRates:

@@ -24,11 +24,16 @@ from moray.errors import ConfigError, MismatchError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
-from moray.trees.shapes import ChainShape, DynamicShape
+from moray.trees.shapes import ChainShape, DynamicShape, FixedShape, SparseShape
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
-TREES = (ChainShape(type="chain", depth=3), DynamicShape(type="dynamic", depth=3, breadth=2, nodes=6))
+TREES = (
+    ChainShape(type="chain", depth=3),
+    DynamicShape(type="dynamic", depth=3, breadth=2, nodes=6),
+    FixedShape(type="fixed", branching=(3, 1, 2)),
+    SparseShape(type="sparse", paths=((0,), (1,), (0, 0), (1, 2), (0, 0, 1))),
+)
 PROMPTS = ("one two three", "why?")
 
 
@@ -93,6 +98,8 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params):
     }
     result = replay(validate(ReplayConfig, config), Console())
     for row in result["rows"]:
+        is_walked = row["drafter"] == "ngram" or row["tree"].startswith("dynamic")
+        assert row["by"] == ("walk" if is_walked else "ranks"), (row["drafter"], row["tree"])
         assert [cycle["accepted"] for cycle in row["cycles"]] == live[row["drafter"], row["tree"]], (
             row["drafter"],
             row["tree"],

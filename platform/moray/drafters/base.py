@@ -55,6 +55,11 @@ class Drafter(Learner, Generic[State]):
         """Maximum number of levels that it can draft; None for no limit."""
         return self.config.max_depth
 
+    def may_end_early(self, num_tokens: int) -> bool:
+        """Whether a draft below a text of `num_tokens`, the draft's own included, may have fewer levels than asked for
+        (see `step`)."""
+        return True
+
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
         """Turn taps of verified tokens into memory. Runs in the target's process; depends on no other token."""

@@ -45,6 +45,9 @@ class Pretrained(Drafter[PretrainedState]):
     def needs(self) -> TapNeeds:
         return TapNeeds()
 
+    def may_end_early(self, num_tokens: int) -> bool:
+        return num_tokens > self._model.max_positions
+
     def observe(self, taps: Taps) -> Memory:
         return {}
 

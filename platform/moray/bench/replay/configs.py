@@ -75,7 +75,7 @@ class ReplayConfig(Config):
     trees: tuple[Shape, ...] = (ChainShape(type="chain", depth=5),)
     """Shapes of the draft trees; adaptive ones follow measured costs and cannot be replayed."""
     max_depth: int | None = Field(default=None, ge=1, le=32)
-    """Also replay chains of every depth up to this one, all in one pass; null for none. `pipelines.plan` reads them."""
+    """Also replay chains of every depth up to this one; null for none. `pipelines.plan` reads them."""
     num_continuations: int | None = Field(default=None, ge=1)
     """Number of continuations to replay; null for all."""
     threads: int | None = Field(default=None, ge=1)

@@ -1,7 +1,8 @@
 """Replays drafters over a log: their acceptance, cycle by cycle, as if the target had verified them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from moray.activations.format.schema import Column, hidden_column, kv_column, re
 from moray.bench.replay.chains import ChainMatches, MatchCounter, as_row
 from moray.bench.replay.configs import ReplayConfig
 from moray.bench.replay.log import HEAD_FILE, TAPS_FILE, TARGET_FILE, Continuation, LogHeader, read_log
+from moray.bench.replay.ranks import StaticShape, TokenRanks, ranks_of
 from moray.bench.replay.recorded import HeadOfText, RecordedRunner, RecordedTarget, RecordedText
 from moray.bench.reports.wording import number
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.planning.fitting import is_too_deep
 from moray.decoding.sampling.accept import Accept, is_by_choice
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.stats import Generation, acceptance_by_position, tau
 from moray.drafters.base import Drafter
 from moray.drafters.configs import TrainedConfig
@@ -33,7 +36,7 @@ from moray.provenance import read_json
 from moray.targets.head import TargetHead
 from moray.targets.spec import TargetSpec
 from moray.text import ChatTokenizer
-from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape
+from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape, DynamicShape
 
 
 def replay(config: ReplayConfig, console: Console) -> dict[str, Any]:
@@ -76,11 +79,12 @@ def replay(config: ReplayConfig, console: Console) -> dict[str, Any]:
     passes = len(config.trees) + (config.max_depth is not None)
     with Progress("replay", len(drafters) * passes * len(chosen)) as progress:
         for name, drafter in drafters.items():
-            for shape in config.trees:
-                rows.append(_row(name, shape, log, drafter, chosen, progress))
-            if config.max_depth is not None:
-                depth = min(config.max_depth, drafter.max_depth or config.max_depth)
-                chains.append(_chains(name, depth, log, drafter, chosen, progress))
+            made = _Replay(name, drafter, log, chosen, progress)
+            depth = config.max_depth and min(config.max_depth, drafter.max_depth or config.max_depth)
+            made.rank([shape for shape in config.trees if isinstance(shape, StaticShape)], depth)
+            rows += [made.row(shape) for shape in config.trees]
+            if depth is not None:
+                chains.append(made.chains(depth))
     _print(rows, console)
     _print_chains(chains, console)
     settings = config.model_dump(mode="json")
@@ -98,39 +102,82 @@ def _check_need_no_target(config: ReplayConfig) -> None:
             )
 
 
-def _chains(
-    name: str, depth: int, log: "_Log", drafter: Drafter, entries: list[Continuation], progress: Progress
-) -> dict[str, Any]:
-    """Chains of every depth up to `depth`."""
-    begin = time.perf_counter()
-    counter, found = MatchCounter(), list[ChainMatches]()
-    shape = ChainShape(type="chain", depth=depth)
-    for entry, _ in zip(entries, _replays(log, drafter, shape, entries, counter), strict=True):
-        found.append(counter.take(entry.uid))
-        progress.advance()
-    return as_row(name, depth, found, time.perf_counter() - begin)
+class _Replay:
+    """One drafter over some continuations: static trees by ranks from one pass, other trees walked cycle by cycle."""
 
+    def __init__(
+        self, name: str, drafter: Drafter, log: "_Log", entries: list[Continuation], progress: Progress
+    ) -> None:
+        self._name, self._drafter, self._log = name, drafter, log
+        self._entries, self._progress = entries, progress
+        self._ranks: list[TokenRanks] | None = None
+        self._seconds = 0.0
 
-def _row(
-    name: str, shape: AnyShape, log: "_Log", drafter: Drafter, entries: list[Continuation], progress: Progress
-) -> dict[str, Any]:
-    begin = time.perf_counter()
-    made: list[Generation] = []
-    for generation in replayed(log, drafter, shape, entries):
-        made.append(generation)
-        progress.advance()
-    return {
-        "drafter": name,
-        "tree": shape.name,
-        "tau": tau(made),
-        "acceptance": acceptance_by_position(made),
-        "cycles": [
-            {"uid": e.uid, "accepted": g.accepted, "emitted": g.emitted, "nodes": g.nodes}
-            for e, g in zip(entries, made, strict=True)
-        ],
-        "num_tokens": sum(len(g.tokens) for g in made),
-        "seconds": time.perf_counter() - begin,
-    }
+    def rank(self, shapes: Sequence[StaticShape], chain_depth: int | None) -> None:
+        """Find the ranks that static trees and chains of every depth need.
+
+        Nothing is done for a drafter that may end its drafts early: its trees are walked.
+        """
+        levels = max([*(shape.depth for shape in shapes), chain_depth or 0])
+        num_passes = len(shapes) + (chain_depth is not None)
+        longest = max(len(entry.prompt) + len(entry.tokens) for entry in self._entries)
+        if not levels or self._drafter.may_end_early(longest + levels):
+            return
+        begin = time.perf_counter()
+        num_ranks = max((shape.max_children for shape in shapes), default=1)
+        self._ranks = []
+        for index, entry in enumerate(self._entries):
+            sampler = Sampler(
+                self._log.header.params, self._log.spec.vocab_size, self._log.target.device, entry.sequence
+            )
+            select = partial(sampler.selector, depth=levels, is_chain=num_ranks == 1)
+            text = self._log.text(index, entry, self._drafter)
+            below = ranks_of(self._drafter, text, len(entry.prompt), levels, num_ranks, select)
+            self._ranks.append(TokenRanks(entry.uid, below))
+            self._progress.advance(num_passes)
+        self._seconds = time.perf_counter() - begin
+
+    def row(self, shape: AnyShape) -> dict[str, Any]:
+        """One tree."""
+        begin = time.perf_counter()
+        made = self._by_ranks(shape)
+        is_walked = made is None
+        if made is None:
+            made = []
+            for generation in replayed(self._log, self._drafter, shape, self._entries):
+                made.append(generation)
+                self._progress.advance()
+        return {
+            "drafter": self._name,
+            "tree": shape.name,
+            "by": "walk" if is_walked else "ranks",
+            "tau": tau(made),
+            "acceptance": acceptance_by_position(made),
+            "cycles": [
+                {"uid": e.uid, "accepted": g.accepted, "emitted": g.emitted, "nodes": g.nodes}
+                for e, g in zip(self._entries, made, strict=True)
+            ],
+            "num_tokens": sum(len(entry.tokens) for entry in self._entries),
+            "seconds": time.perf_counter() - begin if is_walked else self._seconds,
+        }
+
+    def _by_ranks(self, shape: AnyShape) -> list[Generation] | None:
+        if self._ranks is None or isinstance(shape, DynamicShape | AdaptiveShape):
+            return None
+        return [ranks.generation(shape) for ranks in self._ranks]
+
+    def chains(self, depth: int) -> dict[str, Any]:
+        """Chains of every depth up to `depth`."""
+        if self._ranks is not None:
+            return as_row(self._name, depth, [ranks.matches(depth) for ranks in self._ranks], self._seconds)
+        begin = time.perf_counter()
+        counter, found = MatchCounter(), list[ChainMatches]()
+        shape = ChainShape(type="chain", depth=depth)
+        replays = _replays(self._log, self._drafter, shape, self._entries, counter)
+        for entry, _ in zip(self._entries, replays, strict=True):
+            found.append(counter.take(entry.uid))
+            self._progress.advance()
+        return as_row(self._name, depth, found, time.perf_counter() - begin)
 
 
 def replayed(log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Continuation]) -> Iterator[Generation]:
@@ -251,12 +298,18 @@ def _columns_of(drafter: Drafter) -> list[str]:
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="replayed without the target", box=box.SIMPLE_HEAD)
-    for heading in ("drafter", "tree", "tau", "accepted at depth 1, 2, 3", "tokens", "seconds"):
-        table.add_column(heading, justify="left" if heading in ("drafter", "tree") else "right")
+    for heading in ("drafter", "tree", "by", "tau", "accepted at depth 1, 2, 3", "tokens", "seconds"):
+        table.add_column(heading, justify="left" if heading in ("drafter", "tree", "by") else "right")
     for row in rows:
         first = ", ".join(f"{share:.2f}" for share in row["acceptance"][:3])
         table.add_row(
-            row["drafter"], row["tree"], number(row["tau"], 3), first, f"{row['num_tokens']:,}", f"{row['seconds']:.1f}"
+            row["drafter"],
+            row["tree"],
+            row["by"],
+            number(row["tau"], 3),
+            first,
+            f"{row['num_tokens']:,}",
+            f"{row['seconds']:.1f}",
         )
     if rows:
         console.print(table)

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from moray.batch import TapNeeds, Taps
 from moray.targets.head import TargetHead
 from moray.targets.model import Target, TargetOutput
 from moray.targets.spec import TargetSpec
@@ -34,6 +35,11 @@ class RecordedText:
     """By layer."""
     hidden: Mapping[int, Float[Tensor, "tokens hidden"]]
     """By depth."""
+
+    def taps(self, needs: TapNeeds) -> Taps:
+        """Some of them for all tokens, as a drafter reads them."""
+        kv = torch.stack([self.kv[layer] for layer in needs.kv_layers], dim=1)[None] if needs.kv_layers else None
+        return Taps(kv, {depth: self.hidden[depth][None] for depth in needs.hidden_depths})
 
 
 class RecordedTarget(Target):

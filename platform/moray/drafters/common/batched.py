@@ -13,6 +13,9 @@ class BatchedDrafter(Drafter[State]):
     """A drafter that implements `score` for several sequences, of which `step` is the special case; it never ends a
     tree early."""
 
+    def may_end_early(self, num_tokens: int) -> bool:
+        return False
+
     @abstractmethod
     def score(
         self,
