@@ -13,6 +13,7 @@ from moray.edge.messages import CodecName
 from moray.renamed import with_current_names
 from moray.targets.spec import TargetConfig
 from moray.trees.shapes import MAX_DEPTH, num_expanded_ahead
+from serve.planned import with_plan
 
 
 class ApiConfig(Config):
@@ -67,6 +68,8 @@ class ServeConfig(Config):
     drafters: Mapping[str, str | UsableConfig] = Field(default_factory=dict)
     """Drafters by the name that requests use; the first is the default, and with none decoding is plain. Each is the
     folder of a trained drafter, or a drafter by type."""
+    plan: str | None = None
+    """The best.yaml of `pipelines.plan`: its tree is drafted, by its drafter by default; null for none."""
     placement: Literal["pool", "in_process"] = "pool"
     """Run drafters in their own deployment (pool) or inside each target replica (in_process). Prompt lookup always runs
     inside."""
@@ -160,4 +163,4 @@ def read_args(args: Mapping[str, Any]) -> ServeConfig:
     for name, text in args.items():
         if isinstance(text, str):
             values = merge(values, with_current_names(ServeConfig, read_override(f"{name}={text}")))
-    return validate(ServeConfig, values)
+    return validate(ServeConfig, with_plan(values))

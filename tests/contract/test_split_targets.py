@@ -1,19 +1,27 @@
 """A target over several processes is the target: the same numbers, the same text, an error when one ends."""
 
+import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from safetensors import safe_open
 from side_by_side import COUPLED, GREEDY, SHAPES, is_lossless, plainly
 from tiny_drafters import VARIANTS, build
-from tiny_targets import TinyTarget, load_target
+from tiny_targets import TinyTarget, load_target, save_chat_target
 
 from moray.activations.capture.record import record_taps
 from moray.activations.format.schema import CacheConfig
+from moray.bench.configs import EvaluateConfig
+from moray.bench.evaluation import evaluate
+from moray.config import validate
 from moray.decoding.batch import answer_batch
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
@@ -23,7 +31,9 @@ from moray.errors import RankError
 from moray.targets.head import TargetHead
 from moray.targets.model import Target
 from moray.targets.packed_linear import Kernels
+from moray.targets.parallel.plan import plan_ranks
 from moray.targets.parallel.target import ParallelTarget
+from moray.targets.parallel.weights import load_part
 from moray.targets.spec import TargetConfig
 
 SPLIT = {
@@ -133,6 +143,76 @@ def test_no_rank_holds_more_than_its_share(both):
             num_parts = min(num_parts, whole.target.spec.num_kv_heads)
         share = size if is_whole else -(-size // num_parts)
         assert held[name] <= max(share * 1.1, size if name.endswith("bias") else 0), name
+
+
+class _CountingFile:
+    """A safetensors file that adds up the numbers read from it."""
+
+    def __init__(self, *args: object, counts: dict[str, int], **options: object) -> None:
+        self._file, self._counts = safe_open(*args, **options), counts
+
+    def __enter__(self) -> "_CountingFile":
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def _counted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self._counts[name] = self._counts.get(name, 0) + tensor.numel()
+        return tensor
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._counted(name, self._file.get_tensor(name))
+
+    def get_slice(self, name: str) -> "_CountingSlice":
+        return _CountingSlice(self._file.get_slice(name), partial(self._counted, name))
+
+
+class _CountingSlice:
+    def __init__(self, stored: Any, counted: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._stored, self._counted = stored, counted
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._counted(self._stored[index])
+
+
+def test_no_rank_reads_more_than_it_holds(both, monkeypatch):
+    whole, split = both
+    target = split.target
+    assert isinstance(target, ParallelTarget)
+    config = TargetConfig(model=str(whole.folder), device="cpu", tensor_parallel=target.plan.num_ranks)
+    sizes = {name: tensor.numel() for name, tensor in whole.target.model.state_dict().items()}
+    divided = [name for name in sizes if name.endswith("weight") and (".mlp." in name or "lm_head" in name)]
+    for plan in plan_ranks(target.spec, target.plan.num_ranks):
+        counts: dict[str, int] = {}
+        monkeypatch.setattr("moray.targets.parallel.weights.safe_open", partial(_CountingFile, counts=counts))
+        part = load_part(config, plan, torch.device("cpu"))
+        held = {name: tensor.numel() for name, tensor in part.state_dict().items()}
+        assert sum(counts.values()) == sum(held.values()) < sum(sizes.values()), plan.rank
+        share = sum(sizes[name] for name in divided) / plan.num_ranks
+        assert sum(held[name] for name in divided) <= 1.1 * share, plan.rank
+
+
+def test_an_evaluation_over_two_processes_gives_the_target_s_own_text(tmp_path):
+    folder = save_chat_target(tmp_path / "target")
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "one two one two"}\n{"prompt": "three"}\n')
+    texts = []
+    for num_ranks in (1, 2):
+        settings = {
+            "target": {"model": str(folder), "device": "cpu", "tensor_parallel": num_ranks},
+            "drafters": [{"type": "ngram"}],
+            "trees": [{"type": "chain", "depth": 3}],
+            "questions": str(tmp_path / "questions.jsonl"),
+            "max_new_tokens": 16,
+            "output": str(tmp_path / f"ranks-{num_ranks}"),
+        }
+        report = evaluate(validate(EvaluateConfig, settings), Console(quiet=True))
+        assert {row["drafter"]: row["lossless"] for row in report["rows"]}["ngram"] == 1
+        lines = (tmp_path / f"ranks-{num_ranks}" / "answers.jsonl").read_text().splitlines()
+        answers = [answer for line in lines for answer in json.loads(line)["answers"]]
+        texts.append([answer["generation"]["tokens"] for answer in answers if answer["method"] in ("plain", "ngram")])
+    assert texts[0] == texts[1]
 
 
 def test_a_killed_rank_is_an_error_and_no_hang(tmp_path):

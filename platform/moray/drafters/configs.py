@@ -5,6 +5,7 @@ Torch-free. A new variant needs a class here, one module and one YAML file; draf
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union, get_args
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -286,3 +287,10 @@ DrafterConfig = Annotated[TrainableConfig | ReadyConfig, Field(discriminator="ty
 """The tagged union of all drafters."""
 
 DRAFTER_CONFIG: TypeAdapter[DrafterConfig] = TypeAdapter(DrafterConfig)
+
+
+def name_of(entry: str | UsableConfig) -> str:
+    """The drafter's name in tables: the one given, else that of its folder or its type."""
+    if isinstance(entry, str):
+        return Path(entry).name
+    return entry.name or (Path(entry.folder).name if isinstance(entry, TrainedConfig) else entry.type)

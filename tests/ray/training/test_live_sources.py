@@ -81,6 +81,25 @@ def test_a_stream_hands_over_what_a_cache_does_and_writes_no_shard(
     assert not (live / "shards").exists()
 
 
+@pytest.mark.slow
+def test_a_target_over_two_processes_makes_what_one_process_does(
+    tiny_target: Path, chats_file: Path, tiny_cache: Path, tmp_path: Path
+) -> None:
+    from moray.cluster.caching.capture import lay_out_cache
+    from moray.cluster.training.live import LiveTargets
+
+    target = TargetConfig(model=str(tiny_target), tensor_parallel=2)
+    source, live = _source("stream", chats_file), tmp_path / "live"
+    lay_out_cache(str(live), target, source.chats, source.cache, CaptureConfig(), is_kept=False)
+    layout, cached = read_layout(CacheStore(str(live))), read_manifest(CacheStore(str(tiny_cache)))
+    made, wanted = _updates(live, layout, LiveTargets(target, source, 1)), _updates(tiny_cache, cached, None)
+    assert len(made) == len(wanted) > 5
+    for one, other in zip(made, wanted, strict=True):
+        for (_, uids, batch), (_, wanted_uids, wanted_batch) in zip(one, other, strict=True):
+            assert uids == wanted_uids
+            torch.testing.assert_close(batch.taps.kv, wanted_batch.taps.kv, atol=2e-2, rtol=2e-2)  # in 16 bits
+
+
 @pytest.mark.soak
 def test_a_window_over_which_replicas_die_ends_the_stream_with_a_reason(
     tiny_target: Path,

@@ -85,3 +85,37 @@ def test_prompt_lookup_is_not_for_a_pool():
 def test_who_runs_ahead_holds_more_nodes():
     args = {"target.model": "x", "drafters.d": "y", "engine.tree": "{type: chain, depth: 5}"}
     assert (read_args(args).num_expanded, read_args(args | {"run_ahead": "true"}).num_expanded) == (5, 11)
+
+
+@pytest.mark.parametrize(
+    ("best", "args", "message"),
+    [
+        (
+            "",
+            {"drafters": {"moa": "runs/moa"}},
+            "found plain decoding to be the fastest, but drafters names moa: leave",
+        ),
+        ("trees: [{type: chain, depth: 2}]", {}, "was made without a drafter: name in drafters the one that drafts"),
+        (
+            "trees: [{type: chain, depth: 2}]",
+            {"drafters": {"moa": "runs/moa"}, "engine": {"tree": {"type": "chain", "depth": 3}}},
+            "and engine.tree name different trees: leave out one",
+        ),
+        (
+            "{trees: [{type: chain, depth: 2}], drafters: [runs/h/moa]}",
+            {"drafters": {"moa": "runs/moa"}},
+            "drafters.moa is runs/moa, but plan .* gives that name to runs/h/moa: rename the first",
+        ),
+        ("tree: {type: chain, depth: 2}", {}, "tree"),
+    ],
+)
+def test_a_plan_that_contradicts_the_other_values_is_refused(tmp_path, best, args, message):
+    (tmp_path / "best.yaml").write_text(best)
+    with pytest.raises(ConfigError, match=message):
+        read_args({"target": {"model": "x"}, "plan": str(tmp_path / "best.yaml"), **args})
+
+
+def test_a_plan_without_settings_serves_plain_decoding(tmp_path):
+    (tmp_path / "best.yaml").write_text("# For 16 at a time, plain decoding is the fastest: no drafter pays here.")
+    config = read_args({"target": {"model": "x"}, "plan": str(tmp_path / "best.yaml")})
+    assert not config.drafters

@@ -152,7 +152,7 @@ def _row(draft: PlannedDraft, batch: int, prediction: Prediction) -> dict[str, A
 
 
 def _write_best(path: Path, batch: int, best: PlannedDraft, entries: Mapping[str, str | UsableConfig] | None) -> None:
-    """Settings of the best row of the first batch, to give to `pipelines.evaluate` after its own files."""
+    """Settings of the best row of the first batch, for `pipelines.evaluate` and for `plan` of the server."""
     if best.shape is None:
         text = f"# For {batch} at a time, plain decoding is the fastest: no drafter pays here.\n"
     else:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 import yaml
 
+from moray.bench.configs import EvaluateConfig
 from moray.bench.plan.configs import PlanConfig
 from moray.bench.plan.costs import CycleCostTable, tree_key
 from moray.bench.plan.cycles import trimmed_mean
@@ -13,10 +14,11 @@ from moray.bench.plan.planner import plan
 from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedCycle, chain, cycles_of_chain
 from moray.bench.plan.throughput import expected, simulate
 from moray.bench.replay.chains import ChainMatches, tau_of_chains
-from moray.config import validate
+from moray.config import load_config, validate
 from moray.errors import ConfigError, DataError
 from moray.provenance import read_json
 from moray.trees.shapes import DynamicShape, SparseShape
+from serve.config import read_args
 
 COSTS = {
     "passes": {1: {1: 1.0, 3: 2.0}, 3: {1: 2.0, 3: 4.0}},
@@ -123,6 +125,16 @@ def test_trees_of_a_replay_are_planned_beside_its_chains(tmp_path):
     assert rows[-1]["tokens_per_second"] == pytest.approx(6 / (2 * (0.2 + 1.2 + 0.1)))
     best = yaml.safe_load((tmp_path / "plan" / "best.yaml").read_text())
     assert best == {"trees": [TREE], "drafters": ["runs/moa"]}
+    best_file = str(tmp_path / "plan" / "best.yaml")
+    evaluated = load_config(EvaluateConfig, ["configs/evaluations/demo.yaml", "target.model=x", best_file])
+    assert (evaluated.drafters, [tree.name for tree in evaluated.trees]) == (("runs/moa",), ["dynamic-2x2-3"])
+    served = read_args({"target": {"model": "x"}, "drafters": {"lookup": {"type": "ngram"}}, "plan": best_file})
+    assert ([*served.drafters], served.drafters["moa"], served.engine.tree.name) == (
+        ["moa", "lookup"],
+        "runs/moa",
+        "dynamic-2x2-3",
+    ), "the planned drafter is the default"
+    assert read_args(served.model_dump(mode="json")) == served
     assert len(planned(tmp_path, costs, trees=[], **replay)["rows"]) == 3
     without = planned(tmp_path, **replay)
     assert (len(without["rows"]), without["not_planned"]) == (3, ["moa, dynamic-2x2-3"])
