@@ -20,7 +20,7 @@ from moray.decoding.generate import SpeculativeDecoder
 from moray.drafters.checkpoint import save_drafter
 from moray.drafters.configs import NgramConfig
 from moray.drafters.loading import load_drafters
-from moray.errors import ConfigError, MismatchError
+from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
@@ -112,3 +112,16 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params):
         assert emitted == [len(entry.tokens) - 1 for entry in entries] * 3
     assert len(result["chains"]) == len(config["drafters"])
     assert any(row["tau"] > 1.2 for row in result["rows"])
+    check_that_a_damaged_log_is_refused(tmp_path / "log", tokenizer.fingerprint)
+
+
+def check_that_a_damaged_log_is_refused(log: Path, fingerprint: str) -> None:
+    path, config = log / "log.jsonl", validate(ReplayConfig, {"log": str(log), "drafters": [{"type": "ngram"}]})
+    text = path.read_text()
+    path.write_text(text[:-20])
+    with pytest.raises(DataError, match=r"line 3 of '.*log\.jsonl' is damaged: it was cut short; record it again"):
+        replay(config, Console())
+    other = fingerprint[::-1]
+    path.write_text(text.replace(fingerprint, other))
+    with pytest.raises(MismatchError, match=rf"has the fingerprint {fingerprint}, its log {other}: record it again"):
+        replay(config, Console())

@@ -24,6 +24,9 @@ from moray.errors import ConfigError
 from moray.explain import one_line
 from moray.trees.shapes import AnyShape, SparseShape
 
+MAX_DRIFT = 0.1
+"""Costs that differ by more than this between two measurements were not measured on an idle machine."""
+
 _Size = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _BySize = dict[_Size, _Seconds]

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from moray.bench.plan.configs import CostsConfig, PlanCheckConfig
-from moray.bench.plan.costs import CycleCostTable, tree_key
+from moray.bench.plan.costs import MAX_DRIFT, CycleCostTable, tree_key
 from moray.bench.plan.cycles import Cycle, time_cycles, trimmed_mean
 from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedDrafts, chain, read_replay
 from moray.bench.recording import check_writable
@@ -27,8 +27,6 @@ from moray.text import ChatTokenizer
 _HALVES = 2
 _FEWEST = 3
 """Passes of a size that prompt lookup drafted less often than this are no costs to rely on."""
-_DRIFT = 0.1
-"""Costs that differ by more than this between the two halves were not measured on an idle machine."""
 
 
 def measure(config: CostsConfig) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def measure(config: CostsConfig) -> dict[str, Any]:
     values = {"machine": where, "threads": torch.get_num_threads(), **values}
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     Path(config.output).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    return {"costs": values, "drift": drift, "has_drifted": drift > _DRIFT}
+    return {"costs": values, "drift": drift, "has_drifted": drift > MAX_DRIFT}
 
 
 def load_all(config: CostsConfig | PlanCheckConfig, replayed: ReplayedDrafts) -> tuple[Target, dict[str, Drafter]]:

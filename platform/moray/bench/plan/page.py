@@ -1,5 +1,6 @@
 """HTML pages and tables of a plan and of its check."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from moray.bench.plan.costs import MAX_DRIFT
 from moray.bench.reports.drawing import COLOURS, Plot, legend_below, legend_height, line, shorten
 from moray.bench.reports.page import render_page
 from moray.bench.reports.svg import render_svg
@@ -142,6 +144,12 @@ def print_check(result: Mapping[str, Any], console: Console) -> None:
         f"for that, the error of rows with drafts is {result['median_adjusted_error']:.1%} in the median, at most "
         f"{result['worst_adjusted_error']:.1%}"
     )
+    usual = statistics.median(row["slowdown"] for row in result["rows"])
+    if abs(usual - 1) > MAX_DRIFT:
+        console.print(
+            f"warning: the machine has changed its speed since the costs were measured ({usual:.2f} times as long in the "
+            "median): this check says little, so measure the costs again and repeat it"
+        )
     for each in result["choices"]:
         console.print(
             f"{each['batch']} at a time: predicted best of these {each['chosen']}, measured {each['fastest']}, "
