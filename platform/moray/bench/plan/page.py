@@ -147,8 +147,8 @@ def print_check(result: Mapping[str, Any], console: Console) -> None:
     usual = statistics.median(row["slowdown"] for row in result["rows"])
     if abs(usual - 1) > MAX_DRIFT:
         console.print(
-            f"warning: the machine has changed its speed since the costs were measured ({usual:.2f} times as long in the "
-            "median): this check says little, so measure the costs again and repeat it"
+            f"warning: the machine has changed its speed since the costs were measured ({usual:.2f} times as long in "
+            "the median): this check says little, so measure the costs again and repeat it"
         )
     for each in result["choices"]:
         console.print(
