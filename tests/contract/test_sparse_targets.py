@@ -4,6 +4,7 @@ The text is not the dense model's. Three computations of it are compared: plain 
 tokens; the engine, which hides them; and one pass over the whole text without any cache.
 """
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -18,6 +19,7 @@ from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.engine.runner import TargetRunner
+from moray.decoding.engine.sparse_kv_cache import SparseSingleKVCache
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
@@ -26,6 +28,7 @@ from moray.errors import ConfigError
 from moray.targets.head import TargetHead
 from moray.targets.sparse.cache import SparseCache
 from moray.targets.sparse.target import SparseTarget
+from moray.trees.tree import TokenTree, structure_of
 
 NEW, CAPACITY, LAYERS = 24, 400, 6
 
@@ -103,6 +106,58 @@ def test_what_plain_decoding_keeps_is_what_ran(tiny):
         torch.testing.assert_close(flat[:, :, 0], key[0].transpose(0, 1), atol=1e-4, rtol=0)
         torch.testing.assert_close(flat[:, :, 1], value[0].transpose(0, 1), atol=1e-4, rtol=0)
         assert (flat[~output.routes[layer, 0]] == 0).all()
+
+
+def random_tree(generator: random.Random) -> TokenTree:
+    """A root and up to nine nodes below it, in any structure."""
+    parents = [-1]
+    for node in range(1, generator.randint(1, 10)):
+        parents.append(generator.randrange(max(0, node - 4), node))
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    parts = structure_of(parents, depths, torch.device("cpu"))
+    tokens = torch.tensor([generator.randrange(1, 90) for _ in parents])
+    return TokenTree(tokens, parts.parents, parts.depths, parts.ancestors, max(depths))
+
+
+def random_path(tree: TokenTree, generator: random.Random) -> list[int]:
+    """A node of a tree and its ancestors, without the root; nothing for the root itself."""
+    node, path = generator.randrange(tree.num_nodes), list[int]()
+    while node:
+        path.insert(0, node)
+        node = int(tree.parents[node])
+    return path
+
+
+@torch.inference_mode()
+def test_after_200_commits_of_trees_the_loop_s_cache_holds_what_ran(tiny):
+    generator, tokens, num_moved = random.Random(0), tiny.prompt(0, 20), 0
+    runner = TargetRunner(tiny.target, 512, max_rows=1)
+    runner.cache.arrange(512, 0, 0)
+    assert isinstance(runner.cache, SparseSingleKVCache)
+    runner.read(0, [tokens], [0])
+    for turn in range(200):
+        if turn in (60, 120):  # the next request
+            tokens = tiny.prompt(turn, 20)
+            runner.read(0, [tokens], [0])
+        tree = random_tree(generator)
+        found = runner.verify(0, [len(tokens)], [tree])
+        path = random_path(tree, generator) if len(tokens) < 300 else []
+        runner.keep(0, [len(tokens)], [path])
+        num_moved += path != list(range(1, 1 + len(path)))
+        tokens = [*tokens, *tree.tokens[[0, *path]].tolist()]
+    runner.cache.aim([len(tokens)], 1, len(tokens) + 1)
+    output, recorder = whole_pass(tiny.target, tokens, range(LAYERS))
+    assert runner.cache.num_stored == int(output.routes.sum()) < LAYERS * len(tokens)
+    torch.testing.assert_close(found.last[0, [0, *path]], output.last[0, -1 - len(path) :], atol=1e-4, rtol=0)
+    flat = runner.cache.flat([0], [0], [len(tokens)], range(LAYERS))[0]
+    for layer in range(LAYERS):
+        key, value = (side[0].transpose(0, 1) for side in recorder.take(layer))
+        runs, own = output.routes[layer, 0, :, None, None], flat[:, layer].view(len(tokens), 2, 2, 16)
+        torch.testing.assert_close(own[:, :, 0], key * runs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(own[:, :, 1], value * runs, atol=1e-4, rtol=0)
+    assert num_moved > 50
 
 
 def test_the_engine_s_taps_of_several_rows_are_zero_where_a_token_skipped(tiny):

@@ -36,7 +36,7 @@ def runner_for(target: Target, capacity: int, max_nodes: int) -> TargetRunner:
         capacity: maximum number of tokens of prompt and answer together.
         max_nodes: maximum number of nodes of a tree below its root.
     """
-    return TargetRunner(target, capacity + max_nodes + 1)
+    return TargetRunner(target, capacity + max_nodes + 1, max_rows=1)
 
 
 class SpeculativeDecoder:

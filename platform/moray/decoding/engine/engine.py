@@ -97,7 +97,7 @@ class Engine:
         sources, paced = drafts or {}, paced or {}
         observed = [source.observed for source in sources.values()] + [drafter.observed for drafter in paced.values()]
         self._hidden_depths = sorted({depth for needs in observed for depth in needs.hidden_depths})
-        self._rows = runner or TargetRunner(target, config.kv_cache_tokens)
+        self._rows = runner or TargetRunner(target, config.kv_cache_tokens, config.max_num_seqs)
         self._paced = PacedSequences(paced, self._rows.cache, 1 + max_offered_nodes)
         self.draft_schedulers = {
             name: DraftScheduler(

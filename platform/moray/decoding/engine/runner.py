@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moray.decoding.engine.kv_cache import GRAIN, BatchedKVCache
 from moray.decoding.engine.node_selection import NodeSelector
-from moray.decoding.engine.sparse_kv_cache import SparseBatchedKVCache
+from moray.decoding.engine.sparse_kv_cache import SparseBatchedKVCache, SparseSingleKVCache
 from moray.targets.model import Target, TargetOutput
 from moray.targets.sparse.target import Selection, SparseTarget
 from moray.trees.stack import stack_trees
@@ -25,13 +25,17 @@ _SEEN_GRAIN = 16
 class TargetRunner:
     """A target and its `BatchedKVCache`."""
 
-    def __init__(self, target: Target, num_slots: int) -> None:
+    def __init__(self, target: Target, num_slots: int, max_rows: int | None = None) -> None:
         """
         Args:
             target: may be shared.
             num_slots: size of the cache over all rows; rounded up.
+            max_rows: maximum number of rows; None for as many as fit. With 1, skipped tokens take no memory in a sparse
+                target's layers.
         """
-        kind = BatchedKVCache if target.spec.routing is None else SparseBatchedKVCache
+        kind = BatchedKVCache
+        if target.spec.routing is not None:
+            kind = SparseSingleKVCache if max_rows == 1 else SparseBatchedKVCache
         self.cache: BatchedKVCache = target.make_cache(kind, -(-num_slots // GRAIN) * GRAIN)
         self._target = target
         self._dtype = target.model.lm_head.weight.dtype

@@ -1,8 +1,9 @@
-"""The engine's cache for a sparse target: `BatchedKVCache`, and which tokens have run through which layer.
+"""The engine's caches for a sparse target: one for a single sequence, one for several.
 
-A skipped token has a slot in every layer, like all others; in the layers that it skipped, no query sees the slot. So
-rows of different lengths stay simple, but skipping frees no memory here. `targets.sparse.cache` does free it, for one
-sequence.
+A single sequence has a run of its own in every layer, of the tokens that ran through it: nothing is stored, read or
+masked for the others (see `targets.sparse.cache`). With several sequences, a skipped token has a slot in every layer,
+like all others; in the layers that it skipped, no query sees the slot. So rows of different lengths stay simple, but
+skipping frees no memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,69 @@ from torch import Tensor
 
 from moray.decoding.engine.kv_cache import BatchedKVCache
 from moray.targets.model import Target
-from moray.targets.sparse.cache import hide
+from moray.targets.sparse.cache import SparseCache, hide
+
+
+class SparseSingleKVCache(BatchedKVCache):
+    """A `BatchedKVCache` of one row, and a `RoutedCache`; its memory grows with the tokens that each layer stores."""
+
+    def __init__(self, target: Target, num_slots: int) -> None:
+        super().__init__(target, 0)
+        self.num_slots = num_slots
+        self._own = SparseCache(target.spec, num_slots, target.model.lm_head.weight)
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens stored, over all layers."""
+        return self._own.num_stored
+
+    def arrange(self, width: int, kept_rows: int, kept_slots: int) -> None:
+        """There is one row, which may be filled up to `width` slots."""
+        self.num_rows, self.width = 1, width
+        if not kept_rows:
+            self._own.reset()
+
+    def reorder(self, moves: Mapping[int, int], num_slots: int) -> None:
+        """The row stays where it is."""
+
+    def move(self, rows: Sequence[int], begins: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """See `BatchedKVCache.move`; the other nodes of the tree are dropped."""
+        assert self._own.length == begins[0], "the tree of the last pass"
+        self._own.move(paths[0])
+
+    def flat(
+        self, rows: Sequence[int], begins: Sequence[int], counts: Sequence[int], layers: Sequence[int]
+    ) -> Float[Tensor, "1 new layers width"]:
+        """See `BatchedKVCache.flat`; zeros where a token skipped a layer."""
+        return self._own.flat(begins[0], begins[0] + counts[0], layers)
+
+    def aim(self, begins: Sequence[int], num_new: int, num_seen: int, first_row: int = 0) -> None:
+        """See `BatchedKVCache.aim`. What the row holds from its slot in `begins` on is dropped."""
+        self._own.cut(begins[0])
+        self._begin, self._seen = begins[0], num_seen
+
+    def begin(self) -> None:
+        """See `targets.sparse.cache.RoutedCache.begin`; done by `aim`."""
+
+    def enter(
+        self,
+        layer: int,
+        rows: Int[Tensor, " some"] | None,
+        runs: Bool[Tensor, "batch new"],
+        mask: Float[Tensor, "#batch 1 new slots"] | None,
+    ) -> Tensor | None:
+        """See `targets.sparse.cache.RoutedCache.enter`."""
+        return self._own.enter(layer, rows, runs, mask)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """See `SparseCache.update`."""
+        return self._own.update(key_states, value_states, layer_idx)
 
 
 class SparseBatchedKVCache(BatchedKVCache):
-    """See the module's docstring; a `RoutedCache`."""
+    """A `RoutedCache` for several sequences; see the module's docstring."""
 
     def __init__(self, target: Target, num_slots: int) -> None:
         super().__init__(target, num_slots)

@@ -38,7 +38,7 @@ def measure_costs(target: Target, drafter: Drafter, shape: AdaptiveShape, max_ro
     rows, layer_counts = _powers(max_rows), drafter.layer_counts
     sizes, levels = growing_sizes(shape.num_nodes + 1), growing_sizes(shape.depth)
     length = max(1, min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1))
-    runner = TargetRunner(target, max(rows) * (length + shape.num_nodes + 1))
+    runner = TargetRunner(target, max(rows) * (length + shape.num_nodes + 1), max(rows))
     runner.cache.arrange(length + shape.num_nodes + 1, 0, 0)
     trees = {size: _tree(size, shape.depth, target.device) for size in sizes}
     local = LocalDrafts(drafter, length + 1, shape.num_expanded)

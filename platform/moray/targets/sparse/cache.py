@@ -114,11 +114,37 @@ class SparseCache(Cache):
 
     def commit(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` of the new tokens."""
+        self.cut(self.length + num_tokens)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens, committed or new, and commit them."""
+        is_shorter = length < self.length
         for layer, (slots, new) in enumerate(zip(self._slots, self._new, strict=True)):
-            if new:
-                kept = slots.shape[0] - new + int((slots[slots.shape[0] - new :] < self.length + num_tokens).sum())
-                self._slots[layer], self._new[layer] = slots[:kept], 0
-        self.length += num_tokens
+            unsure = slots.shape[0] if is_shorter else new
+            if unsure:
+                sure = slots.shape[0] - unsure
+                self._slots[layer] = slots[: sure + int((slots[sure:] < length).sum())]
+                self._new[layer] = 0
+        self.length = length
+
+    def move(self, path: Sequence[int]) -> None:
+        """Give new tokens the places right after the committed ones, in this order; all others are dropped.
+
+        Args:
+            path: numbers of the new tokens, ascending.
+        """
+        nodes = torch.tensor(path, device=self.data.device)[:, None] + self.length
+        places = torch.arange(len(path), device=self.data.device) + self.length
+        for layer, (slots, new) in enumerate(zip(self._slots, self._new, strict=True)):
+            if not new:
+                continue
+            sure = slots.shape[0] - new
+            found = slots[sure:] == nodes
+            has_run = found.any(dim=1)
+            index = found.int().argmax(dim=1)[has_run] + sure
+            stored = self._stored[layer]
+            stored[:, :, :, sure : sure + index.shape[0]] = stored.index_select(3, index)
+            self._slots[layer], self._new[layer] = torch.cat([slots[:sure], places[has_run]]), index.shape[0]
 
     def flat(
         self, start: int, end: int, layers: Sequence[int] | None = None
