@@ -140,13 +140,14 @@ def _plain_first(ways: list[Way]) -> list[Way]:
 
 def _print_quality(quality: dict[str, Quality], console: Console) -> None:
     table = Table(title="quality beside the dense target", box=box.SIMPLE_HEAD)
-    for heading in ("target", "perplexity", "agreement", "share of layers", "of KV", "8 tokens"):
+    for heading in ("target", "perplexity", "agreement", "reference match", "share of layers", "of KV", "8 tokens"):
         table.add_column(heading, justify="left" if heading == "target" else "right")
     for name, one in quality.items():
         table.add_row(
             name,
             number(one.perplexity),
             f"{one.agreement:.3f}",
+            f"{one.reference_match:.3f}",
             f"{one.share:.3f}",
             f"{one.kv_share:.3f}",
             f"{one.pass_share:.3f}",

@@ -2,6 +2,7 @@
 
 perplexity    exp of the mean negative log-likelihood of the responses' tokens
 agreement     share of the response positions at which the likeliest token is the dense target's
+reference     the same for the response's own token
 share         mean share of the layers that a token runs through
 kv share      keys and values that the cache has stored, over those of all tokens in all layers
 pass share    mean share of the layers that eight tokens in a row need, as a draft of eight accepted tokens does
@@ -39,6 +40,7 @@ class Quality:
 
     perplexity: float
     agreement: float
+    reference_match: float
     share: float
     kv_share: float
     pass_share: float
@@ -101,7 +103,7 @@ def measure_quality(
     num_dense = num_layers if num_dense_layers is None else num_dense_layers
     losses: list[float] = []
     best: list[Tensor] = []
-    num_equal, num_run, num_stored, num_possible = 0, 0, 0, 0
+    num_equal, num_right, num_run, num_stored, num_possible = 0, 0, 0, 0, 0
     num_read, num_readable = 0, 0
     for index, text in enumerate(texts):
         tokens = text.tokens.to(target.device)[None]
@@ -114,6 +116,7 @@ def measure_quality(
         losses += torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
         best.append(logits.argmax(dim=-1).cpu())
         num_equal += int((best[-1] == (best[-1] if dense_best is None else dense_best[index])).sum())
+        num_right += int((best[-1] == wanted.cpu()).sum())
         num_tokens, num_passes = tokens.shape[1], -(-tokens.shape[1] // _PASS_TOKENS)
         num_run += num_tokens * num_layers if output.routes is None else int(output.routes.sum())
         num_stored += cache.num_stored if isinstance(cache, SparseCache) else num_tokens * num_layers
@@ -123,7 +126,7 @@ def measure_quality(
     found = perplexity(losses)
     assert found is not None
     shares = num_run / num_possible, num_stored / num_possible, num_read / num_readable
-    return Quality(found, num_equal / len(losses), *shares, len(losses)), best
+    return Quality(found, num_equal / len(losses), num_right / len(losses), *shares, len(losses)), best
 
 
 def _num_read(routes: Bool[Tensor, "layers seq"]) -> int:

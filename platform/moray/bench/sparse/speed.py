@@ -33,6 +33,8 @@ class Way:
     num_tokens: int = 0
     num_cycles: int = 0
     num_emitted: int = 0
+    num_verified: int = 0
+    """Tokens of all passes: roots and draft nodes."""
     different: dict[int, Divergence | None] = field(default_factory=dict)
     """Prompts whose answers differ from plain decoding of the same target, and where; None for a dense target."""
     counts: PassCounts = field(default_factory=PassCounts)
@@ -54,6 +56,7 @@ class Way:
         self.num_tokens += max(0, len(made.tokens) - 1)
         self.num_cycles += made.num_cycles
         self.num_emitted += sum(made.emitted)
+        self.num_verified += made.num_cycles + sum(made.nodes)
         self.texts[index] = made.tokens
         if isinstance(target, SparseTarget):
             self.counts.add(target.counts)
@@ -78,9 +81,7 @@ class Way:
         is_sparse = isinstance(self.target, SparseTarget)
         own, whole = Weights.of(self.target), Weights.of(dense.target)
         depth = own.num_layers / whole.num_layers  # below 1 if layers were dropped
-        operations = None if self.plain is not None else own.total / whole.total
-        if is_sparse:
-            operations = own.products(self.counts) / max(1, self.num_tokens) / whole.total
+        products = own.products(self.counts) if is_sparse else own.total * self.num_verified
         return {
             "name": self.name,
             "target": self.target_name,
@@ -95,7 +96,7 @@ class Way:
             "rows_run": depth * (self.counts.rows_run if is_sparse else 1.0),
             "kept_nodes": self.counts.kept_nodes if is_sparse else None,
             "weights_read": (own.read(self.counts) if is_sparse else own.total) / whole.total,
-            "operations": operations,
+            "operations": products / max(1, self.num_tokens) / whole.total,
             "same_as_dense": sum(text == dense.texts[index] for index, text in self.texts.items()),
             "predictor_auc": self.predictor_auc,
         }

@@ -55,6 +55,7 @@ def test_quality_and_speed_of_a_sparse_target(folder, capsys):
     assert (dense["agreement"], dense["share"]) == (1.0, 1.0)
     assert sparse["perplexity"] > dense["perplexity"] > 1
     assert 0 < sparse["agreement"] < 1
+    assert 0 <= dense["reference_match"] < 1
     assert 0.4 < sparse["share"] < 0.95
     assert (dense["kv_share"], sparse["kv_share"]) == (1.0, sparse["share"]), "skipped tokens store nothing"
     assert dense["pass_share"] == 1.0
@@ -71,7 +72,7 @@ def test_quality_and_speed_of_a_sparse_target(folder, capsys):
     dense_alone, sparse_alone, dense_drafts, sparse_drafts = result["rows"]
     assert dense_alone["same_as_dense"] == dense_drafts["same_as_dense"] == 2
     assert sparse_alone["same_as_dense"] == sparse_drafts["same_as_dense"]
-    assert (dense_alone["operations"], dense_drafts["operations"]) == (1.0, None)
+    assert dense_alone["operations"] == 1.0 <= dense_drafts["operations"]
     assert 0 < sparse_alone["operations"] <= sparse_drafts["operations"]
     assert result["rows"][0]["speedup"] == 1.0
     assert "2 of 2" in capsys.readouterr().out
