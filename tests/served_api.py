@@ -187,12 +187,13 @@ def served(
     *,
     sink: Sink | None = None,
     tensor_parallel: int = 1,
+    engine: Mapping[str, Any] | None = None,
     **api: Any,
 ) -> Iterator[Served]:
     """Serve a target on a free port; `tls` names the files of a certificate and its key."""
     config = ServeConfig(
         target=TargetConfig(model=str(target), device="cpu", template=template, tensor_parallel=tensor_parallel),
-        engine=EngineConfig(max_num_seqs=max_num_seqs, kv_cache_tokens=4096),
+        engine=EngineConfig(max_num_seqs=max_num_seqs, kv_cache_tokens=4096, **(engine or {})),
         max_waiting=max_waiting,
         drafters=drafters or {},
         placement="in_process",

@@ -4,6 +4,7 @@ import shutil
 
 import httpx
 import pytest
+import torch
 from served_api import MODEL, served
 from tiny_targets import make_sparse
 
@@ -11,6 +12,7 @@ from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
 from moray.targets.model import Target
 from moray.targets.sparse.measured import Measured
+from moray.targets.sparse.predictor import Predictor
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
 
@@ -36,6 +38,24 @@ def test_served_text_is_the_evaluated_text_and_the_model_says_that_it_is_sparse(
         assert answer.choices[0].message.content == text
         model = httpx.get(f"{app.url}/v1/models").json()["data"][0]
         assert model["sparse"] == {"share": target.spec.routing.share, "agreement": None}
+
+
+@pytest.mark.parametrize("select", ["path", "drafter"])
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_text_does_not_depend_on_the_nodes_that_a_server_verifies(folder, select, max_num_seqs):
+    target = Target.load(TargetConfig(model=str(folder), device="cpu"))
+    weight = torch.linspace(-1, 1, target.spec.hidden_size)
+    Predictor(2, weight, torch.tensor(0.3), target.spec.fingerprint).save(folder)
+    tokenizer = ChatTokenizer.load(str(folder))
+    prompt, ends = tokenizer.encode_prompt(MESSAGES), [*target.eos_ids, *tokenizer.eos_ids]
+    tokens = SpeculativeDecoder(target, None).generate(prompt, SamplingParams(), 24, ends).tokens
+    engine = {"select": select, "tree": {"type": "dynamic", "depth": 3, "breadth": 2, "nodes": 6}}
+    drafters = {"lookup": {"type": "ngram"}}
+    with served(folder, max_num_seqs=max_num_seqs, drafters=drafters, engine=engine) as app:
+        answer = app.client().chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=24, temperature=0)
+        details = answer.usage.completion_tokens_details
+    assert answer.choices[0].message.content == tokenizer.decode([token for token in tokens if token not in ends])
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens > 0
 
 
 def test_what_was_measured_is_told_until_the_target_is_written_again(folder):
