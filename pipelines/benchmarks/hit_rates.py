@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from moray.batch import Taps
-from moray.bench.replay.ranks import ranks_below
+from moray.bench.replay.ranks import picks_at, ranks_below
 from moray.bench.specbench import Question
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
@@ -62,7 +62,8 @@ class HitCounter:
         self._plain = PlainDecoder(target, capacity, self._session)
         self._levels = levels if drafter.max_depth is None else min(levels, drafter.max_depth)
         self._ranks = ranks
-        self._select = Sampler(_GREEDY, target.spec.vocab_size, target.device).selector(0, self._levels, False)
+        sampler = Sampler(_GREEDY, target.spec.vocab_size, target.device)
+        (self._pick,) = picks_at(sampler, 0, self._levels, [ranks])
         self._state = drafter.new_state(capacity, self._levels)
         self._candidates = torch.arange(ranks, device=target.device)
         self._hits = torch.zeros(self._levels, ranks, dtype=torch.long, device=target.device)
@@ -101,7 +102,7 @@ class HitCounter:
     def _count_below(self, text: Int[Tensor, " seq"], root: int) -> None:
         """Draft below one root along the true tokens; the drafter has seen everything before the root."""
         levels = min(self._levels, text.shape[0] - 1 - root)
-        ranks = ranks_below(self._drafter, self._state, text, root, levels, self._select, self._ranks)
+        (ranks,) = ranks_below(self._drafter, self._state, text, root, levels, [self._pick])
         reached = ranks.shape[0]
         for level in range(min(levels, reached + 1)):  # one more than reached: nothing was proposed there, a miss
             self._counted[level] += 1

@@ -18,7 +18,7 @@ from moray.bench.replay.record import record
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
 from moray.drafters.checkpoint import save_drafter
-from moray.drafters.configs import NgramConfig
+from moray.drafters.configs import NgramConfig, PretrainedConfig
 from moray.drafters.loading import load_drafters
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.targets.model import Target
@@ -78,7 +78,7 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params):
     with pytest.raises(MismatchError, match="give another output"):
         record(validate(RecordConfig, settings | {"questions": str(tmp_path / "others.jsonl")}))
     live = {}
-    usable = [*names, NgramConfig(type="ngram")]
+    usable = [*names, PretrainedConfig(type="pretrained", model=str(made)), NgramConfig(type="ngram")]
     eos_ids = [*target.eos_ids, *tokenizer.eos_ids]
     for name, drafter in load_drafters(tuple(usable), target, tokenizer).items():
         for shape in TREES:
@@ -92,7 +92,7 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params):
     (tmp_path / "taps.parquet").rename(tmp_path / "log" / "taps.parquet")
     config = {
         "log": str(tmp_path / "log"),
-        "drafters": [*names, {"type": "ngram"}],
+        "drafters": [*names, {"type": "pretrained", "model": str(made)}, {"type": "ngram"}],
         "trees": [t.model_dump() for t in TREES],
         "max_depth": 3,
     }

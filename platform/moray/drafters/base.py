@@ -60,6 +60,12 @@ class Drafter(Learner, Generic[State]):
         (see `step`)."""
         return True
 
+    @property
+    def reads_text_alone(self) -> bool:
+        """Whether the scores below a node depend on nothing but the tokens up to it: neither on the target's states,
+        nor on how many of the tokens are drafted."""
+        return False
+
     @abstractmethod
     def observe(self, taps: Taps) -> Memory:
         """Turn taps of verified tokens into memory. Runs in the target's process; depends on no other token."""

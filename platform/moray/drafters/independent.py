@@ -97,6 +97,10 @@ class Independent(BatchedDrafter[IndependentState]):
         layers = [*self.layers.parameters(), *self.norm.parameters()]
         return [*layers, self.vocabulary.rows if self.projection is None else self.projection.weight]
 
+    @property
+    def reads_text_alone(self) -> bool:
+        return True
+
     def observe(self, taps: Taps) -> Memory:
         return {}
 

@@ -48,6 +48,10 @@ class Pretrained(Drafter[PretrainedState]):
     def may_end_early(self, num_tokens: int) -> bool:
         return num_tokens > self._model.max_positions
 
+    @property
+    def reads_text_alone(self) -> bool:
+        return True
+
     def observe(self, taps: Taps) -> Memory:
         return {}
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from moray.activations.format.schema import Column, hidden_column, kv_column, re
 from moray.bench.replay.chains import ChainMatches, MatchCounter, as_row
 from moray.bench.replay.configs import ReplayConfig
 from moray.bench.replay.log import HEAD_FILE, TAPS_FILE, TARGET_FILE, Continuation, LogHeader, read_log
-from moray.bench.replay.ranks import StaticShape, TokenRanks, ranks_of
+from moray.bench.replay.ranks import CHAIN, StaticShape, TokenRanks, num_children, ranks_of
 from moray.bench.replay.recorded import HeadOfText, RecordedRunner, RecordedTarget, RecordedText
 from moray.bench.reports.wording import number
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
-from moray.decoding.planning.fitting import is_too_deep
+from moray.decoding.planning.fitting import fit_shape, is_too_deep
 from moray.decoding.sampling.accept import Accept, is_by_choice
 from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.stats import Generation, acceptance_by_position, tau
@@ -73,18 +72,19 @@ def replay(config: ReplayConfig, console: Console) -> dict[str, Any]:
                     f"trees[{index}] is {shape.depth} levels deep; drafter '{name}' drafts at most "
                     f"{drafter.max_depth}: give shallower trees, or replay this drafter by itself"
                 )
+            fit_shape(shape, name, drafter.max_depth, log.spec.vocab_size)
     chosen = entries[: config.num_continuations]
     rows: list[dict[str, Any]] = []
     chains: list[dict[str, Any]] = []
     passes = len(config.trees) + (config.max_depth is not None)
     with Progress("replay", len(drafters) * passes * len(chosen)) as progress:
         for name, drafter in drafters.items():
-            made = _Replay(name, drafter, log, chosen, progress)
+            own = _DrafterReplay(name, drafter, log, chosen, progress)
             depth = config.max_depth and min(config.max_depth, drafter.max_depth or config.max_depth)
-            made.rank([shape for shape in config.trees if isinstance(shape, StaticShape)], depth)
-            rows += [made.row(shape) for shape in config.trees]
+            own.rank([shape for shape in config.trees if isinstance(shape, StaticShape)], depth)
+            rows += [own.row(shape) for shape in config.trees]
             if depth is not None:
-                chains.append(made.chains(depth))
+                chains.append(own.chains(depth))
     _print(rows, console)
     _print_chains(chains, console)
     settings = config.model_dump(mode="json")
@@ -102,7 +102,7 @@ def _check_need_no_target(config: ReplayConfig) -> None:
             )
 
 
-class _Replay:
+class _DrafterReplay:
     """One drafter over some continuations: static trees by ranks from one pass, other trees walked cycle by cycle."""
 
     def __init__(
@@ -114,25 +114,27 @@ class _Replay:
         self._seconds = 0.0
 
     def rank(self, shapes: Sequence[StaticShape], chain_depth: int | None) -> None:
-        """Find the ranks that static trees and chains of every depth need.
+        """Find the ranks that static trees and chains of every depth need, so that `row` need not walk them.
 
-        Nothing is done for a drafter that may end its drafts early: its trees are walked.
+        Nothing is done where walking is needed anyway or is faster: for a drafter that may end its drafts early, and
+        for a single tree of one that takes a step for each level.
         """
-        levels = max([*(shape.depth for shape in shapes), chain_depth or 0])
         num_passes = len(shapes) + (chain_depth is not None)
+        levels = max([*(shape.depth for shape in shapes), chain_depth or 0])
         longest = max(len(entry.prompt) + len(entry.tokens) for entry in self._entries)
-        if not levels or self._drafter.may_end_early(longest + levels):
+        is_one = len(shapes) == 1 and chain_depth is None and not self._drafter.reads_text_alone
+        if not levels or is_one or self._drafter.may_end_early(longest + levels):
             return
         begin = time.perf_counter()
-        num_ranks = max((shape.max_children for shape in shapes), default=1)
+        counts = {count for shape in shapes for count in num_children(shape)}
+        if chain_depth is not None:
+            counts.add(CHAIN)
         self._ranks = []
         for index, entry in enumerate(self._entries):
-            sampler = Sampler(
-                self._log.header.params, self._log.spec.vocab_size, self._log.target.device, entry.sequence
-            )
-            select = partial(sampler.selector, depth=levels, is_chain=num_ranks == 1)
+            vocab_size, device = self._log.spec.vocab_size, self._log.target.device
+            sampler = Sampler(self._log.header.params, vocab_size, device, entry.sequence)
             text = self._log.text(index, entry, self._drafter)
-            below = ranks_of(self._drafter, text, len(entry.prompt), levels, num_ranks, select)
+            below = ranks_of(self._drafter, text, len(entry.prompt), levels, sorted(counts), sampler)
             self._ranks.append(TokenRanks(entry.uid, below))
             self._progress.advance(num_passes)
         self._seconds = time.perf_counter() - begin

@@ -9,50 +9,81 @@ A drafter is teacher-forced: below every token of a continuation it scores the t
 
 Static trees name their nodes by ranks on the path (see `SparseShape`), so the ranks below a root tell how far each of
 them follows the text there. Cycles come by arithmetic: a cycle at token i goes on at token i + accepted + 1.
+
+Candidates are picked by the very calls of live decoding, once for each number of children, because calls that pick
+another number may put equal scores in another order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from moray.bench.replay.chains import ChainMatches
 from moray.bench.replay.recorded import RecordedText
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
-from moray.drafters.independent import Independent
-from moray.drafters.pretrained import Pretrained
-from moray.trees.grow import Select
 from moray.trees.shapes import ChainShape, FixedShape, SparseShape
 
 StaticShape = ChainShape | FixedShape | SparseShape
 """Trees whose nodes are fixed ranks, whatever the drafter's scores are."""
 
 NOT_A_CANDIDATE = -1
+CHAIN = 0
+"""Stands for the number of children in a chain, whose only child is picked by a call of its own."""
 
-SelectAt = Callable[[int], Select]
-"""For the index of a root in the text: how the tree below it picks children (see `Sampler.selector`)."""
+Pick = Callable[[Float[Tensor, "1 vocab"], int], Int[Tensor, "1 candidates"]]
+"""pick(logits, level): candidates, best first."""
+
+
+def num_children(shape: StaticShape) -> tuple[int, ...]:
+    """How many children live decoding picks for a node, level by level; CHAIN for all levels of a chain."""
+    if isinstance(shape, ChainShape):
+        return (CHAIN,) * shape.depth
+    if isinstance(shape, FixedShape):
+        return shape.branching
+    deepest = range(1, shape.depth + 1)
+    return tuple(1 + max(path[-1] for path in shape.paths if len(path) == level) for level in deepest)
 
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """The ranks of one continuation of `len(below) + 1` tokens."""
+    """The ranks of one continuation's tokens."""
 
     uid: str
-    below: list[list[int]]
-    """By root, then by level: rank of the text's token among the candidates, or NOT_A_CANDIDATE. Levels end with the
-    text."""
+    below: Mapping[int, list[list[int]]]
+    """By number of children, by root, by level: rank of the text's token among the candidates, or NOT_A_CANDIDATE. A
+    continuation of n tokens has n - 1 roots. Levels end with the text."""
+
+    @property
+    def num_roots(self) -> int:
+        """Tokens of the continuation that have a successor."""
+        return len(next(iter(self.below.values())))
+
+    def num_accepted(self, shape: StaticShape, root: int) -> int:
+        """How many levels of a tree below this root follow the text."""
+        known = set(shape.paths) if isinstance(shape, SparseShape) else None
+        path: tuple[int, ...] = ()
+        for level, count in enumerate(num_children(shape)):
+            ranks = self.below[count][root]
+            if level == len(ranks):
+                return level
+            path = (*path, ranks[level])
+            if path[-1] == NOT_A_CANDIDATE or (known is not None and path not in known):
+                return level
+        return shape.depth
 
     def generation(self, shape: StaticShape) -> Generation:
         """The cycles of this tree, without tokens and times."""
         made = Generation([])
-        root, last = 0, len(self.below)
+        root, last = 0, self.num_roots
         while root < last:
-            accepted = num_accepted(shape, self.below[root])
+            accepted = self.num_accepted(shape, root)
             emitted = min(accepted + 1, last - root)
             made.accepted.append(min(accepted, emitted))
             made.emitted.append(emitted)
@@ -62,29 +93,33 @@ class TokenRanks:
         return made
 
     def matches(self, depth: int) -> ChainMatches:
-        """The same for chains of every depth up to this one."""
-        shape = ChainShape(type="chain", depth=depth)
-        return ChainMatches(self.uid, [num_accepted(shape, ranks) for ranks in self.below], [depth] * len(self.below))
+        """Where chains of this depth agree with the text, from which those of smaller depths follow."""
+        shape, count = ChainShape(type="chain", depth=depth), self.num_roots
+        return ChainMatches(self.uid, [self.num_accepted(shape, root) for root in range(count)], [depth] * count)
 
 
-def num_accepted(shape: StaticShape, ranks: Sequence[int]) -> int:
-    """How many levels of a tree follow the text, given the ranks of the text's tokens below its root."""
-    known = set(shape.paths) if isinstance(shape, SparseShape) else set()
-    for level, rank in enumerate(ranks[: shape.depth]):
-        if isinstance(shape, SparseShape):
-            is_node = tuple(ranks[: level + 1]) in known
-        else:
-            width = 1 if isinstance(shape, ChainShape) else shape.branching[level]
-            is_node = 0 <= rank < width
-        if not is_node:
-            return level
-    return min(len(ranks), shape.depth)
+def picks_at(sampler: Sampler, root: int, levels: int, counts: Sequence[int]) -> list[Pick]:
+    """How live decoding picks candidates below the token at index `root` of the text.
+
+    Args:
+        sampler: of the sequence.
+        root: index of the root.
+        levels: levels below the root.
+        counts: numbers of children (see `num_children`).
+    """
+    select = {is_chain: sampler.selector(root, levels, is_chain) for is_chain in {count == CHAIN for count in counts}}
+
+    def pick_of(count: int) -> Pick:
+        return lambda logits, level: select[count == CHAIN](logits, level, max(1, count))[0]
+
+    return [pick_of(count) for count in counts]
 
 
 def ranks_below(
-    drafter: Drafter, state: object, text: Int[Tensor, " seq"], root: int, levels: int, select: Select, num_ranks: int
-) -> Int[Tensor, " reached"]:
-    """Teacher-force a drafter below one root, given that `state` holds the text before it.
+    drafter: Drafter, state: object, text: Int[Tensor, " seq"], root: int, levels: int, picks: Sequence[Pick]
+) -> Int[Tensor, "picks reached"]:
+    """Teacher-force a drafter below one root, given that `state` holds the text before it. Does not wait for the
+    device; call it in inference mode.
 
     Args:
         drafter: the drafter.
@@ -92,24 +127,26 @@ def ranks_below(
         text: prompt and answer.
         root: index of the root in the text.
         levels: levels below the root; fewer are reached at the end of the text, or where the drafter proposes nothing.
-        select: picks candidates from scores (see `trees.grow.Select`).
-        num_ranks: number of candidates of each level.
+        picks: ways to pick candidates.
+
+    Returns:
+        the ranks of the text's tokens among the candidates, or NOT_A_CANDIDATE.
     """
-    reached = []
+    reached: list[Tensor] = []
     for level in range(min(levels, text.shape[0] - 1 - root)):
         logits = drafter.step(state, text[root + level : root + level + 1], None, level)
         if logits is None:
             break
-        candidates, _, _ = select(logits, level, num_ranks)
-        is_next = candidates[0] == text[root + level + 1]
-        reached.append(torch.where(is_next.any(), is_next.int().argmax(), NOT_A_CANDIDATE))
-    return torch.stack(reached) if reached else torch.empty(0, dtype=torch.long, device=text.device)
+        following = text[root + level + 1]
+        is_next = [pick(logits, level)[0] == following for pick in picks]
+        reached.append(torch.stack([torch.where(one.any(), one.int().argmax(), NOT_A_CANDIDATE) for one in is_next]))
+    return torch.stack(reached, dim=1) if reached else text.new_empty(len(picks), 0)
 
 
 @torch.inference_mode()
 def ranks_of(
-    drafter: Drafter, text: RecordedText, num_prompt: int, levels: int, num_ranks: int, select: SelectAt
-) -> list[list[int]]:
+    drafter: Drafter, text: RecordedText, num_prompt: int, levels: int, counts: Sequence[int], sampler: Sampler
+) -> dict[int, list[list[int]]]:
     """Ranks below every token of an answer but the last; waits for the device once.
 
     A drafter that reads nothing but text scores a token the same below every root before it, so one step per root is
@@ -120,11 +157,13 @@ def ranks_of(
         text: prompt and answer, with the taps that the drafter observes.
         num_prompt: number of tokens of the prompt.
         levels: levels below each root.
-        num_ranks: number of candidates of each level.
-        select: how trees pick children.
+        counts: numbers of children (see `num_children`).
+        sampler: of the sequence.
+
+    Returns:
+        see `TokenRanks.below`.
     """
-    reads_text_alone = isinstance(drafter, Independent | Pretrained)
-    steps = 1 if reads_text_alone else levels
+    steps = 1 if drafter.reads_text_alone else levels
     tokens = torch.tensor(text.tokens, device=drafter.head.weight.device)
     last = len(text.tokens) - 1
     state = drafter.new_state(len(text.tokens), levels)
@@ -133,13 +172,19 @@ def ranks_of(
     memory = drafter.observe(text.taps(drafter.observed))
     found: list[Tensor] = []
     for known, until in pairwise([0, *range(num_prompt, last), last]):
-        if known >= num_prompt:
-            ranks = ranks_below(drafter, state, tokens, known, steps, select(known), num_ranks)
-            found.append(F.pad(ranks, (0, steps - ranks.shape[0]), value=NOT_A_CANDIDATE))
+        is_root = known >= num_prompt
+        if is_root:
+            ranks = ranks_below(drafter, state, tokens, known, steps, picks_at(sampler, known, steps, counts))
+            found.append(F.pad(ranks, (0, steps - ranks.shape[1]), value=NOT_A_CANDIDATE))
         part = {name: value[:, known:until] for name, value in memory.items()}
-        drafter.extend(state, tokens[known:until], part)
-    rows: list[list[int]] = torch.stack(found).tolist() if found else []
-    if reads_text_alone:
+        drafter.extend(state, tokens[known:until], part, num_kept=int(is_root))
+    by_count: list[list[list[int]]] = torch.stack(found, dim=1).tolist() if found else [[] for _ in counts]
+    return {count: _levels(rows, levels, drafter) for count, rows in zip(counts, by_count, strict=True)}
+
+
+def _levels(rows: list[list[int]], levels: int, drafter: Drafter) -> list[list[int]]:
+    """The ranks below each root, as far as the text goes."""
+    if drafter.reads_text_alone:
         first = [row[0] for row in rows]
         return [first[root : root + levels] for root in range(len(first))]
     return [row[: len(rows) - root] for root, row in enumerate(rows)]

@@ -1,14 +1,30 @@
 """Cycles by hand from the ranks of a text's tokens."""
 
 import pytest
+import torch
 
-from moray.bench.replay.ranks import NOT_A_CANDIDATE, TokenRanks, num_accepted
+from moray.bench.replay.ranks import CHAIN, NOT_A_CANDIDATE, TokenRanks, num_children, picks_at
+from moray.decoding.params import SamplingParams
+from moray.decoding.sampling.batched_select import picks_of
+from moray.decoding.sampling.sampler import Sampler
 from moray.decoding.stats import tau
 from moray.trees.shapes import ChainShape, FixedShape, SparseShape
 
 RANKS = [0, 0, 3, 0, 0, 0, 1]
 """Of a drafter that reads nothing but text: a token's rank is the same below every root before it."""
-TEXT = TokenRanks("a", [RANKS[root : root + 3] for root in range(len(RANKS))])
+
+
+def ranks_of(ranks: list[list[int]]) -> TokenRanks:
+    """The same ranks for every number of children, as far as there are so many candidates."""
+    counts = {count: max(1, count) for count in (CHAIN, 1, 2, 3, 4, 16)}
+    kept = {
+        count: [[rank if rank < most else NOT_A_CANDIDATE for rank in below] for below in ranks]
+        for count, most in counts.items()
+    }
+    return TokenRanks("a", kept)
+
+
+TEXT = ranks_of([RANKS[root : root + 3] for root in range(len(RANKS))])
 TREE = SparseShape(type="sparse", paths=((0,), (1,), (0, 0)))
 
 
@@ -42,7 +58,19 @@ def test_chains_of_every_depth_are_those_of_the_ranks():
 
 def test_a_token_that_is_no_candidate_is_in_no_tree():
     everywhere = FixedShape(type="fixed", branching=(16, 16))
-    assert num_accepted(everywhere, [NOT_A_CANDIDATE, 0]) == 0
-    assert num_accepted(everywhere, [15, 16]) == 1
-    assert num_accepted(everywhere, []) == 0
-    assert num_accepted(TREE, [1, 0]) == 1, "[1, 0] is no node of this tree"
+    text = ranks_of([[NOT_A_CANDIDATE, 0], [15, 16], [], [1, 0]])
+    assert [text.num_accepted(everywhere, root) for root in range(4)] == [0, 1, 0, 2]
+    assert text.num_accepted(TREE, 3) == 1, "[1, 0] is no node of this tree"
+
+
+def test_equal_scores_are_ordered_as_live_decoding_orders_them():
+    """Scores of packed drafters are rounded, so several tokens often have the same."""
+    logits = torch.randint(3, (1, 500), generator=torch.Generator().manual_seed(0)).float()
+    sampler = Sampler(SamplingParams(), 500, torch.device("cpu"))
+    counts = [CHAIN, 1, 2, 7]
+    found = [pick(logits, 0) for pick in picks_at(sampler, 9, 1, counts)]
+    shapes = [ChainShape(type="chain", depth=1), *(FixedShape(type="fixed", branching=(count,)) for count in (1, 2, 7))]
+    assert [num_children(shape) for shape in shapes] == [(count,) for count in counts]
+    for candidates, shape in zip(found, shapes, strict=True):
+        live = picks_of([sampler], [9], shape)([0], logits[None], 0, max(1, shape.max_children)).tokens[0]
+        assert torch.equal(candidates, live), shape.name
