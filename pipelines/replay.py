@@ -5,7 +5,7 @@
     python -m pipelines.replay import prompts=hellaswag.json outputs=llama-65b.txt tokenizer=FOLDER output=runs/log
 
 A log holds the target's continuations, what drafters read of them, and the target's head and tokenizer. The acceptance
-of every cycle is that of live decoding. A replay says nothing of speed.
+of every cycle is that of live decoding, with log and drafter in float32. A replay says nothing of speed.
 """
 
 import sys

@@ -69,7 +69,7 @@ class ServeConfig(Config):
     """Drafters by the name that requests use; the first is the default, and with none decoding is plain. Each is the
     folder of a trained drafter, or a drafter by type."""
     plan: str | None = None
-    """The best.yaml of `pipelines.plan`: its tree is drafted, by its drafter by default; null for none."""
+    """The best.yaml of `pipelines.plan`, or null. Its tree is drafted, by default with its drafter."""
     placement: Literal["pool", "in_process"] = "pool"
     """Run drafters in their own deployment (pool) or inside each target replica (in_process). Prompt lookup always runs
     inside."""
@@ -97,6 +97,10 @@ class ServeConfig(Config):
             raise ValueError(
                 f"engine.num_micro_batches is {self.engine.num_micro_batches}, but there is no pool of drafters with "
                 "weights to work meanwhile: leave it at 1"
+            )
+        if self.plan is not None:
+            raise ValueError(
+                f"plan is '{self.plan}', which only `serve run` and `serve.deploy` read: leave it out here"
             )
         if self.run_ahead:
             self._check_run_ahead()

@@ -1,7 +1,8 @@
 """Sparse targets: a draft verified in one pass gives the text that the same target gives alone, token by token.
 
-The text is not the dense model's. Three computations of it are compared: plain decoding, whose cache drops skipped
-tokens; the engine, which hides them; and one pass over the whole text without any cache.
+The text is not the dense model's. Four computations of it are compared: plain decoding and an engine of one sequence,
+whose caches drop skipped tokens; an engine of several, which hides them; and one pass over the whole text without a
+cache.
 """
 
 import random
@@ -194,7 +195,7 @@ def test_drafts_change_nothing(tiny, taught, variant, shape):
     assert num_accepted or variant.startswith(("ngram", "pretrained"))
 
 
-@pytest.mark.parametrize("variant", ["moa-0", "eagle-0"])
+@pytest.mark.parametrize("variant", ["moa-0", "eagle-0", "glide-0", "medusa-0", "independent-0", "ngram-0"])
 def test_rows_of_different_lengths_get_their_own_texts(tiny, variant):
     drafter = build(tiny, VARIANTS[variant])
     config = EngineConfig(max_num_seqs=3, kv_cache_tokens=3 * 512, max_model_len=CAPACITY, tree=SHAPES["fixed"])

@@ -289,7 +289,7 @@ DrafterConfig = Annotated[TrainableConfig | ReadyConfig, Field(discriminator="ty
 DRAFTER_CONFIG: TypeAdapter[DrafterConfig] = TypeAdapter(DrafterConfig)
 
 
-def name_of(entry: str | UsableConfig) -> str:
+def drafter_name(entry: str | UsableConfig) -> str:
     """The drafter's name in tables: the one given, else that of its folder or its type."""
     if isinstance(entry, str):
         return Path(entry).name

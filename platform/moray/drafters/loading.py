@@ -8,7 +8,7 @@ import torch
 from moray.drafters.base import Drafter
 from moray.drafters.checkpoint import drafter_files, load_drafter, read_contract
 from moray.drafters.config_base import DrafterConfigBase
-from moray.drafters.configs import PretrainedConfig, ReadyConfig, TrainedConfig, UsableConfig, name_of
+from moray.drafters.configs import PretrainedConfig, ReadyConfig, TrainedConfig, UsableConfig, drafter_name
 from moray.errors import ConfigError, MismatchError
 from moray.progress import Progress
 from moray.provenance import sha256_of_files
@@ -44,7 +44,7 @@ def build_drafters(
     """Like `load_drafters`, but without the target itself: `head_of(n)` gives its head with its last n layers."""
     drafters: dict[str, Drafter] = {}
     for entry in entries:
-        name = name_of(entry)
+        name = drafter_name(entry)
         if name in drafters:
             raise ConfigError(
                 f"drafters holds two called '{name}', which is the row's name; rename a folder, or give `name` to one "
@@ -90,9 +90,9 @@ def fingerprints_of(entries: tuple[str | UsableConfig, ...]) -> dict[str, str]:
     found, field = {}, "drafter.model"
     for entry in entries:
         if isinstance(entry, str | TrainedConfig):
-            found[name_of(entry)] = sha256_of_files(drafter_files(folder_of(entry)))
+            found[drafter_name(entry)] = sha256_of_files(drafter_files(folder_of(entry)))
         elif isinstance(entry, PretrainedConfig):
-            found[name_of(entry)] = fingerprint(resolve_folder(entry.model, field=field), field)
+            found[drafter_name(entry)] = fingerprint(resolve_folder(entry.model, field=field), field)
     return found
 
 

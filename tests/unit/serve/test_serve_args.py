@@ -2,6 +2,7 @@
 
 import pytest
 
+from moray.config import validate
 from moray.errors import ConfigError
 from moray.trees.shapes import ChainShape
 from serve.config import ServeConfig, read_args
@@ -107,6 +108,12 @@ def test_who_runs_ahead_holds_more_nodes():
             "drafters.moa is runs/moa, but plan .* gives that name to runs/h/moa: rename the first",
         ),
         ("tree: {type: chain, depth: 2}", {}, "tree"),
+        ("drafters: [runs/moa]", {}, "drafters is given without trees"),
+        (
+            "trees: [{type: chain, depth: 2}]",
+            {"drafters": ["runs/moa"]},
+            r"drafters is \['runs/moa'\]; with plan it has",
+        ),
     ],
 )
 def test_a_plan_that_contradicts_the_other_values_is_refused(tmp_path, best, args, message):
@@ -119,3 +126,20 @@ def test_a_plan_without_settings_serves_plain_decoding(tmp_path):
     (tmp_path / "best.yaml").write_text("# For 16 at a time, plain decoding is the fastest: no drafter pays here.")
     config = read_args({"target": {"model": "x"}, "plan": str(tmp_path / "best.yaml")})
     assert not config.drafters
+
+
+def test_a_planned_drafter_may_be_among_the_given_ones_however_it_is_written(tmp_path):
+    best = "{trees: [{type: chain, depth: 2}], drafters: [runs/moa]}"
+    (tmp_path / "best.yaml").write_text(best)
+    drafters = {"lookup": {"type": "ngram"}, "moa": "./runs/moa/"}
+    config = read_args({"target": {"model": "x"}, "plan": str(tmp_path / "best.yaml"), "drafters": drafters})
+    assert [*config.drafters] == ["moa", "lookup"]
+    (tmp_path / "best.yaml").write_text("{trees: [{type: chain, depth: 2}], drafters: [{type: ngram}]}")
+    drafters = {"ngram": {"type": "ngram"}}
+    config = read_args({"target": {"model": "x"}, "plan": str(tmp_path / "best.yaml"), "drafters": drafters})
+    assert [*config.drafters] == ["ngram"]
+
+
+def test_a_plan_is_refused_where_it_would_not_be_read():
+    with pytest.raises(ConfigError, match=r"plan is 'best.yaml', which only `serve run` and `serve.deploy` read"):
+        validate(ServeConfig, {"target": {"model": "x"}, "plan": "best.yaml"})

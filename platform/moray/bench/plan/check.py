@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moray.bench.plan.configs import PlanCheckConfig
-from moray.bench.plan.costs import CycleCostTable
+from moray.bench.plan.costs import MAX_DRIFT, CycleCostTable
 from moray.bench.plan.cycles import build_engine, cycles_of, requests_of, time_cycles, trimmed_mean
 from moray.bench.plan.measure import check_log, load_all
 from moray.bench.plan.page import write_check_page
@@ -77,6 +77,8 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
                 progress.advance()
     rows = [row | _compared(row, own, is_exact=is_exact) for row, own in zip(rows, found, strict=True)]
     result = _summary(rows, config) | {"costs_threads": costs.threads, "threads": torch.get_num_threads()}
+    is_alike = costs.threads in (None, result["threads"])  # otherwise the threads are the cause, and named elsewhere
+    result["has_drifted"] = is_alike and abs(result["median_slowdown"] - 1) > MAX_DRIFT
     Path(config.output).mkdir(parents=True, exist_ok=True)
     write_check_page(Path(config.output) / "check.html", result)
     return result
@@ -182,6 +184,7 @@ def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, A
         "median_adjusted_error": statistics.median(adjusted),
         "worst_adjusted_error": adjusted[-1],
         "slowdown": [min(slowdowns), max(slowdowns)],
+        "median_slowdown": statistics.median(slowdowns),
     } | record(config)
 
 

@@ -25,7 +25,7 @@ from moray.explain import one_line
 from moray.trees.shapes import AnyShape, SparseShape
 
 MAX_DRIFT = 0.1
-"""Costs that differ by more than this between two measurements were not measured on an idle machine."""
+"""Largest share by which two measurements of the same cycles may differ on an idle machine."""
 
 _Size = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0)]

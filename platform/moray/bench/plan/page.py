@@ -1,6 +1,5 @@
 """HTML pages and tables of a plan and of its check."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from moray.bench.plan.costs import MAX_DRIFT
 from moray.bench.reports.drawing import COLOURS, Plot, legend_below, legend_height, line, shorten
 from moray.bench.reports.page import render_page
 from moray.bench.reports.svg import render_svg
@@ -144,11 +142,11 @@ def print_check(result: Mapping[str, Any], console: Console) -> None:
         f"for that, the error of rows with drafts is {result['median_adjusted_error']:.1%} in the median, at most "
         f"{result['worst_adjusted_error']:.1%}"
     )
-    usual = statistics.median(row["slowdown"] for row in result["rows"])
-    if abs(usual - 1) > MAX_DRIFT:
+    if result["has_drifted"]:
         console.print(
-            f"warning: the machine has changed its speed since the costs were measured ({usual:.2f} times as long in "
-            "the median): this check says little, so measure the costs again and repeat it"
+            "warning: the machine has changed its speed since the costs were measured "
+            f"({result['median_slowdown']:.2f} times as long in the median): this check says little, so measure the "
+            "costs again and repeat it"
         )
     for each in result["choices"]:
         console.print(

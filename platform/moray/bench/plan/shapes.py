@@ -108,7 +108,7 @@ def _chain(drafter: Drafter, context: int, depth: int) -> Callable[[], object]:
 @torch.inference_mode()
 def _pass(target: Target, context: int, size: int) -> Callable[[], object]:
     """Verify `size` tokens after `context` tokens."""
-    runner = TargetRunner(target, context + size + 65)
+    runner = TargetRunner(target, context + size + 65, max_rows=1)
     runner.cache.arrange(context + size, 0, 0)
     runner.read(0, [[token % target.spec.vocab_size for token in range(context)]], [0])
     tree = chain_of(torch.zeros(size, dtype=torch.long, device=target.device))

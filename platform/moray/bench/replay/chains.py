@@ -1,6 +1,7 @@
 """Chains of every depth from one pass over a log.
 
-For drafters whose drafts may end early, such as prompt lookup; `replay.ranks` is for all others. A chain is drafted at
+`ChainMatches` is what a replay says of chains. `MatchCounter` finds it for drafters whose drafts may end early, such as
+prompt lookup; `replay.ranks` is for all others. A chain is drafted at
 every token of a continuation, whatever was accepted before. How many of its tokens agree with the continuation tells
 what a chain of any smaller depth would have had accepted there, so the cycles of each depth follow by arithmetic: a
 cycle at token i goes on at token i + accepted + 1.

@@ -2,7 +2,7 @@
 
 perplexity    exp of the mean negative log-likelihood of the responses' tokens
 agreement     share of the response positions at which the likeliest token is the dense target's
-reference     the same for the response's own token
+reference match   share of the response positions at which the likeliest token is the response's own
 share         mean share of the layers that a token runs through
 kv share      keys and values that the cache has stored, over those of all tokens in all layers
 pass share    mean share of the layers that eight tokens in a row need, as a draft of eight accepted tokens does

@@ -19,8 +19,8 @@ class EngineConfig(Config):
     max_num_seqs: int = Field(default=32, ge=1, le=1024)
     """Maximum number of sequences that run at the same time."""
     kv_cache_tokens: int = Field(default=16_384, ge=64)
-    """Size of the KV cache in tokens, over all sequences; allocated at start-up. A sequence is admitted once its
-    maximum length fits."""
+    """Size of the KV cache in tokens, over all sequences. A sequence is admitted once its maximum length fits.
+    The memory is allocated at start-up, except for a sparse target with `max_num_seqs: 1`, whose cache grows."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt and answer together; null for all that context and KV cache allow."""
     max_num_batched_tokens: int = Field(default=512, ge=16)

@@ -1,7 +1,7 @@
 """The engine's caches for a sparse target: one for a single sequence, one for several.
 
-A single sequence has a run of its own in every layer, of the tokens that ran through it: nothing is stored, read or
-masked for the others (see `targets.sparse.cache`). With several sequences, a skipped token has a slot in every layer,
+For a single sequence, each layer stores only the tokens that ran through it, so nothing is read or masked for the
+others (see `targets.sparse.cache`). With several sequences, a skipped token has a slot in every layer,
 like all others; in the layers that it skipped, no query sees the slot. So rows of different lengths stay simple, but
 skipping frees no memory.
 """
@@ -41,19 +41,23 @@ class SparseSingleKVCache(BatchedKVCache):
 
     def move(self, rows: Sequence[int], begins: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """See `BatchedKVCache.move`; the other nodes of the tree are dropped."""
-        assert self._own.length == begins[0], "the tree of the last pass"
-        self._own.move(paths[0])
+        (path,) = paths
+        assert [self._own.length] == list(begins), "the tree of the last pass"
+        self._own.move(path)
 
     def flat(
         self, rows: Sequence[int], begins: Sequence[int], counts: Sequence[int], layers: Sequence[int]
     ) -> Float[Tensor, "1 new layers width"]:
         """See `BatchedKVCache.flat`; zeros where a token skipped a layer."""
-        return self._own.flat(begins[0], begins[0] + counts[0], layers)
+        (begin,), (count,) = begins, counts
+        return self._own.flat(begin, begin + count, layers)
 
     def aim(self, begins: Sequence[int], num_new: int, num_seen: int, first_row: int = 0) -> None:
         """See `BatchedKVCache.aim`. What the row holds from its slot in `begins` on is dropped."""
-        self._own.cut(begins[0])
-        self._begin, self._seen = begins[0], num_seen
+        (begin,) = begins
+        assert first_row == 0, "there is one row"
+        self._own.cut(begin)
+        self._begin, self._seen = begin, num_seen
 
     def begin(self) -> None:
         """See `targets.sparse.cache.RoutedCache.begin`; done by `aim`."""

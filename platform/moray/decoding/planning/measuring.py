@@ -40,6 +40,7 @@ def measure_costs(target: Target, drafter: Drafter, shape: AdaptiveShape, max_ro
     length = max(1, min(_LENGTH, target.spec.max_positions - shape.num_nodes - 1))
     runner = TargetRunner(target, max(rows) * (length + shape.num_nodes + 1), max(rows))
     runner.cache.arrange(length + shape.num_nodes + 1, 0, 0)
+    runner.read(0, [[0] * length], [0])  # a sparse target attends only to tokens that were read
     trees = {size: _tree(size, shape.depth, target.device) for size in sizes}
     local = LocalDrafts(drafter, length + 1, shape.num_expanded)
     sampler = Sampler(SamplingParams(), target.spec.vocab_size, target.device)

@@ -9,6 +9,7 @@ Nothing is stored for a skipped token, and nothing has to be masked: a layer's a
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -117,34 +118,39 @@ class SparseCache(Cache):
         self.cut(self.length + num_tokens)
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens, committed or new, and commit them."""
-        is_shorter = length < self.length
-        for layer, (slots, new) in enumerate(zip(self._slots, self._new, strict=True)):
-            unsure = slots.shape[0] if is_shorter else new
-            if unsure:
-                sure = slots.shape[0] - unsure
-                self._slots[layer] = slots[: sure + int((slots[sure:] < length).sum())]
-                self._new[layer] = 0
+        """Keep the first `length` tokens, committed or new, and commit them. Waits for the device once."""
+        if length < self.length:
+            self._new = [slots.shape[0] for slots in self._slots]
+        for layer, new in enumerate(self._new_slots()):
+            kept = self._slots[layer].shape[0] - len(new) + sum(slot < length for slot in new)
+            self._slots[layer], self._new[layer] = self._slots[layer][:kept], 0
         self.length = length
 
     def move(self, path: Sequence[int]) -> None:
-        """Give new tokens the places right after the committed ones, in this order; all others are dropped.
+        """Give new tokens the places right after the committed ones, in this order; drop all others. Waits for the
+        device once.
 
         Args:
             path: numbers of the new tokens, ascending.
         """
-        nodes = torch.tensor(path, device=self.data.device)[:, None] + self.length
-        places = torch.arange(len(path), device=self.data.device) + self.length
-        for layer, (slots, new) in enumerate(zip(self._slots, self._new, strict=True)):
+        place_of = {node + self.length: place for place, node in enumerate(path)}
+        for layer, new in enumerate(self._new_slots()):
             if not new:
                 continue
-            sure = slots.shape[0] - new
-            found = slots[sure:] == nodes
-            has_run = found.any(dim=1)
-            index = found.int().argmax(dim=1)[has_run] + sure
+            first = self._slots[layer].shape[0] - len(new)
+            kept = [index for index, slot in enumerate(new) if slot in place_of]
+            index = torch.tensor(kept, dtype=torch.long, device=self.data.device) + first
             stored = self._stored[layer]
-            stored[:, :, :, sure : sure + index.shape[0]] = stored.index_select(3, index)
-            self._slots[layer], self._new[layer] = torch.cat([slots[:sure], places[has_run]]), index.shape[0]
+            stored[:, :, :, first : first + len(kept)] = stored.index_select(3, index)
+            places = torch.tensor([place_of[new[each]] + self.length for each in kept], device=self.data.device)
+            self._slots[layer] = torch.cat([self._slots[layer][:first], places.long()])
+            self._new[layer] = len(kept)
+
+    def _new_slots(self) -> list[list[int]]:
+        """By layer, the stored tokens that are not committed."""
+        parts = [slots[slots.shape[0] - new :] for slots, new in zip(self._slots, self._new, strict=True)]
+        flat, begins = torch.cat(parts).tolist(), [0, *accumulate(self._new)]
+        return [flat[begin:end] for begin, end in pairwise(begins)]
 
     def flat(
         self, start: int, end: int, layers: Sequence[int] | None = None
