@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
@@ -19,6 +20,7 @@ from moray.errors import ConfigError
 from moray.explain import classes_of, description_of, element_of, help_rows
 from pipelines import benchmark, evaluate
 from pipelines.benchmarks.shaped_config import ShapedBenchmarkConfig
+from serve.config import read_args
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENTRY_POINTS = [
@@ -108,15 +110,23 @@ def documented_commands() -> list[str]:
 
     Results and the notebook are left out: their commands ran at the commits named beside them.
     """
+    return _commands(r"python -m ((?:pipelines|sweeps|serve)\.\w+ (?:\\+\n|[^`\n])+)")
+
+
+def documented_servers() -> list[str]:
+    """The arguments of every `serve run` in the same files, but for mentions of the command without any."""
+    found = _commands(r"serve run ((?:\\+\n|[^`\n#])+)")
+    return [command for command in found if command != "serve.app:build_app"]
+
+
+def _commands(pattern: str) -> list[str]:
     docs = REPOSITORY / "docs"
     measured = [docs / "notebook.md", *(docs / "results").glob("*.md")]
     pages = sorted(page for page in docs.rglob("*.md") if page not in measured)
-    files = [REPOSITORY / "README.md", *pages, *ENTRY_POINTS]
+    files = [REPOSITORY / "README.md", *pages, *ENTRY_POINTS, REPOSITORY / "serve" / "app.py"]
     texts = [path.read_text(encoding="utf-8") for path in files]
-    found = [
-        m for text in texts for m in re.findall(r"python -m ((?:pipelines|sweeps|serve)\.\w+ (?:\\+\n|[^`\n])+)", text)
-    ]
-    return sorted({re.sub(r"\\+\n", " ", command).strip() for command in found})
+    found = [m for text in texts for m in re.findall(pattern, text)]
+    return sorted({re.sub(r"\\+\n", " ", command).strip() for command in found if command.strip()})
 
 
 @pytest.mark.parametrize("command", documented_commands())
@@ -124,6 +134,8 @@ def test_documented_commands_are_complete_and_valid(command, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     name, *arguments = shlex.split(command)
     module = importlib.import_module(name)
+    written = re.compile(r"runs/.*\.yaml")  # by another command
+    arguments = [word for word in arguments if not written.fullmatch(word)]
     if hasattr(module, "COMMANDS"):
         _, config = load_command(module.COMMANDS, arguments)
         assert "--json" not in arguments or config.report == arguments[arguments.index("--json") + 1]
@@ -131,6 +143,19 @@ def test_documented_commands_are_complete_and_valid(command, monkeypatch):
         assert module.COMMAND.load(arguments)
     else:
         assert load_config(module.CONFIG, arguments)
+
+
+@pytest.mark.parametrize("command", documented_servers())
+def test_documented_servers_are_complete_and_valid(command):
+    first, *rest = shlex.split(command)
+    if first == "serve.app:build_app":
+        args = dict(word.split("=", 1) for word in rest)
+        args.pop("plan", None)  # a file that another command writes
+    else:
+        assert not rest
+        (application,) = yaml.safe_load((REPOSITORY / first).read_text(encoding="utf-8"))["applications"]
+        args = application["args"]
+    assert read_args(args).target.model
 
 
 def test_a_benchmark_is_told_apart_and_its_file_named(tmp_path, monkeypatch):
