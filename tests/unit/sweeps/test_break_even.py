@@ -5,6 +5,7 @@ import json
 import pytest
 from tiny_sweeps import BLOCK, write_questions
 from tiny_targets import save_chat_target
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moray.config import load_config, validate
 from moray.errors import ConfigError
@@ -41,10 +42,25 @@ def sweep_over(tmp_path, **values):
     return validate(SweepConfig, settings | values)
 
 
-def test_a_deeper_drafter_has_to_get_more_tokens_accepted(tmp_path):
+class OperationClock(TorchDispatchMode):
+    """A clock that ticks with every operation of torch, so that other work on the machine does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ticks = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ticks += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_deeper_drafter_has_to_get_more_tokens_accepted(tmp_path, monkeypatch):
     sweep = sweep_over(tmp_path)
     trials = [sweep.trial({"drafter": drafter}) for drafter in (SHALLOW, DEEP)]
-    found = measure_break_even(sweep.model_dump_json(), [trial.model_dump_json() for trial in trials], 0)
+    with OperationClock() as clock:
+        monkeypatch.setattr("time.perf_counter", lambda: clock.ticks * 1e-6)
+        found = measure_break_even(sweep.model_dump_json(), [trial.model_dump_json() for trial in trials], 0)
+        monkeypatch.undo()
     (tmp_path / "sweep").mkdir()
     write_json_atomically(tmp_path / "sweep" / BREAK_EVEN_FILE, dict(found))
     shallow, deep = (break_even_of(sweep, trial) for trial in trials)
