@@ -16,6 +16,7 @@ another number may put equal scores in another order.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -41,6 +42,7 @@ Pick = Callable[[Float[Tensor, "1 vocab"], int], Int[Tensor, "1 candidates"]]
 """pick(logits, level): candidates, best first."""
 
 
+@lru_cache(maxsize=64)
 def num_children(shape: StaticShape) -> tuple[int, ...]:
     """How many children live decoding picks for a node, level by level; CHAIN for all levels of a chain."""
     if isinstance(shape, ChainShape):
@@ -49,6 +51,11 @@ def num_children(shape: StaticShape) -> tuple[int, ...]:
         return shape.branching
     deepest = range(1, shape.depth + 1)
     return tuple(1 + max(path[-1] for path in shape.paths if len(path) == level) for level in deepest)
+
+
+@lru_cache(maxsize=64)
+def _nodes(shape: SparseShape) -> frozenset[tuple[int, ...]]:
+    return frozenset(shape.paths)
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class TokenRanks:
 
     def num_accepted(self, shape: StaticShape, root: int) -> int:
         """How many levels of a tree below this root follow the text."""
-        known = set(shape.paths) if isinstance(shape, SparseShape) else None
+        known = _nodes(shape) if isinstance(shape, SparseShape) else None
         path: tuple[int, ...] = ()
         for level, count in enumerate(num_children(shape)):
             ranks = self.below[count][root]

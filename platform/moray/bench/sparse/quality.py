@@ -1,11 +1,11 @@
 """How far a target's text is from the dense target's, on held-out chats: no decoding, one pass over each chat.
 
-perplexity    exp of the mean negative log-likelihood of the responses' tokens
-agreement     share of the response positions at which the likeliest token is the dense target's
+perplexity        exp of the mean negative log-likelihood of the responses' tokens
+agreement         share of the response positions at which the likeliest token is the dense target's
 reference match   share of the response positions at which the likeliest token is the response's own
-share         mean share of the layers that a token runs through
-kv share      keys and values that the cache has stored, over those of all tokens in all layers
-pass share    mean share of the layers that eight tokens in a row need, as a draft of eight accepted tokens does
+share             mean share of the layers that a token runs through
+kv share          keys and values that the cache has stored, over those of all tokens in all layers
+pass share        mean share of the layers that eight tokens in a row need, as a draft of eight accepted tokens does
 """
 
 from collections.abc import Sequence
