@@ -16,7 +16,6 @@ another number may put equal scores in another order.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -42,7 +41,6 @@ Pick = Callable[[Float[Tensor, "1 vocab"], int], Int[Tensor, "1 candidates"]]
 """pick(logits, level): candidates, best first."""
 
 
-@lru_cache(maxsize=64)
 def num_children(shape: StaticShape) -> tuple[int, ...]:
     """How many children live decoding picks for a node, level by level; CHAIN for all levels of a chain."""
     if isinstance(shape, ChainShape):
@@ -53,9 +51,9 @@ def num_children(shape: StaticShape) -> tuple[int, ...]:
     return tuple(1 + max(path[-1] for path in shape.paths if len(path) == level) for level in deepest)
 
 
-@lru_cache(maxsize=64)
-def _nodes(shape: SparseShape) -> frozenset[tuple[int, ...]]:
-    return frozenset(shape.paths)
+def _nodes(shape: StaticShape) -> frozenset[tuple[int, ...]] | None:
+    """The nodes of a sparse tree; None for the others, whose nodes are all candidates."""
+    return frozenset(shape.paths) if isinstance(shape, SparseShape) else None
 
 
 @dataclass(frozen=True)
@@ -72,25 +70,28 @@ class TokenRanks:
         """Tokens of the continuation that have a successor."""
         return len(next(iter(self.below.values())))
 
-    def num_accepted(self, shape: StaticShape, root: int) -> int:
-        """How many levels of a tree below this root follow the text."""
-        known = _nodes(shape) if isinstance(shape, SparseShape) else None
+    def num_accepted(self, shape: StaticShape) -> list[int]:
+        """By root, how many levels of a tree below it follow the text."""
+        counts, nodes = num_children(shape), _nodes(shape)
+        return [self._follow(counts, nodes, root) for root in range(self.num_roots)]
+
+    def _follow(self, counts: Sequence[int], nodes: frozenset[tuple[int, ...]] | None, root: int) -> int:
         path: tuple[int, ...] = ()
-        for level, count in enumerate(num_children(shape)):
+        for level, count in enumerate(counts):
             ranks = self.below[count][root]
             if level == len(ranks):
                 return level
             path = (*path, ranks[level])
-            if path[-1] == NOT_A_CANDIDATE or (known is not None and path not in known):
+            if path[-1] == NOT_A_CANDIDATE or (nodes is not None and path not in nodes):
                 return level
-        return shape.depth
+        return len(counts)
 
     def generation(self, shape: StaticShape) -> Generation:
         """The cycles of this tree, without tokens and times."""
-        made = Generation([])
+        made, accepted_at = Generation([]), self.num_accepted(shape)
         root, last = 0, self.num_roots
         while root < last:
-            accepted = self.num_accepted(shape, root)
+            accepted = accepted_at[root]
             emitted = min(accepted + 1, last - root)
             made.accepted.append(min(accepted, emitted))
             made.emitted.append(emitted)
@@ -101,8 +102,8 @@ class TokenRanks:
 
     def matches(self, depth: int) -> ChainMatches:
         """Where chains of this depth agree with the text, from which those of smaller depths follow."""
-        shape, count = ChainShape(type="chain", depth=depth), self.num_roots
-        return ChainMatches(self.uid, [self.num_accepted(shape, root) for root in range(count)], [depth] * count)
+        shape = ChainShape(type="chain", depth=depth)
+        return ChainMatches(self.uid, self.num_accepted(shape), [depth] * self.num_roots)
 
 
 def picks_at(sampler: Sampler, root: int, levels: int, counts: Sequence[int]) -> list[Pick]:

@@ -59,8 +59,8 @@ def test_chains_of_every_depth_are_those_of_the_ranks():
 def test_a_token_that_is_no_candidate_is_in_no_tree():
     everywhere = FixedShape(type="fixed", branching=(16, 16))
     text = ranks_of([[NOT_A_CANDIDATE, 0], [15, 16], [], [1, 0]])
-    assert [text.num_accepted(everywhere, root) for root in range(4)] == [0, 1, 0, 2]
-    assert text.num_accepted(TREE, 3) == 1, "[1, 0] is no node of this tree"
+    assert text.num_accepted(everywhere) == [0, 1, 0, 2]
+    assert text.num_accepted(TREE)[3] == 1, "[1, 0] is no node of this tree"
 
 
 def test_equal_scores_are_ordered_as_live_decoding_orders_them():
