@@ -5,10 +5,10 @@ import random
 from tiny_targets import MAX_POSITIONS, TinyTarget
 
 from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.generation import Generation
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.planning.costs import CostTable
-from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
 from moray.trees.shapes import AdaptiveShape, AnyShape, ChainShape, DynamicShape, FixedShape
 

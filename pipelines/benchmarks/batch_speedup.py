@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from moray.bench.spread import quartiles
 from moray.decoding.batch import answer_batch
+from moray.decoding.device import synchronise
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.engine.kv_cache import GRAIN
+from moray.decoding.generation import Generation, tau
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.fitting import depth_notice, fit_shape, say_once
 from moray.decoding.request import Request
-from moray.decoding.session import synchronise
-from moray.decoding.stats import Generation, tau
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
@@ -28,7 +28,7 @@ from moray.trees.shapes import AnyShape
 
 _WARM_UP_TOKENS = 8
 _NAME = "drafter"
-_DRAFTING_PHASES = ("propose", "observe", "tell")
+_DRAFTING_PHASES = ("propose", "observe", "prefill_drafter")
 _CYCLE_PHASES = (*_DRAFTING_PHASES, "verify", "accept", "commit")
 
 

@@ -43,7 +43,7 @@ def benchmark_decoding(config: DecodeBenchmarkConfig, console: Console) -> dict[
     for _ in track(runner.ask(questions), "benchmark", total, unit="turns", console=console):
         pass
     if not runner.measurement.asked:
-        raise nothing_fits(config.questions, runner.capacity)
+        raise nothing_fits(config.questions, runner.max_model_len)
     figures = summarise(runner.measurement, evaluation.samplings, config.target.dtype)
     plain = runner.measurement.methods[0].generations
     steps = sum(len(generation.tokens) - 1 for generation in plain)

@@ -18,13 +18,13 @@ from moray.bench.recording import record
 from moray.bench.reports.wording import number, percent, times
 from moray.bench.spread import quartiles
 from moray.decoding.batch import answer_batch
+from moray.decoding.device import synchronise
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
+from moray.decoding.generation import tau
 from moray.decoding.planning.fitting import say_once
 from moray.decoding.request import Request
-from moray.decoding.session import synchronise
-from moray.decoding.stats import tau
 from moray.drafters.base import Drafter
 from moray.drafters.loading import load_drafters
 from moray.progress import track

@@ -13,7 +13,6 @@ A rate therefore applies to a node whose ancestors were all right, whatever thei
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -23,10 +22,10 @@ from torch import Tensor
 from moray.batch import Taps
 from moray.bench.replay.ranks import picks_at, ranks_below
 from moray.bench.specbench import Question
+from moray.decoding.generate import SpeculativeDecoder, runner_for
+from moray.decoding.observed import taps_of_text
 from moray.decoding.params import SamplingParams
-from moray.decoding.plain import PlainDecoder
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.session import TargetSession
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.text import ChatTokenizer, Message
@@ -47,24 +46,24 @@ class HitRates:
 class HitCounter:
     """Teacher-forces a drafter along texts and counts the ranks of the true tokens."""
 
-    def __init__(self, target: Target, drafter: Drafter, levels: int, ranks: int, capacity: int) -> None:
+    def __init__(self, target: Target, drafter: Drafter, levels: int, ranks: int, max_model_len: int) -> None:
         """
         Args:
             target: the model whose answers are the truth.
             drafter: the drafter to measure; it gets its own state.
             levels: maximum levels below a root, capped by the drafter's `max_depth`.
             ranks: candidates per level.
-            capacity: maximum tokens of prompt and answer together.
+            max_model_len: maximum tokens of prompt and answer together.
         """
-        self.capacity = capacity
+        self.max_model_len = max_model_len
         self._drafter = drafter
-        self._session = TargetSession(target, capacity)
-        self._plain = PlainDecoder(target, capacity, self._session)
+        self._runner = runner_for(target, max_model_len, 0)
+        self._decoder = SpeculativeDecoder(target, None, max_model_len=max_model_len, runner=self._runner)
         self._levels = levels if drafter.max_depth is None else min(levels, drafter.max_depth)
         self._ranks = ranks
         sampler = Sampler(_GREEDY, target.spec.vocab_size, target.device)
         (self._pick,) = picks_at(sampler, 0, self._levels, [ranks])
-        self._state = drafter.new_state(capacity, self._levels)
+        self._state = drafter.new_state(max_model_len, self._levels)
         self._candidates = torch.arange(ranks, device=target.device)
         self._hits = torch.zeros(self._levels, ranks, dtype=torch.long, device=target.device)
         self._counted = [0] * self._levels
@@ -76,7 +75,7 @@ class HitCounter:
         Raises:
             DataError: the prompt is empty or leaves no room in the context.
         """
-        return self._plain.generate(prompt, _GREEDY, max_new_tokens, eos_ids).tokens
+        return self._decoder.generate(prompt, _GREEDY, max_new_tokens, eos_ids).tokens
 
     @torch.inference_mode()
     def count(self, prompt: list[int], answer: list[int]) -> None:
@@ -84,9 +83,9 @@ class HitCounter:
         text = torch.tensor([*prompt, *answer], device=self._hits.device)
         self._num_known = 0
         self._drafter.reset(self._state)
-        self._session.begin(self._drafter.observed)
-        follow = partial(self._follow, text, len(prompt))
-        self._session.prefill(text[:-1].tolist(), follow)  # the last token has no successor, so it is no root
+        known = [*prompt, *answer[:-1]]  # the last token has no successor, so it is no root
+        for tokens, taps in taps_of_text(self._runner, known, self._drafter.observed):
+            self._follow(text, len(prompt), tokens, taps)
 
     def _follow(self, text: Int[Tensor, " seq"], first_root: int, tokens: Int[Tensor, " new"], taps: Taps) -> None:
         """Feed a chunk of the text to the drafter, counting below each answer token before it is fed."""
@@ -135,7 +134,7 @@ def count_questions(
         for text in question.turns:
             messages.append({"role": "user", "content": text})
             prompt = tokenizer.encode_prompt(messages)
-            if len(prompt) >= counter.capacity:
+            if len(prompt) >= counter.max_model_len:
                 break
             answer = counter.answer(prompt, max_new_tokens, eos_ids)
             counter.count(prompt, answer)

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moray.bench.answers import ANSWERS_FILE, read_answers
+from moray.decoding.generation import Generation, tau
 from moray.decoding.sampling.accept import Accepted
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.stats import Generation, tau
 from moray.errors import ConfigError, DataError
 from moray.trees.shapes import AnyShape
 from moray.trees.tree import TokenTree

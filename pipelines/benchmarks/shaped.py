@@ -23,13 +23,14 @@ from moray.bench.recording import record
 from moray.bench.reports.wording import number, percent, times
 from moray.bench.summary import cycle_costs
 from moray.decoding.compiling import compile_models
+from moray.decoding.device import synchronise
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder, runner_for
+from moray.decoding.observed import taps_of_text
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.costs import median_seconds
 from moray.decoding.sampling.batched_select import picks_of
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.session import TargetSession, synchronise
 from moray.drafters.base import Drafter
 from moray.progress import Progress
 from moray.targets.attention import attention_backend
@@ -79,7 +80,7 @@ def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any
     progress.update(note="passes and drafts")
     verify_ms = _verify_times(target, runner, prompt, config.verify_sizes)
     draft_ms = _draft_time(target, drafter, prompt)
-    decoder_of = partial(SpeculativeDecoder, target, capacity=capacity, runner=runner, is_timed=True)
+    decoder_of = partial(SpeculativeDecoder, target, max_model_len=capacity, runner=runner, is_timed=True)
     plain = decoder_of(None)
     baselines, generations = [], []
     for shape, rule in zip(config.trees, rules, strict=True):
@@ -193,9 +194,8 @@ def _verify_times(target: Target, runner: TargetRunner, prompt: list[int], sizes
 def _draft_time(target: Target, drafter: Drafter, prompt: list[int]) -> float:
     """Milliseconds per level of a draft chain."""
     state = drafter.new_state(len(prompt) + _DRAFT_DEPTH, _DRAFT_DEPTH)
-    session = TargetSession(target, len(prompt) + 1)
-    session.begin(drafter.observed)
-    session.prefill(prompt, lambda tokens, taps: drafter.extend(state, tokens, drafter.observe(taps)))
+    for tokens, taps in taps_of_text(TargetRunner(target, len(prompt), max_rows=1), prompt, drafter.observed):
+        drafter.extend(state, tokens, drafter.observe(taps))
     shape = ChainShape(type="chain", depth=min(_DRAFT_DEPTH, drafter.max_depth or _DRAFT_DEPTH))
     root = torch.zeros(1, dtype=torch.long, device=target.device)
     select = picks_of([Sampler(_GREEDY, target.spec.vocab_size, target.device)], [len(prompt)], shape)

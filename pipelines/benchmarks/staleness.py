@@ -9,7 +9,7 @@ their memory:
     counted       d1 d2 d3 up to the first mismatch with the answer; the next root is the true token after the match
 
 After that the answers are fixed: the target only reads each one again for its memory, and acceptance is a comparison of
-tokens. Nothing is verified or sampled, so this uses the reference decoder and not the engine.
+tokens.
 
 Running ahead drafts with memory like this (see `decoding.remote.ahead`); a lag of 0 is ordinary decoding.
 """
@@ -19,27 +19,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from moray.batch import Taps
 from moray.bench.configs import StalenessConfig
 from moray.bench.loading import load_target, nothing_fits
 from moray.bench.recording import record
 from moray.bench.reports.wording import interval, number
 from moray.bench.specbench import Question
 from moray.bench.spread import ratio_interval, ratio_of_ratios_interval
+from moray.decoding.engine.runner import TargetRunner
+from moray.decoding.generate import SpeculativeDecoder, runner_for
+from moray.decoding.observed import taps_of_text
 from moray.decoding.params import SamplingParams
-from moray.decoding.plain import PlainDecoder
-from moray.decoding.session import TargetSession
 from moray.drafters.base import Drafter
 from moray.drafters.loading import load_drafters
 from moray.errors import ConfigError
 from moray.progress import track
-from moray.targets.model import Target
 from moray.text import ChatTokenizer
 
 _GREEDY = SamplingParams()
@@ -56,10 +54,10 @@ class Answer:
 class LateDrafter:
     """Drafts chains along known texts with stale memory."""
 
-    def __init__(self, session: TargetSession, drafter: Drafter, depth: int, max_lag: int) -> None:
+    def __init__(self, runner: TargetRunner, drafter: Drafter, depth: int, max_lag: int) -> None:
         """
         Args:
-            session: the target's session; its capacity is the maximum number of tokens in a text.
+            runner: the target's; it holds the longest text.
             drafter: the drafter to measure; it gets its own state.
             depth: tokens per chain.
             max_lag: largest lag that `count` will be called with.
@@ -73,11 +71,11 @@ class LateDrafter:
                 f"drafters holds a {type(drafter).__name__.lower()}, which drafts {drafter.max_depth} levels; depth "
                 f"{depth} and a lag of {max_lag} need {deepest}: leave it out, or give less of either"
             )
-        self._session = session
+        self._runner = runner
         self._drafter = drafter
         self._depth = depth
-        self._state = drafter.new_state(session.capacity, deepest)
-        self._text = torch.empty(0, dtype=torch.long, device=session.target.device)
+        self._state = drafter.new_state(runner.cache.num_slots, deepest)
+        self._text = runner.to_device([[]])[0]
         self._first_root = 0
         self._memory: dict[str, Tensor] = {}
 
@@ -87,13 +85,10 @@ class LateDrafter:
         self._text = torch.tensor([*answer.prompt, *answer.tokens], device=self._text.device)
         self._first_root = len(answer.prompt)
         pieces: dict[str, list[Tensor]] = {}
-
-        def observe(tokens: Int[Tensor, " new"], taps: Taps) -> None:
+        text = [*answer.prompt, *answer.tokens[:-1]]
+        for _, taps in taps_of_text(self._runner, text, self._drafter.observed):
             for name, rows in self._drafter.observe(taps).items():
-                pieces.setdefault(name, []).append(rows.clone())
-
-        self._session.begin(self._drafter.observed)
-        self._session.prefill(self._text[:-1].tolist(), observe)
+                pieces.setdefault(name, []).append(rows)
         self._memory = {name: torch.cat(rows, dim=1) for name, rows in pieces.items()}
 
     @torch.inference_mode()
@@ -141,14 +136,15 @@ def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, 
     """
     questions, tokenizer, target = load_target(config)
     drafters = load_drafters(config.drafters, target, tokenizer)
-    capacity = min(target.spec.max_positions, config.max_context)
-    session = TargetSession(target, capacity)
+    max_model_len = min(target.spec.max_positions, config.max_context)
+    runner = runner_for(target, max_model_len, 0)
     max_lag = max(config.lags)
-    late = {name: LateDrafter(session, drafter, config.depth, max_lag) for name, drafter in drafters.items()}
-    asked = _answers(config, session, questions, tokenizer, target)
+    late = {name: LateDrafter(runner, drafter, config.depth, max_lag) for name, drafter in drafters.items()}
+    decoder = SpeculativeDecoder(target, None, max_model_len=max_model_len, runner=runner)
+    asked = _answers(config, decoder, questions, tokenizer)
     answers = list(track(asked, "answers", len(questions), unit="answers", console=console))
     if not answers:
-        raise nothing_fits(config.questions, capacity - config.max_new_tokens)
+        raise nothing_fits(config.questions, max_model_len - config.max_new_tokens)
     rows = []
     for name, drafter in late.items():
         counts: dict[int, list[tuple[float, float]]] = {lag: [] for lag in config.lags}
@@ -165,17 +161,15 @@ def benchmark_staleness(config: StalenessConfig, console: Console) -> dict[str, 
 
 def _answers(
     config: StalenessConfig,
-    session: TargetSession,
+    decoder: SpeculativeDecoder,
     questions: Collection[Question],
     tokenizer: ChatTokenizer,
-    target: Target,
 ) -> Iterator[Answer]:
     """Yield the target's answers to the first turns, skipping answers too short for a single root."""
-    decoder = PlainDecoder(target, session.capacity, session)
-    eos_ids = {*target.eos_ids, *tokenizer.eos_ids}
+    eos_ids = {*decoder.target.eos_ids, *tokenizer.eos_ids}
     for question in questions:
         prompt = tokenizer.encode_prompt([{"role": "user", "content": question.turns[0]}])
-        if max(config.lags) < len(prompt) <= session.capacity - config.max_new_tokens:
+        if max(config.lags) < len(prompt) <= decoder.max_model_len - config.max_new_tokens:
             tokens = decoder.generate(prompt, _GREEDY, config.max_new_tokens, eos_ids).tokens
             if len(tokens) > config.depth:
                 yield Answer(prompt, tokens)

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from moray.config import Config, validate
-from moray.decoding import stats
 from moray.decoding.generate import SpeculativeDecoder, runner_for
+from moray.decoding.generation import Generation, tau
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling.detokenizer import IncrementalDetokenizer, Piece
 from moray.decoding.sampling.stop import StopStrings
-from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
 from moray.drafters.configs import UsableConfig
 from moray.drafters.loading import build_drafters
@@ -95,7 +94,7 @@ class Answer:
     @property
     def tau(self) -> float:
         """Tokens per target pass after the prompt's; 1 without drafts."""
-        return stats.tau([self.generation])
+        return tau([self.generation])
 
 
 class _Entry(Config):

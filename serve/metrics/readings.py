@@ -41,7 +41,7 @@ def _phases(stats: EngineStats, channel: float) -> Iterator[Reading]:
     """Time by phase. The engine counts waiting for drafts as part of propose; here it is a phase of its own."""
     seconds = {**stats.seconds, "channel": channel}
     seconds["propose"] -= channel
-    seconds["observe"] += seconds.pop("tell")
+    seconds["observe"] += seconds.pop("prefill_drafter")
     for phase, value in seconds.items():
         yield Reading(series.PHASE_SECONDS, value, (phase,))
 

@@ -124,7 +124,7 @@ def asking(config: str, combinations: Sequence[Combination], folder: Path, most:
                 pass
             num_asked = count
             if not runner.measurement.asked:
-                raise nothing_fits(evaluation.questions, runner.capacity)
+                raise nothing_fits(evaluation.questions, runner.max_model_len)
             return figures(runner.measurement, evaluation)
 
         yield ask

@@ -2,7 +2,7 @@
 
 from moray.activations.format.manifest import read_manifest
 from moray.activations.format.store import CacheStore
-from moray.activations.planning.growth import command_to_add
+from moray.activations.planning.adding import command_to_add
 from moray.activations.planning.shards import listed
 from moray.activations.reading.collate import missing_columns
 from moray.bench.specbench import read_questions

@@ -35,7 +35,7 @@ def measure(evaluation: str, gpus: float, rounds: int, batch_size: int = 1) -> d
         for _ in runner.ask(questions):
             pass
     if not runner.measurement.asked:
-        raise nothing_fits(config.questions, runner.capacity)
+        raise nothing_fits(config.questions, runner.max_model_len)
     drafted = runner.measurement.methods[1:]
     found = {
         method.name: row

@@ -7,8 +7,7 @@ from tiny_drafters import VARIANTS, build
 from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.generate import SpeculativeDecoder
-from moray.decoding.plain import PlainDecoder
-from moray.decoding.session import PREFILL_CHUNK
+from moray.decoding.plain import CHUNK, PlainDecoder
 from moray.errors import ConfigError, DataError
 from moray.trees.shapes import FixedShape
 
@@ -56,7 +55,7 @@ def test_a_context_longer_than_the_target_s_is_refused_with_both_sizes(tiny):
             make()
 
 
-LENGTHS = [PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, PREFILL_CHUNK + 150]
+LENGTHS = [CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 150]
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -54,7 +54,7 @@ def test_decoders_that_take_turns_may_share_a_runner(tiny, learnt):
     drafters = [(learnt("llama", variant), shape) for variant, shape in entries]
     needs = {str(drafter.observed) for drafter, _ in drafters}
     assert len(needs) >= 4
-    plain = SpeculativeDecoder(target.target, None, capacity=MAX_POSITIONS, runner=runner)
+    plain = SpeculativeDecoder(target.target, None, max_model_len=MAX_POSITIONS, runner=runner)
     shared = [SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS, runner) for drafter, shape in drafters]
     own = [SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS) for drafter, shape in drafters]
     for prompt, params in ((target.prompt(2, 30), GREEDY), (target.prompt(), GREEDY), (target.prompt(), COUPLED)):

@@ -7,9 +7,9 @@ from tiny_drafters import UNTRAINED
 from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.generation import Generation
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.sampling.stop import StopStrings
-from moray.decoding.stats import Generation
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 

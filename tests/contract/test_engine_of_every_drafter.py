@@ -14,11 +14,11 @@ from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.engine.kv_cache import BatchedKVCache
 from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.generation import Generation
 from moray.decoding.params import SamplingParams
 from moray.decoding.plain import PlainDecoder
 from moray.decoding.request import Request
 from moray.decoding.sampling.stop import StopStrings
-from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
 from moray.trees.shapes import SparseShape
 

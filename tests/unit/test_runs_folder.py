@@ -3,7 +3,7 @@
 import pytest
 
 from moray.activations.format.store import CacheStore
-from moray.activations.planning.growth import columns_to_add
+from moray.activations.planning.adding import columns_to_add
 from moray.cluster.caching.answer_store import AnswerStore
 from moray.config import Config, load_config
 from moray.distill.runs import begin_run, check_run

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from moray.bench.configs import EvaluateConfig
 from moray.config import Config
-from moray.decoding.stats import Generation
+from moray.decoding.generation import Generation
 from moray.distill.runs import check_run
 from moray.errors import ConfigError, DataError, MismatchError
 from moray.provenance import RUN_FILE, read_run_yaml, write_run_yaml

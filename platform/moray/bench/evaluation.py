@@ -50,7 +50,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> dict[str, Any]:
             )  # fmt: skip
         _ask(runner, questions, log, total, console)
     if not runner.measurement.asked:
-        raise nothing_fits(config.questions, runner.capacity)
+        raise nothing_fits(config.questions, runner.max_model_len)
     figures = summarise(runner.measurement, config.samplings, config.target.dtype)
     metrics = {name: read_metrics(folder) for name, folder in folders.items()}
     learning = {name: read_learning(folder) for name, folder in folders.items()}

@@ -6,8 +6,8 @@ from rich.text import Text
 
 from moray.bench.configs import LiveConfig
 from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.generation import tau
 from moray.decoding.planning.fitting import depth_notice, say_once
-from moray.decoding.stats import tau
 from moray.drafters.loading import load_drafters
 from moray.targets.model import Target
 from moray.text import ChatTokenizer

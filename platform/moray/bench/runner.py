@@ -17,10 +17,10 @@ from moray.bench.answers import AnswerLog, MethodAnswer
 from moray.bench.configs import EvaluateConfig
 from moray.bench.specbench import Question
 from moray.decoding.generate import SpeculativeDecoder, runner_for
+from moray.decoding.generation import Generation
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.fitting import depth_notice, is_too_deep
 from moray.decoding.sampling.stop import StopStrings
-from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError
 from moray.targets.model import Target
@@ -97,7 +97,7 @@ class Runner:
         Raises:
             ConfigError: all trees are too deep for their drafters.
         """
-        self.capacity = min(target.spec.max_positions, config.max_context)
+        self.max_model_len = min(target.spec.max_positions, config.max_context)
         """Maximum tokens of prompt and answer together."""
         self._config = config
         self._tokenizer = tokenizer
@@ -105,9 +105,9 @@ class Runner:
         self._is_warm = False
         self._stop = StopStrings(config.stop, tokenizer.decode) if config.stop else None
         # The decoders take turns, so they share one KV cache.
-        runner = runner_for(target, self.capacity, max(shape.num_nodes for shape in config.trees))
+        runner = runner_for(target, self.max_model_len, max(shape.num_nodes for shape in config.trees))
         decoder_of = partial(
-            SpeculativeDecoder, target, capacity=self.capacity, runner=runner, is_timed=config.exact_phases
+            SpeculativeDecoder, target, max_model_len=self.max_model_len, runner=runner, is_timed=config.exact_phases
         )
         notes: list[str] = []
         methods = [Method("plain", "", self._ours(decoder_of(None)))]
@@ -160,7 +160,7 @@ class Runner:
             for params, messages in list(conversations.items()):
                 messages.append({"role": "user", "content": text})
                 prompt = self._tokenizer.encode_prompt(messages)
-                if len(prompt) >= self.capacity:
+                if len(prompt) >= self.max_model_len:
                     del conversations[params]
                     num_left = len(question.turns) - turn
                     self.measurement.num_skipped += num_left
@@ -227,7 +227,7 @@ class Runner:
                 options |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
                 torch.manual_seed(params.seed + sequence)  # the same prompt gives the same text again
             tokens = torch.tensor([prompt], device=target.device)
-            limit = min(most, self.capacity - len(prompt))
+            limit = min(most, self.max_model_len - len(prompt))
             begin = time.perf_counter()
             with stock_kernels():
                 output = target.model.generate(

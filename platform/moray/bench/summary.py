@@ -5,8 +5,9 @@ from typing import Any
 
 from moray.bench.runner import Measurement, Method
 from moray.bench.spread import quartiles, ratio_interval, ratio_of_ratios_interval
+from moray.decoding.engine.stats import CYCLE_PHASES
+from moray.decoding.generation import Generation, acceptance_by_position, depth_shares, layer_count_shares, tau
 from moray.decoding.params import SamplingParams
-from moray.decoding.stats import PHASES, Generation, acceptance_by_position, depth_shares, layer_count_shares, tau
 
 
 def summarise(measurement: Measurement, samplings: Sequence[SamplingParams], dtype: str) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def cycle_costs(generations: Sequence[Generation], step_seconds: float) -> dict[
     """
     cycles = max(1, sum(g.num_cycles for g in generations))
     seconds = sum(g.seconds for g in generations)
-    phases = {name: sum(g.phases[name] for g in generations) for name in PHASES}
+    phases = {name: sum(g.phases[name] for g in generations) for name in CYCLE_PHASES}
     phases["other"] = seconds - sum(phases.values())
     levels = sum(map(sum, (g.drafted for g in generations)))
     gamma, rate = levels / cycles, tau(generations)

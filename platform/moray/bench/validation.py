@@ -22,10 +22,11 @@ from torch import Tensor
 from moray.batch import Taps, TrainBatch
 from moray.bench.validation_config import ValidationConfig
 from moray.data.ultrachat import BadRow, ChatsConfig, plan_chunks, read_chunk
-from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.engine.runner import TargetRunner
+from moray.decoding.generate import SpeculativeDecoder, runner_for
+from moray.decoding.generation import Generation, acceptance_by_position, tau
+from moray.decoding.observed import taps_of_text
 from moray.decoding.params import SamplingParams
-from moray.decoding.session import TargetSession
-from moray.decoding.stats import Generation, acceptance_by_position, tau
 from moray.distill.configs import LossConfig
 from moray.distill.losses import LossSums, distillation_loss, simulated_tau
 from moray.distill.masks import draw_view, loss_positions, verified_start
@@ -82,7 +83,7 @@ class Validator:
         self._config = config
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
         # One more than an answer takes, because the training pass over it needs one spare position.
-        self._capacity = min(most, max(map(len, self._prompts)) + config.max_new_tokens + 1)
+        self._max_model_len = min(most, max(map(len, self._prompts)) + config.max_new_tokens + 1)
 
     @torch.inference_mode()
     def validate(self, drafter: Drafter, losses: LossConfig) -> dict[str, float]:
@@ -100,15 +101,16 @@ class Validator:
         config = self._config
         depth, period = min(config.depth, drafter.max_depth or config.depth), drafter.config.verified_period
         shape = ChainShape(type="chain", depth=depth)
-        session = TargetSession(self._target, self._capacity)
-        decoder = SpeculativeDecoder(self._target, drafter, shape, self._capacity)
+        runner = runner_for(self._target, self._max_model_len, shape.num_nodes)
+        decoder = SpeculativeDecoder(self._target, drafter, shape, self._max_model_len, runner)
         generations: list[Generation] = []
         drawn: list[LossSums] = []
         stepped: list[LossSums] = []
         for number, prompt in enumerate(self._prompts):
             answer = decoder.generate(prompt, SamplingParams(), config.max_new_tokens, self._eos_ids)
             generations.append(answer)
-            batch = _batch(session, prompt, answer.tokens, drafter)
+            ids = [*prompt, *answer.tokens][: self._max_model_len - 1]
+            batch = _batch(runner, ids, len(prompt), drafter)
             view = draw_view(batch, period, 0.0, torch.Generator().manual_seed(number), drafter.config.layer_counts)
             drawn.append(distillation_loss(drafter(batch, view), batch, loss_positions(batch), drafter, losses))
             if period is None:
@@ -135,16 +137,13 @@ class Validator:
         }
 
 
-def _batch(session: TargetSession, prompt: list[int], answer: list[int], drafter: Drafter) -> TrainBatch:
-    """Make a training batch of one from prompt and answer; one more target pass over them provides the taps."""
-    ids = [*prompt, *answer][: session.capacity - 1]
-    pieces: list[Taps] = []
-    session.begin(drafter.needs)
-    session.prefill(ids, lambda _, taps: pieces.append(taps))
+def _batch(runner: TargetRunner, ids: list[int], num_prompt: int, drafter: Drafter) -> TrainBatch:
+    """Make a training batch of one from a prompt with its answer; one more target pass over them provides the taps."""
+    pieces = [taps for _, taps in taps_of_text(runner, ids, drafter.needs)]
     kv = [piece.kv for piece in pieces if piece.kv is not None]
     hidden = {depth: torch.cat([piece.hidden[depth] for piece in pieces], dim=1) for depth in pieces[0].hidden}
-    tokens = torch.tensor([ids], device=session.target.device)
-    response = torch.arange(len(ids), device=tokens.device)[None] >= len(prompt)
+    tokens = runner.to_device([ids])
+    response = torch.arange(len(ids), device=tokens.device)[None] >= num_prompt
     lengths = torch.tensor([len(ids)], device=tokens.device)
     return TrainBatch(tokens, response, lengths, Taps(torch.cat(kv, dim=1) if kv else None, hidden))
 

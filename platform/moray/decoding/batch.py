@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from moray.decoding.engine.engine import Engine
+from moray.decoding.generation import Generation
 from moray.decoding.request import Request
-from moray.decoding.stats import Generation
 
 
 def answer_batch(engine: Engine, requests: Sequence[Request]) -> list[Generation]:

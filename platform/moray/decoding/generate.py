@@ -8,11 +8,12 @@ from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.engine.node_selection import NodeSelector
 from moray.decoding.engine.runner import TargetRunner
+from moray.decoding.engine.stats import CYCLE_PHASES
+from moray.decoding.generation import Generation
 from moray.decoding.params import SamplingParams
 from moray.decoding.request import Request
 from moray.decoding.sampling.accept import Accept, by_rule
 from moray.decoding.sampling.stop import StopChecker, StopStrings, longest_answer
-from moray.decoding.stats import PHASES, Generation
 from moray.drafters.base import Drafter
 from moray.errors import ConfigError, DataError
 from moray.targets.model import Target
@@ -28,15 +29,15 @@ They include the tokens of a stop string: code that shows text as it comes must 
 """
 
 
-def runner_for(target: Target, capacity: int, max_nodes: int) -> TargetRunner:
+def runner_for(target: Target, max_model_len: int, max_nodes: int) -> TargetRunner:
     """A KV cache and passes for one sequence, which decoders that take turns can share.
 
     Args:
         target: may be shared.
-        capacity: maximum number of tokens of prompt and answer together.
+        max_model_len: maximum number of tokens of prompt and answer together.
         max_nodes: maximum number of nodes of a tree below its root.
     """
-    return TargetRunner(target, capacity + max_nodes + 1, max_rows=1)
+    return TargetRunner(target, max_model_len + max_nodes + 1, max_rows=1)
 
 
 class SpeculativeDecoder:
@@ -48,7 +49,7 @@ class SpeculativeDecoder:
         target: Target,
         drafter: Drafter | None,
         shape: AnyShape = _NO_DRAFT,
-        capacity: int | None = None,
+        max_model_len: int | None = None,
         runner: TargetRunner | None = None,
         rule: Accept | None = None,
         *,
@@ -62,7 +63,7 @@ class SpeculativeDecoder:
                 token per pass.
             shape: shape of the trees. An adaptive one measures costs before the first generation, and chooses between
                 the drafter's N if it has several; any other shape uses the first N.
-            capacity: maximum number of tokens of prompt and answer together; None for the target's context.
+            max_model_len: maximum number of tokens of prompt and answer together; None for the target's context.
             runner: shared with other decoders that take turns with this one; None for one of its own.
             rule: acceptance rule that overrides the one in the sampling parameters.
             selector: of the nodes of a draft that a sparse target's later layers verify; None for all of them.
@@ -70,26 +71,28 @@ class SpeculativeDecoder:
 
         Raises:
             ConfigError: the shape does not fit the vocabulary, the drafter or the shared runner.
-            DataError: the capacity exceeds the target's context.
+            DataError: `max_model_len` exceeds the target's context.
         """
         context = target.spec.max_positions
-        self.capacity = context if capacity is None else capacity
-        if self.capacity > context:
-            raise DataError(f"a context of {self.capacity} tokens was asked for; the target's is {context}")
+        self.max_model_len = context if max_model_len is None else max_model_len
+        if self.max_model_len > context:
+            raise DataError(f"a context of {self.max_model_len} tokens was asked for; the target's is {context}")
         nodes = 0 if drafter is None else shape.num_nodes
-        if runner is not None and runner.cache.num_slots <= self.capacity + nodes:
+        if runner is not None and runner.cache.num_slots <= self.max_model_len + nodes:
             raise ConfigError(
-                f"the shared runner holds {runner.cache.num_slots} tokens; this decoder needs {self.capacity} for "
+                f"the shared runner holds {runner.cache.num_slots} tokens; this decoder needs {self.max_model_len} for "
                 f"prompt and answer and, with its root, {nodes + 1} for a tree ('{shape.name}')"
             )
         self.target = target
         self.drafter = drafter
         self._name = "" if drafter is None else type(drafter).__name__.lower()
-        drafts = {self._name: LocalDrafts(drafter, self.capacity, shape.num_expanded)} if drafter is not None else {}
+        drafts = (
+            {self._name: LocalDrafts(drafter, self.max_model_len, shape.num_expanded)} if drafter is not None else {}
+        )
         config = EngineConfig(
             max_num_seqs=1,
-            kv_cache_tokens=max(64, self.capacity + nodes + 1),
-            max_model_len=self.capacity,
+            kv_cache_tokens=max(64, self.max_model_len + nodes + 1),
+            max_model_len=self.max_model_len,
             max_num_batched_tokens=_PREFILL_TOKENS,
             tree=shape,
         )
@@ -121,11 +124,12 @@ class SpeculativeDecoder:
         Raises:
             DataError: the prompt is empty or leaves no room in the context, or `max_new_tokens` is below 1.
         """
-        if not 0 < len(prompt) < self.capacity:
+        if not 0 < len(prompt) < self.max_model_len:
             raise DataError(
-                f"the prompt has {len(prompt)} tokens; this context of {self.capacity} takes 1 to {self.capacity - 1}"
+                f"the prompt has {len(prompt)} tokens; this context of {self.max_model_len} takes 1 to "
+                f"{self.max_model_len - 1}"
             )
-        most = longest_answer(max_new_tokens, self.capacity - len(prompt))
+        most = longest_answer(max_new_tokens, self.max_model_len - len(prompt))
         name = None if self.drafter is None else self._name
         request = Request(prompt=tuple(prompt), params=params, max_new_tokens=most, sequence=sequence, drafter=name)
         if self.drafter is not None:
@@ -139,7 +143,7 @@ class SpeculativeDecoder:
     def _answer(self, on_tokens: OnTokens | None) -> Generation:
         engine, generation = self._engine, Generation([])
         before, begin = dict(engine.stats.seconds), time.perf_counter()
-        prefilled, told = begin, 0.0
+        prefilled, drafter_prefill = begin, 0.0
         while engine.is_busy:
             for update in engine.step():
                 if not generation.tokens:
@@ -148,11 +152,11 @@ class SpeculativeDecoder:
                 if on_tokens is not None:
                     on_tokens(update.tokens, update.num_accepted)
             if generation.num_cycles <= 1:  # sending the prompt to the drafter counts as prefill
-                told = engine.stats.seconds["tell"] - before["tell"]
+                drafter_prefill = engine.stats.seconds["prefill_drafter"] - before["prefill_drafter"]
         end = time.perf_counter()
-        generation.prefill_seconds = prefilled - begin + told
-        generation.seconds = end - prefilled - told
+        generation.prefill_seconds = prefilled - begin + drafter_prefill
+        generation.seconds = end - prefilled - drafter_prefill
         spent = {phase: seconds - before[phase] for phase, seconds in engine.stats.seconds.items()}
-        spent["observe"] += spent["tell"] - told
-        generation.phases = {phase: spent[phase] for phase in PHASES}
+        spent["observe"] += spent["prefill_drafter"] - drafter_prefill
+        generation.phases = {phase: spent[phase] for phase in CYCLE_PHASES}
         return generation

@@ -14,7 +14,7 @@ from moray.activations.format.manifest import Manifest, read_manifest
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
 from moray.activations.maintenance.configs import VerifyConfig
-from moray.activations.planning.growth import stored_columns
+from moray.activations.planning.adding import stored_columns
 from moray.batch import TapNeeds
 from moray.commands import load_command
 from moray.config import validate
@@ -237,8 +237,8 @@ def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
     from read_back import stream_batches
 
     from moray.activations.capture.extend import ShardExtender
+    from moray.activations.planning.adding import begin_addition
     from moray.activations.planning.cache_spec import CacheSpec
-    from moray.activations.planning.growth import begin_growth
     from moray.activations.reading.epochs import plan_epoch
     from moray.cluster.caching.compact import compact
     from moray.targets.model import Target
@@ -247,7 +247,7 @@ def test_between_two_runs_the_cache_is_the_old_one_and_says_how_to_go_on(
     old = read_manifest(store)
     target = TargetConfig(model=str(tiny_target))
     plan = CacheSpec.of(target, ChatsConfig(path=str(chats_file)), config).plan()
-    begin_growth(store, plan, ["kv.00", "hidden.-4"])
+    begin_addition(store, plan, ["kv.00", "hidden.-4"])
     extender = ShardExtender(Target.load(target), store, config)
     done, cut, *others = sorted(old.shards)
     extender.extend(done)

@@ -17,9 +17,9 @@ from moray.bench.specbench import Question
 from moray.bench.summary import slower_than_plain, summarise
 from moray.config import validate
 from moray.decoding.engine import engine as engine_module
+from moray.decoding.generation import Generation
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling.accept import Accepted, accept, by_rule
-from moray.decoding.stats import Generation
 from moray.errors import ConfigError, LosslessError
 from moray.targets.model import Target
 from moray.targets.spec import TargetConfig

@@ -11,9 +11,9 @@ from tiny_drafters import DRAFTERS
 from moray.bench.answers import AnsweredTurn, MethodAnswer
 from moray.bench.reports.wording import percent, times
 from moray.config import validate
+from moray.decoding.generation import Generation, tau
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.stats import Generation, tau
 from moray.errors import ConfigError, DataError
 from moray.provenance import write_json_atomically
 from moray.trees.shapes import AdaptiveShape, ChainShape, DynamicShape, FixedShape

@@ -11,9 +11,9 @@ from tiny_targets import load_target, save_chat_target
 
 from moray.bench.configs import StalenessConfig
 from moray.config import validate
-from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.generate import SpeculativeDecoder, runner_for
+from moray.decoding.observed import taps_of_text
 from moray.decoding.params import SamplingParams
-from moray.decoding.session import TargetSession
 from moray.errors import ConfigError, DataError
 from moray.trees.shapes import ChainShape
 from pipelines.benchmarks.staleness import Answer, LateDrafter, benchmark_staleness, print_staleness
@@ -45,7 +45,7 @@ def drafter(request, tiny, answer):
 
 
 def test_without_lag_the_counts_are_those_of_decoding(tiny, drafter, answer):
-    late = LateDrafter(TargetSession(tiny.target, CAPACITY), drafter, DEPTH, 4)
+    late = LateDrafter(runner_for(tiny.target, CAPACITY, 0), drafter, DEPTH, 4)
     late.take(answer)
     late.count(4)  # what was counted before leaves nothing behind
     late.take(answer)
@@ -61,13 +61,13 @@ def test_without_lag_the_counts_are_those_of_decoding(tiny, drafter, answer):
 @pytest.mark.parametrize("lag", [1, 4])
 def test_with_a_lag_the_last_tokens_have_no_memory(tiny, drafter, answer, lag):
     """The same by states that are made anew for every root, and led level by level to it."""
-    session = TargetSession(tiny.target, CAPACITY)
-    late = LateDrafter(session, drafter, DEPTH, lag)
+    runner = runner_for(tiny.target, CAPACITY, 0)
+    late = LateDrafter(runner, drafter, DEPTH, lag)
     late.take(answer)
     text, wanted, root = torch.tensor(answer.prompt + answer.tokens), [], len(answer.prompt)
     memory = {}
-    session.begin(drafter.observed)
-    session.prefill(text[:-1].tolist(), lambda _, taps: memory.update(drafter.observe(taps)))
+    for _, taps in taps_of_text(runner, text[:-1].tolist(), drafter.observed):
+        memory.update(drafter.observe(taps))
     with torch.inference_mode():
         while root + DEPTH < len(text):
             state = drafter.new_state(CAPACITY, DEPTH + lag)
@@ -130,4 +130,4 @@ def test_what_cannot_be_measured_is_refused(settings):
 def test_heads_that_are_too_few_are_named(tiny):
     drafter = build(tiny, VARIANTS["medusa-0"])
     with pytest.raises(ConfigError, match="a medusa, which drafts 6 levels; depth 3 and a lag of 4 need 7"):
-        LateDrafter(TargetSession(tiny.target, CAPACITY), drafter, DEPTH, 4)
+        LateDrafter(runner_for(tiny.target, CAPACITY, 0), drafter, DEPTH, 4)

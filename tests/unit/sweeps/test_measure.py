@@ -1,7 +1,7 @@
 """Of several rounds over the same prompts, each prompt's fastest answer counts, method by method."""
 
 from moray.bench.runner import Asked, Measurement, Method
-from moray.decoding.stats import Generation
+from moray.decoding.generation import Generation
 from sweeps.trainings.measure import fastest
 
 

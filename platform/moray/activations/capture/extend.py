@@ -12,7 +12,7 @@ from moray.activations.format.row_groups import checked_row_groups, shard_writer
 from moray.activations.format.schema import CacheConfig, Column, read_description, shard_schema
 from moray.activations.format.shard_info import ShardInfo
 from moray.activations.format.store import CacheStore
-from moray.activations.planning.growth import NEXT, finish_replaced
+from moray.activations.planning.adding import NEXT, finish_replaced
 from moray.activations.planning.shards import only_columns, tap_columns
 from moray.errors import DataError
 from moray.targets.model import Target

@@ -14,7 +14,7 @@ from moray.activations.format.records import PlanRecord
 from moray.activations.format.scan import CacheScan, find_parts, scan
 from moray.activations.format.schema import read_description
 from moray.activations.format.store import CacheStore
-from moray.activations.planning.growth import unfinished_growth
+from moray.activations.planning.adding import unfinished_addition
 from moray.errors import DamagedError, DataError, UnreachableError
 
 
@@ -112,7 +112,7 @@ def _check_manifest(store: CacheStore, found: CacheScan, findings: Findings) -> 
     except DamagedError as error:
         findings.other.append(str(error).partition(";")[0])
         return
-    growing = unfinished_growth(store)
+    growing = unfinished_addition(store)
     if growing is not None:
         findings.other.append(growing)
     elif plan is not None and plan.values != manifest.plan.values:

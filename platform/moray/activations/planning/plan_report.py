@@ -11,8 +11,8 @@ from moray.activations.format.disk_space import DiskSpace, size_text
 from moray.activations.format.scan import scan
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
+from moray.activations.planning.adding import columns_to_add, plan_addition
 from moray.activations.planning.cache_spec import CacheSpec
-from moray.activations.planning.growth import columns_to_add, plan_growth
 from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import (
     Choice,
@@ -80,7 +80,7 @@ def _growth_lines(
 ) -> list[str]:
     """What adding columns to the cache that is there takes: by shards, which say how many tokens there are."""
     found = scan(store).counting
-    growth = plan_growth(store, wanted.plan(), added, found)
+    growth = plan_addition(store, wanted.plan(), added, found)
     hours = replace(plan, workload=replace(plan.workload, tokens=growth.tokens_left)).hours(workers.num_targets)
     takes = "" if hours is None else f", {hours:.1f} hours" if hours >= 1 else f", {hours * 60:.0f} minutes"
     return [f"the cache that is there is kept and grows: {growth.announcement}{takes}"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from moray.activations.format.decode import TapDecoder
 from moray.activations.format.schema import Column, hidden_column, kv_column
 from moray.activations.format.store import CacheStore
-from moray.activations.planning.growth import command_to_add
+from moray.activations.planning.adding import command_to_add
 from moray.activations.planning.shards import listed
 from moray.batch import DataShardBatch, TapNeeds, Taps, TrainBatch
 from moray.errors import DataError

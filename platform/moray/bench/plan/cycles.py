@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from moray.decoding.device import synchronise
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.params import SamplingParams
 from moray.decoding.request import Request, RequestOutput
-from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.targets.model import Target

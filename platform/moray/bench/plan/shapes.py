@@ -14,11 +14,11 @@ from moray.bench.plan.configs import ShapesConfig
 from moray.bench.plan.page import write_shapes_page
 from moray.bench.plan.shape_grid import block_parameters, break_even_tau, fit_line, grid_of, name_of
 from moray.bench.recording import check_writable, record
+from moray.decoding.device import synchronise
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling.batched_select import picks_of
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
 from moray.drafters.configs import IndependentConfig
 from moray.drafters.loading import build_untrained_drafter

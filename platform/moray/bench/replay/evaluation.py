@@ -22,10 +22,10 @@ from moray.bench.replay.recorded import HeadOfText, RecordedRunner, RecordedTarg
 from moray.bench.reports.wording import number
 from moray.config import validate
 from moray.decoding.generate import SpeculativeDecoder
+from moray.decoding.generation import Generation, acceptance_by_position, tau
 from moray.decoding.planning.fitting import fit_shape, is_too_deep
 from moray.decoding.sampling.accept import Accept, is_by_choice
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.stats import Generation, acceptance_by_position, tau
 from moray.drafters.base import Drafter
 from moray.drafters.configs import TrainedConfig
 from moray.drafters.loading import build_drafters

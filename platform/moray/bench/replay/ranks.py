@@ -25,8 +25,8 @@ from torch import Tensor
 
 from moray.bench.replay.chains import ChainMatches
 from moray.bench.replay.recorded import RecordedText
+from moray.decoding.generation import Generation
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.stats import Generation
 from moray.drafters.base import Drafter
 from moray.trees.shapes import ChainShape, FixedShape, SparseShape
 

@@ -30,8 +30,8 @@ from moray.bench.replay.log import (
 from moray.bench.specbench import read_questions
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.engine import Engine
+from moray.decoding.generation import Generation
 from moray.decoding.request import Request
-from moray.decoding.stats import Generation
 from moray.errors import MismatchError
 from moray.progress import Progress
 from moray.targets.head import TargetHead

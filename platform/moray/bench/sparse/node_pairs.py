@@ -106,7 +106,7 @@ def collect_pairs(
     """Answer prompts greedily until there are `num_nodes` nodes, or no more prompts."""
     recorder, pairs = _Recorder(layer), DraftPairs()
     decoder = SpeculativeDecoder(target, drafter, shape, selector=recorder)
-    room = decoder.capacity - max_new_tokens
+    room = decoder.max_model_len - max_new_tokens
     with Progress("draft", num_nodes, unit="nodes") as progress:
         for index, prompt in enumerate(prompts):
             if pairs.num_nodes >= num_nodes:

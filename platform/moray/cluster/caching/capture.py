@@ -17,8 +17,8 @@ from moray.activations.format.records import PlanRecord
 from moray.activations.format.scan import CacheScan, find_parts, remove_damaged, scan
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
+from moray.activations.planning.adding import columns_to_add, end_addition, extended_plan, finish_replaced
 from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, CacheSpec
-from moray.activations.planning.growth import columns_to_add, end_growth, finish_replaced, grown_plan
 from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import check_fits, count_work, forecast
 from moray.cluster.caching.calibration import calibration, forget_calibration
@@ -54,7 +54,7 @@ def cache_activations(
         found = scan(store)
         remove_damaged(store, found)
         if not added and (whole := _whole_manifest(store, wanted, found)) is not None:
-            end_growth(store, wanted.plan())
+            end_addition(store, wanted.plan())
             return whole
         with own_errors():
             counts = tokenise(store, target, wanted.chunks, chats.max_bad_rows, wanted.max_length, capture)
@@ -64,10 +64,10 @@ def cache_activations(
             _check_and_announce(store, wanted, planned, capture, goal)
             _run_target(store, target, cache, capture, planned)
         if added:
-            _replace_plan(store, grown_plan(store, wanted.plan()))
+            _replace_plan(store, extended_plan(store, wanted.plan()))
         store.clear_temporary()  # left by target replicas that died
         manifest = write_manifest(store, counts)
-        end_growth(store, wanted.plan())
+        end_addition(store, wanted.plan())
         return manifest
 
 

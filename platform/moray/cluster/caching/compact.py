@@ -9,7 +9,7 @@ from moray.activations.format.scan import scan
 from moray.activations.format.schema import bytes_per_token
 from moray.activations.format.store import CacheStore
 from moray.activations.maintenance.compact import join, plan_compaction, remove_superseded
-from moray.activations.planning.growth import refuse_while_growing
+from moray.activations.planning.adding import refuse_while_adding
 from moray.cluster.caching.rows import Batch, GroupRow, JoinedRow, batch_of, dataset_of, rows_from, rows_of
 from moray.cluster.errors import own_errors
 from moray.errors import DamagedError
@@ -33,7 +33,7 @@ def compact(output: str, shard_mib: int | None, num_tasks: int) -> tuple[int, in
     """
     store = CacheStore(output)
     manifest = read_manifest(store)
-    refuse_while_growing(store)
+    refuse_while_adding(store)
     found = scan(store)
     before = len(manifest.shards)
     wanted = {name for info in manifest.shards.values() for name in info.planned}

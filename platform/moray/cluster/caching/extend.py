@@ -9,8 +9,8 @@ from moray.activations.capture.extend import ShardExtender
 from moray.activations.format.scan import scan
 from moray.activations.format.schema import CacheConfig
 from moray.activations.format.store import CacheStore
+from moray.activations.planning.adding import Addition, begin_addition, check_addition_fits, is_begun, plan_addition
 from moray.activations.planning.cache_spec import FORECAST_FILE, CachePlan, CacheSpec
-from moray.activations.planning.growth import Growth, begin_growth, check_growth_fits, is_begun, plan_growth
 from moray.activations.planning.measure import measure_disk_space
 from moray.activations.planning.plan import count_work, forecast
 from moray.cluster.caching.calibration import calibration, forget_calibration
@@ -43,11 +43,11 @@ def add_columns(
     """
     plan, found = wanted.plan(), scan(store)
     missing = sum(tokens for name, tokens in planned.tokens_of.items() if name not in found.planned)
-    growth = plan_growth(store, plan, added, found.counting, missing)
+    addition = plan_addition(store, plan, added, found.counting, missing)
     disk = measure_disk_space(store, wanted.cache)
-    num_targets = min(capture.num_targets, max(1, len(growth.shards)))
-    check_growth_fits(growth, replace(disk, reserve=disk.reserve + growth.largest * num_targets), store.uri)
-    goal.total = disk.written + growth.bytes
+    num_targets = min(capture.num_targets, max(1, len(addition.shards)))
+    check_addition_fits(addition, replace(disk, reserve=disk.reserve + addition.largest * num_targets), store.uri)
+    goal.total = disk.written + addition.bytes
     if not is_begun(store, plan, added):
         forget_calibration(store)  # of the old columns alone
         told = calibration(store, wanted, planned, capture)
@@ -55,9 +55,9 @@ def add_columns(
         whole = forecast(wanted.spec, wanted.cache, work, len(planned.shards))
         whole = replace(whole, tokens_per_second=told.tokens_per_second)
         store.write_json(FORECAST_FILE, whole.record(disk, capture.num_targets).values)
-        begin_growth(store, plan, added)
-    print(growth.announcement)
-    _extend_all(store, growth, wanted, capture)
+        begin_addition(store, plan, added)
+    print(addition.announcement)
+    _extend_all(store, addition, wanted, capture)
 
 
 class _ExtendActor:
@@ -79,8 +79,8 @@ class _ExtendActor:
                 yield from token_rows(self._extender.extend_in_batches(row.shard), num_batches)
 
 
-def _extend_all(store: CacheStore, growth: Growth, wanted: CacheSpec, capture: CaptureConfig) -> None:
-    rows = [ShardRow(name) for name in growth.shards]
+def _extend_all(store: CacheStore, addition: Addition, wanted: CacheSpec, capture: CaptureConfig) -> None:
+    rows = [ShardRow(name) for name in addition.shards]
     if not rows:
         return
     dataset = dataset_of(rows).map_batches(
@@ -91,7 +91,7 @@ def _extend_all(store: CacheStore, growth: Growth, wanted: CacheSpec, capture: C
         num_cpus=capture.cpus_per_target,
         num_gpus=capture.gpus_per_target,
     )
-    finished = growth.tokens - growth.tokens_left
-    with Progress("add columns", growth.tokens, done=finished, unit="tokens") as progress:
+    finished = addition.tokens - addition.tokens_left
+    with Progress("add columns", addition.tokens, done=finished, unit="tokens") as progress:
         for row in rows_from(dataset, TokensRow):
             progress.advance(row.tokens)

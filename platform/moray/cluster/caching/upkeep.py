@@ -9,7 +9,7 @@ from pydantic import Field
 
 from moray.activations.format.schema import CacheConfig
 from moray.activations.maintenance.configs import VerifyConfig
-from moray.activations.planning.growth import override_words
+from moray.activations.planning.adding import override_words
 from moray.cluster.caching.configs import CaptureConfig
 from moray.cluster.configs import RayConfig
 from moray.commands import AnyConfig, Command

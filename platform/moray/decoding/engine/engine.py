@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from moray.decoding.device import synchronise
 from moray.decoding.engine.config import EngineConfig
 from moray.decoding.engine.draft_scheduler import (
     DraftScheduler,
@@ -32,14 +33,13 @@ from moray.decoding.engine.outputs import emit, tree_of
 from moray.decoding.engine.paced import ClientMemory, Offer, PacedSequences, can_join
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.engine.scheduler import Scheduler, longest_sequence
-from moray.decoding.engine.sequence import EngineSequence, check_request, ending_of
+from moray.decoding.engine.sequence import EngineSequence, check_request, stop_checker_of
 from moray.decoding.engine.stats import EngineStats
 from moray.decoding.planning.measuring import measure_costs
 from moray.decoding.request import Request, RequestOutput
 from moray.decoding.sampling.accept import Accepted, AcceptRows, accept_rows
 from moray.decoding.sampling.logits_processors import adjust
 from moray.decoding.sampling.stop import Decode, StopChecker
-from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
 from moray.errors import DataError
 from moray.targets.model import Target, TargetOutput
@@ -134,8 +134,8 @@ class Engine:
             if isinstance(shape, AdaptiveShape) and controller.needs_costs:
                 controller.set_costs(measure_costs(self.target, drafters[name], shape, self.config.max_num_seqs))
 
-    def submit(self, request: Request, ending: StopChecker | None = None) -> int:
-        """Queue a request and return its number. `ending` overrides what the request says about where the answer ends.
+    def submit(self, request: Request, stop_checker: StopChecker | None = None) -> int:
+        """Queue a request and return its number. `stop_checker` replaces the one that the request asks for.
 
         Raises:
             DataError: says what in the request cannot be served.
@@ -143,7 +143,7 @@ class Engine:
         if request.drafter and request.drafter not in self.draft_schedulers:
             known = ", ".join(self.draft_schedulers) or "none"
             raise DataError(f"drafter is '{request.drafter}'; there are {known}: name one, or None")
-        sequence = self._new_sequence(request, ending)
+        sequence = self._new_sequence(request, stop_checker)
         if request.drafter is not None:
             name = request.drafter or next(iter(self.draft_schedulers), "")
             sequence.draft_scheduler = self.draft_schedulers.get(name)
@@ -178,7 +178,7 @@ class Engine:
         """
         self._paced.offer(self._scheduler.decoding, number, offer)
 
-    def _new_sequence(self, request: Request, ending: StopChecker | None) -> EngineSequence:
+    def _new_sequence(self, request: Request, stop_checker: StopChecker | None) -> EngineSequence:
         """Check a request and number it.
 
         Raises:
@@ -187,12 +187,12 @@ class Engine:
         check_request(request, self.target.spec.vocab_size, self.max_model_len)
         number = self._num_submitted
         self._num_submitted += 1
-        ending = ending or ending_of(request, self._eos_ids, self._decode)
-        return EngineSequence(number, request, self.target.spec.vocab_size, self.target.device, ending)
+        checker = stop_checker or stop_checker_of(request, self._eos_ids, self._decode)
+        return EngineSequence(number, request, self.target.spec.vocab_size, self.target.device, checker)
 
     def _queue(self, sequence: EngineSequence) -> None:
-        if sequence.ending.finish_reason is not None:
-            self._updates.append(RequestOutput(sequence.number, [], finish_reason=sequence.ending.finish_reason))
+        if (reason := sequence.stop_checker.finish_reason) is not None:
+            self._updates.append(RequestOutput(sequence.number, [], finish_reason=reason))
         else:
             self._scheduler.waiting.append(sequence)
 
@@ -200,10 +200,9 @@ class Engine:
         """Forget a sequence, whatever its state, and its outputs that no step has returned yet; no effect if it has
         ended."""
         self._updates = [update for update in self._updates if update.number != number]
-        waiting = self._scheduler.waiting
-        for sequence in waiting:
+        for sequence in self._scheduler.waiting:
             if sequence.number == number:
-                waiting.remove(sequence)
+                self._scheduler.waiting.remove(sequence)
                 return
         if any(sequence.number == number for sequence in self._scheduler.active):
             self._release({number})
@@ -291,7 +290,7 @@ class Engine:
             last = torch.stack([output.last[row, counts[row] - 1] for row in ready])
             begun = [reading[row] for row in ready]
             self._begin(begun, self.target.logits(last))
-            self._release({s.number for s in begun if s.ending.finish_reason is not None})
+            self._release({s.number for s in begun if s.stop_checker.finish_reason is not None})
             self._scheduler.update_rows(begun={s.number for s in begun})
 
     def _join(self) -> None:
@@ -321,8 +320,8 @@ class Engine:
         chosen: list[Tensor] = []
         for row, sequence in enumerate(sequences):
             own = logits[row : row + 1]
-            if sequence.adjustment.is_needed:
-                own = sequence.adjustment.apply(own, None)
+            if sequence.processors.is_needed:
+                own = sequence.processors.apply(own, None)
             chosen.append(sequence.sampler.choose(own, len(sequence.tokens)))
         for row, (sequence, token) in enumerate(zip(sequences, torch.cat(chosen).tolist(), strict=True)):
             first = emit(sequence, Accepted([], [], token), None, logits[row : row + 1], self.stats)
@@ -360,7 +359,8 @@ class Engine:
         record_cycle(self.draft_schedulers.values(), running, trees, phases)
         for sequence in self._scheduler.starting:
             sequence.num_passed_over += 1
-        self._request_drafts([row for row in rows if running[row - rows.start].ending.finish_reason is None], len(rows))
+        going_on = [row for row in rows if running[row - rows.start].stop_checker.finish_reason is None]
+        self._request_drafts(going_on, len(rows))
 
     def _request_drafts(self, rows: Collection[int], num_rows: int) -> None:
         """Start the drafts of some rows, for a pass over `num_rows`."""
@@ -386,7 +386,7 @@ class Engine:
         begins: list[int],
     ) -> list[Accepted]:
         """Apply each request's penalties and biases to the target's logits, then the acceptance rule."""
-        logits = adjust(logits, [sequence.adjustment for sequence in sequences], trees)
+        logits = adjust(logits, [sequence.processors for sequence in sequences], trees)
         return self._accept_rows(trees, logits, [sequence.sampler for sequence in sequences], begins)
 
     def _note(

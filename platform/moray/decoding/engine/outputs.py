@@ -30,9 +30,9 @@ def emit(
         paced: what the sequence's client gets besides the tokens, if it runs the drafter.
     """
     draft, sequence.draft = sequence.draft, None  # do not keep its distributions, which are large
-    emitted = sequence.ending.cut([*result.tokens, result.next_token])
+    emitted = sequence.stop_checker.cut([*result.tokens, result.next_token])
     sequence.tokens += emitted
-    sequence.adjustment.emit(emitted)
+    sequence.processors.emit(emitted)
     if tree is not None:
         num_accepted = min(len(result.path), len(emitted))  # those that are in the answer
         drafted = tree if draft is None else draft.tree
@@ -51,7 +51,7 @@ def emit(
         num_nodes=0 if tree is None else tree.num_nodes - 1,
         num_target_layers=0 if draft is None else draft.num_target_layers,
         rejected=result.rejected,
-        finish_reason=sequence.ending.finish_reason,
+        finish_reason=sequence.stop_checker.finish_reason,
         logprobs=logprobs,
         paced=paced,
     )

@@ -173,7 +173,7 @@ class PacedSequences:
     def void_offers(self, sequence: EngineSequence) -> list[RequestOutput]:
         """Drop the offers that do not continue a sequence, and say so."""
         pace = sequence.pace
-        if pace is None or sequence.ending.finish_reason is not None:
+        if pace is None or sequence.stop_checker.finish_reason is not None:
             return []
         return [
             RequestOutput(sequence.number, [], paced=PacedOutput(pace.num_told, 0, seq=offer.seq, is_void=True))
@@ -239,7 +239,7 @@ def _tail_of(row: int, pace: Pace, num_new: int) -> tuple[TailPiece, ...]:
 
 def can_join(sequence: EngineSequence) -> bool:
     """Whether a paced sequence takes part in the next cycle."""
-    return sequence.pace is not None and bool(sequence.pace.offers or sequence.ending.finish_reason)
+    return sequence.pace is not None and bool(sequence.pace.offers or sequence.stop_checker.finish_reason)
 
 
 def _drop_known(sequence: EngineSequence) -> None:

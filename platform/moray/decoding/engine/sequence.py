@@ -28,13 +28,13 @@ class EngineSequence:
         request: Request,
         vocab_size: int,
         device: torch.device,
-        ending: StopChecker,
+        stop_checker: StopChecker,
     ) -> None:
         self.number = number
         self.request = request
         self.sampler = Sampler(request.params, vocab_size, device, request.sequence)
-        self.ending = ending
-        self.adjustment = LogitsProcessors(request, vocab_size, device)
+        self.stop_checker = stop_checker
+        self.processors = LogitsProcessors(request, vocab_size, device)
         self.tokens = [*request.prompt, *request.generated]
         """Prompt and answer."""
         self.num_read = 0
@@ -53,8 +53,8 @@ class EngineSequence:
         """Scheduler of the source that drafts for it; None for plain decoding."""
         self.pace: Pace | None = None
         """What its client offers, if a client drafts for it (see `decoding.engine.paced`)."""
-        self.ending.cut([*request.generated])
-        self.adjustment.emit(request.generated)
+        self.stop_checker.cut([*request.generated])
+        self.processors.emit(request.generated)
 
     @property
     def length(self) -> int:
@@ -90,7 +90,7 @@ class EngineSequence:
         return kept[:count]
 
 
-def ending_of(request: Request, eos_ids: Collection[int], decode: Decode | None) -> StopChecker:
+def stop_checker_of(request: Request, eos_ids: Collection[int], decode: Decode | None) -> StopChecker:
     """Create the check of where the answer to a request ends.
 
     Raises:

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-PHASES = ("admit", "prefill", "tell", "propose", "verify", "accept", "commit", "observe")
-"""Keys of `EngineStats.seconds`. "observe" and "tell" both send verified tokens to drafters: "observe" those of the
-last cycles, "tell" a whole prompt or the backlog of a long pause."""
+CYCLE_PHASES = ("propose", "verify", "accept", "commit", "observe")
+"""What a cycle consists of."""
+PHASES = ("admit", "prefill", "prefill_drafter", *CYCLE_PHASES)
+"""Keys of `EngineStats.seconds`. "observe" and "prefill_drafter" both send verified tokens to drafters: "observe" those
+of the last cycles, "prefill_drafter" a whole prompt or the backlog of a long pause."""
 
 
 @dataclass

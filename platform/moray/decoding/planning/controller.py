@@ -21,6 +21,7 @@ from moray.decoding.planning.costs import CostTable
 from moray.decoding.planning.cycle_costs import CycleCosts
 from moray.decoding.planning.draft_yield import DraftYield
 from moray.decoding.planning.loss_budget import LossBudget
+from moray.decoding.planning.node_budget import best_node_count
 from moray.decoding.planning.probing import Probing
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
 
@@ -77,9 +78,9 @@ class SpeculationController:
         return bool(self._plans) and self._costs.table is None
 
     @property
-    def is_trying(self) -> bool:
-        """Whether a trial after a pause is under way, for which `NUM_TRIED` sequences draft."""
-        return self._probing.is_trying
+    def is_probing(self) -> bool:
+        """Whether a trial after a pause is under way, for which `NUM_PROBES` sequences draft."""
+        return self._probing.is_probing
 
     # --- The choice ---
 
@@ -152,26 +153,16 @@ class SpeculationController:
     def nodes_worth_verifying(self, plan: DraftPlan, log_probs: Sequence[Sequence[float]], num_rows: int) -> int:
         """How many of each drafted tree's best nodes to verify.
 
-        If the drafter is well calibrated, the expected number of accepted nodes is the sum of their probabilities; the
-        running ratio of accepted to promised nodes corrects it. All trees get the same number, because a pass takes as
-        long as if all of its trees were as large as the largest.
-
         Args:
             plan: plan of the drafts.
             log_probs: cumulative log-probabilities of the nodes of each tree, best first.
             num_rows: sequences in the pass, with and without drafts.
         """
-        trust = self._yield.trust
-        best, best_rate, total = 1, 0.0, 0.0
-        for count in range(1, max(map(len, log_probs)) + 1):
-            total += sum(math.exp(own[count - 1]) for own in log_probs if count <= len(own))
-            seconds = self._costs.cycle_seconds(
-                num_rows, len(log_probs), count, plan.shape.depth, plan.num_target_layers
-            )
-            rate = (num_rows + trust * total) / seconds
-            if rate > best_rate:
-                best, best_rate = count, rate
-        return best
+
+        def seconds_of(count: int) -> float:
+            return self._costs.cycle_seconds(num_rows, len(log_probs), count, plan.shape.depth, plan.num_target_layers)
+
+        return best_node_count(log_probs, num_rows, self._yield.trust, seconds_of)
 
     # --- Times of cycles ---
 
@@ -227,7 +218,7 @@ class SpeculationController:
     def _is_partial_trial(self, num_drafted: int, num_rows: int) -> bool:
         """Whether a trial drafts for only a few of many sequences: its time says nothing about drafting for all of
         them."""
-        return self.is_trying and num_drafted < num_rows
+        return self.is_probing and num_drafted < num_rows
 
     # --- Results of drafts ---
 

@@ -9,12 +9,12 @@ from itertools import islice
 import torch
 
 from moray.batch import TapNeeds, Taps
+from moray.decoding.device import synchronise
 from moray.decoding.engine.draft_source import DraftJob, LocalDrafts
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.params import SamplingParams
 from moray.decoding.planning.costs import Costs, CostTable, ascending, growing_sizes
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.session import synchronise
 from moray.drafters.base import Drafter
 from moray.targets.model import Target
 from moray.trees.shapes import AdaptiveShape, GrowableShape

@@ -12,7 +12,7 @@ _MAX_FAILED_TRIALS = 5
 _PATIENCE_PER_ROW = 16
 """Failed trials lengthen a pause at most by this factor per sequence, because a trial with more sequences costs more.
 So a sequence that is alone again does not wait as long as many did."""
-NUM_TRIED = 4
+NUM_PROBES = 4
 """Number of drafts in a trial of whether drafts are accepted again, if there are that many sequences."""
 PROBE_CYCLES = 32
 """Cycles without a draft before a probe. Each probe doubles the wait for the next one, unless it was far cheaper than
@@ -33,8 +33,8 @@ class Probing:
         """Cycles without drafts before the next probe."""
 
     @property
-    def is_trying(self) -> bool:
-        """Whether a trial after a pause is under way, for which `NUM_TRIED` sequences draft."""
+    def is_probing(self) -> bool:
+        """Whether a trial after a pause is under way, for which `NUM_PROBES` sequences draft."""
         return self._num_tried < self._num_to_try
 
     def takes_probe(self) -> bool:
@@ -67,7 +67,7 @@ class Probing:
         is_proven = self._num_drafted >= _PROVEN_CYCLES
         self._num_failed_trials = 0 if is_proven else min(self._num_failed_trials + 1, _MAX_FAILED_TRIALS)
         self._num_drafted = self._num_idle = self._num_tried = 0
-        self._num_to_try = min(NUM_TRIED, num_rows)
+        self._num_to_try = min(NUM_PROBES, num_rows)
         return True
 
     def record_idle(self, num_rows: int) -> bool:

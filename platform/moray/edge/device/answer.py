@@ -7,16 +7,19 @@ from typing import Literal
 from moray.decoding.remote.ahead import Ahead
 from moray.decoding.request import Request
 from moray.edge.messages import Verify, Welcome
+from moray.trees.ranking import Pruned
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A draft whose depth was chosen, and whose answer is timed."""
+class TimedDraft:
+    """A draft that was made after an answer and not ahead of it, so that its own answer is timed."""
 
     seq: int
     num_levels: int
     num_target_layers: int
     sent_at: float
+    pruned: Pruned | None
+    """What of it was sent; None for all of it."""
 
 
 class EdgeAnswer:
@@ -42,8 +45,8 @@ class EdgeAnswer:
         self.last_stale_seq = -1
         """Answers to drafts up to this one may have waited for a connection: they say nothing about its speed."""
         self.under_way: deque[Verify] = deque()
-        self.planned: Planned | None = None
-        """The last draft that was made after an answer, not ahead of it."""
+        self.timed: TimedDraft | None = None
+        """The last one."""
 
     @property
     def index(self) -> int:

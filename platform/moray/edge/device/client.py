@@ -17,9 +17,9 @@ from moray.decoding.remote.ahead import Ahead
 from moray.decoding.request import Request
 from moray.edge.codec import BYTES, decode
 from moray.edge.config import EdgeConfig
-from moray.edge.device.answer import EdgeAnswer, Planned
+from moray.edge.device.answer import EdgeAnswer, TimedDraft
 from moray.edge.device.bandwidth import Bandwidth
-from moray.edge.device.channel import WAIT_SECONDS, Channel, SessionGoneError, TryLaterError
+from moray.edge.device.connection import WAIT_SECONDS, ServerConnection, SessionLostError, TryLaterError
 from moray.edge.device.drafting import DeviceDrafter
 from moray.edge.device.events import (
     EdgeEvent,
@@ -93,7 +93,7 @@ class EdgeClient:
                     link = yield from self._connect(answer, pool)
                 received, pause = answer.received, 0.0
                 try:
-                    yield from self._online(answer, self._channel(link), is_known=is_known)
+                    yield from self._online(answer, self._over(link), is_known=is_known)
                 except UnreachableError as error:
                     self.stats.num_cuts += 1
                     yield self._offline(answer, error)
@@ -165,10 +165,10 @@ class EdgeClient:
 
     # --- Online ---
 
-    def _channel(self, link: Link) -> Channel:
-        return Channel(link, self.stats, self._config.offline_after_seconds)
+    def _over(self, link: Link) -> ServerConnection:
+        return ServerConnection(link, self.stats, self._config.offline_after_seconds)
 
-    def _online(self, answer: EdgeAnswer, link: Channel, *, is_known: bool) -> Iterator[EdgeEvent]:
+    def _online(self, answer: EdgeAnswer, link: ServerConnection, *, is_known: bool) -> Iterator[EdgeEvent]:
         """Decode over one connection until the answer ends; `is_known` says whether the server has had our `Hello`."""
         self._begin(answer, link, is_known=is_known)
         yield LinkChanged(LinkState.ONLINE)
@@ -199,9 +199,9 @@ class EdgeClient:
                 if drafted is not None:
                     yield drafted
 
-    def _begin(self, answer: EdgeAnswer, link: Channel, *, is_known: bool) -> None:
+    def _begin(self, answer: EdgeAnswer, link: ServerConnection, *, is_known: bool) -> None:
         """Open the session, or take it up again."""
-        answer.planned = None
+        answer.timed = None
         if not is_known:
             link.send(self._hello)
         if answer.welcome is None:  # without waiting for the welcome: a round trip less
@@ -228,7 +228,7 @@ class EdgeClient:
         link.send(Resume(session=session, token=token, received=answer.received))
         try:
             resumed = link.expect(Resumed)
-        except SessionGoneError as error:
+        except SessionLostError as error:
             answer.reopen()
             self.stats.num_reopened += 1
             raise UnreachableError(f"the session is gone: {error}") from None
@@ -237,7 +237,7 @@ class EdgeClient:
             if verify.seq > resumed.last_seq:
                 link.send(verify)
 
-    def _verify_next(self, answer: EdgeAnswer, link: Channel) -> None:
+    def _verify_next(self, answer: EdgeAnswer, link: ServerConnection) -> None:
         """Send what follows the last verified token: what was written alone, or a new draft."""
         assert answer.welcome is not None
         if answer.drafted:
@@ -249,9 +249,12 @@ class EdgeClient:
             self._verify(answer, link, [], ())
             return
         tree = self._drafter.draft(answer.tokens[-1], plan.shape, plan.num_target_layers)
+        pruned = self._planner.prune(tree, plan)
+        num_levels = tree.num_levels if pruned is None else pruned.tree.max_depth
+        tree = tree if pruned is None else pruned.tree
         tokens, parents = tree.tokens.tolist(), () if tree.is_chain else tuple(tree.parents.tolist())
         self._planner.record_draft(plan.shape.depth, self._clock() - began, plan.num_target_layers)
-        answer.planned = Planned(answer.next_seq, tree.num_levels, plan.num_target_layers, self._clock())
+        answer.timed = TimedDraft(answer.next_seq, num_levels, plan.num_target_layers, self._clock(), pruned)
         self._verify(answer, link, tokens, parents)
 
     def _plan(self) -> CyclePlan:
@@ -269,7 +272,7 @@ class EdgeClient:
             return None
         return self._drafter.ahead_of([*first.tokens], self._plan().shape.depth)
 
-    def _send_guess(self, answer: EdgeAnswer, link: Channel) -> None:
+    def _send_guess(self, answer: EdgeAnswer, link: ServerConnection) -> None:
         """Send what was drafted ahead: the server verifies it if the guess was right, and drops it otherwise."""
         chain = self._drafter.guess
         if chain is not None and len(answer.under_way) == 1:
@@ -277,7 +280,12 @@ class EdgeClient:
             self._verify(answer, link, [*chain], (), at=first.at + len(first.tokens))
 
     def _verify(
-        self, answer: EdgeAnswer, link: Channel, tokens: list[int], parents: tuple[int, ...], at: int | None = None
+        self,
+        answer: EdgeAnswer,
+        link: ServerConnection,
+        tokens: list[int],
+        parents: tuple[int, ...],
+        at: int | None = None,
     ) -> None:
         at = len(answer.tokens) - 1 if at is None else at
         if self.ends_draft is not None and tokens:
@@ -285,7 +293,7 @@ class EdgeClient:
             tokens, parents = cut_draft(
                 answer.tokens[len(answer.request.prompt) : -1], tokens, parents, self.ends_draft
             )
-            answer.planned = answer.planned if len(tokens) == num_tokens else None
+            answer.timed = answer.timed if len(tokens) == num_tokens else None
         verify = Verify(
             seq=answer.next_seq,
             at=at,
@@ -301,7 +309,7 @@ class EdgeClient:
 
     # --- Messages ---
 
-    def _take_in(self, answer: EdgeAnswer, message: Verified, link: Channel) -> Iterator[EdgeEvent]:
+    def _take_in(self, answer: EdgeAnswer, message: Verified, link: ServerConnection) -> Iterator[EdgeEvent]:
         """Take in what the server has verified."""
         if message.index <= answer.received:
             return
@@ -324,21 +332,19 @@ class EdgeClient:
         self._learn(answer, message, link)
         if message.seq:
             self.stats.record(message.num_accepted, message.seconds)
-            planned = answer.planned
-            if planned is not None and planned.seq == message.seq:
-                elapsed, num_tail = self._clock() - planned.sent_at, sum(tail.num_tokens for tail in message.tail)
+            draft = answer.timed
+            if draft is not None and draft.seq == message.seq:
+                elapsed, num_tail = self._clock() - draft.sent_at, sum(tail.num_tokens for tail in message.tail)
                 self._planner.record_reply(
-                    planned.num_levels, message.num_accepted, elapsed, planned.num_target_layers, num_tail
+                    draft.num_levels, message.num_accepted, elapsed, draft.num_target_layers, num_tail, draft.pruned
                 )
-                self.stats.num_planned += 1
-                self.stats.num_levels += planned.num_levels
-                self.stats.num_layers += planned.num_target_layers
+                self.stats.record_draft(draft.num_levels, draft.num_target_layers)
         if message.tokens:
             answer.has_root = True
             yield from self._compare(answer, message)
         answer.finish_reason = message.finish_reason
 
-    def _learn(self, answer: EdgeAnswer, message: Verified, link: Channel) -> None:
+    def _learn(self, answer: EdgeAnswer, message: Verified, link: ServerConnection) -> None:
         end = message.begin + message.num_new
         if message.num_new and (message.begin != self._drafter.num_known or end > len(answer.tokens)):
             if message.finish_reason is not None:

@@ -1,48 +1,59 @@
-"""How deep to draft on a device, and with which N: what gives most expected tokens per second over the connection.
+"""What to draft on a device: the depth, N and nodes that give most expected tokens per second over the connection.
 
     tokens of a cycle     E = 1 + a_1 + a_1 a_2 + ...                    a_k: acceptance at level k with this N
-    seconds of a cycle    draft(k, N) + reply(k) + E * tail(N)
+    seconds of a cycle    draft(k, N) + reply(n) + E * tail(N)           n: nodes that are sent
 
 draft(k, N) is the time of drafting k levels, fitted as a line in k: some drafters make all levels at once.
-reply(k) is the time from sending a draft of k levels to its answer: round trip, wait at the server, the target's pass,
-and the transfer of memory. It is fitted to the latest cycles as a line in k, so nothing has to be known of the network.
+reply(n) is the time from sending a draft of n nodes to its answer: round trip, wait at the server, the target's pass,
+and the transfer of memory. It is fitted to the latest cycles as a line in n, so nothing has to be known of the network.
+Where the server's engine plans from costs that are measured at start-up (`decoding.planning.controller`), a device has
+only these two lines; acceptance, the yield of pruned trees and the choice of nodes are the same code.
 tail(N) is the transfer time of the keys and values of one token in the target's last N layers (see
 `edge.device.bandwidth`). Those that are missing before N can be used count as spread over the next cycles.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moray.decoding.planning.acceptance import Acceptance
+from moray.decoding.planning.draft_yield import DraftYield
+from moray.decoding.planning.node_budget import best_node_count
 from moray.edge.device.bandwidth import Bandwidth
+from moray.trees.ranking import Pruned, prune
 from moray.trees.shapes import AdaptiveShape, AnyShape, GrowableShape
+from moray.trees.tree import TokenTree
 
 _DECAY_REPLY, _DECAY_DRAFT = 0.9, 0.99
 """Factors on the weight of a cycle's times for every cycle after it: the network changes sooner than the drafter."""
 _DOUBT = 1e-3
-"""Added to the variance of the levels: while all drafts are equally deep, nothing is known of the slope."""
+"""Added to the variance of the sizes: while all drafts are equally large, nothing is known of the slope."""
 _SPREAD_CYCLES = 16
 """Cycles over which the cost of missing keys and values is spread."""
+_PROBE_EVERY = 16
+"""Of so many wide drafts, one is sent with half of its nodes: while all are equally large, their cost is not known."""
+_LEAST_SECONDS = 1e-6
+"""Time of a cycle while none was measured."""
 
 
 class _LineFit:
-    """seconds = base + slope * levels, fitted to the latest cycles; neither is negative."""
+    """seconds = base + slope * size, fitted to the latest cycles; neither is negative."""
 
     def __init__(self, decay: float, *, is_proportional: bool) -> None:
         """
         Args:
             decay: factor on the weight of a cycle for every cycle after it.
-            is_proportional: whether seconds are taken to be in proportion to the levels while all drafts are equally
-                deep; else they are taken not to depend on them.
+            is_proportional: whether seconds are taken to be in proportion to the size while all drafts are equally
+                large; else they are taken not to depend on it.
         """
         self._decay, self._is_proportional = decay, is_proportional
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
-    def add(self, levels: int, seconds: float) -> None:
-        for name, value in (("weight", 1), ("x", levels), ("y", seconds), ("xx", levels**2), ("xy", levels * seconds)):
+    def add(self, size: int, seconds: float) -> None:
+        for name, value in (("weight", 1), ("x", size), ("y", seconds), ("xx", size**2), ("xy", size * seconds)):
             setattr(self, f"_{name}", self._decay * getattr(self, f"_{name}") + value)
 
-    def at(self, levels: int) -> float:
+    def at(self, size: int) -> float:
         if not self._weight:
             return 0.0
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
@@ -50,7 +61,7 @@ class _LineFit:
         variance = max(0.0, self._xx / self._weight - mean_x**2)
         covariance = self._xy / self._weight - mean_x * mean_y
         slope = (covariance + _DOUBT * steepest * self._is_proportional) / (variance + _DOUBT)
-        return mean_y + min(max(0.0, slope), steepest) * (levels - mean_x)
+        return mean_y + min(max(0.0, slope), steepest) * (size - mean_x)
 
 
 @dataclass(frozen=True)
@@ -86,9 +97,34 @@ class CyclePlanner:
         self._layer_bytes = layer_bytes
         self._bandwidth = bandwidth or Bandwidth()
         self._acceptance = Acceptance(shape.depth, self._layer_counts)
+        self._yield = DraftYield()
+        self._num_pruned = -1
         self._reply = _LineFit(_DECAY_REPLY, is_proportional=False)
         self._drafts: dict[int, _LineFit] = {}
         """Times of drafting, by N."""
+
+    def prune(self, tree: TokenTree, plan: CyclePlan) -> Pruned | None:
+        """Reduce a draft to the nodes that are worth sending; None if all of it is to be sent, as it is unless the
+        shape is an adaptive one and wide.
+
+        Args:
+            tree: drafted by `plan`.
+            plan: the last one.
+        """
+        if not isinstance(self._shape, AdaptiveShape) or tree.scores is None:
+            return None
+        rest = self._seconds_of_draft(plan.num_target_layers, plan.shape.depth)
+
+        def choose(log_probs: list[list[float]]) -> int:
+            best = best_node_count(
+                log_probs, 1, self._yield.trust, lambda count: max(_LEAST_SECONDS, rest + self._reply.at(count))
+            )
+            return -(-best // 2) if self._num_pruned % _PROBE_EVERY == 1 else best
+
+        self._num_pruned += 1
+
+        (pruned,) = prune([tree], choose)
+        return pruned
 
     @property
     def max_nodes(self) -> int:
@@ -126,11 +162,17 @@ class CyclePlanner:
                 expected += survival
                 if depth not in depths:
                     continue
-                seconds = self._seconds_of_draft(count, depth) + self._reply.at(depth) + expected * tail + fetch
+                reply = self._reply.at(self._expected_nodes(depth))
+                seconds = self._seconds_of_draft(count, depth) + reply + expected * tail + fetch
                 rate = expected / seconds if seconds else expected
                 if rate > found[2]:
                     found = count, depth, rate
         return found
+
+    def _expected_nodes(self, depth: int) -> int:
+        """Nodes of a draft of so many levels that are sent, with as many per level as pruning kept recently."""
+        shape = self._shape.at(depth) if isinstance(self._shape, AdaptiveShape) else self._shape
+        return min(shape.num_nodes, math.ceil(depth * self._yield.nodes_per_level))
 
     def _seconds_of_draft(self, count: int, levels: int) -> float:
         """For an N that was not used yet, that of the next smaller one that was."""
@@ -145,7 +187,13 @@ class CyclePlanner:
             self._drafts[num_target_layers].add(levels, seconds)
 
     def record_reply(
-        self, levels: int, num_accepted: int, seconds: float, num_target_layers: int = 0, tail_tokens: int = 0
+        self,
+        levels: int,
+        num_accepted: int,
+        seconds: float,
+        num_target_layers: int = 0,
+        tail_tokens: int = 0,
+        pruned: Pruned | None = None,
     ) -> None:
         """Record the answer to a draft.
 
@@ -155,8 +203,12 @@ class CyclePlanner:
             seconds: since it was sent.
             num_target_layers: N that it was drafted with.
             tail_tokens: tokens whose keys and values came with the answer, over all of the target's last layers.
+            pruned: what of the draft was sent; None for all of it, with one node per level in a chain.
         """
+        nodes = 0 if pruned is None else pruned.tree.num_nodes - 1
         is_usual = tail_tokens <= max(self._layer_counts) * (levels + 1)  # else it made up for what was missing
         if is_usual:
-            self._reply.add(levels, max(0.0, seconds - self._bandwidth.seconds(tail_tokens * self._layer_bytes)))
+            transfer = self._bandwidth.seconds(tail_tokens * self._layer_bytes)
+            self._reply.add(nodes or self._expected_nodes(levels), max(0.0, seconds - transfer))
         self._acceptance.record(num_target_layers, levels, num_accepted)
+        self._yield.record_nodes(levels, nodes, num_accepted, 0.0 if pruned is None else pruned.promised)

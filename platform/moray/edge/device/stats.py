@@ -45,6 +45,12 @@ class EdgeStats:
         self.num_accepted += num_accepted
         self.target_seconds += seconds
 
+    def record_draft(self, num_levels: int, num_target_layers: int) -> None:
+        """Count a verified draft whose shape and N were chosen."""
+        self.num_planned += 1
+        self.num_levels += num_levels
+        self.num_layers += num_target_layers
+
     @property
     def tau(self) -> float:
         """Mean tokens per verified draft; 0 without one."""

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from moray.bench.replay.ranks import CHAIN, NOT_A_CANDIDATE, TokenRanks, num_children, picks_at
+from moray.decoding.generation import tau
 from moray.decoding.params import SamplingParams
 from moray.decoding.sampling.batched_select import picks_of
 from moray.decoding.sampling.sampler import Sampler
-from moray.decoding.stats import tau
 from moray.trees.shapes import ChainShape, FixedShape, SparseShape
 
 RANKS = [0, 0, 3, 0, 0, 0, 1]

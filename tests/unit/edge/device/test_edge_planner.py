@@ -1,11 +1,15 @@
 """What a device drafts: deeper on a slow connection, shallower where drafts are refused, with more of the target's
 last layers where the connection can carry them."""
 
+import math
 import random
+
+import torch
 
 from moray.edge.device.bandwidth import Bandwidth
 from moray.edge.device.planner import CyclePlanner
 from moray.trees.shapes import AdaptiveShape, FixedShape
+from moray.trees.tree import TokenTree, chain_of
 
 CHAIN = AdaptiveShape(type="adaptive", depth=8)
 
@@ -107,3 +111,49 @@ def test_the_time_of_a_byte_is_measured_through_jitter_and_queues():
     for _ in range(5):
         way.record(5e6, 0.0, 10)
     assert abs(way.seconds(1e6) - 0.4) < 0.1, "another clock, the same way"
+
+
+WIDE = AdaptiveShape(type="adaptive", depth=3, breadth=2, nodes=8)
+
+
+def tree_of_equal_levels() -> TokenTree:
+    """Seven nodes below a root: two per level with 0.6 and 0.3 of their parent's probability."""
+    parents = torch.tensor([-1, 0, 0, 1, 1, 3, 3])
+    depths = torch.tensor([0, 1, 1, 2, 2, 3, 3])
+    scores = torch.tensor([0.0, *(math.log(p) for p in (0.6, 0.3, 0.36, 0.18, 0.216, 0.108))])
+    ancestors = torch.eye(7, dtype=torch.bool)
+    for node in range(1, 7):
+        ancestors[node] |= ancestors[parents[node]]
+    return TokenTree(torch.arange(7), parents, depths, ancestors, 3, scores=scores)
+
+
+def num_sent(seconds_per_node: float, *, promises_too_much: bool = False) -> int:
+    """Nodes that are sent of a wide draft in the end, where each node takes so long on its way."""
+    planner, tree = CyclePlanner(WIDE), tree_of_equal_levels()
+    pruned = None
+    for _ in range(60):
+        plan = planner.plan()
+        pruned = planner.prune(tree, plan)
+        assert pruned is not None
+        nodes = pruned.tree.num_nodes - 1
+        planner.record_draft(plan.shape.depth, 0.004)
+        accepted = 0 if promises_too_much else min(2, pruned.tree.max_depth)
+        planner.record_reply(pruned.tree.max_depth, accepted, 0.02 + seconds_per_node * nodes, pruned=pruned)
+    assert pruned is not None
+    return pruned.tree.num_nodes - 1
+
+
+def test_a_wide_draft_is_pruned_to_the_nodes_that_are_worth_sending():
+    counts = [num_sent(seconds) for seconds in (0.0, 0.005, 0.1)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == 6
+    assert counts[-1] == 1
+    assert num_sent(0.005, promises_too_much=True) < counts[1]
+
+
+def test_chains_and_fixed_trees_are_sent_whole():
+    tree = tree_of_equal_levels()
+    fixed = CyclePlanner(FixedShape(type="fixed", branching=(2, 2)))
+    assert fixed.prune(tree, fixed.plan()) is None
+    chain = CyclePlanner(CHAIN)
+    assert chain.prune(chain_of(torch.arange(4)), chain.plan()) is None

@@ -44,15 +44,15 @@ def load(settings: Settings) -> tuple[str, Prepare]:
 
 
 def _decoder(
-    row: PeerRow, target: Target, tokenizer: ChatTokenizer, capacity: int, runner: TargetRunner
+    row: PeerRow, target: Target, tokenizer: ChatTokenizer, max_model_len: int, runner: TargetRunner
 ) -> SpeculativeDecoder:
     if row.drafter is None:
-        return SpeculativeDecoder(target, None, capacity=capacity, runner=runner)
+        return SpeculativeDecoder(target, None, max_model_len=max_model_len, runner=runner)
     entry = NgramConfig(type="ngram") if row.drafter == "prompt-lookup" else row.drafter
     (drafter,) = build_drafters((entry,), lambda num_layers: TargetHead.of(target, num_layers), tokenizer).values()
     chain = ChainShape(type="chain", depth=row.depth)
     shape = AdaptiveShape(type="adaptive", depth=row.depth) if row.adaptive else chain
-    return SpeculativeDecoder(target, drafter, shape, capacity, runner)
+    return SpeculativeDecoder(target, drafter, shape, max_model_len, runner)
 
 
 def _version() -> str:

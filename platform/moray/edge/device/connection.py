@@ -17,7 +17,7 @@ WAIT_SECONDS = 0.05
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
-class SessionGoneError(UnreachableError):
+class SessionLostError(UnreachableError):
     """The server does not know the session any more."""
 
 
@@ -29,7 +29,7 @@ class TryLaterError(UnreachableError):
         self.retry_seconds = retry_seconds
 
 
-class Channel:
+class ServerConnection:
     """A device's end of one connection."""
 
     def __init__(self, link: Link, stats: EdgeStats, offline_after_seconds: float) -> None:
@@ -134,7 +134,7 @@ def _refusal(message: Refused) -> Exception:
     if message.code in ("target", "text", "drafter", "version"):
         return MismatchError(message.message)
     if message.code in ("session", "token"):  # a restarted server does not know its tokens any more
-        return SessionGoneError(message.message)
+        return SessionLostError(message.message)
     if message.code in ("codec", "bad_message"):
         return DataError(message.message)
     return TryLaterError(message.message, message.retry_ms / 1000)

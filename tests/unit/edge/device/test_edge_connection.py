@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 
 from moray.decoding.remote.frames import pack_frame
-from moray.edge.device.channel import Channel, TryLaterError
+from moray.edge.device.connection import ServerConnection, TryLaterError
 from moray.edge.device.stats import EdgeStats
 from moray.edge.device.transport import Link
 from moray.edge.messages import Cancel, Resumed
@@ -49,6 +49,6 @@ class ClosedLink(Link):
 )
 def test_a_message_to_a_server_that_has_refused_raises_its_reason(frames, error, said):
     with pytest.raises(error, match=said):
-        Channel(ClosedLink(*frames), EdgeStats(), 10).send(Cancel())
+        ServerConnection(ClosedLink(*frames), EdgeStats(), 10).send(Cancel())
     with pytest.raises(error, match=said):
-        Channel(ClosedLink(*frames), EdgeStats(), 10).check_silence()
+        ServerConnection(ClosedLink(*frames), EdgeStats(), 10).check_silence()

@@ -85,7 +85,7 @@ def stored_columns(store: CacheStore, shard: str) -> dict[str, Column]:
 
 
 @dataclass(frozen=True)
-class Growth:
+class Addition:
     """What is left to do until every shard has the wanted columns."""
 
     added: list[str]
@@ -113,9 +113,9 @@ class Growth:
         return f"adding {listed(self.added)} to {shards} shards: {size_text(self.bytes)} more"
 
 
-def plan_growth(
+def plan_addition(
     store: CacheStore, plan: PlanRecord, added: list[str], shards: dict[str, ShardInfo], missing_tokens: int = 0
-) -> Growth:
+) -> Addition:
     """Look at every shard's schema, many at a time.
 
     Args:
@@ -141,19 +141,19 @@ def plan_growth(
         new = {column: wanted[column] for column in wanted if columns.get(column) != wanted[column]}
         num_bytes += shards[name].tokens * bytes_per_token(new)
     largest = max((info.tokens for info in lacking.values()), default=0) * bytes_per_token(wanted)
-    return Growth(added, lacking, len(shards), sum(i.tokens for i in shards.values()), num_bytes, largest)
+    return Addition(added, lacking, len(shards), sum(i.tokens for i in shards.values()), num_bytes, largest)
 
 
-def check_growth_fits(growth: Growth, disk: DiskSpace, uri: str) -> None:
+def check_addition_fits(addition: Addition, disk: DiskSpace, uri: str) -> None:
     """Refuse columns for which there is no disk, before anything is changed.
 
     Raises:
         ConfigError: the larger cache takes more than cache.max_bytes, or than the file system has.
     """
-    total = disk.written + growth.bytes
+    total = disk.written + addition.bytes
     if disk.fits(total):
         return
-    takes = f"adding {listed(growth.added)} to '{uri}' takes about {size_text(growth.bytes)} more"
+    takes = f"adding {listed(addition.added)} to '{uri}' takes about {size_text(addition.bytes)} more"
     if disk.max_bytes is not None and total > disk.max_bytes:
         raise ConfigError(
             f"{takes}, {size_text(disk.written)} are written and cache.max_bytes allows {size_text(disk.max_bytes)}: "
@@ -165,7 +165,7 @@ def check_growth_fits(growth: Growth, disk: DiskSpace, uri: str) -> None:
     )
 
 
-def begin_growth(store: CacheStore, plan: PlanRecord, added: list[str]) -> None:
+def begin_addition(store: CacheStore, plan: PlanRecord, added: list[str]) -> None:
     """Note what is being added, before the first shard gets it."""
     store.write_json(ADDING_FILE, _note(plan, added).values)
 
@@ -183,13 +183,13 @@ def _read_note(store: CacheStore) -> AddingNote:
     return store.read_record(ADDING_FILE, AddingNote)
 
 
-def end_growth(store: CacheStore, plan: PlanRecord) -> None:
+def end_addition(store: CacheStore, plan: PlanRecord) -> None:
     """Forget the note once the cache has what it names; what another plan was to add stays noted."""
     if store.exists(ADDING_FILE) and _read_note(store).columns.keys() <= plan.columns.keys():
         store.delete(ADDING_FILE)
 
 
-def grown_plan(store: CacheStore, plan: PlanRecord) -> PlanRecord:
+def extended_plan(store: CacheStore, plan: PlanRecord) -> PlanRecord:
     """The plan of a cache whose shards all have the wanted columns: it remembers how these were cut."""
     return plan.model_copy(update={"shard_token_bytes": shard_token_bytes(store.read_plan())})
 
@@ -218,16 +218,16 @@ def finish_replaced(store: CacheStore, shard: str | None = None) -> None:
         store.delete(note)
 
 
-def refuse_while_growing(store: CacheStore) -> None:
+def refuse_while_adding(store: CacheStore) -> None:
     """
     Raises:
         DataError: columns are being added; names them and the command that completes it.
     """
-    if (reason := unfinished_growth(store)) is not None:
+    if (reason := unfinished_addition(store)) is not None:
         raise DataError(f"'{store.uri}': {reason}")
 
 
-def unfinished_growth(store: CacheStore) -> str | None:
+def unfinished_addition(store: CacheStore) -> str | None:
     """What is being added and which command completes it; None if nothing is."""
     if not store.exists(ADDING_FILE):
         return None

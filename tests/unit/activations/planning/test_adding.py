@@ -20,14 +20,14 @@ from moray.activations.format.disk_space import DiskSpace
 from moray.activations.format.records import PlanRecord, shard_token_bytes
 from moray.activations.format.schema import TOKENS_SCHEMA, CacheConfig, bytes_per_token, column_values
 from moray.activations.format.store import CacheStore
-from moray.activations.planning.growth import (
-    begin_growth,
-    check_growth_fits,
+from moray.activations.planning.adding import (
+    begin_addition,
+    check_addition_fits,
     columns_to_add,
     command_to_add,
+    extended_plan,
     finish_replaced,
-    grown_plan,
-    plan_growth,
+    plan_addition,
 )
 from moray.activations.planning.shards import only_columns, plan_shards, tap_columns
 from moray.activations.reading.collate import needed_columns
@@ -199,29 +199,29 @@ def test_shards_are_still_cut_as_they_were(tmp_path: Path, target: Target) -> No
     store, plan = CacheStore(str(tmp_path)), _plan(target, FEW)
     store.begin_or_resume(plan.values)
     assert shard_token_bytes(plan) == bytes_per_token(plan.columns)
-    grown = grown_plan(store, _plan(target, MANY))
+    grown = extended_plan(store, _plan(target, MANY))
     assert shard_token_bytes(grown) == bytes_per_token(plan.columns)
     store.write_json("plan.json", grown.values)
     store.begin_or_resume(_plan(target, MANY).values)
-    again = grown_plan(store, _plan(target, CacheConfig(hidden_depths=(-4, -1, -2, -3))))
+    again = extended_plan(store, _plan(target, CacheConfig(hidden_depths=(-4, -1, -2, -3))))
     assert shard_token_bytes(again) == bytes_per_token(plan.columns)
 
 
 def test_growth_is_counted_and_refused_where_there_is_no_room(tmp_path: Path, target: Target) -> None:
     store, plan = _write(tmp_path, target, FEW), _plan(target, MANY)
-    growth = plan_growth(store, plan, ["kv.00", "hidden.-4"], store.committed(), missing_tokens=10)
+    growth = plan_addition(store, plan, ["kv.00", "hidden.-4"], store.committed(), missing_tokens=10)
     all_columns, new = plan.columns, {name: plan.columns[name] for name in ("kv.00", "hidden.-4")}
     assert growth.bytes == sum(LENGTHS) * bytes_per_token(new) + 10 * bytes_per_token(all_columns)
     assert growth.largest == sum(LENGTHS) * bytes_per_token(all_columns)
     assert growth.announcement.startswith("adding kv.00, hidden.-4 to 1 shards: ")
-    check_growth_fits(growth, DiskSpace(None), "x")
-    check_growth_fits(growth, DiskSpace(None, max_bytes=100 + growth.bytes, written=100), "x")
+    check_addition_fits(growth, DiskSpace(None), "x")
+    check_addition_fits(growth, DiskSpace(None, max_bytes=100 + growth.bytes, written=100), "x")
     with pytest.raises(ConfigError, match=r"adding kv.00, hidden.-4 to 'x' takes about .*cache.max_bytes allows"):
-        check_growth_fits(growth, DiskSpace(None, max_bytes=99 + growth.bytes, written=100), "x")
+        check_addition_fits(growth, DiskSpace(None, max_bytes=99 + growth.bytes, written=100), "x")
     with pytest.raises(ConfigError, match=r"but .* are free, of which 500 bytes must stay free"):
-        check_growth_fits(growth, DiskSpace(growth.bytes + 499, reserve=500), "x")
+        check_addition_fits(growth, DiskSpace(growth.bytes + 499, reserve=500), "x")
     ShardExtender(target, store, MANY).extend("00000-00000")
-    done = plan_growth(store, plan, ["kv.00", "hidden.-4"], store.committed())
+    done = plan_addition(store, plan, ["kv.00", "hidden.-4"], store.committed())
     assert (done.shards, done.bytes, done.tokens_left, done.tokens) == ({}, 0, 0, sum(LENGTHS))
 
 
@@ -256,7 +256,7 @@ def test_the_command_is_the_one_that_made_the_cache_with_all_columns(tmp_path: P
     # What is being added already goes on as it was asked for.
     codecs = {"hidden.-4": "int8"}
     begun = _plan(target, MANY.model_copy(update={"column_codecs": codecs}))
-    begin_growth(store, begun, missing)
+    begin_addition(store, begun, missing)
     told_begun = (
         "'cache.hidden_depths=[-4,-1,-2]' 'cache.kv_layers=[0,2]' 'cache.column_codecs={\"hidden.-4\":\"int8\"}'"
     )

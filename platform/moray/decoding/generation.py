@@ -1,4 +1,7 @@
-"""What a generation did, cycle by cycle: the raw data for tau, acceptance and efficiency."""
+"""One answer and what each of its cycles did: the raw data for tau, acceptance and efficiency.
+
+Counts and times over all answers of an engine are `decoding.engine.stats.EngineStats`; the phases here are its own.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,10 +9,8 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
+from moray.decoding.engine.stats import CYCLE_PHASES
 from moray.decoding.request import RequestOutput
-
-PHASES = ("propose", "verify", "accept", "commit", "observe")
-
 
 _LayerCounts = Annotated[list[int], Field(validation_alias=AliasChoices("layer_counts", "efforts"))]
 """Answers recorded before version 0.2 call this field efforts."""
@@ -35,7 +36,7 @@ class Generation:
     seconds: float = 0.0
     """Decoding time, without prefill."""
     prefill_seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CYCLE_PHASES, 0.0))
     """Seconds by phase of the cycle."""
 
     @property

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from moray.decoding.engine.stats import EngineStats
-from moray.decoding.stats import Generation, acceptance_by_position, depth_shares, layer_count_shares, tau
+from moray.decoding.generation import Generation, acceptance_by_position, depth_shares, layer_count_shares, tau
 
 
 def generation(accepted: list[int], drafted: int | list[int] = 3, emitted: list[int] | None = None) -> Generation:
