@@ -2,7 +2,7 @@
 
     python -m pipelines.prune configs/targets/smollm2.yaml configs/prune/smollm2.yaml
 
-Importance is measured on chats of an activation cache. Then distil it: pipelines.distill with init.drafter=OUTPUT and
+Importance is measured on chats of an activation cache. Then distill it: pipelines.distill with init.drafter=OUTPUT and
 the same `drafter` settings.
 """
 

@@ -23,7 +23,7 @@ os.environ.update(
 # Without compiled modules on disk, every process that a test starts compiles Moray's modules again, which takes 0.45 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class _FailuresAtOnce:
 
 
 class _Times:
-    """The slowest tests and every folder's total, at the end: wall time of set-up, call and tear-down together."""
+    """The slowest tests and files, and every folder's total: wall time of set-up, call and tear-down together."""
 
     def __init__(self, num_shown: int) -> None:
         self._num_shown = num_shown
@@ -93,17 +93,24 @@ class _Times:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Called by pytest when all tests have run."""
+        files: dict[str, list[float]] = {}
         suites: dict[str, list[float]] = {}
         for test, seconds in self._seconds.items():
-            suites.setdefault(str(Path(test.partition("::")[0]).parent), []).append(seconds)
+            file = test.partition("::")[0]
+            files.setdefault(file, []).append(seconds)
+            suites.setdefault(str(Path(file).parent), []).append(seconds)
         write = terminalreporter.write_line
         terminalreporter.section(f"the {self._num_shown} slowest tests")
         for test in sorted(self._seconds, key=self._seconds.__getitem__, reverse=True)[: self._num_shown]:
             write(f"{self._seconds[test]:8.1f} s  {test}")
-        terminalreporter.section("suites")
-        for suite in sorted(suites, key=lambda name: sum(suites[name]), reverse=True):
-            write(f"{sum(suites[suite]):8.1f} s  {len(suites[suite]):5d} tests  {suite}")
+        self._write_totals(terminalreporter, f"the {self._num_shown} slowest files", files, self._num_shown)
+        self._write_totals(terminalreporter, "suites", suites, len(suites))
         write(f"{sum(self._seconds.values()):8.1f} s  {len(self._seconds):5d} tests  all together")
+
+    def _write_totals(self, reporter: Any, title: str, groups: Mapping[str, list[float]], num_shown: int) -> None:
+        reporter.section(title)
+        for name in sorted(groups, key=lambda name: sum(groups[name]), reverse=True)[:num_shown]:
+            reporter.write_line(f"{sum(groups[name]):8.1f} s  {len(groups[name]):5d} tests  {name}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cpu_account import budget_minutes
+from cpu_account import budget_minutes, judge
 
 TOOL = Path(__file__).with_name("cpu_account.py")
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
@@ -63,3 +63,7 @@ def test_a_machine_twice_as_fast_is_allowed_half():
     assert budget_minutes(90, 45, 1.0) == 90
     assert budget_minutes(90, 45, 0.5) == 45
     assert budget_minutes(90, 45, 0.75) == 67.5
+
+
+def test_a_little_more_than_the_budget_is_a_warning():
+    assert [judge(minutes, 60.0) for minutes in (60.0, 61.0, 69.0, 69.1)] == [None, "warning", "warning", "error"]

@@ -85,7 +85,7 @@ def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any
     baselines, generations = [], []
     for shape, rule in zip(config.trees, rules, strict=True):
         progress.update(note=f"{shape.name}, {len(generations)} of {len(config.trees)} trees done")
-        decoder = decoder_of(drafter, shape, rule=rule)
+        decoder = decoder_of(drafter, shape, accept=rule)
         decoder.generate(prompt, _GREEDY, _WARM_UP_TOKENS, ())
         rule.restart()  # discard the lengths used by the warm-up and by the previous tree
         baselines.append(plain.generate(prompt, _GREEDY, config.max_new_tokens, ()))

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from in_turn import in_turn
 from rehearsed import Rehearsed
 from side_by_side import COUPLED, GREEDY, SHAPES, plainly, speculate
+from tiny_drafters import VARIANTS
 from tiny_targets import MAX_POSITIONS
 
 from moray.decoding.generate import SpeculativeDecoder, runner_for
@@ -13,8 +15,9 @@ CHAIN, FIXED, DYNAMIC = SHAPES["chain"], SHAPES["fixed"], SHAPES["dynamic"]
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_a_decoder_keeps_nothing_from_one_answer_to_the_next(tiny, learnt, variant, shape):
-    target, drafter = tiny("llama"), learnt("llama", variant)
+@in_turn(("variant", "shape_name"), [*VARIANTS], [*SHAPES], whole=["moa-0"])
+def test_a_decoder_keeps_nothing_from_one_answer_to_the_next(tiny, learnt, variant, shape_name):
+    target, drafter, shape = tiny("llama"), learnt("llama", variant), SHAPES[shape_name]
     used = SpeculativeDecoder(target.target, drafter, shape, MAX_POSITIONS)
     used.generate(target.prompt(2, 3), GREEDY, 10, ())
     short, long = (

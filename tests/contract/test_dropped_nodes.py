@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from in_turn import in_turn
 from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build, taught_by
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_sparse_target, load_target
@@ -73,8 +74,12 @@ class _Some(NodeSelector):
         return kept
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("-0")] + ["moa-1"])
-@pytest.mark.parametrize("shape", ["chain", "fixed", "dynamic"])
+@in_turn(
+    ("variant", "shape"),
+    [name for name in VARIANTS if name.endswith("-0")] + ["moa-1"],
+    ["chain", "fixed", "dynamic"],
+    whole=["eagle-0"],
+)
 def test_dropping_any_nodes_changes_no_token(tiny, taught, variant, shape):
     drafter = taught(variant)
     selector = _Some()

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 from edge_server import FINGERPRINT, LocalServer
+from in_turn import in_turn
 from shape_checks import unchecked
 from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build, overfit
@@ -100,8 +101,7 @@ def request_of(prompt: list[int], params=GREEDY) -> Request:
     return Request(prompt=tuple(prompt), params=params, max_new_tokens=NEW, sequence=3)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("how", ["chain", "tree", "in flight 2", "in flight 2, fast server"])
+@in_turn(("variant", "how"), [*VARIANTS], ["chain", "tree", "in flight 2", "in flight 2, fast server"], whole=["moa-1"])
 def test_the_text_is_the_target_s(tiny, drafter_of, variant, how):
     drafter = drafter_of(variant)
     config = {
@@ -121,8 +121,7 @@ def test_the_text_is_the_target_s(tiny, drafter_of, variant, how):
     assert not server.server.sessions
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("in_flight", [1, 2])
+@in_turn(("variant", "in_flight"), [*VARIANTS], [1, 2], whole=["moa-1"])
 def test_cuts_change_nothing(tiny, drafter_of, variant, in_flight):
     """Connections break before a message is sent, after the server has handled it, and before an answer arrives; now
     and then the server restarts as well, and loses the session."""

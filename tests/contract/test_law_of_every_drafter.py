@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from in_turn import in_turn
 from laws import COUPLING, REJECTION, answers_keep_the_law
 from tiny_drafters import UNTRAINED, build, union_members
 from tiny_targets import TinyTarget
@@ -68,8 +69,7 @@ def test_every_drafter_is_here():
     assert set(CONFIGS) == union_members() >= set(UNTRAINED)
 
 
-@pytest.mark.parametrize("shape", SHORT_SHAPES)
-@pytest.mark.parametrize("kind", CONFIGS)
+@in_turn(("kind", "shape"), [*CONFIGS], [*SHORT_SHAPES], whole=["moa"])
 def test_rejection_sampling_keeps_the_target_s_law(target, kind, shape):
     assert keeps_the_law(target, kind, shape, REJECTION)
 

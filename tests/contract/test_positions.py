@@ -20,9 +20,8 @@ from moray.decoding.engine.draft_source import LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.engine.runner import TargetRunner
 from moray.decoding.generate import SpeculativeDecoder
-from moray.decoding.plain import PlainDecoder
+from moray.decoding.plain import CHUNK, PlainDecoder
 from moray.decoding.request import Request
-from moray.decoding.session import PREFILL_CHUNK
 from moray.targets.head import TargetHead
 from moray.trees.tree import TokenTree, structure_of
 
@@ -50,7 +49,7 @@ ROPE = {
 }
 CONTEXT = 64
 """Of the targets with these."""
-LENGTHS = (30, 3, PREFILL_CHUNK + 5)
+LENGTHS = (30, 3, CHUNK + 5)
 NEW_TOKENS = 14
 
 

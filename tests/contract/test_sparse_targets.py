@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from in_turn import in_turn
 from shape_checks import unchecked
 from side_by_side import COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build, taught_by
@@ -182,8 +183,12 @@ def test_the_engine_s_taps_of_several_rows_are_zero_where_a_token_skipped(tiny):
     assert (kv == 0).all(dim=-1).any()
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.endswith("-0")] + ["moa-1"])
-@pytest.mark.parametrize("shape", ["chain", "fixed", "dynamic"])
+@in_turn(
+    ("variant", "shape"),
+    [name for name in VARIANTS if name.endswith("-0")] + ["moa-1"],
+    ["chain", "fixed", "dynamic"],
+    whole=["eagle-0"],
+)
 def test_drafts_change_nothing(tiny, taught, variant, shape):
     decoder = SpeculativeDecoder(tiny.target, taught(variant), SHAPES[shape], CAPACITY)
     num_accepted = 0

@@ -42,6 +42,8 @@ SPLIT = {
     "shared-heads-2": ("llama", 2, {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     "whole-attention-3": ("tied", 3, {"intermediate_size": 100}),  # 4 heads for 3: the attention is whole on each
 }
+FAMILIES = [family for family, *_ in SPLIT.values()]
+DRAFTED = ("moa-1", "eagle-0", "glide-0", "medusa-0", "ngram-0")
 CLOSE = 1e-4
 
 
@@ -86,10 +88,11 @@ def test_plain_text_is_that_of_one_process(both):
         assert plainly(split, prompt, GREEDY, 30) == plainly(whole, prompt, GREEDY, 30)
 
 
-@pytest.mark.parametrize("variant", ["moa-1", "eagle-0", "glide-0", "medusa-0", "ngram-0"])
-def test_speculation_gives_its_plain_text(both, variant):
-    _, split = both
-    drafter = build(split, VARIANTS[variant], seed=3)
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.soak) for turn in range(1, len(DRAFTED)))])
+def test_speculation_gives_its_plain_text(both, turn):
+    """Each target meets another drafter, and all of them in the soak."""
+    whole, split = both
+    drafter = build(split, VARIANTS[DRAFTED[(FAMILIES.index(whole.name) + turn) % len(DRAFTED)]], seed=3)
     assert is_lossless(split, drafter, SHAPES["dynamic"], GREEDY, [split.prompt(4)], 15)
     assert is_lossless(split, drafter, SHAPES["chain"], COUPLED, [split.prompt(5)], 10)
 

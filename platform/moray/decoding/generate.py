@@ -51,7 +51,7 @@ class SpeculativeDecoder:
         shape: AnyShape = _NO_DRAFT,
         max_model_len: int | None = None,
         runner: TargetRunner | None = None,
-        rule: Accept | None = None,
+        accept: Accept | None = None,
         *,
         selector: NodeSelector | None = None,
         is_timed: bool = False,
@@ -65,7 +65,7 @@ class SpeculativeDecoder:
                 the drafter's N if it has several; any other shape uses the first N.
             max_model_len: maximum number of tokens of prompt and answer together; None for the target's context.
             runner: shared with other decoders that take turns with this one; None for one of its own.
-            rule: acceptance rule that overrides the one in the sampling parameters.
+            accept: acceptance rule that overrides the one in the sampling parameters.
             selector: of the nodes of a draft that a sparse target's later layers verify; None for all of them.
             is_timed: wait for the device after each phase, so that phases can be timed separately; costs some overlap.
 
@@ -96,9 +96,9 @@ class SpeculativeDecoder:
             max_num_batched_tokens=_PREFILL_TOKENS,
             tree=shape,
         )
-        accept = None if rule is None else by_rule(rule)
+        accept_rows = None if accept is None else by_rule(accept)
         self._engine = Engine(
-            target, config, (), drafts=drafts, runner=runner, accept=accept, selector=selector, is_timed=is_timed
+            target, config, (), drafts=drafts, runner=runner, accept=accept_rows, selector=selector, is_timed=is_timed
         )
 
     @property

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-NUM_CHATS = 105
+NUM_CHATS = 84
 CHATS_PER_PART = 3
 NUM_PARTS = NUM_CHATS // CHATS_PER_PART
 """And shards: progress is slow enough for every kill to find work under way."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from moray.distill.tracking.metrics import read_metrics
 
 CHECKPOINT_STEPS = 10
-MAX_STEPS = 80
+MAX_STEPS = 60
 BLOCK = {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def arguments(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two workers, eight checkpoints; only the output is missing."""
+    """Two workers, six checkpoints; only the output is missing."""
     config = {
         "target": {"model": str(tiny_target)},
         "activations": str(tiny_cache),

@@ -1,10 +1,13 @@
 """A target is made sparse on Ray Train: routers learn to skip, and the folder loads as any other target."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moray.activations.capture.record import KVRecorder
 from moray.cluster.training.configs import SparsifyConfig
@@ -21,15 +24,12 @@ from moray.text import ChatTokenizer
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def test_the_share_of_layers_falls_to_what_was_asked_for(
-    tiny_target: Path, tiny_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from moray.cluster.training.distill import distill
-
-    values: dict[str, Any] = {
+@pytest.fixture(scope="module")
+def values(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {
         "target": {"model": str(tiny_target)},
         "activations": str(tiny_cache),
-        "output": str(tmp_path / "sparse"),
+        "output": str(tmp_path_factory.mktemp("sparsify") / "sparse"),
         "sparse": {"first_layer": 1, "router_size": 16, "lora_rank": 2, "share": 0.6, "share_weight": 20.0},
         "losses": {"feature": 0.0, "kl": 1.0},
         "optim": {"type": "adamw", "lr": 0.01},
@@ -42,16 +42,23 @@ def test_the_share_of_layers_falls_to_what_was_asked_for(
             "precision": "auto",
         },
     }
+
+
+def test_the_share_of_layers_falls_to_what_was_asked_for(
+    values: dict[str, Any], tiny_target: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from moray.cluster.training.distill import distill
+
     config = validate(SparsifyConfig, values)
     assert not is_complete(config)
     distill(config)
     assert "sparse: train.precision: " in "".join(capfd.readouterr()), "the chosen precision is printed"
-    recorded = read_run_yaml(tmp_path / "sparse")["config"]["train"]["precision"]
+    recorded = read_run_yaml(Path(config.output))["config"]["train"]["precision"]
     assert recorded in ("float32", "bfloat16"), "a run keeps the precision that it began with"
     explicit = validate(SparsifyConfig, values | {"train": values["train"] | {"precision": recorded}})
     assert is_complete(explicit)
     assert is_complete(config), "the same command finds it complete"
-    assert all(row["loss"] < 100 for row in read_metrics(tmp_path / "sparse"))
+    assert all(row["loss"] < 100 for row in read_metrics(Path(config.output)))
     write_target(config)
     target = Target.load(TargetConfig(model=config.output, device="cpu"))
     assert isinstance(target, SparseTarget)
@@ -66,3 +73,41 @@ def test_the_share_of_layers_falls_to_what_was_asked_for(
     # 90 % at first, and 25 % if no router let any token through. The text is unlike the chats, so the share is not
     # as close to 60 % as theirs.
     assert 0.27 < output.routes.float().mean() < 0.8
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(values: dict[str, Any]) -> None:
+    """After the run above: its last checkpoint is taken away, as if it had been killed before it."""
+    from moray.cluster.training.distill import distill
+
+    config = validate(SparsifyConfig, values)
+    output = Path(config.output)
+    unbroken, rows = load_file(output / "drafter.safetensors"), (output / "metrics.jsonl").read_text()
+    forget_last_checkpoint(output)
+    assert not is_complete(config)
+    distill(config)
+    assert (output / "metrics.jsonl").read_text().splitlines()[-1] != rows.splitlines()[-1], "it trained again"
+    assert [row["step"] for row in read_metrics(output)] == [json.loads(row)["step"] for row in rows.splitlines()]
+    again = load_file(output / "drafter.safetensors")
+    assert again.keys() == unbroken.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in unbroken.items())
+    assert is_complete(config)
+
+
+def forget_last_checkpoint(output: Path) -> None:
+    """Make a finished run look like one that was killed after its first checkpoint."""
+    (output / "drafter.json").unlink()
+    snapshot = output / "ray" / "train" / "checkpoint_manager_snapshot.json"
+    state = json.loads(snapshot.read_text())
+    first, *later = state["checkpoint_results"]
+    assert later, "one checkpoint is left to go on from"
+    for result in later:
+        shutil.rmtree(snapshot.parent / result["checkpoint_dir_name"])
+    state |= {
+        "checkpoint_results": [first],
+        "latest_checkpoint_result": first,
+        "checkpoint_report_indices": state["checkpoint_report_indices"][:1],
+        "current_report_index": state["checkpoint_report_indices"][0],
+        "pending_training_results": [],
+        "pending_validation_specs": [],
+    }
+    snapshot.write_text(json.dumps(state))

@@ -2,6 +2,9 @@
 
 A drafter is judged on the target's own text, so that is what it should learn from. One part per chunk of the input,
 written whole or not at all; a killed job goes on with the parts that are missing.
+
+The engine decodes without a drafter: its passes are over many sequences, where drafts do not pay on the machines that
+were measured, and there is no drafter yet when this runs.
 """
 
 import json

@@ -15,6 +15,7 @@ tokens, so the choice cannot change the output's distribution.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from moray.decoding.planning.acceptance import Acceptance
 from moray.decoding.planning.costs import CostTable
@@ -158,11 +159,12 @@ class SpeculationController:
             log_probs: cumulative log-probabilities of the nodes of each tree, best first.
             num_rows: sequences in the pass, with and without drafts.
         """
-
-        def seconds_of(count: int) -> float:
-            return self._costs.cycle_seconds(num_rows, len(log_probs), count, plan.shape.depth, plan.num_target_layers)
-
+        seconds_of = partial(self._seconds_with_nodes, plan, num_rows, len(log_probs))
         return best_node_count(log_probs, num_rows, self._yield.trust, seconds_of)
+
+    def _seconds_with_nodes(self, plan: DraftPlan, num_rows: int, num_drafted: int, count: int) -> float:
+        """Seconds of a cycle in which `count` nodes of each draft are verified."""
+        return self._costs.cycle_seconds(num_rows, num_drafted, count, plan.shape.depth, plan.num_target_layers)
 
     # --- Times of cycles ---
 

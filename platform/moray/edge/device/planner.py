@@ -15,6 +15,7 @@ tail(N) is the transfer time of the keys and values of one token in the target's
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from moray.decoding.planning.acceptance import Acceptance
 from moray.decoding.planning.draft_yield import DraftYield
@@ -113,18 +114,18 @@ class CyclePlanner:
         """
         if not isinstance(self._shape, AdaptiveShape) or tree.scores is None:
             return None
-        rest = self._seconds_of_draft(plan.num_target_layers, plan.shape.depth)
-
-        def choose(log_probs: list[list[float]]) -> int:
-            best = best_node_count(
-                log_probs, 1, self._yield.trust, lambda count: max(_LEAST_SECONDS, rest + self._reply.at(count))
-            )
-            return -(-best // 2) if self._num_pruned % _PROBE_EVERY == 1 else best
-
         self._num_pruned += 1
-
-        (pruned,) = prune([tree], choose)
+        (pruned,) = prune([tree], partial(self._nodes_worth_sending, plan))
         return pruned
+
+    def _nodes_worth_sending(self, plan: CyclePlan, log_probs: list[list[float]]) -> int:
+        seconds_of = partial(self._seconds_with_nodes, plan)
+        best = best_node_count(log_probs, 1, self._yield.trust, seconds_of)
+        return -(-best // 2) if self._num_pruned % _PROBE_EVERY == 1 else best
+
+    def _seconds_with_nodes(self, plan: CyclePlan, count: int) -> float:
+        seconds = self._seconds_of_draft(plan.num_target_layers, plan.shape.depth) + self._reply.at(count)
+        return max(_LEAST_SECONDS, seconds)
 
     @property
     def max_nodes(self) -> int:

@@ -17,14 +17,17 @@ from moray.bench.sparse.page import render_sparse
 from moray.bench.sparse.quality import measure_quality, read_texts
 from moray.bench.sparse.work import Weights
 from moray.config import validate
+from moray.decoding.engine import engine as engine_module
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.errors import ConfigError, DataError
+from moray.decoding.sampling.accept import Accepted, accept, by_rule
+from moray.errors import ConfigError, DataError, LosslessError
 from moray.targets.model import Target
 from moray.targets.sparse.measured import MEASURED, Measured
 from moray.targets.sparse.target import PassCounts
 from moray.targets.spec import TargetConfig
 from moray.text import ChatTokenizer
+from pipelines.evaluate import main_sparse
 
 CHATS = [
     [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": f"{word}, {word}!"}]
@@ -91,6 +94,24 @@ def test_quality_and_speed_of_a_sparse_target(folder, capsys):
     with pytest.raises(ConfigError, match="cannot be used"):
         Measured.read(folder / "sparse", target.spec.fingerprint)
     (folder / "sparse" / MEASURED).unlink()
+
+
+def credulous(tree, logits, sampler, root_position) -> Accepted:
+    """Takes the first drafted token, whatever the target thinks of it."""
+    if tree.num_nodes == 1:
+        return accept(tree, logits, sampler, root_position)
+    return Accepted([1], [int(tree.tokens[1])], int(logits[1].argmax()))
+
+
+def test_a_text_that_is_not_the_target_s_own_fails_the_command_and_the_report_is_kept(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_module, "accept_rows", by_rule(credulous))
+    rows = [{"target": "dense", "drafter": {"type": "ngram"}, "tree": {"type": "chain", "depth": 2}}]
+    report = tmp_path / "report.json"
+    config = validate(SparseEvaluationConfig, settings(folder, rows=rows, report=str(report)))
+    with pytest.raises(LosslessError, match="differs from plain decoding, which is a defect of Moray: dense"):
+        main_sparse(config)
+    assert json.loads(report.read_text())["rows"][-1]["num_unexplained"] > 0
+    assert report.with_suffix(".html").is_file()
 
 
 def test_a_selection_without_a_predictor_is_refused_before_anything_is_measured(folder):
