@@ -1,4 +1,4 @@
-"""Cases of two parameters of which an ordinary run takes a part that meets every value, and the soak takes all."""
+"""Parametrizes a test with pairs: an ordinary run tests each row with one column, in rotation; the soak tests all."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -7,22 +7,17 @@ import pytest
 
 
 def in_turn(
-    names: tuple[str, str],
-    rows: Sequence[Any],
-    columns: Sequence[Any],
-    whole: Collection[Any] = (),
-    indirect: Sequence[str] = (),
+    names: tuple[str, str], rows: Sequence[Any], columns: Sequence[Any], whole: Collection[Any] = ()
 ) -> pytest.MarkDecorator:
-    """Parametrize a test with every pair. In an ordinary run each row meets one column, the next row the next one; rows
-    in `whole` meet all. The other pairs are marked soak.
+    """The mark that parametrizes a test with every pair; those that an ordinary run leaves out are marked soak.
 
     Args:
         names: of the two parameters.
-        rows: values of the first, such as drafters.
+        rows: values of the first, such as drafters, at least as many as there are columns.
         columns: values of the second, such as trees.
-        whole: rows that always meet every column.
-        indirect: which of the names are fixtures.
+        whole: rows that an ordinary run tests with every column.
     """
+    assert len(rows) >= len(columns), "an ordinary run would leave out a column"
     cases = [
         pytest.param(
             row,
@@ -33,4 +28,4 @@ def in_turn(
         for i, row in enumerate(rows)
         for j, column in enumerate(columns)
     ]
-    return pytest.mark.parametrize(names, cases, indirect=list(indirect))
+    return pytest.mark.parametrize(names, cases)

@@ -193,11 +193,15 @@ def _fitted(shape: AnyShape, drafter: Drafter, target: Target) -> AnyShape:
     return fitted
 
 
-def _engine_config(shape: AnyShape, capacity: int, batch: int) -> EngineConfig:
-    """An engine with room for `batch` sequences of `capacity` tokens and a tree each."""
-    slots = -(-(capacity + shape.num_nodes + 1) // GRAIN) * GRAIN
+def _engine_config(shape: AnyShape, max_model_len: int, batch: int) -> EngineConfig:
+    """An engine with room for `batch` sequences of `max_model_len` tokens and a tree each."""
+    slots = -(-(max_model_len + shape.num_nodes + 1) // GRAIN) * GRAIN
     return EngineConfig(
-        max_num_seqs=batch, kv_cache_tokens=batch * slots, max_model_len=capacity, tree=shape, batch_admissions=True
+        max_num_seqs=batch,
+        kv_cache_tokens=batch * slots,
+        max_model_len=max_model_len,
+        tree=shape,
+        batch_admissions=True,
     )
 
 

@@ -72,15 +72,15 @@ def _measure(config: ShapedBenchmarkConfig, progress: Progress) -> dict[str, Any
     progress.update(note="compiling")
     compiled = compile_models(target, [drafter], config.compile)
     max_nodes = max(*config.verify_sizes, *(shape.num_nodes for shape in config.trees))
-    capacity = config.context + config.max_new_tokens
-    runner = runner_for(target, capacity, max_nodes)
+    max_model_len = config.context + config.max_new_tokens
+    runner = runner_for(target, max_model_len, max_nodes)
     prompt = torch.randint(
         config.shape.vocab_size, (config.context,), generator=torch.Generator().manual_seed(0)
     ).tolist()
     progress.update(note="passes and drafts")
     verify_ms = _verify_times(target, runner, prompt, config.verify_sizes)
     draft_ms = _draft_time(target, drafter, prompt)
-    decoder_of = partial(SpeculativeDecoder, target, max_model_len=capacity, runner=runner, is_timed=True)
+    decoder_of = partial(SpeculativeDecoder, target, max_model_len=max_model_len, runner=runner, is_timed=True)
     plain = decoder_of(None)
     baselines, generations = [], []
     for shape, rule in zip(config.trees, rules, strict=True):

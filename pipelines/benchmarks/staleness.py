@@ -57,7 +57,7 @@ class LateDrafter:
     def __init__(self, runner: TargetRunner, drafter: Drafter, depth: int, max_lag: int) -> None:
         """
         Args:
-            runner: the target's; it holds the longest text.
+            runner: the target's, with slots for the longest text.
             drafter: the drafter to measure; it gets its own state.
             depth: tokens per chain.
             max_lag: largest lag that `count` will be called with.
@@ -75,7 +75,7 @@ class LateDrafter:
         self._drafter = drafter
         self._depth = depth
         self._state = drafter.new_state(runner.cache.num_slots, deepest)
-        self._text = runner.to_device([[]])[0]
+        self._text = torch.empty(0, dtype=torch.long, device=drafter.head.weight.device)
         self._first_root = 0
         self._memory: dict[str, Tensor] = {}
 

@@ -38,14 +38,14 @@ def search_tree(config: TreeSearchConfig, console: Console) -> dict[str, Any]:
             f"ranks is {config.ranks}; the target's vocabulary has {target.spec.vocab_size} tokens: give at most that"
         )
     ((name, drafter),) = load_drafters((config.drafter,), target, tokenizer).items()
-    capacity = min(target.spec.max_positions, config.max_context)
-    counter = HitCounter(target, drafter, config.levels, config.ranks, capacity)
+    max_model_len = min(target.spec.max_positions, config.max_context)
+    counter = HitCounter(target, drafter, config.levels, config.ranks, max_model_len)
     eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
     turns = sum(len(question.turns) for question in questions)
     asked = count_questions(counter, questions, tokenizer, config.max_new_tokens, eos_ids)
     num_tokens = sum(track(asked, "answers", turns, unit="turns", console=console))
     if not num_tokens:
-        raise nothing_fits(config.questions, capacity)
+        raise nothing_fits(config.questions, max_model_len)
     measured = counter.measured
     paths = best_paths(measured.rates, config.nodes)
     if not paths:

@@ -4,9 +4,9 @@ without one."""
 import pytest
 from tiny_drafters import VARIANTS, build
 
+from moray.decoding.engine.observer import MAX_TOKENS
 from moray.decoding.generate import SpeculativeDecoder
 from moray.decoding.params import SamplingParams
-from moray.decoding.plain import CHUNK
 from moray.decoding.planning.controller import DraftPlan
 from moray.trees.shapes import ChainShape, DynamicShape
 
@@ -68,7 +68,7 @@ def test_drafts_after_a_pause_are_those_without_one(tiny, variant, shape):
 def test_a_long_pause_is_caught_up_with_in_chunks(tiny):
     target = tiny("llama")
     drafter = build(target, VARIANTS["eagle-0"])
-    length = CHUNK + 40
+    length = MAX_TOKENS + 40
     paused, num_observed, _ = drafts_by_position(target, drafter, length, lambda cycle: cycle == length - 5)
     assert num_observed == 2, "the prompt too, for nothing was drafted before"
     always, *_ = drafts_by_position(target, drafter, length, lambda _: True)

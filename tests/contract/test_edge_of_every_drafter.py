@@ -9,7 +9,7 @@ import pytest
 from edge_server import FINGERPRINT, LocalServer
 from in_turn import in_turn
 from shape_checks import unchecked
-from side_by_side import COUPLED, GREEDY, SHAPES
+from side_by_side import ADAPTIVE, COUPLED, GREEDY, SHAPES
 from tiny_drafters import VARIANTS, build, overfit
 from tiny_targets import MAX_POSITIONS, TinyTarget, load_target
 
@@ -101,12 +101,17 @@ def request_of(prompt: list[int], params=GREEDY) -> Request:
     return Request(prompt=tuple(prompt), params=params, max_new_tokens=NEW, sequence=3)
 
 
-@in_turn(("variant", "how"), [*VARIANTS], ["chain", "tree", "in flight 2", "in flight 2, fast server"], whole=["moa-1"])
+HOW = ("chain", "tree", "adaptive", "adaptive tree", "in flight 2", "in flight 2, fast server")
+
+
+@in_turn(("variant", "how"), [*VARIANTS], HOW, whole=["moa-1", "ngram-0"])
 def test_the_text_is_the_target_s(tiny, drafter_of, variant, how):
     drafter = drafter_of(variant)
     config = {
         "chain": CONFIG,
         "tree": CONFIG.model_copy(update={"tree": SHAPES["fixed"]}),
+        "adaptive": CONFIG.model_copy(update={"tree": ADAPTIVE["adaptive chain"]}),
+        "adaptive tree": CONFIG.model_copy(update={"tree": ADAPTIVE["adaptive tree"]}),
         "in flight 2": CONFIG.model_copy(update={"in_flight": 2}),
     }[how.partition(",")[0]]
     server = server_of(tiny, drafter)

@@ -52,8 +52,15 @@ def trained(tmp_path_factory) -> tuple[Path, list[str]]:
     return folder, [str(parent / variant) for variant in TRAINED]
 
 
-@pytest.mark.parametrize("params", [GREEDY, COUPLED], ids=["greedy", "coupled"])
-def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params):
+@pytest.mark.parametrize(
+    ("params", "trees"),
+    [
+        pytest.param(GREEDY, TREES, id="greedy"),
+        pytest.param(COUPLED, TREES[:2], id="coupled"),
+        pytest.param(COUPLED, TREES, id="coupled-all-trees", marks=pytest.mark.soak),
+    ],
+)
+def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params, trees):
     made, names = trained
     folder = shutil.copytree(made, tmp_path / "target")
     target = Target.load(TargetConfig(model=str(folder), device="cpu"))
@@ -80,7 +87,6 @@ def test_a_replay_is_live_decoding_cycle_by_cycle(trained, tmp_path, params):
     live = {}
     usable = [*names, PretrainedConfig(type="pretrained", model=str(made)), NgramConfig(type="ngram")]
     eos_ids = [*target.eos_ids, *tokenizer.eos_ids]
-    trees = TREES if params == GREEDY else TREES[:2]
     for name, drafter in load_drafters(tuple(usable), target, tokenizer).items():
         for shape in trees:
             decoder = SpeculativeDecoder(target, drafter, shape)

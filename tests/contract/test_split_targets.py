@@ -43,6 +43,7 @@ SPLIT = {
     "whole-attention-3": ("tied", 3, {"intermediate_size": 100}),  # 4 heads for 3: the attention is whole on each
 }
 FAMILIES = [family for family, *_ in SPLIT.values()]
+assert len({*FAMILIES}) == len(FAMILIES)
 DRAFTED = ("moa-1", "eagle-0", "glide-0", "medusa-0", "ngram-0")
 CLOSE = 1e-4
 
@@ -88,9 +89,9 @@ def test_plain_text_is_that_of_one_process(both):
         assert plainly(split, prompt, GREEDY, 30) == plainly(whole, prompt, GREEDY, 30)
 
 
-@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.soak) for turn in range(1, len(DRAFTED)))])
+@pytest.mark.parametrize("turn", [0, 1, *(pytest.param(turn, marks=pytest.mark.soak) for turn in (2, 3, 4))])
 def test_speculation_gives_its_plain_text(both, turn):
-    """Each target meets another drafter, and all of them in the soak."""
+    """Each target meets two of the drafters, so that all are there, and in the soak each meets all."""
     whole, split = both
     drafter = build(split, VARIANTS[DRAFTED[(FAMILIES.index(whole.name) + turn) % len(DRAFTED)]], seed=3)
     assert is_lossless(split, drafter, SHAPES["dynamic"], GREEDY, [split.prompt(4)], 15)

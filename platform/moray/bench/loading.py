@@ -78,8 +78,8 @@ def first_prompts(
     return fitting
 
 
-def nothing_fits(questions: str, capacity: int) -> DataError:
+def nothing_fits(questions: str, max_model_len: int) -> DataError:
     """The error of a measurement none of whose prompts fits into the context."""
     return DataError(
-        f"no prompt of questions '{questions}' fits into the context of {capacity} tokens; give shorter ones"
+        f"no prompt of questions '{questions}' fits into the context of {max_model_len} tokens; give shorter ones"
     )

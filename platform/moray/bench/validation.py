@@ -82,8 +82,7 @@ class Validator:
         self._target = target
         self._config = config
         self._eos_ids = frozenset(target.eos_ids) | frozenset(tokenizer.eos_ids)
-        # One more than an answer takes, because the training pass over it needs one spare position.
-        self._max_model_len = min(most, max(map(len, self._prompts)) + config.max_new_tokens + 1)
+        self._max_model_len = min(most, max(map(len, self._prompts)) + config.max_new_tokens)
 
     @torch.inference_mode()
     def validate(self, drafter: Drafter, losses: LossConfig) -> dict[str, float]:
@@ -109,8 +108,7 @@ class Validator:
         for number, prompt in enumerate(self._prompts):
             answer = decoder.generate(prompt, SamplingParams(), config.max_new_tokens, self._eos_ids)
             generations.append(answer)
-            ids = [*prompt, *answer.tokens][: self._max_model_len - 1]
-            batch = _batch(runner, ids, len(prompt), drafter)
+            batch = _batch(runner, [*prompt, *answer.tokens], len(prompt), drafter)
             view = draw_view(batch, period, 0.0, torch.Generator().manual_seed(number), drafter.config.layer_counts)
             drawn.append(distillation_loss(drafter(batch, view), batch, loss_positions(batch), drafter, losses))
             if period is None:

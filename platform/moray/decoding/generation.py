@@ -1,6 +1,7 @@
 """One answer and what each of its cycles did: the raw data for tau, acceptance and efficiency.
 
-Counts and times over all answers of an engine are `decoding.engine.stats.EngineStats`; the phases here are its own.
+Counts and times over all answers of an engine are `decoding.engine.stats.EngineStats`; `Generation.phases` is this
+answer's share of them.
 """
 
 from collections.abc import Sequence

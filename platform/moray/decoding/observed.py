@@ -1,4 +1,4 @@
-"""Reads a given text with the target and hands out its taps: what a drafter would have observed of it in decoding."""
+"""Reads a given text with the target and hands out its taps: what a drafter would observe while decoding it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,13 +18,15 @@ def taps_of_text(
     """Read a text into the runner's first row, chunk by chunk, so that memory stays bounded.
 
     Args:
-        runner: what its first row held before is overwritten.
-        text: token ids, at most as many as a row has slots.
+        runner: no sequence may hold a row of it; what its cache held before is overwritten.
+        text: token ids, at most as many as the cache has slots.
         needs: which taps to hand out.
 
     Yields:
         the tokens of a chunk, and their taps.
     """
+    if runner.cache.width < len(text):
+        runner.cache.arrange(runner.cache.num_slots, 0, 0)
     for begin in range(0, len(text), MAX_TOKENS):
         chunk = text[begin : begin + MAX_TOKENS]
         output = runner.read(0, [chunk], [begin], needs.hidden_depths)

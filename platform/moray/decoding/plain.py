@@ -1,6 +1,7 @@
 """Plain decoding, one token per pass of the target: the reference for every other way to decode.
 
-It shares neither cache nor passes with the engine, so that a fault there cannot hide in the text it is compared with.
+It uses neither the engine's `TargetRunner` nor its batched cache, so that a fault there cannot hide in the text that it
+is compared with.
 """
 
 import time
@@ -82,7 +83,11 @@ class PlainDecoder:
         return generation
 
     def _prefill(self, prompt: list[int]) -> Float[Tensor, "1 vocab"]:
-        """Forget the sequence before, read a prompt, and return the logits of its first generated token."""
+        """Forget the sequence before, read a prompt, and return the logits of its first generated token.
+
+        Raises:
+            DataError: the prompt is empty or leaves no room in the context.
+        """
         if not 0 < len(prompt) < self._max_model_len:
             raise DataError(
                 f"the prompt has {len(prompt)} tokens; this context of {self._max_model_len} takes 1 to "

@@ -192,12 +192,12 @@ def test_plan_says_what_adding_columns_takes_and_writes_nothing(
 
     times, num_shards = _times(cache), len(read_manifest(CacheStore(str(cache))).shards)
     target, chats = TargetConfig(model=str(tiny_target)), ChatsConfig(path=str(chats_file))
-    for changes, is_growth in ((MANY, True), (FEW, False), (MANY | {"max_length": 100}, False)):
+    for changes, is_addition in ((MANY, True), (FEW, False), (MANY | {"max_length": 100}, False)):
         config = CacheConfig(**(SETTINGS | changes))
         print_plan(str(cache), target, chats, config, Workers(1, 1, need_gpu=False), Console(width=200))
         told = capsys.readouterr().out
         line = f"the cache that is there is kept and grows: adding kv.00, hidden.-4 to {num_shards} shards: "
-        assert (line in told) is is_growth
+        assert (line in told) is is_addition
         assert told.count("minutes") == 1
     assert _times(cache) == times
 

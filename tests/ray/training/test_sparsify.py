@@ -1,5 +1,7 @@
 """A target is made sparse on Ray Train: routers learn to skip, and the folder loads as any other target."""
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -44,15 +46,24 @@ def values(tiny_target: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPat
     }
 
 
-def test_the_share_of_layers_falls_to_what_was_asked_for(
-    values: dict[str, Any], tiny_target: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def unbroken(values: dict[str, Any]) -> SparsifyConfig:
+    """A run that nothing disturbs."""
     from moray.cluster.training.distill import distill
 
     config = validate(SparsifyConfig, values)
     assert not is_complete(config)
-    distill(config)
-    assert "sparse: train.precision: " in "".join(capfd.readouterr()), "the chosen precision is printed"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        distill(config)
+    assert "sparse: train.precision: " in said.getvalue(), "the chosen precision is printed"
+    return config
+
+
+def test_the_share_of_layers_falls_to_what_was_asked_for(
+    unbroken: SparsifyConfig, values: dict[str, Any], tiny_target: Path
+) -> None:
+    config = unbroken
     recorded = read_run_yaml(Path(config.output))["config"]["train"]["precision"]
     assert recorded in ("float32", "bfloat16"), "a run keeps the precision that it began with"
     explicit = validate(SparsifyConfig, values | {"train": values["train"] | {"precision": recorded}})
@@ -75,25 +86,25 @@ def test_the_share_of_layers_falls_to_what_was_asked_for(
     assert 0.27 < output.routes.float().mean() < 0.8
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_weights(values: dict[str, Any]) -> None:
-    """After the run above: its last checkpoint is taken away, as if it had been killed before it."""
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(unbroken: SparsifyConfig) -> None:
+    """All but the first checkpoint is taken away, as if the run had been killed after it."""
     from moray.cluster.training.distill import distill
 
-    config = validate(SparsifyConfig, values)
+    config = unbroken
     output = Path(config.output)
-    unbroken, rows = load_file(output / "drafter.safetensors"), (output / "metrics.jsonl").read_text()
-    forget_last_checkpoint(output)
+    weights, rows = load_file(output / "drafter.safetensors"), (output / "metrics.jsonl").read_text()
+    keep_first_checkpoint(output)
     assert not is_complete(config)
     distill(config)
     assert (output / "metrics.jsonl").read_text().splitlines()[-1] != rows.splitlines()[-1], "it trained again"
     assert [row["step"] for row in read_metrics(output)] == [json.loads(row)["step"] for row in rows.splitlines()]
     again = load_file(output / "drafter.safetensors")
-    assert again.keys() == unbroken.keys()
-    assert all(torch.equal(again[name], tensor) for name, tensor in unbroken.items())
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
     assert is_complete(config)
 
 
-def forget_last_checkpoint(output: Path) -> None:
+def keep_first_checkpoint(output: Path) -> None:
     """Make a finished run look like one that was killed after its first checkpoint."""
     (output / "drafter.json").unlink()
     snapshot = output / "ray" / "train" / "checkpoint_manager_snapshot.json"

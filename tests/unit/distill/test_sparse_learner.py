@@ -251,3 +251,24 @@ def test_settings_that_train_nothing_or_save_nothing_whole_are_refused(tiny):
     assert validate(SparsifyConfig, run | published).sparse.ce_weight == 1
     with pytest.raises(ConfigError, match=r"sparse.ce_weight are all 0"):
         validate(SparsifyConfig, run | {"losses": {"feature": 0, "kl": 0}})
+
+
+def test_dropout_follows_the_view_s_seed_and_is_the_same_where_activations_are_recomputed(tiny):
+    """So a resumed run repeats an unbroken one, and activation checkpointing changes no gradient."""
+    learner = learner_of(tiny, SPARSE.model_copy(update={"lora_dropout": 0.3}), spread=3.0).train()
+    batch = batch_of(tiny.target, [tiny.prompt(0, 40), tiny.prompt(1, 31)], 5, learner.needs)
+    start = torch.zeros_like(batch.tokens)
+
+    def gradients(seed: int, *, recomputes: bool = False) -> list[torch.Tensor]:
+        learner.recomputes = recomputes
+        learner.zero_grad()
+        torch.rand(1)  # the process's own random numbers go on
+        view = DraftView(start, torch.zeros(2, dtype=torch.bool), seed=seed)
+        learner(batch, view).predictions[0].hidden.float().square().sum().backward()
+        return [parameter.grad.clone() for parameter in learner.parameters() if parameter.grad is not None]
+
+    first = gradients(1)
+    assert first
+    assert all(torch.equal(a, b) for a, b in zip(first, gradients(1), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, gradients(1, recomputes=True), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, gradients(2), strict=True))

@@ -112,16 +112,16 @@ def _check_manifest(store: CacheStore, found: CacheScan, findings: Findings) -> 
     except DamagedError as error:
         findings.other.append(str(error).partition(";")[0])
         return
-    growing = unfinished_addition(store)
-    if growing is not None:
-        findings.other.append(growing)
+    unfinished = unfinished_addition(store)
+    if unfinished is not None:
+        findings.other.append(unfinished)
     elif plan is not None and plan.values != manifest.plan.values:
         findings.other.append("plan.json is not the plan that manifest.json holds")
     covered = {name for info in found.counting.values() for name in info.planned}
     for name, info in manifest.shards.items():
         if name in found.damaged or found.counting.get(name) == info or found.superseded.get(name) == info:
             continue
-        if growing is not None and name in found.counting:  # it has the new columns already
+        if unfinished is not None and name in found.counting:  # it has the new columns already
             continue
         listed = "its marker and manifest.json differ" if name in found.counting else "it is missing"
         findings.shards[name] = listed

@@ -62,10 +62,10 @@ def print_plan(
     plan = replace(forecast(spec, cache, work), tokens_per_second=_speed(target, cache, sample, workers))
     disk = measure_disk_space(store, cache)
     added = columns_to_add(store, wanted.plan().values)
-    told = replace(plan, tokens_per_second=None) if added else plan  # the target runs over what is written as well
-    lines = [f"from {sample.rows:,} of {work.rows:,} rows:", *told.lines(disk, workers.num_targets)]
+    shown = replace(plan, tokens_per_second=None) if added else plan  # the target runs over what is written as well
+    lines = [f"from {sample.rows:,} of {work.rows:,} rows:", *shown.lines(disk, workers.num_targets)]
     if added:
-        lines += _growth_lines(store, wanted, added, plan, workers)
+        lines += _addition_lines(store, wanted, added, plan, workers)
     for line in lines:
         console.print(line, markup=False, highlight=False)
     console.print(_table(spec, cache, plan, disk))
@@ -75,15 +75,15 @@ def print_plan(
         console.print(f"it does not fit{advice}", markup=False, highlight=False)
 
 
-def _growth_lines(
+def _addition_lines(
     store: CacheStore, wanted: CacheSpec, added: list[str], plan: Forecast, workers: Workers
 ) -> list[str]:
     """What adding columns to the cache that is there takes: by shards, which say how many tokens there are."""
     found = scan(store).counting
-    growth = plan_addition(store, wanted.plan(), added, found)
-    hours = replace(plan, workload=replace(plan.workload, tokens=growth.tokens_left)).hours(workers.num_targets)
+    addition = plan_addition(store, wanted.plan(), added, found)
+    hours = replace(plan, workload=replace(plan.workload, tokens=addition.tokens_left)).hours(workers.num_targets)
     takes = "" if hours is None else f", {hours:.1f} hours" if hours >= 1 else f", {hours * 60:.0f} minutes"
-    return [f"the cache that is there is kept and grows: {growth.announcement}{takes}"]
+    return [f"the cache that is there is kept and grows: {addition.announcement}{takes}"]
 
 
 def _table(spec: TargetSpec, cache: CacheConfig, plan: Forecast, disk: DiskSpace) -> Table:

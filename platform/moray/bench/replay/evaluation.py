@@ -197,9 +197,9 @@ def _replays(
     log: "_Log", drafter: Drafter, shape: AnyShape, entries: list[Continuation], rule: Accept | None = None
 ) -> Iterator[Generation]:
     """As `replayed`, with a rule of acceptance in place of the log's."""
-    capacity = max(len(entry.prompt) + len(entry.tokens) for entry in entries)
-    runner = RecordedRunner(log.target, capacity + shape.num_nodes + 65)
-    decoder = SpeculativeDecoder(log.target, drafter, shape, capacity, runner, rule)  # type: ignore[arg-type]
+    max_model_len = max(len(entry.prompt) + len(entry.tokens) for entry in entries)
+    runner = RecordedRunner(log.target, max_model_len + shape.num_nodes + 65)
+    decoder = SpeculativeDecoder(log.target, drafter, shape, max_model_len, runner, rule)  # type: ignore[arg-type]
     for index, entry in enumerate(entries):
         runner.open(log.text(index, entry, drafter))
         prompt, most = list(entry.prompt), len(entry.tokens)

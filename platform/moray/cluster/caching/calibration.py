@@ -43,9 +43,9 @@ def calibration(store: CacheStore, wanted: CacheSpec, planned: CachePlan, captur
     if file is not None and (not quantised_columns(wanted.columns) or store.exists(CHANNELS_FILE)):
         return store.read_record(file, CalibrationRecord)
     with Progress("run the target on a few batches, to know its speed and its values"):
-        told = calibrate_on_ray(store, wanted.target, wanted.cache, capture, planned.shards)
-    store.write_json(CALIBRATION_FILE, told.values)
-    return told
+        calibrated = calibrate_on_ray(store, wanted.target, wanted.cache, capture, planned.shards)
+    store.write_json(CALIBRATION_FILE, calibrated.values)
+    return calibrated
 
 
 def calibrate_on_ray(

@@ -35,7 +35,7 @@ def add_columns(
         planned: its shards as they were cut.
         added: columns that its plan does not name yet.
         capture: how many targets share the work.
-        goal: told how large the cache will be.
+        goal: learns how large the cache will be.
 
     Raises:
         ConfigError: there is not enough room; nothing has been changed.
@@ -50,10 +50,10 @@ def add_columns(
     goal.total = disk.written + addition.bytes
     if not is_begun(store, plan, added):
         forget_calibration(store)  # of the old columns alone
-        told = calibration(store, wanted, planned, capture)
+        calibrated = calibration(store, wanted, planned, capture)
         work = count_work(planned.shards, planned.lengths, wanted.rows)
         whole = forecast(wanted.spec, wanted.cache, work, len(planned.shards))
-        whole = replace(whole, tokens_per_second=told.tokens_per_second)
+        whole = replace(whole, tokens_per_second=calibrated.tokens_per_second)
         store.write_json(FORECAST_FILE, whole.record(disk, capture.num_targets).values)
         begin_addition(store, plan, added)
     print(addition.announcement)

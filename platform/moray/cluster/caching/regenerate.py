@@ -4,7 +4,7 @@ A drafter is judged on the target's own text, so that is what it should learn fr
 written whole or not at all; a killed job goes on with the parts that are missing.
 
 The engine decodes without a drafter: its passes are over many sequences, where drafts do not pay on the machines that
-were measured, and there is no drafter yet when this runs.
+were measured, and usually no drafter exists yet.
 """
 
 import json

@@ -15,7 +15,7 @@ from moray.decoding.engine.sequence import EngineSequence
 from moray.decoding.engine.stats import EngineStats
 from moray.decoding.planning.controller import DraftPlan, SpeculationController
 from moray.decoding.planning.fitting import depth_notice, fit_shape
-from moray.decoding.planning.probing import NUM_PROBES
+from moray.decoding.planning.probing import NUM_TRIAL_DRAFTS
 from moray.drafters.common.rows import on_device
 from moray.targets.model import Target
 from moray.trees.ranking import Pruned, prune
@@ -82,7 +82,7 @@ class DraftScheduler:
 
     def expect(self, number: int, num_running: int) -> None:
         """Let the source prepare for a new sequence if drafts are likely to be wanted; `num_running` includes it."""
-        if not self.controller.is_probing and self.controller.pays(num_running):
+        if not self.controller.is_in_trial and self.controller.pays(num_running):
             self.source.open(number)
 
     def request(self, running: list[EngineSequence], rows: list[int], num_rows: int) -> None:
@@ -105,13 +105,13 @@ class DraftScheduler:
         self._is_wanted, self._are_too_few = plan is not None, False
         if plan is None:
             return None, []
-        if self.controller.is_probing:  # prefer sequences that already have a drafter, then those it knows best
+        if self.controller.is_in_trial:  # prefer sequences that already have a drafter, then those it knows best
             idle = sorted(idle, key=lambda row: self._catch_up_cost(running[row]))
-            idle = idle[: max(0, NUM_PROBES - self._num_under_way(running))]
+            idle = idle[: max(0, NUM_TRIAL_DRAFTS - self._num_under_way(running))]
         for row in idle:
             self.source.open(running[row].number)
         ready = [row for row in idle if self.source.can_draft(running[row].number)]
-        if len(ready) < len(idle) and not self.controller.is_probing:  # fewer drafts may call for another plan
+        if len(ready) < len(idle) and not self.controller.is_in_trial:  # fewer drafts may call for another plan
             plan = self.controller.plan(num_rows, len(ready))
             self._are_too_few = plan is None
         return plan, ready
@@ -127,9 +127,9 @@ class DraftScheduler:
         many = {row: count for row, count in unknown.items() if count > _FEW}
         few = {row: count for row, count in unknown.items() if 0 < count <= _FEW}
         self._is_behind = bool(many)
-        self._tell_many(running, many)
+        self._send_backlog(running, many)
         begin = time.perf_counter()
-        self._tell_few(running, few)
+        self._send_new(running, few)
         n = plan.num_target_layers if len(self.source.layer_counts) > 1 else None
         sequences = [running[row] for row in rows]
         self.source.submit(
@@ -189,7 +189,7 @@ class DraftScheduler:
     def _record_empty(self, drafts: Mapping[int, Draft], num_requested: int) -> None:
         """Record drafts in which the drafter found nothing; the others are recorded once they are verified."""
         num_empty = sum(draft.tree.num_nodes == 1 for draft in drafts.values())
-        if self.controller.is_probing:  # otherwise the time spent waiting counts against late drafts
+        if self.controller.is_in_trial:  # otherwise the time spent waiting counts against late drafts
             num_empty += num_requested - len(drafts)
         for _ in range(num_empty):
             self.controller.record_empty(num_requested)
@@ -225,15 +225,15 @@ class DraftScheduler:
     def _num_under_way(self, sequences: Iterable[EngineSequence]) -> int:
         return sum(sequence.draft_scheduler is self and sequence.requested is not None for sequence in sequences)
 
-    def _tell_many(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
+    def _send_backlog(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
         """Send cached tokens that the source does not know yet, `unknown` many of each row, one row at a time."""
         with self._stats.timed("prefill_drafter"):
             for row, count in unknown.items():
                 for begin in range(0, count, MAX_TOKENS):
                     self._observe(running, {row: min(MAX_TOKENS, count - begin)})
 
-    def _tell_few(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
-        """Like `_tell_many`, but all rows in one batch."""
+    def _send_new(self, running: list[EngineSequence], unknown: dict[int, int]) -> None:
+        """Like `_send_backlog`, but all rows in one batch."""
         if unknown:
             with self._stats.timed("observe"):
                 self._observe(running, unknown)

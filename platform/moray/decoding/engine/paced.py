@@ -70,11 +70,11 @@ class Pace:
     """Tokens of the prompt whose memory the client has from the start."""
     num_target_layers: int
     """See `ClientMemory.num_target_layers`."""
-    num_told_in_layers: list[int]
+    num_sent_in_layers: list[int]
     """Tokens whose keys and values the client has in each of the target's last layers, the last one first."""
     offers: deque[Offer] = field(default_factory=deque)
     """Not verified yet; the first is the next."""
-    num_told: int = field(init=False)
+    num_sent: int = field(init=False)
     """Tokens whose memory the client has."""
     num_dropped: int = 0
     """Tokens before `memory_from` whose hidden states were dropped."""
@@ -82,7 +82,7 @@ class Pace:
     """Cycles that are left of the first offer, if it is one without a tree."""
 
     def __post_init__(self) -> None:
-        self.num_told = self.memory_from
+        self.num_sent = self.memory_from
 
     def add(self, offer: Offer, tokens: Sequence[int], max_nodes: int) -> None:
         """Queue an offer.
@@ -176,7 +176,7 @@ class PacedSequences:
         if pace is None or sequence.stop_checker.finish_reason is not None:
             return []
         return [
-            RequestOutput(sequence.number, [], paced=PacedOutput(pace.num_told, 0, seq=offer.seq, is_void=True))
+            RequestOutput(sequence.number, [], paced=PacedOutput(pace.num_sent, 0, seq=offer.seq, is_void=True))
             for offer in pace.take_void(sequence.tokens)
         ]
 
@@ -229,11 +229,11 @@ def _tail_of(row: int, pace: Pace, num_new: int) -> tuple[TailPiece, ...]:
     `MAX_RECALLED` tokens of a layer, or as many as have new memory."""
     pieces: list[TailPiece] = []
     for layer in range(1, pace.num_target_layers + 1):
-        begin = pace.num_told_in_layers[layer - 1]
-        count = min(pace.num_told - begin, max(MAX_RECALLED, num_new))
+        begin = pace.num_sent_in_layers[layer - 1]
+        count = min(pace.num_sent - begin, max(MAX_RECALLED, num_new))
         if count:
             pieces.append(TailPiece(layer, begin, pace.observer.keys_values_of(row, begin, count, layer)))
-            pace.num_told_in_layers[layer - 1] += count
+            pace.num_sent_in_layers[layer - 1] += count
     return tuple(pieces)
 
 
@@ -265,31 +265,31 @@ def _memory_of(sequences: Mapping[int, EngineSequence], lengths: Mapping[int, in
     for row, sequence in sequences.items():
         pace = sequence.pace
         assert pace is not None
-        if lengths[row] - pace.num_told > MAX_TOKENS:
+        if lengths[row] - pace.num_sent > MAX_TOKENS:
             outputs[row] = _in_pieces(row, sequence, pace, lengths[row])
-        elif lengths[row] > pace.num_told:
+        elif lengths[row] > pace.num_sent:
             together.setdefault(id(pace.observer), {})[row] = sequence
         else:
-            outputs[row] = PacedOutput(begin=pace.num_told, num_new=0)
+            outputs[row] = PacedOutput(begin=pace.num_sent, num_new=0)
     for group in together.values():
         paces = {row: sequence.pace for row, sequence in group.items() if sequence.pace is not None}
-        begins = {row: pace.num_told for row, pace in paces.items()}
+        begins = {row: pace.num_sent for row, pace in paces.items()}
         counts = {row: lengths[row] - begins[row] for row in paces}
         found = next(iter(paces.values())).observer.memory_of(group, begins, counts)
         for row, pace in paces.items():
             outputs[row] = PacedOutput(begin=begins[row], num_new=counts[row], memory=(_without_tail(found[row]),))
-            pace.num_told = lengths[row]
+            pace.num_sent = lengths[row]
     return outputs
 
 
 def _in_pieces(row: int, sequence: EngineSequence, pace: Pace, length: int) -> PacedOutput:
     """Memory of many tokens, as of a prompt."""
-    begin, pieces = pace.num_told, list[Mapping[str, Tensor]]()
-    while pace.num_told < length:
-        count = min(MAX_TOKENS, length - pace.num_told)
-        found = pace.observer.memory_of({row: sequence}, {row: pace.num_told}, {row: count})
+    begin, pieces = pace.num_sent, list[Mapping[str, Tensor]]()
+    while pace.num_sent < length:
+        count = min(MAX_TOKENS, length - pace.num_sent)
+        found = pace.observer.memory_of({row: sequence}, {row: pace.num_sent}, {row: count})
         pieces.append(_without_tail(found[row]))
-        pace.num_told += count
+        pace.num_sent += count
     return PacedOutput(begin=begin, num_new=length - begin, memory=tuple(pieces))
 
 

@@ -79,9 +79,9 @@ class SpeculationController:
         return bool(self._plans) and self._costs.table is None
 
     @property
-    def is_probing(self) -> bool:
-        """Whether a trial after a pause is under way, for which `NUM_PROBES` sequences draft."""
-        return self._probing.is_probing
+    def is_in_trial(self) -> bool:
+        """Whether a trial after a pause is under way, for which `NUM_TRIAL_DRAFTS` sequences draft."""
+        return self._probing.is_in_trial
 
     # --- The choice ---
 
@@ -220,7 +220,7 @@ class SpeculationController:
     def _is_partial_trial(self, num_drafted: int, num_rows: int) -> bool:
         """Whether a trial drafts for only a few of many sequences: its time says nothing about drafting for all of
         them."""
-        return self.is_probing and num_drafted < num_rows
+        return self.is_in_trial and num_drafted < num_rows
 
     # --- Results of drafts ---
 

@@ -12,7 +12,7 @@ _MAX_FAILED_TRIALS = 5
 _PATIENCE_PER_ROW = 16
 """Failed trials lengthen a pause at most by this factor per sequence, because a trial with more sequences costs more.
 So a sequence that is alone again does not wait as long as many did."""
-NUM_PROBES = 4
+NUM_TRIAL_DRAFTS = 4
 """Number of drafts in a trial of whether drafts are accepted again, if there are that many sequences."""
 PROBE_CYCLES = 32
 """Cycles without a draft before a probe. Each probe doubles the wait for the next one, unless it was far cheaper than
@@ -26,16 +26,16 @@ class Probing:
         self._num_drafted = self._num_idle = 0
         """Cycles with drafts since the last pause, not counting trials on a few of many sequences, and cycles without
         drafts since the last draft."""
-        self._num_to_try = self._num_tried = 0
+        self._num_trial_drafts = self._num_trial_results = 0
         """Drafts in the last trial, and how many of their results are known."""
         self._num_failed_trials = 0
         self._probe_at = PROBE_CYCLES
         """Cycles without drafts before the next probe."""
 
     @property
-    def is_probing(self) -> bool:
-        """Whether a trial after a pause is under way, for which `NUM_PROBES` sequences draft."""
-        return self._num_tried < self._num_to_try
+    def is_in_trial(self) -> bool:
+        """Whether a trial after a pause is under way, for which `NUM_TRIAL_DRAFTS` sequences draft."""
+        return self._num_trial_results < self._num_trial_drafts
 
     def takes_probe(self) -> bool:
         """Whether a probe is due; the next one is then due after twice as many cycles."""
@@ -58,16 +58,16 @@ class Probing:
 
     def record_result(self) -> None:
         """Record that the result of one sequence's draft is known."""
-        self._num_tried += 1
+        self._num_trial_results += 1
 
     def pause(self, num_rows: int) -> bool:
         """Begin a pause of drafting, and the trial that follows it; returns False if one has begun already."""
-        if self._num_to_try and not self._num_tried:
+        if self._num_trial_drafts and not self._num_trial_results:
             return False
         is_proven = self._num_drafted >= _PROVEN_CYCLES
         self._num_failed_trials = 0 if is_proven else min(self._num_failed_trials + 1, _MAX_FAILED_TRIALS)
-        self._num_drafted = self._num_idle = self._num_tried = 0
-        self._num_to_try = min(NUM_PROBES, num_rows)
+        self._num_drafted = self._num_idle = self._num_trial_results = 0
+        self._num_trial_drafts = min(NUM_TRIAL_DRAFTS, num_rows)
         return True
 
     def record_idle(self, num_rows: int) -> bool:

@@ -40,16 +40,10 @@ class LowRank(nn.Module):
         self.down = nn.Parameter(torch.randn(rank, in_features) / rank)
         self.up = nn.Parameter(torch.zeros(out_features, rank))
         self._dropout = dropout
-        self.noise: torch.Generator | None = None
-        """Source of the dropout, as of everything random in an update: a resumed run then repeats an unbroken one."""
 
     def forward(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any out"]:
         x = x.to(self.down.dtype)  # outside autocast, the target may be narrower
-        changed = F.linear(F.linear(x, self.down), self.up)
-        if not self.training or not self._dropout:
-            return changed
-        kept = 1.0 - self._dropout
-        return changed * torch.empty_like(changed).bernoulli_(kept, generator=self.noise).div_(kept)
+        return F.dropout(F.linear(F.linear(x, self.down), self.up), self._dropout, self.training)
 
     @property
     def change(self) -> Float[Tensor, "out width"]:
@@ -95,12 +89,15 @@ class SparseLearner(Learner):
         return TapNeeds(hidden_depths=(-1,))
 
     def forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
+        device = batch.tokens.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(view.seed)  # for dropout: a resumed run repeats an unbroken one
+            return self._forward(batch, view)
+
+    def _forward(self, batch: TrainBatch, view: DraftView) -> DraftOutput:
         batch_size, seq = batch.tokens.shape
         device = batch.tokens.device
         generator = torch.Generator(device).manual_seed(view.seed)
-        for module in self.modules():
-            if isinstance(module, LowRank):
-                module.noise = generator
         positions = torch.arange(seq, device=device).expand(batch_size, seq)
         x = self.head.embed(batch.tokens)
         rotary = self.head.rotation(x, positions)

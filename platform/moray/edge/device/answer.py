@@ -12,7 +12,7 @@ from moray.trees.ranking import Pruned
 
 @dataclass(frozen=True)
 class TimedDraft:
-    """A draft that was made after an answer and not ahead of it, so that its own answer is timed."""
+    """A draft made after the previous reply, so that its own reply can be timed."""
 
     seq: int
     num_levels: int
@@ -46,7 +46,7 @@ class EdgeAnswer:
         """Answers to drafts up to this one may have waited for a connection: they say nothing about its speed."""
         self.under_way: deque[Verify] = deque()
         self.timed: TimedDraft | None = None
-        """The last one."""
+        """The last timed draft; None if there is none."""
 
     @property
     def index(self) -> int:

@@ -93,7 +93,7 @@ class EdgeClient:
                     link = yield from self._connect(answer, pool)
                 received, pause = answer.received, 0.0
                 try:
-                    yield from self._online(answer, self._over(link), is_known=is_known)
+                    yield from self._online(answer, self._server_connection(link), is_known=is_known)
                 except UnreachableError as error:
                     self.stats.num_cuts += 1
                     yield self._offline(answer, error)
@@ -165,33 +165,33 @@ class EdgeClient:
 
     # --- Online ---
 
-    def _over(self, link: Link) -> ServerConnection:
+    def _server_connection(self, link: Link) -> ServerConnection:
         return ServerConnection(link, self.stats, self._config.offline_after_seconds)
 
-    def _online(self, answer: EdgeAnswer, link: ServerConnection, *, is_known: bool) -> Iterator[EdgeEvent]:
+    def _online(self, answer: EdgeAnswer, connection: ServerConnection, *, is_known: bool) -> Iterator[EdgeEvent]:
         """Decode over one connection until the answer ends; `is_known` says whether the server has had our `Hello`."""
-        self._begin(answer, link, is_known=is_known)
+        self._begin(answer, connection, is_known=is_known)
         yield LinkChanged(LinkState.ONLINE)
         ahead: Ahead | None = None
         is_suspect = False
         while answer.finish_reason is None:
             is_working = answer.has_root and (ahead is not None or not answer.under_way)
-            message = link.receive(0.0 if is_working else WAIT_SECONDS)
+            message = connection.receive(0.0 if is_working else WAIT_SECONDS)
             if message is not None:
                 if is_suspect:
                     is_suspect = False
                     yield LinkChanged(LinkState.ONLINE)
                 answer.alone = None
-                yield from self._take_in(answer, message, link)
+                yield from self._take_in(answer, message, connection)
                 ahead = self._plan_ahead(answer)
             elif answer.has_root and not answer.under_way:
-                self._verify_next(answer, link)
+                self._verify_next(answer, connection)
                 ahead = self._plan_ahead(answer)
             elif ahead is not None:
                 if not self._drafter.grow(ahead):
                     ahead = None
-                    self._send_guess(answer, link)
-            elif link.check_silence() > self._config.suspect_after_seconds:
+                    self._send_guess(answer, connection)
+            elif connection.check_silence() > self._config.suspect_after_seconds:
                 if not is_suspect:
                     is_suspect = True
                     yield LinkChanged(LinkState.SUSPECT)
@@ -199,11 +199,11 @@ class EdgeClient:
                 if drafted is not None:
                     yield drafted
 
-    def _begin(self, answer: EdgeAnswer, link: ServerConnection, *, is_known: bool) -> None:
+    def _begin(self, answer: EdgeAnswer, connection: ServerConnection, *, is_known: bool) -> None:
         """Open the session, or take it up again."""
         answer.timed = None
         if not is_known:
-            link.send(self._hello)
+            connection.send(self._hello)
         if answer.welcome is None:  # without waiting for the welcome: a round trip less
             generated = tuple(answer.tokens[len(answer.request.prompt) :])
             request = answer.request.model_copy(update={"generated": generated})
@@ -213,8 +213,8 @@ class EdgeClient:
                 num_target_layers=self._plan().next_num_target_layers,
                 tail_from=self._drafter.num_known_in_layers,
             )
-            link.send(opened)
-        welcome = link.expect(Welcome)
+            connection.send(opened)
+        welcome = connection.expect(Welcome)
         if 1 + self._planner.max_nodes > welcome.max_nodes:
             raise DataError(
                 f"tree has up to {self._planner.max_nodes} nodes; the server accepts {welcome.max_nodes - 1}: give a "
@@ -225,28 +225,28 @@ class EdgeClient:
             self._bandwidth.restart()
             return
         session, token = answer.welcome.session, answer.welcome.resume_token
-        link.send(Resume(session=session, token=token, received=answer.received))
+        connection.send(Resume(session=session, token=token, received=answer.received))
         try:
-            resumed = link.expect(Resumed)
+            resumed = connection.expect(Resumed)
         except SessionLostError as error:
             answer.reopen()
             self.stats.num_reopened += 1
-            raise UnreachableError(f"the session is gone: {error}") from None
+            raise UnreachableError(f"the session is lost: {error}") from None
         answer.last_stale_seq = resumed.last_seq  # what answers these may have waited for this connection
         for verify in answer.under_way:
             if verify.seq > resumed.last_seq:
-                link.send(verify)
+                connection.send(verify)
 
-    def _verify_next(self, answer: EdgeAnswer, link: ServerConnection) -> None:
+    def _verify_next(self, answer: EdgeAnswer, connection: ServerConnection) -> None:
         """Send what follows the last verified token: what was written alone, or a new draft."""
         assert answer.welcome is not None
         if answer.drafted:
             chain = [answer.tokens[-1], *answer.drafted]
-            self._verify(answer, link, chain[: min(answer.welcome.max_nodes, MAX_DEPTH)], ())
+            self._verify(answer, connection, chain[: min(answer.welcome.max_nodes, MAX_DEPTH)], ())
             return
         began, plan = self._clock(), self._plan()
         if not self._drafter.can_draft(plan.num_target_layers):  # the server decodes alone until it can
-            self._verify(answer, link, [], ())
+            self._verify(answer, connection, [], ())
             return
         tree = self._drafter.draft(answer.tokens[-1], plan.shape, plan.num_target_layers)
         pruned = self._planner.prune(tree, plan)
@@ -255,7 +255,7 @@ class EdgeClient:
         tokens, parents = tree.tokens.tolist(), () if tree.is_chain else tuple(tree.parents.tolist())
         self._planner.record_draft(plan.shape.depth, self._clock() - began, plan.num_target_layers)
         answer.timed = TimedDraft(answer.next_seq, num_levels, plan.num_target_layers, self._clock(), pruned)
-        self._verify(answer, link, tokens, parents)
+        self._verify(answer, connection, tokens, parents)
 
     def _plan(self) -> CyclePlan:
         known = self._drafter.num_known
@@ -272,17 +272,17 @@ class EdgeClient:
             return None
         return self._drafter.ahead_of([*first.tokens], self._plan().shape.depth)
 
-    def _send_guess(self, answer: EdgeAnswer, link: ServerConnection) -> None:
+    def _send_guess(self, answer: EdgeAnswer, connection: ServerConnection) -> None:
         """Send what was drafted ahead: the server verifies it if the guess was right, and drops it otherwise."""
         chain = self._drafter.guess
         if chain is not None and len(answer.under_way) == 1:
             first = answer.under_way[0]
-            self._verify(answer, link, [*chain], (), at=first.at + len(first.tokens))
+            self._verify(answer, connection, [*chain], (), at=first.at + len(first.tokens))
 
     def _verify(
         self,
         answer: EdgeAnswer,
-        link: ServerConnection,
+        connection: ServerConnection,
         tokens: list[int],
         parents: tuple[int, ...],
         at: int | None = None,
@@ -305,11 +305,11 @@ class EdgeClient:
         answer.next_seq += 1
         answer.under_way.append(verify)
         self.stats.num_calls += 1
-        link.send(verify)
+        connection.send(verify)
 
     # --- Messages ---
 
-    def _take_in(self, answer: EdgeAnswer, message: Verified, link: ServerConnection) -> Iterator[EdgeEvent]:
+    def _take_in(self, answer: EdgeAnswer, message: Verified, connection: ServerConnection) -> Iterator[EdgeEvent]:
         """Take in what the server has verified."""
         if message.index <= answer.received:
             return
@@ -317,7 +317,7 @@ class EdgeClient:
             raise DataError(f"message {message.index} of the server came after {answer.received}")
         answer.received, answer.lost_at = message.index, None
         if message.sent and message.seq > answer.last_stale_seq:
-            self._bandwidth.record(message.sent, link.arrived, link.num_bytes)
+            self._bandwidth.record(message.sent, connection.arrived, connection.num_bytes)
         if message.seq and message.is_last:
             if not answer.under_way or answer.under_way[0].seq != message.seq:
                 raise DataError(f"the server answers draft {message.seq}, which is not the next one under way")
@@ -329,7 +329,7 @@ class EdgeClient:
             raise DataError(f"the server continues position {message.at}; this device is at {len(answer.tokens)}")
         answer.tokens += message.tokens
         self.stats.num_tokens += len(message.tokens)
-        self._learn(answer, message, link)
+        self._learn(answer, message, connection)
         if message.seq:
             self.stats.record(message.num_accepted, message.seconds)
             draft = answer.timed
@@ -344,7 +344,7 @@ class EdgeClient:
             yield from self._compare(answer, message)
         answer.finish_reason = message.finish_reason
 
-    def _learn(self, answer: EdgeAnswer, message: Verified, link: ServerConnection) -> None:
+    def _learn(self, answer: EdgeAnswer, message: Verified, connection: ServerConnection) -> None:
         end = message.begin + message.num_new
         if message.num_new and (message.begin != self._drafter.num_known or end > len(answer.tokens)):
             if message.finish_reason is not None:
@@ -354,7 +354,7 @@ class EdgeClient:
                 f"memory of {self._drafter.num_known}"
             )
         lengths = {tail.name: tail.num_tokens for tail in message.tail}
-        found = decode(self._hello.codec, link.tensors, lengths, message.num_new, self._drafter.dtype)
+        found = decode(self._hello.codec, connection.tensors, lengths, message.num_new, self._drafter.dtype)
         memory = {name: rows for name, rows in found.items() if name not in lengths}
         self._drafter.learn(answer.tokens[message.begin : end], memory)
         begins = {tail.layer: tail.begin for tail in message.tail}

@@ -69,7 +69,7 @@ class ServerConnection:
         """The next message of a sequence; None if none comes within so many seconds.
 
         Raises:
-            UnreachableError: the connection is broken, or the session is gone.
+            UnreachableError: the connection is broken, or the session is lost.
             MismatchError: device and server do not belong together.
             DataError: the server refuses the request, or the message is none of this protocol.
         """

@@ -5,7 +5,7 @@
 
 draft(k, N) is the time of drafting k levels, fitted as a line in k: some drafters make all levels at once.
 reply(n) is the time from sending a draft of n nodes to its answer: round trip, wait at the server, the target's pass,
-and the transfer of memory. It is fitted to the latest cycles as a line in n, so nothing has to be known of the network.
+and the transfer of memory. It is fitted to the latest cycles as a line in n, so it needs no knowledge of the network.
 Where the server's engine plans from costs that are measured at start-up (`decoding.planning.controller`), a device has
 only these two lines; acceptance, the yield of pruned trees and the choice of nodes are the same code.
 tail(N) is the transfer time of the keys and values of one token in the target's last N layers (see
@@ -32,8 +32,9 @@ _DOUBT = 1e-3
 _SPREAD_CYCLES = 16
 """Cycles over which the cost of missing keys and values is spread."""
 _PROBE_EVERY = 16
-"""Of so many wide drafts, one is sent with half of its nodes: while all are equally large, their cost is not known."""
-_LEAST_SECONDS = 1e-6
+"""One wide draft in this many is sent with half of the nodes chosen for it, so that the cost of a node can be
+measured."""
+_MIN_SECONDS = 1e-6
 """Time of a cycle while none was measured."""
 
 
@@ -99,14 +100,14 @@ class CyclePlanner:
         self._bandwidth = bandwidth or Bandwidth()
         self._acceptance = Acceptance(shape.depth, self._layer_counts)
         self._yield = DraftYield()
-        self._num_pruned = -1
+        self._num_pruned = 0
         self._reply = _LineFit(_DECAY_REPLY, is_proportional=False)
         self._drafts: dict[int, _LineFit] = {}
         """Times of drafting, by N."""
 
     def prune(self, tree: TokenTree, plan: CyclePlan) -> Pruned | None:
-        """Reduce a draft to the nodes that are worth sending; None if all of it is to be sent, as it is unless the
-        shape is an adaptive one and wide.
+        """Reduce a draft to the nodes that are worth sending. None unless the shape is adaptive with breadth above 1:
+        other drafts are sent whole.
 
         Args:
             tree: drafted by `plan`.
@@ -121,11 +122,11 @@ class CyclePlanner:
     def _nodes_worth_sending(self, plan: CyclePlan, log_probs: list[list[float]]) -> int:
         seconds_of = partial(self._seconds_with_nodes, plan)
         best = best_node_count(log_probs, 1, self._yield.trust, seconds_of)
-        return -(-best // 2) if self._num_pruned % _PROBE_EVERY == 1 else best
+        return -(-best // 2) if self._num_pruned % _PROBE_EVERY == 2 else best
 
     def _seconds_with_nodes(self, plan: CyclePlan, count: int) -> float:
         seconds = self._seconds_of_draft(plan.num_target_layers, plan.shape.depth) + self._reply.at(count)
-        return max(_LEAST_SECONDS, seconds)
+        return max(_MIN_SECONDS, seconds)
 
     @property
     def max_nodes(self) -> int:
@@ -171,9 +172,11 @@ class CyclePlanner:
         return found
 
     def _expected_nodes(self, depth: int) -> int:
-        """Nodes of a draft of so many levels that are sent, with as many per level as pruning kept recently."""
-        shape = self._shape.at(depth) if isinstance(self._shape, AdaptiveShape) else self._shape
-        return min(shape.num_nodes, math.ceil(depth * self._yield.nodes_per_level))
+        """Nodes that are sent of a draft of so many levels: all of them, and of a wide adaptive tree as many per level
+        as pruning kept recently."""
+        if not isinstance(self._shape, AdaptiveShape):
+            return self._shape.num_nodes
+        return min(self._shape.at(depth).num_nodes, math.ceil(depth * self._yield.nodes_per_level)) if depth else 0
 
     def _seconds_of_draft(self, count: int, levels: int) -> float:
         """For an N that was not used yet, that of the next smaller one that was."""
@@ -204,7 +207,7 @@ class CyclePlanner:
             seconds: since it was sent.
             num_target_layers: N that it was drafted with.
             tail_tokens: tokens whose keys and values came with the answer, over all of the target's last layers.
-            pruned: what of the draft was sent; None for all of it, with one node per level in a chain.
+            pruned: what of the draft was sent; None for all of it.
         """
         nodes = 0 if pruned is None else pruned.tree.num_nodes - 1
         is_usual = tail_tokens <= max(self._layer_counts) * (levels + 1)  # else it made up for what was missing

@@ -26,7 +26,7 @@ from moray.edge.messages import (
     Welcome,
     decode_up,
 )
-from moray.edge.server.session import ResumeTokens, Send, ServerSession, SessionGoneError
+from moray.edge.server.session import ResumeTokens, Send, ServerSession, SessionEndedError
 from moray.errors import DataError
 
 _LOGGER = logging.getLogger("ray.serve")
@@ -177,7 +177,7 @@ class ServerConnection:
             self._handle(text)
         except RefusedError as error:
             self._refuse(error)
-        except SessionGoneError as error:
+        except SessionEndedError as error:
             self._refuse(RefusedError("session", str(error)))
         except DataError as error:
             self._refuse(RefusedError("bad_message", str(error)))
@@ -296,7 +296,7 @@ class ServerConnection:
             raise RefusedError("token", "the resume token is not one of this session and key, or has expired")
         session = self._server.sessions.get(message.session)
         if session is None:
-            raise SessionGoneError("the session is not known here any more: open it again")
+            raise SessionEndedError("the session is not known here any more: open it again")
         frames = session.after(message.received)
         self._server.drop(fresh)
         self._session = session
@@ -309,5 +309,5 @@ class ServerConnection:
 
     def _own(self) -> ServerSession:
         if self._session is None or self._session.name not in self._server.sessions:
-            raise SessionGoneError("the session has ended: open another one")
+            raise SessionEndedError("the session has ended: open another one")
         return self._session

@@ -24,7 +24,7 @@ _DIGEST_BYTES = 32
 Send = Callable[[bytes], None]
 
 
-class SessionGoneError(DataError):
+class SessionEndedError(DataError):
     """The session cannot go on from where the device is."""
 
 
@@ -90,10 +90,10 @@ class ServerSession:
         """The frames after the last one that the device has received.
 
         Raises:
-            SessionGoneError: some of them are no longer kept.
+            SessionEndedError: some of them are no longer kept.
         """
         if received < self._num_dropped:
-            raise SessionGoneError(
+            raise SessionEndedError(
                 f"messages after {received} are asked for, but those up to {self._num_dropped} are no longer kept: "
                 "open the session again"
             )

@@ -15,7 +15,7 @@ from moray.decoding.engine.draft_source import DraftJob, LocalDrafts
 from moray.decoding.engine.engine import Engine
 from moray.decoding.planning.controller import DraftPlan, SpeculationController
 from moray.decoding.planning.costs import Costs, CostTable
-from moray.decoding.planning.probing import NUM_PROBES
+from moray.decoding.planning.probing import NUM_TRIAL_DRAFTS
 from moray.decoding.request import Request
 from moray.drafters.base import Memory
 from moray.trees.grow import root_alone
@@ -108,7 +108,7 @@ def tries_of(own: SpeculationController, num_cycles: int, num_rows: int, num_acc
         if plan is None:
             own.pause(num_rows)
         else:
-            num_drafted = min(num_rows, NUM_PROBES) if own.is_probing else num_rows
+            num_drafted = min(num_rows, NUM_TRIAL_DRAFTS) if own.is_in_trial else num_rows
             own.record_draft(plan, num_drafted, num_rows, COSTS[1].draft_seconds(depth, 0))
             for _ in range(num_drafted):
                 own.record(depth, min(num_accepted, depth))
@@ -151,7 +151,7 @@ def test_costs_measured_beside_other_work_do_not_end_drafting_of_many(num_rows):
         if plan is None:
             own.pause(num_rows)
         else:
-            num_drafted = min(num_rows, NUM_PROBES) if own.is_probing else num_rows
+            num_drafted = min(num_rows, NUM_TRIAL_DRAFTS) if own.is_in_trial else num_rows
             own.record_draft(plan, num_drafted, num_rows, true.draft_seconds(depth, 0))
             for row in range(num_drafted):
                 own.record(depth, min((1, 3, 0, 2)[(cycle + row) % 4], depth))
@@ -176,7 +176,7 @@ def _pause(own: SpeculationController, num_rows: int) -> int:
     while own.plan(num_rows, num_rows) is None:
         own.pause(num_rows)
         count += 1
-    for _ in range(NUM_PROBES):
+    for _ in range(NUM_TRIAL_DRAFTS):
         own.record(1, 0)
     return count
 
@@ -184,12 +184,12 @@ def _pause(own: SpeculationController, num_rows: int) -> int:
 def test_it_is_tried_with_a_few_drafts():
     own = SpeculationController(SHAPE)
     own.set_costs(CostTable(COSTS))
-    assert not own.is_probing
+    assert not own.is_in_trial
     tries_of(own, 300, 8, 0)
-    assert own.is_probing
+    assert own.is_in_trial
     depths = tries_of(own, 500, 8, 6)
     assert depths[-1] == 6
-    assert not own.is_probing, "it has paid"
+    assert not own.is_in_trial, "it has paid"
 
 
 def test_it_is_tried_until_it_is_known_what_became_of_the_drafts():
@@ -198,11 +198,11 @@ def test_it_is_tried_until_it_is_known_what_became_of_the_drafts():
     own.record_draft(DEEP, 1, 8, 0.006)
     own.pause(8)
     for _ in range(4):
-        assert own.is_probing
+        assert own.is_in_trial
         own.record_draft(FLAT, 1, 8, 0.002)
         assert own.plan(8, 8) == DraftPlan(SHAPE.at(1)), "not deeper before that"
         own.record(1, 1)
-    assert not own.is_probing
+    assert not own.is_in_trial
 
 
 def test_what_a_few_drafts_take_says_nothing_of_many():
@@ -352,7 +352,7 @@ def test_a_few_who_have_a_drafter_do_not_make_the_pass_deeper_for_all(monkeypatc
         patch.setattr(asked.source, "can_draft", lambda number: number == 3)
         asked.run(12)
         assert not asked.asks
-        assert not asked.controller.is_probing, "drafts are wanted all the same"
+        assert not asked.controller.is_in_trial, "drafts are wanted all the same"
     asked.run()
     assert len(asked.asks[0]) == 16
 

@@ -8,7 +8,7 @@ import torch
 
 from moray.edge.device.bandwidth import Bandwidth
 from moray.edge.device.planner import CyclePlanner
-from moray.trees.shapes import AdaptiveShape, FixedShape
+from moray.trees.shapes import AdaptiveShape, DynamicShape, FixedShape
 from moray.trees.tree import TokenTree, chain_of
 
 CHAIN = AdaptiveShape(type="adaptive", depth=8)
@@ -116,8 +116,8 @@ def test_the_time_of_a_byte_is_measured_through_jitter_and_queues():
 WIDE = AdaptiveShape(type="adaptive", depth=3, breadth=2, nodes=8)
 
 
-def tree_of_equal_levels() -> TokenTree:
-    """Seven nodes below a root: two per level with 0.6 and 0.3 of their parent's probability."""
+def tree_of_two_per_level() -> TokenTree:
+    """Six nodes below a root: two per level with 0.6 and 0.3 of their parent's probability."""
     parents = torch.tensor([-1, 0, 0, 1, 1, 3, 3])
     depths = torch.tensor([0, 1, 1, 2, 2, 3, 3])
     scores = torch.tensor([0.0, *(math.log(p) for p in (0.6, 0.3, 0.36, 0.18, 0.216, 0.108))])
@@ -129,7 +129,7 @@ def tree_of_equal_levels() -> TokenTree:
 
 def num_sent(seconds_per_node: float, *, promises_too_much: bool = False) -> int:
     """Nodes that are sent of a wide draft in the end, where each node takes so long on its way."""
-    planner, tree = CyclePlanner(WIDE), tree_of_equal_levels()
+    planner, tree = CyclePlanner(WIDE), tree_of_two_per_level()
     pruned = None
     for _ in range(60):
         plan = planner.plan()
@@ -151,9 +151,18 @@ def test_a_wide_draft_is_pruned_to_the_nodes_that_are_worth_sending():
     assert num_sent(0.005, promises_too_much=True) < counts[1]
 
 
-def test_chains_and_fixed_trees_are_sent_whole():
-    tree = tree_of_equal_levels()
-    fixed = CyclePlanner(FixedShape(type="fixed", branching=(2, 2)))
-    assert fixed.prune(tree, fixed.plan()) is None
+def test_chains_and_trees_that_are_not_adaptive_are_sent_whole():
+    tree = tree_of_two_per_level()
+    dynamic = CyclePlanner(DynamicShape(type="dynamic", depth=3, breadth=2, nodes=6))
+    assert dynamic.prune(tree, dynamic.plan()) is None
     chain = CyclePlanner(CHAIN)
     assert chain.prune(chain_of(torch.arange(4)), chain.plan()) is None
+
+
+def test_an_empty_draft_is_recorded():
+    """As prompt lookup makes where nothing repeats."""
+    for shape in (CHAIN, WIDE):
+        planner = CyclePlanner(shape)
+        planner.record_draft(0, 0.001)
+        planner.record_reply(0, 0, 0.02)
+        assert planner.plan().shape.depth >= 1

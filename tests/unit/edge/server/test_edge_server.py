@@ -21,7 +21,7 @@ from moray.edge.messages import (
 )
 from moray.edge.server.replies import Reply
 from moray.edge.server.server import Backend, EdgeServer, Limits, Served
-from moray.edge.server.session import MAX_UNRECEIVED_BYTES, ResumeTokens, ServerSession, SessionGoneError
+from moray.edge.server.session import MAX_UNRECEIVED_BYTES, ResumeTokens, ServerSession, SessionEndedError
 from moray.errors import DataError
 
 HELLO = Hello(target="T", text="X", drafter="d", drafter_fingerprint="F")
@@ -201,7 +201,7 @@ def test_what_a_device_never_takes_is_bounded():
     for index in range(1, 40):
         session.add(reply(index, MAX_UNRECEIVED_BYTES // 10))
     assert sum(map(len, session.after(30))) <= MAX_UNRECEIVED_BYTES
-    with pytest.raises(SessionGoneError, match="open the session again"):
+    with pytest.raises(SessionEndedError, match="open the session again"):
         session.after(5)
 
 
