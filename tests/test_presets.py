@@ -134,3 +134,12 @@ def test_a_demo_trains_what_it_evaluates_from_files_that_are_here(path, monkeypa
     assert demo.live is not None
     assert demo.live.drafter in trained
     assert demo.live.target.model == evaluated.target.model
+
+
+def test_the_chats_that_are_shipped_are_small_and_say_where_they_are_from():
+    folder = CONFIGS / "chats"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 3_000_000
+    origin = (folder / "README.md").read_text(encoding="utf-8")
+    assert "pipelines.regenerate" in origin
+    for path in folder.iterdir():
+        assert path.name == "README.md" or path.name in origin, f"{path.name} has no provenance"
