@@ -139,7 +139,7 @@ def _trainer(
     config: TrainingConfig, progress_actor: Any, num_asked_workers: int | tuple[int, int], stop_step: int | None
 ) -> TorchTrainer:
     output = Path(config.output).absolute()
-    _mend_snapshot(output)
+    _drop_truncated_snapshot(output)
     settings = WorkerSettings(config, output, run_data_shards(config), stop_step, progress_actor)
     return _Trainer(
         work,
@@ -229,7 +229,7 @@ def _count_tokens(config: TrainingConfig) -> None:
         token_counts(store, open_source(config).plan.target.vocab_size)
 
 
-def _mend_snapshot(output: Path) -> None:
+def _drop_truncated_snapshot(output: Path) -> None:
     """Remove Ray's list of checkpoints if a kill cut it short: Ray writes it in place, and would refuse to start.
     `newest_checkpoint` finds the checkpoints without the list."""
     path = output / "ray" / RUN_NAME / "checkpoint_manager_snapshot.json"
