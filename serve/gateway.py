@@ -36,7 +36,7 @@ _FRESH = 1.0
 """Seconds for which a description of the targets, and metrics, are not asked for again."""
 _READY_SECONDS = 3.0
 """Time in which a target must describe itself: a health check does not wait for one that is starting."""
-_PLACE_SECONDS = 60.0
+_ADMISSION_SECONDS = 60.0
 """Time in which a target must admit or refuse a request; one may be starting."""
 _EXPORTED_SECONDS = 5.0
 """Time in which metrics must be collected."""
@@ -195,7 +195,7 @@ async def _is_admitted(stream: Any) -> bool:
     from ray.serve.exceptions import BackPressureError, RayServeException
 
     try:
-        admission = await asyncio.wait_for(anext(stream, None), _PLACE_SECONDS)
+        admission = await asyncio.wait_for(anext(stream, None), _ADMISSION_SECONDS)
     except BackPressureError:
         return False
     except RuntimeError as error:  # what Serve raises when a connection ends before anything has come

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from moray.errors import ConfigError
 from moray.explain import classes_of, description_of, element_of, help_rows
 from pipelines import benchmark, evaluate
 from pipelines.benchmarks.shaped_config import ShapedBenchmarkConfig
+from serve.api.schemas import ChatRequest
 from serve.config import read_args
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -156,6 +158,26 @@ def test_documented_servers_are_complete_and_valid(command):
         (application,) = yaml.safe_load((REPOSITORY / first).read_text(encoding="utf-8"))["applications"]
         args = application["args"]
     assert read_args(args).target.model
+
+
+def test_documented_make_targets_files_and_extras_are_there():
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    documented = {word for line in _commands(r"(?m)^make ([a-z -]+)") for word in line.split()}
+    assert {"demo", "test", "peers"} <= documented <= targets
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = {extra for found in _commands(r"-e '\.\[([a-z,]+)\]'") for extra in found.split(",")}
+    assert {"dev"} <= installed <= set(extras["optional-dependencies"])
+    files = _commands(r"(?m)^ray [^\n]*?\b(configs/[\w/.-]+)")
+    assert files
+    assert [file for file in files if not (REPOSITORY / file).is_file()] == []
+
+
+def test_documented_requests_are_valid():
+    bodies = _commands(r"(?s)/v1/chat/completions[^\n]*? -d '(\{.*?\})'")
+    assert bodies
+    for body in bodies:
+        assert ChatRequest.model_validate_json(body).messages
 
 
 def test_a_benchmark_is_told_apart_and_its_file_named(tmp_path, monkeypatch):

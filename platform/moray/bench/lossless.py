@@ -16,7 +16,7 @@ def check_lossless(lossless: Iterable[tuple[str, bool | None]]) -> None:
 
     Args:
         lossless: pairs of a row's name and whether its text equals plain decoding's. None means that equality is not
-            promised: in 16-bit formats, with the rule rejection, and with the rule typical.
+            promised: in 16-bit formats, and with the acceptance methods rejection and typical.
 
     Raises:
         LosslessError: a row is False; the message names all such rows.

@@ -142,6 +142,7 @@ def test_the_page_is_short_and_complete():
     assert sum(code.count("\n") for code in files.values()) < MAX_LINES
 
 
+@pytest.mark.timeout(900)
 def test_the_page_s_drafter_is_trained_decoded_with_served_and_swept(
     tiny_target: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
