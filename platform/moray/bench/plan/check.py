@@ -16,6 +16,7 @@ from moray.bench.plan.measure import check_log, load_all
 from moray.bench.plan.page import write_check_page
 from moray.bench.plan.planner import all_rows, best_row, check_batches, predict, trees_of
 from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedDrafts, chain, read_replay
+from moray.bench.plan.throughput import CheckRow, PlanRow
 from moray.bench.recording import record
 from moray.bench.replay.log import Continuation, read_log
 from moray.decoding.params import SamplingParams
@@ -75,8 +76,8 @@ def check(config: PlanCheckConfig) -> dict[str, Any]:
                 drafter = drafters.get(draft.drafter)
                 found[index].append(_measure(target, drafter, draft, batch, entries, header.params, costs))
                 progress.advance()
-    rows = [row | _compared(row, own, is_exact=is_exact) for row, own in zip(rows, found, strict=True)]
-    result = _summary(rows, config) | {"costs_threads": costs.threads, "threads": torch.get_num_threads()}
+    compared = [_compared(row, own, is_exact=is_exact) for row, own in zip(rows, found, strict=True)]
+    result = _summary(compared, config) | {"costs_threads": costs.threads, "threads": torch.get_num_threads()}
     is_alike = costs.threads in (None, result["threads"])  # otherwise the threads are the cause, and named elsewhere
     result["has_drifted"] = is_alike and abs(result["median_slowdown"] - 1) > MAX_DRIFT
     Path(config.output).mkdir(parents=True, exist_ok=True)
@@ -135,12 +136,13 @@ def _replayed_entries(entries: Sequence[Continuation], replayed: ReplayedDrafts,
     return [by_uid[each.uid] for each in chains]
 
 
-def _compared(row: dict[str, Any], measured: Sequence[_Measured], *, is_exact: bool) -> dict[str, Any]:
+def _compared(row: PlanRow, measured: Sequence[_Measured], *, is_exact: bool) -> CheckRow:
     """What was measured for a row, and how far the prediction is off. In 16-bit formats other texts prove nothing."""
     speeds = [each.tokens / each.seconds for each in measured]
     speed = statistics.median(speeds)
     adjusted = statistics.median(each.tokens / each.seconds * each.slowdown for each in measured)
     return {
+        **row,
         "measured_tokens_per_second": speed,
         "slowdown": statistics.median(each.slowdown for each in measured),
         "adjusted_tokens_per_second": adjusted,
@@ -152,7 +154,7 @@ def _compared(row: dict[str, Any], measured: Sequence[_Measured], *, is_exact: b
     }
 
 
-def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, Any]:
+def _summary(rows: list[CheckRow], config: PlanCheckConfig) -> dict[str, Any]:
     """Errors over all rows, and what the plan's choice costs at each batch.
 
     Speeds are compared as if the machine had been as fast for each row as when its costs were measured; plain decoding,
@@ -188,7 +190,7 @@ def _summary(rows: list[dict[str, Any]], config: PlanCheckConfig) -> dict[str, A
     } | record(config)
 
 
-def _same_order(rows: list[dict[str, Any]]) -> float:
+def _same_order(rows: list[CheckRow]) -> float:
     """Share of the pairs of rows of which the plan says rightly which is faster."""
     pairs = list(combinations(rows, 2))
     agree = sum(

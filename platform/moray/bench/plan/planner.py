@@ -1,7 +1,6 @@
 """The plan: every drafter, tree and batch predicted, and the best of each batch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import yaml
 from moray.bench.plan.configs import PlanConfig
 from moray.bench.plan.costs import CycleCostTable, tree_key
 from moray.bench.plan.replayed import PLAIN, PlannedDraft, ReplayedDrafts, chain, read_replay
-from moray.bench.plan.throughput import Prediction, expected, simulate
+from moray.bench.plan.throughput import PlanRow, Prediction, expected, simulate
 from moray.drafters.configs import UsableConfig
 from moray.errors import ConfigError
 from moray.provenance import write_json_atomically
 
-Row = tuple[PlannedDraft, dict[str, Any]]
+Row = tuple[PlannedDraft, PlanRow]
 """What is drafted, and its prediction as in plan.json."""
 
 
@@ -79,7 +78,7 @@ def best_row(rows: Sequence[Row]) -> Row:
     return max(rows, key=lambda row: row[1]["tokens_per_second"])
 
 
-def predict(costs: CycleCostTable, replayed: ReplayedDrafts, draft: PlannedDraft, batch: int) -> dict[str, Any]:
+def predict(costs: CycleCostTable, replayed: ReplayedDrafts, draft: PlannedDraft, batch: int) -> PlanRow:
     """One row."""
     return _row(draft, batch, simulate(costs, draft, batch, replayed.cycles(draft)))
 
@@ -139,7 +138,7 @@ def _rows_of_rates(config: PlanConfig, costs: CycleCostTable, batch: int) -> Ite
             yield draft, _row(draft, batch, expected(costs, draft, batch, rates))
 
 
-def _row(draft: PlannedDraft, batch: int, prediction: Prediction) -> dict[str, Any]:
+def _row(draft: PlannedDraft, batch: int, prediction: Prediction) -> PlanRow:
     return {
         "name": draft.name,
         "drafter": draft.drafter,
@@ -147,7 +146,9 @@ def _row(draft: PlannedDraft, batch: int, prediction: Prediction) -> dict[str, A
         "depth": draft.depth,
         "is_chain": draft.is_chain,
         "batch": batch,
-        **asdict(prediction),
+        "tokens_per_second": prediction.tokens_per_second,
+        "tau": prediction.tau,
+        "draft_share": prediction.draft_share,
     }
 
 

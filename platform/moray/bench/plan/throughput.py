@@ -11,6 +11,7 @@ and drafts that prompt lookup leaves empty, are priced as they are.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
 from moray.bench.plan.costs import CycleCostTable
 from moray.bench.plan.replayed import PlannedDraft, ReplayedCycle
@@ -25,6 +26,37 @@ class Prediction:
     tau: float
     draft_share: float
     """Share of the time that drafting takes."""
+
+
+class PlanRow(TypedDict):
+    """A prediction with what it is for, as in plan.json."""
+
+    name: str
+    drafter: str
+    tree: str
+    depth: int
+    is_chain: bool
+    batch: int
+    tokens_per_second: float
+    tau: float
+    draft_share: float
+    break_even_tau: NotRequired[float]
+    """Tau at which this row would be as fast as plain decoding."""
+
+
+class CheckRow(PlanRow):
+    """A prediction with what was measured."""
+
+    measured_tokens_per_second: float
+    slowdown: float
+    """Time of plain cycles beside this row over that in the costs."""
+    adjusted_tokens_per_second: float
+    """As if the machine had been as fast as when its costs were measured."""
+    adjusted_error: float
+    spread: float
+    measured_tau: float
+    error: float
+    lossless: bool | None
 
 
 def simulate(
