@@ -154,7 +154,7 @@ def test_those_behind_one_that_found_no_place_are_refused_unasked_for_a_moment(c
 
 
 def test_where_nobody_takes_a_request_in_nothing_is_ready(config, monkeypatch):
-    monkeypatch.setattr(gateway_module, "_PLACE_SECONDS", 1.0)
+    monkeypatch.setattr(gateway_module, "_ADMISSION_SECONDS", 1.0)
 
     async def waits(request: Request, is_resumed: bool) -> AsyncIterator[Any]:
         await asyncio.Event().wait()
