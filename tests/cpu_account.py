@@ -24,7 +24,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _IGNORES_CHILDREN = 1 << (signal.SIGCHLD - 1)
 
 TOLERANCE = 1.15
-"""The same suite on the same kind of machine costs up to 15 % more beside busy neighbours than the timed loop tells."""
+"""The timed loop tells only roughly how much slower a machine is: nearly the same suite took 1,912 and 2,286 s on CI's
+machine on two days."""
 SLOW_SECONDS = 0.175
 """CPU time of `_loop` on the slow machine for which `--slow-minutes` is given; a fast one takes half of it."""
 
@@ -146,7 +147,7 @@ def budget_minutes(slow: float, fast: float, slow_share: float) -> float:
 
 
 def judge(minutes: float, allowed: float) -> str | None:
-    """ "error" if the cost is above the budget by more than `TOLERANCE`, "warning" if it is above, else None."""
+    """The verdict: "error" above `TOLERANCE` times the budget, "warning" above the budget, else None."""
     if minutes > TOLERANCE * allowed:
         return "error"
     return "warning" if minutes > allowed else None
